@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sized
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing
 from functools import cached_property, partial
 from inspect import isawaitable
 from random import Random
@@ -23,7 +23,7 @@ from attrs import define, evolve, field, frozen
 from areal_actors.cache import parse_reward
 from areal_actors.client.agent_session import AgentSession
 from areal_actors.client.hooks import hooked
-from areal_actors.client.http import RetryPolicy, create_http_client
+from areal_actors.client.http import RetryPolicy, lent_client
 from areal_actors.domain import InteractionId, SessionId
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, RewardError, Unauthorized
 from areal_actors.lib.telemetry import get_logger
@@ -124,7 +124,7 @@ class AgentRunner:
         progress = create_batch_progress(is_quiet=self._is_quiet, stream=self._stream)
         progress.open(len(dataset) if isinstance(dataset, Sized) else None)
         try:
-            async with self._http() as http, aclosing(_iterate(dataset)) as items:
+            async with lent_client(self._http_client) as http, aclosing(_iterate(dataset)) as items:
                 sessions = partial(self._session, http)
                 batch = _Batch(
                     agent=agent, sessions=sessions, progress=progress, retries=self._retries, random=self._random
@@ -140,15 +140,6 @@ class AgentRunner:
     def _session(self, http_client: httpx.AsyncClient, index: int) -> AgentSession:
         task = f"{self._task_id}-{index}"
         return AgentSession(task_id=task, http_client=http_client, random=self._random, **self._options)
-
-    @asynccontextmanager
-    async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
-        """Provide one HTTP client for the control requests of all sessions."""
-        if self._http_client is not None:
-            yield self._http_client
-            return
-        async with create_http_client() as own:
-            yield own
 
 
 @define(eq=False, kw_only=True)
@@ -168,31 +159,27 @@ class _Batch:
         started_at = time.monotonic()
         places = anyio.Semaphore(max_concurrent)
         async with anyio.create_task_group() as tasks:
-            await self._feed(items, places, lambda index, item: tasks.start_soon(self._run_item, places, index, item))
+            index = 0
+            while True:
+                # An item is taken when there is a place for it, so that a dataset may be infinite or generated.
+                await places.acquire()
+                if self.obstacle is not None:
+                    break
+                try:
+                    item = await anext(items)
+                except StopAsyncIteration:
+                    break
+                except Exception as error:  # noqa: BLE001 - user code may raise anything
+                    # Raised after the items in progress have finished; here, it would cancel them.
+                    self.obstacle = DatasetError(f"The dataset failed after {index} items: {describe(error)}.")
+                    self.obstacle.__cause__ = error
+                    break
+                tasks.start_soon(self._run_item, places, index, item)
+                index += 1
         if self.obstacle is not None:
             raise self.obstacle
         ordered = tuple(self.results[index] for index in sorted(self.results))
         return BatchResult(results=ordered, seconds=time.monotonic() - started_at)
-
-    async def _feed(
-        self, items: AsyncIterator[Any], places: anyio.Semaphore, begin: Callable[[int, Any], object]
-    ) -> None:
-        """Take an item when there is a place for it, so that a dataset may be infinite or generated on the fly."""
-        index = 0
-        while True:
-            await places.acquire()
-            if self.obstacle is not None:
-                return
-            try:
-                item = await anext(items)
-            except StopAsyncIteration:
-                return
-            except Exception as error:  # noqa: BLE001 - user code may raise anything
-                self.obstacle = DatasetError(f"The dataset failed after {index} items: {describe(error)}.")
-                self.obstacle.__cause__ = error
-                return
-            begin(index, item)
-            index += 1
 
     async def _run_item(self, places: anyio.Semaphore, index: int, item: Any) -> None:
         begun = ItemResult(index=index, item=item, num_attempts=0)

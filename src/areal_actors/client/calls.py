@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from random import Random
 from typing import Any
@@ -13,7 +12,7 @@ import httpx
 import orjson
 
 from areal_actors.client.attribution import unattributed
-from areal_actors.client.http import RetryPolicy, create_http_client, send_with_retries
+from areal_actors.client.http import RetryPolicy, create_http_client, lent_client, send_with_retries
 from areal_actors.errors import ArealError
 
 __all__ = ["ControlCalls", "end_block"]
@@ -70,7 +69,7 @@ class ControlCalls:
         headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
         # This request carries its own key, which that of a surrounding session must not replace.
         with unattributed():
-            async with self._http() as http:
+            async with lent_client(self._given or self._own) as http:
 
                 async def send() -> httpx.Response:
                     return await http.post(url, content=content, params=query, headers=headers)
@@ -83,16 +82,6 @@ class ControlCalls:
                     is_patient=is_patient,
                 )
         return _parse(response)
-
-    @asynccontextmanager
-    async def _http(self) -> AsyncIterator[httpx.AsyncClient]:
-        """Provide the HTTP client in use; a temporary one if none is shared."""
-        open_client = self._given or self._own
-        if open_client is not None:
-            yield open_client
-            return
-        async with create_http_client() as passing:
-            yield passing
 
 
 def _parse(response: httpx.Response) -> dict[str, Any]:

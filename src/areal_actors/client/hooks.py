@@ -173,22 +173,20 @@ class _Installation:
             if not self._num_users:
                 return
             for hook in _HOOKS[module.__name__]:
-                if (module.__name__, hook.owner) not in self._installed:
-                    self._wrap(module, hook)
-
-    def _wrap(self, module: ModuleType, hook: _Hook) -> None:
-        found: Any = module
-        for name in hook.owner.split("."):
-            found = getattr(found, name, None)
-        owner = found if isinstance(found, type) else None
-        original = None if owner is None else vars(owner).get(hook.method)
-        if owner is None or original is None:
-            _log.warning("library_not_attributed", library=module.__name__, missing=f"{hook.owner}.{hook.method}")
-            return
-        wrapper = hook.wrap(original)
-        setattr(owner, hook.method, wrapper)
-        done = _Installed(owner, hook.method, original, wrapper)
-        self._installed[module.__name__, hook.owner] = done
+                if (module.__name__, hook.owner) in self._installed:
+                    continue
+                owner: Any = module
+                for name in hook.owner.split("."):
+                    owner = getattr(owner, name, None)
+                original = vars(owner).get(hook.method) if isinstance(owner, type) else None
+                if original is None:
+                    # A version of the library that differs must not end the program; its requests stay unchanged.
+                    missing = f"{hook.owner}.{hook.method}"
+                    _log.warning("library_not_attributed", library=module.__name__, missing=missing)
+                    continue
+                wrapper = hook.wrap(original)
+                setattr(owner, hook.method, wrapper)
+                self._installed[module.__name__, hook.owner] = _Installed(owner, hook.method, original, wrapper)
 
 
 class _ImportWatcher(MetaPathFinder):

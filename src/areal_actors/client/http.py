@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from functools import cache, cached_property, partial
 from importlib import import_module, metadata
 from random import Random
@@ -47,6 +47,7 @@ __all__ = [
     "create_http_client",
     "create_stack_transport",
     "error_of",
+    "lent_client",
     "retry_after",
     "send_with_retries",
 ]
@@ -80,6 +81,16 @@ def create_http_client(
     """
     client: httpx.AsyncClient = _create_client(httpx, max_connections, read_timeout_seconds)
     return client
+
+
+@asynccontextmanager
+async def lent_client(client: httpx.AsyncClient | None) -> AsyncIterator[httpx.AsyncClient]:
+    """Provide ``client``, which stays open, or a temporary one if it is ``None``."""
+    if client is not None:
+        yield client
+        return
+    async with create_http_client() as temporary:
+        yield temporary
 
 
 def create_agent_http_client(
@@ -211,18 +222,15 @@ class _Idle:
 
 def create_stack_transport(library: ModuleType, *, max_connections: int, keep_seconds: float) -> Stack:
     """Return a transport for the clients of ``library``, which is ``httpx`` or ``httpx2``; see ``Stack``."""
-    transport: Stack = _transport_class(library)(library, max_connections=max_connections, keep_seconds=keep_seconds)
+    kind = _derive_class("StackTransport", Stack, library.AsyncBaseTransport)
+    transport: Stack = kind(library, max_connections=max_connections, keep_seconds=keep_seconds)
     return transport
 
 
 @cache
-def _transport_class(library: Any) -> Any:
-    return type("StackTransport", (Stack, library.AsyncBaseTransport), {})
-
-
-@cache
-def _stream_class(library: Any) -> Any:
-    return type("Borrowed", (_Borrowed, library.AsyncByteStream), {})
+def _derive_class(name: str, own: type, base: type) -> Any:
+    # Clients assert the type of a stream, and the base classes of ``httpx2`` are not those of ``httpx``.
+    return type(name, (own, base), {})
 
 
 class Stack:
@@ -269,7 +277,8 @@ class Stack:
         try:
             response = await connection.handle_async_request(request)
             release = partial(self._release, connection)
-            response.stream = _stream_class(self._library)(response.stream, release)
+            body = _derive_class("Borrowed", _Borrowed, self._library.AsyncByteStream)
+            response.stream = body(response.stream, release)
         except BaseException:
             await self._release(connection, is_usable=False)
             raise

@@ -88,29 +88,25 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
         from transformers.conversion_mapping import get_model_conversion_mapping
 
         if get_model_conversion_mapping(skeleton, add_legacy=False):
-            return _load_converted(directory, type(skeleton))
+            try:
+                with quiet_transformers():
+                    loaded, report = type(skeleton).from_pretrained(
+                        directory, local_files_only=True, dtype="auto", output_loading_info=True
+                    )
+            except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+                raise ModelError(
+                    f"{directory} cannot be loaded: {error}. Save it again; the old weights stay."
+                ) from error
+            if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
+                raise ModelError(f"The files in {directory} lack {len(missing)} weights, {missing[0]} among them.")
+            converted: dict[str, Tensor] = loaded.state_dict()
+            return converted
     state: dict[str, Tensor] = {}
     for file in files:
         try:
             state.update(load_file(file))
         except (OSError, SafetensorError) as error:
             raise ModelError(f"{file} cannot be read: {error}. Save it again; the old weights stay.") from error
-    return state
-
-
-def _load_converted(directory: Path, architecture: Any) -> dict[str, Tensor]:
-    from safetensors import SafetensorError
-
-    try:
-        with quiet_transformers():
-            loaded, report = architecture.from_pretrained(
-                directory, local_files_only=True, dtype="auto", output_loading_info=True
-            )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        raise ModelError(f"{directory} cannot be loaded: {error}. Save it again; the old weights stay.") from error
-    if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
-        raise ModelError(f"The files in {directory} lack {len(missing)} weights, {missing[0]} among them.")
-    state: dict[str, Tensor] = loaded.state_dict()
     return state
 
 

@@ -114,7 +114,18 @@ class Child:
                 # The child leads a new process group, which can be killed as a whole.
                 start_new_session=True,
             )
-            _kill_with_us(reader, group=process.pid, gate=writer if is_gated else None)
+            # The kernel kills the group when the pipe loses its writer, even while a child is deep in C code.
+            # PR_SET_PDEATHSIG does not work here: it acts when the *thread* that forked ends, and trio forks in a
+            # worker thread that it releases. A write to the pipe would raise the signal as well, so the gate is written
+            # before O_ASYNC is set.
+            with suppress(ProcessLookupError, BrokenPipeError):  # the process may have ended already
+                if sys.platform == "linux":
+                    fcntl.fcntl(reader, fcntl.F_SETOWN, -process.pid)
+                    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+                if is_gated:
+                    os.write(writer, b"\n")
+                if sys.platform == "linux":
+                    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
         except BaseException:
             os.close(writer)
             raise
@@ -218,18 +229,3 @@ async def read_all(stream: ByteReceiveStream, write: Callable[[bytes], None]) ->
     with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
         async for chunk in stream:
             write(chunk)
-
-
-def _kill_with_us(lifeline: int, *, group: int, gate: int | None) -> None:
-    """Have the kernel kill ``group`` when the pipe loses its writer, even while a child is deep in C code."""
-    # PR_SET_PDEATHSIG does not work here: it acts when the *thread* that forked ends, and trio forks in a worker thread
-    # that it releases. A write to the pipe would raise the signal as well, so the gate is written before O_ASYNC is
-    # set.
-    with suppress(ProcessLookupError, BrokenPipeError):  # the process may have ended already
-        if sys.platform == "linux":
-            fcntl.fcntl(lifeline, fcntl.F_SETOWN, -group)
-            fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
-        if gate is not None:
-            os.write(gate, b"\n")
-        if sys.platform == "linux":
-            fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)

@@ -96,9 +96,8 @@ def require_no_event_loop(name: str, instead: str) -> None:
 
 def format_table(facts: Mapping[str, object]) -> str:
     """Return an HTML table with one row per fact. Names and values are escaped."""
-    rows = (f"<tr><th>{escape(str(name))}</th><td>{escape(_format(value))}</td></tr>" for name, value in facts.items())
+    rows = []
+    for name, value in facts.items():
+        text = f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)
+        rows.append(f"<tr><th>{escape(str(name))}</th><td>{escape(text)}</td></tr>")
     return f"<table>{''.join(rows)}</table>"
-
-
-def _format(value: object) -> str:
-    return f"{value:.6g}" if isinstance(value, float) else "-" if value is None else str(value)

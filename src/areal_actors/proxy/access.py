@@ -224,15 +224,22 @@ class UserAccess:
             QuotaExceeded: the user's quota is used up.
         """
         user, found = await self._resolve(credential, is_counted=is_counted)
-        if found is None:
-            async with self._temporary_session() as temporary:
-                usage = RequestUsage(credential=temporary)
-                async with self._accounted(usage, user):
-                    yield usage
-        else:
-            usage = RequestUsage(credential=found)
-            async with self._accounted(usage, user):
-                yield usage
+        temporary = None if found is not None else await self.sessions.ask(OpenSession(task="inference"))
+        if temporary is not None:
+            found = Credential(session=temporary.session, is_capability=True)
+        assert found is not None
+        usage = RequestUsage(credential=found)
+        try:
+            yield usage
+        finally:
+            # Shielded: a client that disconnects is charged for what was sampled until then, and leaves no session.
+            with anyio.move_on_after(_FORGET_SECONDS, shield=True):
+                try:
+                    if user is not None and self.accounts is not None and usage.num_used:
+                        await self.accounts.tell(TokensSampled(user=user, num_tokens=usage.num_used))
+                finally:
+                    if temporary is not None:
+                        await self.sessions.tell(ForgetSession(session=temporary.session))
 
     async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
         """Return the user's name and the session's credential, which is ``None`` for a user's key without a session."""
@@ -278,27 +285,6 @@ class UserAccess:
         if len(self._owners) >= _MAX_KNOWN:
             self._owners.clear()
         self._owners[name] = owner
-
-    # -------------------------------------------------------------------------------------------- accounting
-
-    @asynccontextmanager
-    async def _temporary_session(self) -> AsyncIterator[Credential]:
-        opened = await self.sessions.ask(OpenSession(task="inference"))
-        try:
-            yield Credential(session=opened.session, is_capability=True)
-        finally:
-            with anyio.move_on_after(_FORGET_SECONDS, shield=True):
-                await self.sessions.tell(ForgetSession(session=opened.session))
-
-    @asynccontextmanager
-    async def _accounted(self, usage: RequestUsage, user: str | None) -> AsyncIterator[None]:
-        try:
-            yield
-        finally:
-            # Shielded below: a client that disconnects is charged for what was sampled until then.
-            if user is not None and self.accounts is not None and usage.num_used:
-                with anyio.move_on_after(_FORGET_SECONDS, shield=True):
-                    await self.accounts.tell(TokensSampled(user=user, num_tokens=usage.num_used))
 
 
 def _name(credential: Credential) -> SessionId | bytes:

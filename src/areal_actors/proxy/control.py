@@ -267,22 +267,18 @@ class ControlEndpoints:
         model = "policy"
         if self.generation is not None:
             model = PurePath((await self.generation.ask(DescribeEngine())).info.model).name
-        entries = [_describe_model(model, self.started_at)]
-        trained = await self._trained_models(exchange)
-        return entries + [_describe_model(found.name, int(found.saved_at)) for found in trained]
-
-    async def _trained_models(self, exchange: Exchange) -> tuple[TrainedModel, ...]:
-        try:
-            if await self.access.identify(read_key(exchange.headers)) is not None:
-                return await self.selection.list()
-            credential = self.gatekeeper.credential(
-                key=read_key(exchange.headers),
-                in_path=exchange.session,
-                in_request=read(exchange.query, "session_id", TEXT),
-            )
-            return await self.selection.list_for(credential)
-        except RequestError:
-            return ()
+        trained: tuple[TrainedModel, ...] = ()
+        key = read_key(exchange.headers)
+        # The policy is listed to every client, with any key or none.
+        with suppress(RequestError):
+            if await self.access.identify(key) is not None:
+                trained = await self.selection.list()
+            else:
+                named = read(exchange.query, "session_id", TEXT)
+                credential = self.gatekeeper.credential(key=key, in_path=exchange.session, in_request=named)
+                trained = await self.selection.list_for(credential)
+        listed = [(model, self.started_at), *((found.name, int(found.saved_at)) for found in trained)]
+        return [{"id": name, "object": "model", "created": at, "owned_by": "areal_actors"} for name, at in listed]
 
     async def report_health(self, exchange: Exchange) -> None:
         """Answer 200 while requests can be answered, 503 otherwise."""
@@ -306,13 +302,16 @@ class ControlEndpoints:
         return credential if self.gatekeeper.is_admin(key) else await self.access.authorise(credential)
 
 
-def _describe_model(name: str, created: int) -> dict[str, Any]:
-    return {"id": name, "object": "model", "created": created, "owned_by": "areal_actors"}
-
-
 def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSession:
     if is_user_key(read(arguments, "api_key", TEXT)):
         raise InvalidRequest("api_key has the form of a user's key; choose another.", param="api_key")
+    names = [] if arguments.get("roles") is None else arguments["roles"]
+    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
+    if not is_list or len(names) > _MAX_ROLES or not all(re.fullmatch(ROLE_PATTERN, name) for name in names):
+        raise InvalidRequest(
+            f"roles must be a list of at most {_MAX_ROLES} names, each of letters, digits, '.', '_' and '-'.",
+            param="roles",
+        )
     group, size = read(arguments, "group_id", TEXT), _read_count(arguments, "group_size")
     if group is None and size is not None:
         raise InvalidRequest("group_size needs a group_id, which its sessions have in common.", param="group_size")
@@ -329,19 +328,8 @@ def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSe
         user=None if user is None else user.user.name,
         user_key=None if user is None else user.key.id,
         max_live=None if user is None else user.user.quotas.max_sessions,
-        roles=_read_roles(arguments.get("roles")),
+        roles=tuple(dict.fromkeys(names)),
     )
-
-
-def _read_roles(value: Any) -> tuple[str, ...]:
-    names = [] if value is None else value
-    is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not is_list or len(names) > _MAX_ROLES or not all(re.fullmatch(ROLE_PATTERN, name) for name in names):
-        raise InvalidRequest(
-            f"roles must be a list of at most {_MAX_ROLES} names, each of letters, digits, '.', '_' and '-'.",
-            param="roles",
-        )
-    return tuple(dict.fromkeys(names))
 
 
 def _read_count(arguments: Mapping[str, Any], name: str) -> int | None:

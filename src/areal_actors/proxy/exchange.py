@@ -125,7 +125,15 @@ class Operations(BaseRoute):
         exchange = Exchange(scope, receive, send)
         try:
             if exchange.method not in operation.methods:
-                await _refuse_method(operation, exchange)
+                allowed = ", ".join(operation.methods)
+                failure = Failure(
+                    status=405,
+                    type="invalid_request_error",
+                    message=f"{exchange.method} is not allowed here; use {allowed}.",
+                    code="method_not_allowed",
+                    request_id=exchange.request_id,
+                )
+                await exchange.send_json(405, operation.format_failure(failure), [(b"allow", allowed.encode())])
             elif operation.is_always_open:
                 await operation.handle(exchange)
             else:
@@ -157,18 +165,6 @@ async def _answer_failure(operation: Operation, exchange: Exchange, error: BaseE
         await exchange.send_json(failure.status, operation.format_failure(failure), headers)
     elif exchange.fail_stream is not None:
         await exchange.send_events(exchange.fail_stream(failure), is_last=True)
-
-
-async def _refuse_method(operation: Operation, exchange: Exchange) -> None:
-    allowed = ", ".join(operation.methods)
-    failure = Failure(
-        status=405,
-        type="invalid_request_error",
-        message=f"{exchange.method} is not allowed here; use {allowed}.",
-        code="method_not_allowed",
-        request_id=exchange.request_id,
-    )
-    await exchange.send_json(405, operation.format_failure(failure), [(b"allow", allowed.encode())])
 
 
 # ------------------------------------------------------------------------------------------------------ one request

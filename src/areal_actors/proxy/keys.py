@@ -21,12 +21,12 @@ from areal_actors.proxy.exchange import Exchange
 __all__ = ["KEY_ARGUMENTS", "KeysEndpoint", "format_key", "parse_key_request"]
 
 _LIMITS = ("max_sessions", "max_requests_per_minute", "max_tokens_per_day")
-_MAX_LIMIT = 2**53
+_LIMIT = integer(0, 2**53)
 KEY_ARGUMENTS: Mapping[str, Schema] = {
     "user": {"type": "string", "minLength": 1, "maxLength": 200},
     "experiment": TEXT.schema,
     "trial": TEXT.schema,
-    **dict.fromkeys(_LIMITS, integer(0, _MAX_LIMIT).schema),
+    **dict.fromkeys(_LIMITS, _LIMIT.schema),
     "expires_at": {"type": ["string", "number", "null"]},
 }
 """The fields of a key's request, as JSON schemas."""
@@ -79,18 +79,9 @@ def parse_key_request(body: Mapping[str, Any]) -> CreateKey:
         user=user,
         experiment=read(body, "experiment", TEXT),
         trial=read(body, "trial", TEXT),
-        quotas=Quotas(**{name: _read_limit(body, name) for name in _LIMITS}),
+        quotas=Quotas(**{name: read(body, name, _LIMIT) for name in _LIMITS}),
         expires_at=_read_time(body, "expires_at"),
     )
-
-
-def _read_limit(body: Mapping[str, Any], name: str) -> int | None:
-    value = body.get(name)
-    if value is None:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_LIMIT:
-        raise wrong(name, "a whole number, 0 or more", value)
-    return value
 
 
 def _read_time(body: Mapping[str, Any], name: str) -> float | None:

@@ -116,6 +116,8 @@ class MetricsEndpoint:
         return readings
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
+        from prometheus_client import ProcessCollector
+
         yield from _http_families(self.meter, len(self.traffic))
         yield from _actor_families(readings.mailboxes)
         yield _gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
@@ -123,7 +125,8 @@ class MetricsEndpoint:
         yield _gauge("build_info", "1, with the versions as labels.", build, labels=("version", "python"))
         for name, value in readings.run.items():
             yield _gauge(name, "Of the run; see metrics.jsonl for those of the latest step.", value)
-        yield from _process_families()
+        # Memory, CPU time and descriptors of this process, under Prometheus's usual names; empty off Linux.
+        yield from ProcessCollector(registry=None).collect()
         for view, families in (
             (readings.engine, _ENGINE),
             (readings.sessions, _SESSIONS),
@@ -180,13 +183,6 @@ def _actor_families(mailboxes: Mapping[str, ActorStatistics]) -> Iterator[Metric
     yield _counter("actor_handled", "Handlers that ended.", by_actor("num_handled"), labels=("actor",))
     yield _counter("actor_failed", "Of these, those that raised.", by_actor("num_failed"), labels=("actor",))
     yield _counter("actor_cancelled", "Asks whose asker left.", by_actor("num_cancelled"), labels=("actor",))
-
-
-def _process_families() -> Iterator[Metric]:
-    """Return the memory, CPU time and descriptors of this process, under Prometheus's usual names; empty off Linux."""
-    from prometheus_client import ProcessCollector
-
-    yield from ProcessCollector(registry=None).collect()
 
 
 def _by_operation(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:

@@ -1,16 +1,12 @@
 """The proxy without a socket, and its actors without tasks: what a direct client talks to.
 
-The ASGI transport of httpx runs the application to its end before the caller sees a byte, and does not support
-disconnects. In the transport here, the response starts when the application starts it, its body arrives as it is sent,
+In the transport here, the response starts when the application starts it, its body arrives as it is sent,
 and closing it early is a disconnect, which the application sees as it would see a closed connection. The official SDKs
 are split between ``httpx`` and its successor ``httpx2``, which have the same classes; the module that the installed SDK
 uses is supported.
 
-A client that is created in the middle of a coroutine has no task group to start actors in. The session manager does not
-need one: it waits only for its engine, and its trees are consistent whenever it waits. ``InlineRef`` calls the handlers
-of an actor directly, in the tasks of the callers; lifespan, mailbox and supervision do not exist. This is not safe in
-general: a stream's generator runs in its reader's task, so a reader must not open a cancel scope before one item and
-close it after the next. The proxy does not do that.
+A client that is created in the middle of a coroutine has no task group to start actors in. ``InlineRef`` calls the
+handlers of an actor directly, in the tasks of the callers; lifespan, mailbox and supervision do not exist.
 """
 
 from __future__ import annotations
@@ -95,6 +91,7 @@ class _Call:
         body, self._body = self._body, None
         if body is not None:
             return {"type": "http.request", "body": body, "more_body": False}
+        # The application waits here for the end of the connection, as it would on a server.
         await self._gone.wait()
         return {"type": "http.disconnect"}
 
@@ -144,6 +141,8 @@ def _transport_class(library: Any) -> Any:
     class Body(_Body, library.AsyncByteStream):  # type: ignore[misc]
         """The body, as a stream type of the library."""
 
+    # Not the ASGI transport of httpx: it runs the application to its end before the caller sees a byte, and does not
+    # support disconnects.
     class DirectTransport(library.AsyncBaseTransport):  # type: ignore[misc]
         """Sends requests to an application in this process."""
 
@@ -216,6 +215,8 @@ class InlineRef(Ref[P]):
     __slots__ = ("_actor", "_address", "_counters", "_handlers", "_turn")
 
     def __init__(self, actor: Actor[P], *, name: str) -> None:
+        # Not safe for every actor. The session manager waits only for its engine, and its trees are consistent whenever
+        # it waits, so it needs neither a mailbox nor a task.
         self._actor = actor
         self._address = Address(node="inline", name=f"{name}-{id(actor):x}")
         self._handlers = collect_handlers(type(actor))
@@ -261,6 +262,8 @@ class InlineRef(Ref[P]):
         buffer_size: int = 16,  # noqa: ARG002 - nothing is buffered: the reader drives the handler
     ) -> AsyncIterator[AsyncIterator[Item]]:
         """Return the handler's stream, whose generator runs in the reader's task."""
+        # The generator runs in its reader's task, so a reader must not open a cancel scope before one item and close it
+        # after the next. The proxy does not do that.
         generator: AsyncGenerator[Item, None] = self._handler(message).function(self._actor, message)
         with self._counted():
             try:

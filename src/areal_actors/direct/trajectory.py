@@ -44,7 +44,7 @@ TokenizerLike = Any
 """A fast tokenizer of transformers, the directory of a model, or a ``Renderer``."""
 
 _renderers: WeakKeyDictionary[Any, Renderer] = WeakKeyDictionary()
-"""Cache of renderers by tokenizer: a client is created per episode, and creating a renderer is slow."""
+"""Cache of renderers by tokenizer."""
 
 
 class DirectSession:
@@ -169,6 +169,7 @@ def _renderer_of(tokenizer: TokenizerLike, engine: EngineLike) -> Renderer:
         return cast("Renderer", tokenizer)
     if isinstance(tokenizer, str | Path):
         return load_renderer(tokenizer)
+    # A client is created per episode, and creating a renderer is slow.
     renderer = _renderers.get(tokenizer)
     if renderer is None:
         renderer = _renderers[tokenizer] = create_renderer(tokenizer)

@@ -207,7 +207,10 @@ def test_an_unknown_way_to_resume_is_refused(run, config):
 
 
 @pytest.mark.parametrize("command", ["serve", "host"])
-@pytest.mark.parametrize("environment", [{"AREAL_ADMIN_KEY": " "}, {"AREAL_ADMIN_KEY_FILE": "absent/key"}])
+@pytest.mark.parametrize(
+    "environment",
+    [{"AREAL_ADMIN_KEY": " "}, {"AREAL_ADMIN_KEY_FILE": "absent/key"}, {"AREAL_ADMIN_KEY_FILE": sys.executable}],
+)
 def test_an_admin_key_that_cannot_be_read_is_named(config, monkeypatch, command, environment):
     """Before anything is started."""
     for name, value in environment.items():
@@ -222,7 +225,13 @@ def test_the_admin_key_comes_from_the_environment(run, config, tmp_path, monkeyp
     """From a variable, else from a file. One of the configuration has priority, and no key is on the command line."""
     calls = run(summary)
     module = sys.modules["areal_actors.run"]
-    module.serve = lambda given, **options: module.train(given, resume=options["resume"], run_dir=None)
+    keys = []
+
+    def serve(given, **options):
+        keys.append(options["admin_key"])
+        return module.train(given, resume=options["resume"], run_dir=None)
+
+    module.serve = serve
     serving = ModuleType("areal_actors.run.serving")
     serving.describe_service = serving.format_service = None
     monkeypatch.setitem(sys.modules, "areal_actors.run.serving", serving)
@@ -233,8 +242,9 @@ def test_the_admin_key_comes_from_the_environment(run, config, tmp_path, monkeyp
     assert 0 == invoke("serve", config).exit_code
     assert 0 == invoke("serve", config, "proxy.admin_key=own").exit_code
 
-    assert ["from-file", "from-variable", "own"] == [given.proxy.admin_key for given, _, _ in calls]
-    assert ["from-file", "from-variable", "from-variable"] == [given.host.admin_key for given, _, _ in calls]
+    # Not in the configuration, which is written to config.yaml and to the backups of the run.
+    assert ["from-file", "from-variable", "from-variable"] == keys
+    assert [None, None, "own"] == [given.proxy.admin_key for given, _, _ in calls]
 
 
 def test_runs_are_listed_with_what_needs_attention(tmp_path):
@@ -248,6 +258,9 @@ def test_runs_are_listed_with_what_needs_attention(tmp_path):
         directory = write_run(tmp_path / "runs" / name)
         if status is not None:
             write_record(directory, RunRecord(status=status, reason=reason))
+
+    damaged = RunDirectory(path=tmp_path / "runs" / "a").metrics
+    damaged.write_text(damaged.read_text() + '{"step": "x"}\n{"step": 4, "reward": "y"}\n{"step": null}\n[1]\n{"st')
 
     shown = invoke("runs", tmp_path / "runs").stdout
     records = [json.loads(line) for line in invoke("runs", tmp_path / "runs", "--json").stdout.splitlines()]

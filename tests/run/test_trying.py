@@ -16,6 +16,10 @@ import time
 from openai import AsyncOpenAI
 
 
+class Odd(BaseException):
+    pass
+
+
 class Agent:
     """Sums that go wrong in different ways, by the kind of the problem."""
 
@@ -30,6 +34,8 @@ class Agent:
             time.sleep(0.8)
         if data["kind"] == "broken":
             raise KeyError("answer")
+        if data["kind"] == "odd":
+            raise Odd("lone \\ud800 surrogate")
         return float(len(answer.choices[0].message.content or "")) if data["kind"] == "fine" else 0.0
 '''
 CONFIG = """
@@ -114,3 +120,12 @@ def test_a_configuration_without_agent_or_problems_is_refused(tmp_path: Path, mi
 
     assert 2 == result.exit_code
     assert missing in result.output
+
+
+def test_odd_exceptions_fail_their_episodes(tmp_path: Path):
+    """One below BaseException, whose text no terminal takes."""
+    result = tried(tmp_path, "odd")
+
+    assert 1 == result.exit_code
+    assert "failed 4 times: Agent.run raised" in result.stdout
+    assert "surrogate" in result.stdout

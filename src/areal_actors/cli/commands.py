@@ -193,26 +193,23 @@ def doctor(*, config: Path, overrides: tuple[str, ...], submit: bool, is_json: b
         sys.exit(EXIT_FAILED)
 
 
-def _with_admin_key(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """Return the configuration with the admin key of ``AREAL_ADMIN_KEY``, or of the file ``AREAL_ADMIN_KEY_FILE``.
+def _read_admin_key(environment: Mapping[str, str]) -> str | None:
+    """Return the admin key in ``AREAL_ADMIN_KEY``, or in the file that ``AREAL_ADMIN_KEY_FILE`` names.
 
-    A key on a command line can be read by every user of the machine, so supervisors pass it here. A key in the
-    configuration has priority. Raises ``ConfigError`` if the file cannot be read or either is empty.
+    A key on a command line can be read by every user of the machine, so supervisors pass it here. Raises
+    ``ConfigError`` if the file cannot be read, or what was found is empty.
     """
-    from attrs import evolve
-
     key, file = environment.get("AREAL_ADMIN_KEY"), environment.get("AREAL_ADMIN_KEY_FILE")
     if key is None and file is not None:
         try:
             key = Path(file).read_text(encoding="utf-8")
         except OSError as error:
             raise ConfigError(f"AREAL_ADMIN_KEY_FILE: {file} cannot be read: {error.strerror}") from error
-    if key is None:
-        return config
-    if not key.strip():
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"AREAL_ADMIN_KEY_FILE: {file} is no text: {error.reason}") from error
+    if key is not None and not key.strip():
         raise ConfigError("the admin key in AREAL_ADMIN_KEY or AREAL_ADMIN_KEY_FILE is empty; unset both for a new one")
-    proxy = evolve(config.proxy, admin_key=config.proxy.admin_key or key.strip())
-    return evolve(config, proxy=proxy, host=evolve(config.host, admin_key=config.host.admin_key or key.strip()))
+    return None if key is None else key.strip()
 
 
 def _is_resumed(mode: str, config: RunConfig, run_dir: Path | None, *, is_service: bool = False) -> bool:
@@ -284,7 +281,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
-    loaded = _with_admin_key(load_config(config, overrides), os.environ)
+    loaded, admin_key = load_config(config, overrides), _read_admin_key(os.environ)
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
@@ -295,7 +292,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
         click.echo((format_service if is_json else describe_service)(endpoint, directory))
 
     is_resumed = _is_resumed(resume, loaded, run_dir, is_service=True)
-    summary = run_service(loaded, resume=is_resumed, run_dir=run_dir, announce=announce)
+    summary = run_service(loaded, resume=is_resumed, run_dir=run_dir, announce=announce, admin_key=admin_key)
     click.echo(json.dumps(summary.to_json()))
 
 
@@ -320,7 +317,11 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
-    loaded = _with_admin_key(load_config(config, overrides), os.environ)
+    loaded, admin_key = load_config(config, overrides), _read_admin_key(os.environ)
+    if admin_key is not None and loaded.host.admin_key is None:
+        from attrs import evolve
+
+        loaded = evolve(loaded, host=evolve(loaded.host, admin_key=admin_key))  # written to no configuration of a trial
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run.host import run_host
 
@@ -460,18 +461,20 @@ def try_(
     from areal_actors.run.trying import format_trial, try_agent
 
     summary = try_agent(loaded, num_problems=num_problems, model=model, served_name=served_name, output=output)
-    click.echo(json.dumps(summary.to_json()) if is_json else format_trial(summary))
+    text = json.dumps(summary.to_json()) if is_json else format_trial(summary)
+    # Texts of models and agents may hold lone surrogates, which no terminal takes.
+    click.echo(text.encode("utf-8", "backslashreplace").decode())
     if all(episode.failure is not None for group in summary.groups for episode in group.episodes):
         sys.exit(EXIT_FAILED)
 
 
 @click.command()
-@click.argument("path", type=click.Path(path_type=Path), default=Path("runs"))
+@click.argument("paths", nargs=-1, metavar="[PATH]...", type=click.Path(path_type=Path))
 @click.option("--json", "is_json", is_flag=True, help="One line of JSON for each run.")
 @verbose_option
 @explains_errors
-def runs(*, path: Path, is_json: bool) -> None:
-    """List the runs below PATH: their state, steps and rewards, and why they ended or do not learn.
+def runs(*, paths: tuple[Path, ...], is_json: bool) -> None:
+    """List the runs below each PATH (default: runs): state, steps, rewards, and why they ended or do not learn.
 
     \b
     Examples:
@@ -480,7 +483,7 @@ def runs(*, path: Path, is_json: bool) -> None:
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.viewer import describe_runs, format_runs
 
-    found = describe_runs((path,))
+    found = describe_runs(paths or (Path("runs"),))
     click.echo("\n".join(map(json.dumps, found)) if is_json else format_runs(found))
 
 

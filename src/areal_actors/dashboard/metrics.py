@@ -171,7 +171,8 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
 
     Raises ``OSError`` if the file cannot be read; a run without steps has none.
     """
-    records = list(read_records(directory.metrics))
+    # A record without a step, or with texts for numbers, is no record of ours: the file was damaged there.
+    records = [record for record in read_records(directory.metrics) if _is_whole(record)]
     rewards = [record["reward"] for record in records if record.get("reward") is not None]
     evaluations = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
     last: Mapping[str, Any] = records[-1] if records else {}
@@ -186,6 +187,13 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
         version=int(last.get("version") or 0),
         model=directory.model,
         verdict=find_verdict(records),
+    )
+
+
+def _is_whole(record: Mapping[str, Any]) -> bool:
+    numbers = (record.get(key) for key in STEP_KEYS if key != "phase")
+    return isinstance(record.get("step"), int) and all(
+        value is None or isinstance(value, (int, float)) for value in numbers
     )
 
 

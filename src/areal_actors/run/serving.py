@@ -47,17 +47,26 @@ Announce = Callable[[Endpoint, RunDirectory], None]
 
 
 def serve(
-    config: RunConfig, *, resume: bool = False, run_dir: Path | None = None, announce: Announce | None = None
+    config: RunConfig,
+    *,
+    resume: bool = False,
+    run_dir: Path | None = None,
+    announce: Announce | None = None,
+    admin_key: str | None = None,
 ) -> RunSummary:
     """Serve a configuration until training is finished, in a new event loop. Raises ``ArealError``."""
-    return Server(config).serve(resume=resume, run_dir=run_dir, announce=announce)
+    return Server(config, admin_key=admin_key).serve(resume=resume, run_dir=run_dir, announce=announce)
 
 
 class Server:
-    """The Python interface of the service. ``announce`` is called with the endpoint once agents are answered."""
+    """The Python interface of the service. ``announce`` is called with the endpoint once agents are answered.
 
-    def __init__(self, config: RunConfig) -> None:
+    ``admin_key`` is used if the configuration has none. It is not written to ``config.yaml``.
+    """
+
+    def __init__(self, config: RunConfig, *, admin_key: str | None = None) -> None:
         self.config = config
+        self._admin_key = admin_key
 
     def serve(
         self,
@@ -116,7 +125,7 @@ class Server:
                     agent=agent,
                     is_service=True,
                     resume=resume,
-                    admin_key=known,  # that of before a restart, which agents know
+                    admin_key=self._admin_key or known,  # that of before a restart, which agents know
                     announce=tell,
                     is_handling_signals=is_handling_signals,
                 )

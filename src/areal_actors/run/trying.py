@@ -28,7 +28,7 @@ from areal_actors.domain import Episode, FinishReason, Problem, UntrainedReason
 from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.kernel import Message
 from areal_actors.lib.references import import_reference
-from areal_actors.lib.telemetry import logging_to_file
+from areal_actors.lib.telemetry import logging_to_file, redact
 from areal_actors.messages import EpisodeFinished, Progress
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.evaluation import run_evaluation
@@ -213,7 +213,7 @@ def _find_problems(
     episodes = [episode for group in groups for episode in group.episodes]
     num_failed = sum(map(_num_failed, groups))
     if num_failed:
-        yield f"{num_failed} of {len(episodes)} episodes failed; their tracebacks are below."
+        yield f"{num_failed} of {len(episodes)} episodes failed; see above for why."
     num_equal = sum(len(group.rewards) > 1 and not group.has_signal for group in groups)
     if num_equal:
         rewards = {reward for group in groups for reward in group.rewards}
@@ -225,7 +225,7 @@ def _find_problems(
         yield f"{num_equal} of {len(groups)} groups had equal rewards, from which nothing is learned. {advice}."
     if config.rollout.group_size == 1:
         yield "rollout.group_size is 1: a group of one has nothing to compare its reward with."
-    num_silent = sum(episode.num_turns == 0 for episode in episodes)
+    num_silent = sum(episode.num_turns == 0 and episode.traceback is None for episode in episodes)
     if num_silent and is_recorded:
         yield (
             f"{num_silent} of {len(episodes)} episodes ended without an answer of the model: use the base_url and "
@@ -264,12 +264,12 @@ def format_trial(summary: TrialSummary) -> str:
     for group in summary.groups:
         for episode in group.episodes:
             if episode.failure is not None:
-                kind = kind_of(episode.failure)
+                kind = kind_of(redact(episode.failure))
                 kinds[kind] += 1
                 first.setdefault(kind, episode)
     for kind, count in kinds.most_common():
         times = "once" if count == 1 else f"{count} times"
-        lines += [f"=== failed {times}: {first[kind].failure}", (first[kind].traceback or "").rstrip()]
+        lines += [f"=== failed {times}: {redact(str(first[kind].failure))}", (first[kind].traceback or "").rstrip()]
     lines.append("=== rewards of each group")
     for group in summary.groups:
         rewards = " ".join(f"{reward:.3g}" for reward in group.rewards) or "none"
@@ -295,7 +295,7 @@ def _format_conversation(group: TrialGroup, conversations: tuple[Mapping[str, An
         for turn in session["turns"]:
             for message in (*turn["messages"], *([turn["answer"]] if turn["answer"] else ())):
                 yield from _format_message(message)
-        yield f"  -> reward {best.reward:.3g}"
+        yield f"  -> reward {best.reward:.3g}" if best.failure is None else "  -> failed"
         return
 
 

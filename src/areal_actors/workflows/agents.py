@@ -8,6 +8,7 @@ are ``pool`` and ``commands``.
 
 from __future__ import annotations
 
+import asyncio
 import dis
 import os
 import signal
@@ -118,7 +119,9 @@ def is_failure(error: BaseException) -> bool:
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_failure, error.exceptions))
     if not isinstance(error, KeyboardInterrupt):
-        return isinstance(error, (Exception, SystemExit))
+        # A class of the agent's own below BaseException fails the episode, too. GeneratorExit closes a coroutine.
+        is_cancellation = isinstance(error, asyncio.CancelledError) or type(error).__module__.startswith("trio")
+        return not is_cancellation and not isinstance(error, GeneratorExit)
     # Python runs handlers of signals in the main thread only. In a run, ``run.signals`` receives them without raising.
     handler = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not callable(handler):

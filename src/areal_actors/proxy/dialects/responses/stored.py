@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_actors.domain import Answer, ChatMessage, InteractionId, Usage
+from areal_actors.domain import Answer, ChatMessage, FinishReason, InteractionId, Usage
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.messages import StoredAnswer
 from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
@@ -68,14 +68,15 @@ def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any
     """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
     turn, answer = stored.interaction, _answer(stored)
     sampling = turn.sampling
+    is_cut = answer.completion.finish is FinishReason.LENGTH
     return {
         "id": turn.id,
         "object": "response",
         "created_at": 0,
-        "status": "completed",
+        "status": "incomplete" if is_cut else "completed",
         "completed_at": None,
         "error": None,
-        "incomplete_details": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "model": model,
         "output": format_output(answer, has_logprobs=False, decode=None),
         "usage": format_usage(answer.usage),

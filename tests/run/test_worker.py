@@ -16,6 +16,7 @@ from areal_actors.errors import EngineError
 from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen
 from areal_actors.messages import Directory, ExpectWorker, RoleSpec
+from areal_actors.run import ranks
 from areal_actors.run.control_plane import DirectoryActor
 from areal_actors.schedulers.base import CONTROLLER_LOST
 from areal_actors.schedulers.bootstrap import Bootstrap
@@ -67,7 +68,8 @@ async def work(
     monkeypatch: pytest.MonkeyPatch, address: str, serve: Serve, *, rejoin: float = 60.0, rank: int = 0
 ) -> int:
     """The status of a worker that does this instead of its role."""
-    monkeypatch.setattr(worker, "_serve_rank" if rank else "_serve", serve)
+    module, name = (ranks, "serve_task") if rank else (worker, "_serve")
+    monkeypatch.setattr(module, name, serve)
     with anyio.fail_after(20):
         return await worker._work(
             Bootstrap(

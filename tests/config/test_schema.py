@@ -384,3 +384,12 @@ def test_weights_are_sent_to_servers_that_take_them(backend):
     accepted = create_config(settings | {"rollout": MINIMAL["rollout"] | {"backend": "sglang"}})
 
     assert accepted.trainer.publish == "distributed"
+
+
+def test_proxies_of_one_service_need_its_sessions_in_the_same_process():
+    """More proxies would never be ready, so they are refused with what to set; placed proxies reach placed sessions."""
+    settings = MINIMAL | {"proxy": {"num_processes": 3}}
+    with pytest.raises(ConfigError, match=r"scheduler roles.sessions places .* set roles.proxy.replicas: 3, too"):
+        create_config(settings | {"scheduler": {"roles": {"sessions": {}}}})
+    for roles in ({}, {"generation": {}}, {"sessions": {}, "proxy": {"replicas": 3}}):
+        assert 3 == create_config(settings | {"scheduler": {"roles": roles}}).proxy.num_processes

@@ -366,6 +366,18 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
         )
 
 
+def _check_scheduler(run: RunConfig, _: object, scheduler: SchedulerConfig) -> None:
+    """Reject several proxies of a service that could not reach its sessions."""
+    proxy, roles = getattr(run, "proxy", None), scheduler.roles
+    # The additional proxies can reach only actors of the service's process: none of them would ever be ready.
+    if proxy is not None and proxy.num_processes > 1 and roles.proxy is None and roles.sessions is not None:
+        raise ValueError(
+            f"roles.sessions places sessions in a worker, which the {proxy.num_processes} proxies of "
+            f"proxy.num_processes do not reach; set roles.proxy.replicas: {proxy.num_processes}, too, or leave "
+            "roles.sessions out"
+        )
+
+
 def _check_eval_datasets(run: RunConfig, _: object, named: Mapping[str, DatasetConfig]) -> None:
     """Reject names that cannot be part of a file's name, and named sets next to the one without a name."""
     wrong = [name for name in named if not re.fullmatch(_NAME, name)]
@@ -466,7 +478,7 @@ class RunConfig:
     capacity: CapacityConfig = field(factory=CapacityConfig)
     models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
-    scheduler: SchedulerConfig = field(factory=SchedulerConfig)
+    scheduler: SchedulerConfig = field(factory=SchedulerConfig, validator=_check_scheduler)
 
     @property
     def run_directory(self) -> RunDirectory:

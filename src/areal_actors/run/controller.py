@@ -318,7 +318,8 @@ class RunController:
             yield
         finally:
             # Agents of the next attempt must wait for its proxy: until then, connections to this port are refused.
-            with anyio.CancelScope(shield=True):
+            # A cancelled run has ended its directory by now, and with it everything that waited there.
+            with anyio.CancelScope(shield=True), suppress(ActorStopped):
                 await self.control_plane.directory.ask(EndpointChanged(endpoint=None))
 
     async def announce(self) -> None:

@@ -152,9 +152,10 @@ def _transport_class(library: Any) -> Any:
         async def handle_async_request(self, request: Any) -> Any:
             """Answer ``request``. Raises ``ReadTimeout`` and ``ReadError`` of the library."""
             call = _Call(_scope_of(request), b"".join([part async for part in request.stream]))
+            seconds = _read_seconds(request)
             stop = start_companion(partial(call.run, self._app))
             try:
-                with anyio.fail_after(seconds := _read_seconds(request)):
+                with anyio.fail_after(seconds):
                     await call.started.wait()
                 _check(call, library)
             except TimeoutError:

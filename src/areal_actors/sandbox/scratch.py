@@ -47,7 +47,7 @@ def process_directory() -> Path:
             if descriptor is not None:
                 remove(directory)
                 os.close(descriptor)
-    is_locked = False
+    own, is_locked = root, False
     # Repeated if another process took the directory for a dead one's, between its creation and its lock.
     while not is_locked:
         own = Path(tempfile.mkdtemp(prefix=f"{os.getpid()}-", dir=root))

@@ -151,7 +151,7 @@ def format_keys(keys: Sequence[Shown]) -> str:
         "TODAY",
         "STATE",
     )
-    rows = [head]
+    rows: list[tuple[str, ...]] = [head]
     for key in keys:
         cells = ("-" if key[name] is None else str(key[name]) for name in _COLUMNS)
         rows.append((*cells, str(key["tokens_today"]), _state(key)))

@@ -32,7 +32,7 @@ class ServerConfig:
     api_key_file: Path | None = None
     """A file that contains only the API key of the servers at urls."""
     num_servers: int = field(default=1, validator=ge(1))
-    """Servers to start, each with a copy of the model."""
+    """Servers to start, each with a copy of the model and its share of the GPUs of the machine."""
     python: str = "python"
     """The Python in which the server is installed; never that of this process, because their packages conflict."""
     command: tuple[str, ...] = ()

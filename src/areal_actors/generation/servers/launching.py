@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import socket
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,16 @@ from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["KINDS", "LaunchedServers", "ServerKind", "choose_ports", "format_command", "launch_servers"]
+__all__ = [
+    "KINDS",
+    "LaunchedServers",
+    "ServerKind",
+    "choose_ports",
+    "count_devices",
+    "format_command",
+    "launch_servers",
+    "split_devices",
+]
 
 
 _log = get_logger(__name__)
@@ -72,9 +81,11 @@ async def launch_servers(
 ) -> AsyncIterator[LaunchedServers]:
     """Keep ``config.num_servers`` running while the block lasts; their process groups end with it.
 
-    Raises ``EngineError`` if the program does not exist, or a port is in use.
+    Several servers share the GPUs of this machine by ``CUDA_VISIBLE_DEVICES`` (``split_devices``). Raises
+    ``EngineError`` if the program does not exist, a port is in use, or there are too few GPUs.
     """
     config = evolve(config, environment={**kind.environment, **config.environment})
+    devices = _assign_devices(config)
     ports = choose_ports(config)
     launched = LaunchedServers(urls=tuple(f"http://{HOST}:{port}" for port in ports))
     body: list[BaseException] = []
@@ -83,8 +94,9 @@ async def launch_servers(
             try:
                 for number, (url, port) in enumerate(zip(launched.urls, ports, strict=True)):
                     command = format_command(kind, config, model=model, port=port, adapters=adapters)
+                    environment = {**config.environment, **devices[number]}
                     server = _RestartingServer(
-                        launched, url, command, config, BoundedLog(logs / f"server-{number}.log")
+                        launched, url, command, environment, BoundedLog(logs / f"server-{number}.log")
                     )
                     await tasks.start(server.run)
                 yield launched
@@ -101,14 +113,14 @@ class _RestartingServer:
     launched: LaunchedServers
     url: str
     command: list[str]
-    config: ServerConfig
+    environment: Mapping[str, str]
     log: BoundedLog
 
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # Redirect stdout to stderr, which is logged.
         command = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *self.command]
         environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
-        environment |= self.config.environment
+        environment |= self.environment
         backoff = Backoff(first_seconds=_FIRST_PAUSE_SECONDS, max_seconds=_MAX_PAUSE_SECONDS)
         while True:
             began = anyio.current_time()
@@ -133,6 +145,58 @@ class _RestartingServer:
             if anyio.current_time() - began > _HEALTHY_SECONDS:
                 backoff.reset()
             await anyio.sleep(backoff.next_delay())
+
+
+_DEVICES = "CUDA_VISIBLE_DEVICES"
+_NVIDIA = Path("/proc/driver/nvidia/gpus")
+"""Where the driver lists the GPUs of a machine; absent without one."""
+_PARALLEL = {
+    "tensor": ("--tp", "--tp-size", "--tensor-parallel-size", "-tp"),
+    "pipeline": ("--pp", "--pp-size", "--pipeline-parallel-size", "-pp"),
+    "data": ("--dp", "--dp-size", "--data-parallel-size", "-dp"),
+}
+"""The options of SGLang and vLLM that multiply the GPUs of a server."""
+
+
+def _assign_devices(config: ServerConfig) -> list[dict[str, str]]:
+    """Return the variable that names the GPUs of each server; empty for a single server, and without GPUs."""
+    named = config.environment.get(_DEVICES, os.environ.get(_DEVICES))
+    if named is None:
+        visible = [str(number) for number in range(len(list(_NVIDIA.iterdir())))] if _NVIDIA.is_dir() else []
+    else:  # numbers, or ids such as GPU-8932f937
+        visible = [name.strip() for name in named.split(",") if name.strip()]
+    if config.num_servers == 1 or not visible:
+        return [{}] * config.num_servers
+    slices = split_devices(visible, num_servers=config.num_servers, num_each=count_devices(config.arguments))
+    return [{_DEVICES: ",".join(one)} for one in slices]
+
+
+def split_devices(visible: Sequence[str], *, num_servers: int, num_each: int) -> list[tuple[str, ...]]:
+    """Return ``num_each`` of the ``visible`` GPUs for each of ``num_servers`` servers, in their order.
+
+    Raises ``EngineError`` if there are fewer than the servers need.
+    """
+    if num_servers * num_each > len(visible):
+        raise EngineError(
+            f"{num_servers} servers with {num_each} GPUs each need {num_servers * num_each}, and {len(visible)} can be "
+            f"used: {', '.join(visible)}. Start fewer servers, or name the GPUs in environment.{_DEVICES} of their "
+            "section; servers share a GPU that is named several times, as in 0,0."
+        )
+    return [tuple(visible[number * num_each : (number + 1) * num_each]) for number in range(num_servers)]
+
+
+def count_devices(arguments: Sequence[str]) -> int:
+    """Return the number of GPUs that a server with these arguments uses: tensor by pipeline by data parallelism."""
+    sizes = dict.fromkeys(_PARALLEL, 1)
+    for index, word in enumerate(arguments):
+        option, equals, value = word.partition("=")
+        following = value if equals else next(iter(arguments[index + 1 : index + 2]), "")
+        for dimension, names in _PARALLEL.items():
+            if option in names and following.isdecimal():
+                sizes[dimension] = max(1, int(following))
+    # SGLang's data-parallel attention divides the GPUs of tensor parallelism instead of adding some.
+    data = 1 if "--enable-dp-attention" in arguments else sizes["data"]
+    return sizes["tensor"] * sizes["pipeline"] * data
 
 
 def choose_ports(config: ServerConfig) -> tuple[int, ...]:

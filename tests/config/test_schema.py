@@ -387,7 +387,7 @@ def test_weights_are_sent_to_servers_that_take_them(backend):
 
 
 def test_proxies_of_one_service_need_its_sessions_in_the_same_process():
-    """More proxies would never be ready, so they are refused with what to set; placed proxies reach placed sessions."""
+    """Requests to the other proxies would hang, so they are refused with what to set; placed proxies reach sessions."""
     settings = MINIMAL | {"proxy": {"num_processes": 3}}
     with pytest.raises(ConfigError, match=r"scheduler roles.sessions places .* set roles.proxy.replicas: 3, too"):
         create_config(settings | {"scheduler": {"roles": {"sessions": {}}}})

@@ -369,7 +369,8 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
 def _check_scheduler(run: RunConfig, _: object, scheduler: SchedulerConfig) -> None:
     """Reject several proxies of a service that could not reach its sessions."""
     proxy, roles = getattr(run, "proxy", None), scheduler.roles
-    # The additional proxies can reach only actors of the service's process: none of them would ever be ready.
+    # The additional proxies reach only actors of the service's process. They would come up and take their share of the
+    # connections, whose requests would wait for sessions that are never exposed there (6 of 12 with two proxies).
     if proxy is not None and proxy.num_processes > 1 and roles.proxy is None and roles.sessions is not None:
         raise ValueError(
             f"roles.sessions places sessions in a worker, which the {proxy.num_processes} proxies of "

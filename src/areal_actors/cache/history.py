@@ -157,8 +157,11 @@ def prefix_digests(messages: Sequence[ChatMessage], *, known: bytes = b"") -> by
         message = messages[position]
         if position >= num_instructions:
             # A result refers to its call by position: some clients drop or rename ids, and swapped results must differ.
-            named = (i for i, call in enumerate(calls) if message.tool_call_id and call.id == message.tool_call_id)
-            digest = extend_digest(digest, message, reference=next(named, num_results))
+            reference = num_results
+            if message.tool_call_id:
+                named = (i for i, call in enumerate(calls) if call.id == message.tool_call_id)
+                reference = next(named, num_results)
+            digest = extend_digest(digest, message, reference=reference)
         if message.role == "assistant":
             calls, num_results = message.tool_calls, 0
         elif message.role == "tool":

@@ -122,8 +122,9 @@ function drawHead() {
     const box = h("input", { type: "checkbox", "aria-label": `overlay ${run.name}`, onchange: async (event) => {
       if (event.target.checked) state.overlaid.add(run.name);
       else if (run.name !== state.chosen) state.overlaid.delete(run.name);
+      const before = state.tab;
       await refresh(["metrics"]);
-      await show("curves");
+      if (state.tab === before) await show("curves"); // unless the reader has chosen another view meanwhile
     } });
     box.checked = state.overlaid.has(run.name);
     const button = h("button", { type: "button", "aria-pressed": String(run.name === state.chosen), onclick: () => choose(run.name) }, run.name);

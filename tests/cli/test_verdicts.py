@@ -32,6 +32,19 @@ logging: {display: plain}
 """
 
 
+def train(where: Path) -> subprocess.CompletedProcess[str]:
+    """The ended command, whose job and run are in ``where``."""
+    return subprocess.run(
+        [sys.executable, "-m", "areal_actors", "train", "job.yaml", "--run-dir", "run"],
+        cwd=where,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def test_a_run_that_does_not_learn_says_why_and_where_the_agent_failed(tmp_path: Path):
     """The traceback with file and line is on the terminal once, and in ``failures.jsonl`` for each episode.
 
@@ -42,15 +55,7 @@ def test_a_run_that_does_not_learn_says_why_and_where_the_agent_failed(tmp_path:
     problems = [{"reward": 1.0}] * 3 + [{"question": "without a reward"}]
     (tmp_path / "problems.jsonl").write_text("\n".join(json.dumps(problem) for problem in problems))
 
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_actors", "train", "job.yaml", "--run-dir", "run"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = train(tmp_path)
     assert 0 == done.returncode, done.stderr
 
     assert "evaluating" not in done.stderr  # there are no held-out problems
@@ -80,15 +85,7 @@ def broken(batch):
     (tmp_path / "job.yaml").write_text(CONFIG + "trainer: {metrics: ['careless.py:broken']}\n")
     (tmp_path / "problems.jsonl").write_text(json.dumps({"reward": 1.0}) + "\n")
 
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_actors", "train", "job.yaml", "--run-dir", "run"],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = train(tmp_path)
     assert 1 == done.returncode, done.stderr
     record = json.loads((tmp_path / "run" / "run.json").read_text())
     assert "failed" == record["status"]

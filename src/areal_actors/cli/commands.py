@@ -206,7 +206,7 @@ def _read_admin_key(environment: Mapping[str, str]) -> str | None:
         except OSError as error:
             raise ConfigError(f"AREAL_ADMIN_KEY_FILE: {file} cannot be read: {error.strerror}") from error
         except UnicodeDecodeError as error:
-            raise ConfigError(f"AREAL_ADMIN_KEY_FILE: {file} is no text: {error.reason}") from error
+            raise ConfigError(f"AREAL_ADMIN_KEY_FILE: {file} is not UTF-8 text: {error.reason}") from error
     if key is not None and not key.strip():
         raise ConfigError("the admin key in AREAL_ADMIN_KEY or AREAL_ADMIN_KEY_FILE is empty; unset both for a new one")
     return None if key is None else key.strip()

@@ -293,7 +293,8 @@ class RunController:
 
     def describe_actors(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of the current attempt's actors by name, for the page of the run."""
-        return {name: asdict(ref.statistics()) for name, ref in self.actors.items()}
+        # A copy: the page asks on a thread, and actors are added meanwhile.
+        return {name: asdict(ref.statistics()) for name, ref in tuple(self.actors.items())}
 
     def record(self, status: RunStatus, reason: str | None = None) -> None:
         """Write the state of the run to its directory, and the report of one that failed. Blocks.

@@ -62,13 +62,13 @@ class TrialGroup:
 
 @frozen(kw_only=True)
 class TrialSummary:
-    """What happened when an agent was tried. ``seconds`` is the wall-clock time of all episodes, without loading."""
+    """The result of trying an agent. ``seconds`` is the wall-clock time of all episodes, without loading."""
 
     groups: tuple[TrialGroup, ...]
     conversations: tuple[Mapping[str, Any], ...]
     """The recorded conversations, as in ``sessions.jsonl``; none if the model answered at a URL."""
     problems: tuple[str, ...]
-    """What would keep a run from learning, a sentence each."""
+    """Obstacles to learning, a sentence each."""
     seconds: float
     step_seconds: float
     """An estimate of the time that the episodes of one training step take."""

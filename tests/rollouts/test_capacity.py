@@ -18,6 +18,7 @@ from areal_actors.messages import (
     Capacity,
     ClaimPermit,
     DescribeCapacity,
+    LiftBudget,
     Permit,
     RefundGroup,
     ReservePermit,
@@ -189,3 +190,18 @@ async def test_no_interleaving_exceeds_the_bounds(program: list[str], limits: tu
             assert view.accepted + view.running <= (max_staleness + version + 1) * batch_size
             assert num_held <= view.running
         tasks.cancel_scope.cancel()
+
+
+async def test_after_the_last_step_only_live_groups_are_limited() -> None:
+    """Groups that no step consumes do not use up the budget of the last version."""
+    async with granter(max_concurrent=3, batch_size=1) as ref:
+        first = await ref.ask(ClaimPermit(holder="trained"))
+        with pytest.raises(CapacityExhausted):
+            await ref.ask(ClaimPermit(holder="refused"))
+        await ref.ask(SettlePermit(permit=first.id, is_accepted=True))
+
+        await ref.ask(LiftBudget())
+        for _ in range(3):
+            await ref.ask(ClaimPermit(holder="served"))
+        with pytest.raises(CapacityExhausted):
+            await ref.ask(ClaimPermit(holder="too many at once"))

@@ -17,12 +17,14 @@ import anyio
 import httpx
 import psutil
 import pytest
+from attrs import evolve
 from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
 from areal_actors.config import RunConfig, create_config, load_config
 from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.datasets import Problems, load_problems
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import logging_to_stream
@@ -111,7 +113,8 @@ def test_a_service_learns_what_a_run_over_the_dataset_learns(tmp_path: Path, bac
             def announce(endpoint: Endpoint, _directory: RunDirectory) -> None:
                 tasks.start_soon(driver.drive, endpoint, problems)
 
-            await Server(config).run(run_dir=served, announce=announce)
+            ending = evolve(config, serve=evolve(config.serve, exit_when_trained=True))
+            await Server(ending).run(run_dir=served, announce=announce)
             tasks.cancel_scope.cancel()
 
     anyio.run(serve, backend=backend)
@@ -126,7 +129,8 @@ def test_a_service_learns_what_a_run_over_the_dataset_learns(tmp_path: Path, bac
 
 
 def settings(run_dir: Path, *more: str) -> list[str]:
-    return ["serve", str(EXAMPLES / "serve.yaml"), "batch_size=4", *QUICK, *more, "--run-dir", str(run_dir)]
+    given = ["batch_size=4", "serve.exit_when_trained=true", *QUICK, *more]
+    return ["serve", str(EXAMPLES / "serve.yaml"), *given, "--run-dir", str(run_dir)]
 
 
 @contextmanager
@@ -186,6 +190,41 @@ def test_an_agent_elsewhere_is_trained(tmp_path: Path):
     assert directory.weights.is_dir()
     assert directory.report.is_file()
     assert 0o600 == directory.admin_key.stat().st_mode & 0o777
+
+
+def test_a_trained_service_goes_on_answering(tmp_path: Path):
+    """After the last step: any number of sessions get answers of the trained weights, and are forgotten at their end.
+
+    Resumed, it answers at once. Ctrl-C ends it with the summary of the run.
+    """
+    run_dir = tmp_path / "run"
+    directory = RunDirectory(path=run_dir)
+    settings = ("total_steps=1", "serve.exit_when_trained=false", "rollout.max_concurrent_rollouts=4")
+
+    def finish(running: subprocess.Popen[str]) -> dict[str, Any]:
+        running.send_signal(signal.SIGINT)
+        output, _ = running.communicate(timeout=MAX_SECONDS)
+        assert 0 == running.returncode
+        return json.loads(output.splitlines()[-1])
+
+    with service(run_dir, *settings) as (running, variables):
+        with agents(tmp_path, 4, variables) as first:
+            assert 0 == first.wait(timeout=MAX_SECONDS)
+        wait_until(lambda: (found := read_record(directory)) is not None and found.status is RunStatus.SERVING)
+        # More than the budget of the last version, and more at once than there may be live sessions.
+        with agents(tmp_path, 24, variables) as second:
+            output, _ = second.communicate(timeout=MAX_SECONDS)
+        assert 24 == output.count("\n")
+        assert directory.weights.is_dir()
+        summary = finish(running)
+    assert (1, 1) == (summary["steps"], summary["version"])
+    assert RunStatus.FINISHED is read_record(directory).status
+
+    with service(run_dir, *settings, "--resume") as (running, later), agents(tmp_path, 8, later) as third:
+        output, _ = third.communicate(timeout=MAX_SECONDS)
+        assert 8 == output.count("\n")
+        wait_until(lambda: read_record(directory).status is RunStatus.SERVING)
+        assert 1 == finish(running)["version"]
 
 
 def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):

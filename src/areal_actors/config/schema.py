@@ -241,10 +241,12 @@ class RolloutConfig:
 
 @frozen(kw_only=True)
 class ServeConfig:
-    """How serve combines the sessions of external agents into groups."""
+    """How serve combines the sessions of external agents into groups, and when it ends."""
 
     group_timeout_seconds: float = field(default=600.0, validator=gt(0))
     """How long a group waits for members that do not start; then it is trained without them."""
+    exit_when_trained: bool = False
+    """End after the last step, instead of answering with the trained weights until Ctrl-C or SIGTERM."""
 
 
 @frozen(kw_only=True)

@@ -25,6 +25,8 @@ class RunStatus(StrEnum):
     """The state of a run."""
 
     RUNNING = "running"
+    SERVING = "serving"
+    """All steps were made, and a service goes on answering with the trained weights."""
     FINISHED = "finished"
     """All steps were made, or a goal was reached. The weights are saved."""
     INTERRUPTED = "interrupted"
@@ -65,6 +67,8 @@ def read_record(directory: RunDirectory) -> RunRecord | None:
         record = RunRecord(**found)
     except (OSError, ValueError, TypeError):
         return None
+    if record.status is RunStatus.SERVING and not _is_locked(directory):
+        return RunRecord(**found | {"status": RunStatus.FINISHED})
     if record.status is RunStatus.RUNNING and not _is_locked(directory):
         return RunRecord(**found | {"status": RunStatus.KILLED, "reason": "its process ended without a word"})
     return record

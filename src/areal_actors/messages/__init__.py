@@ -45,6 +45,7 @@ from areal_actors.messages.capacity import (
     CapacityView,
     ClaimPermit,
     DescribeCapacity,
+    LiftBudget,
     Permit,
     RefundGroup,
     ReservePermit,
@@ -159,6 +160,7 @@ from areal_actors.messages.sessions import (
     StreamComplete,
     TakenSession,
     TakeSession,
+    TrainingEnded,
     WatchSessions,
 )
 from areal_actors.messages.training import (
@@ -242,6 +244,7 @@ __all__ = [
     "KeepLease",
     "Lease",
     "LeaseGroups",
+    "LiftBudget",
     "ListKeys",
     "ListModels",
     "ListServices",
@@ -302,6 +305,7 @@ __all__ = [
     "TokensSampled",
     "TrainAlong",
     "Training",
+    "TrainingEnded",
     "TrainingSummary",
     "UseModel",
     "UseService",

@@ -12,6 +12,7 @@ __all__ = [
     "CapacityView",
     "ClaimPermit",
     "DescribeCapacity",
+    "LiftBudget",
     "Permit",
     "RefundGroup",
     "ReservePermit",
@@ -71,6 +72,11 @@ class RestorePermit(Message[Capacity, Permit]):
     """Take a permit for a group that an earlier process had admitted, whether or not there is room."""
 
     holder: str
+
+
+@frozen(kw_only=True)
+class LiftBudget(Message[Capacity, None]):
+    """News: training is over, so no group can become too old. Only the number of live groups is limited from now on."""
 
 
 @frozen(kw_only=True)

@@ -52,6 +52,7 @@ __all__ = [
     "StreamComplete",
     "TakeSession",
     "TakenSession",
+    "TrainingEnded",
     "WatchSessions",
 ]
 
@@ -296,6 +297,11 @@ class StartSession(Message[Intake, SessionOpened]):
     user_key: KeyId | None = None
     max_live: int | None = None
     roles: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class TrainingEnded(Message[Intake, None]):
+    """News: training is over. Sessions that start from now on are answered, and forgotten when they end."""
 
 
 @frozen(kw_only=True)

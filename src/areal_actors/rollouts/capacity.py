@@ -24,6 +24,7 @@ from areal_actors.messages import (
     CapacityView,
     ClaimPermit,
     DescribeCapacity,
+    LiftBudget,
     Permit,
     RefundGroup,
     ReservePermit,
@@ -134,6 +135,11 @@ class CapacityGranter(Actor[Capacity]):
     async def advance(self, message: VersionAdvanced) -> None:
         """Record that new weights are served: B (the batch size) more groups may start."""
         self._change(self._state.advance(message.version))
+
+    @LiftBudget.handler
+    async def lift_budget(self, message: LiftBudget) -> None:  # noqa: ARG002
+        """Limit only the number of live groups from now on."""
+        self._change(self._state.lift_budget())
 
     @DescribeCapacity.handler
     async def describe(self, message: DescribeCapacity) -> CapacityView:  # noqa: ARG002

@@ -65,6 +65,8 @@ class CapacityState:
     running: int = 0
     reserved: int = 0
     accepted: int = 0
+    is_trained: bool = False
+    """Whether no step follows, so that only the number of running groups is limited."""
 
     @classmethod
     def at_version(cls, limits: CapacityLimits, version: int) -> CapacityState:
@@ -79,6 +81,8 @@ class CapacityState:
     def available(self) -> int:
         """Return how many more groups may start; negative if limits or versions changed while groups were running."""
         live = self.running + self.reserved
+        if self.is_trained:
+            return self.limits.max_concurrent - live
         num_steps = self.version - self.limits.first_version
         budget = (self.limits.max_staleness + num_steps + 1) * self.limits.batch_size if num_steps >= 0 else 0
         if self.limits.max_groups is not None:
@@ -104,6 +108,10 @@ class CapacityState:
     def refund(self) -> CapacityState:
         """Undo the acceptance of a group that was dropped before it was trained."""
         return evolve(self, accepted=self.accepted - 1)
+
+    def lift_budget(self) -> CapacityState:
+        """Return the state after the last step."""
+        return evolve(self, is_trained=True)
 
     def advance(self, version: int) -> CapacityState:
         """Set the version that is served. An older version arrived late, and changes nothing."""

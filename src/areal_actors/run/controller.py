@@ -54,6 +54,7 @@ from areal_actors.messages import (
     Endpoint,
     EndpointChanged,
     Generation,
+    Intake,
     PhaseChanged,
     Progress,
     Replicas,
@@ -61,6 +62,7 @@ from areal_actors.messages import (
     RoleSpec,
     SaveWeights,
     Training,
+    TrainingEnded,
     TrainingSummary,
 )
 from areal_actors.proxy.access import create_admin_key
@@ -465,8 +467,19 @@ class _Attempt:
         await progress.ask(PhaseChanged(phase="done", detail=detail))
         await to_thread.run_sync(write_curve, directory)
         await to_thread.run_sync(write_report, directory)
+        if summary.is_finished and self._plan.is_service and not self._plan.config.serve.exit_when_trained:
+            await self._serve_on(progress, summary.stop_reason)
         status = RunStatus.FINISHED if summary.is_finished else RunStatus.INTERRUPTED
         await to_thread.run_sync(self._controller.record, status, summary.stop_reason)
+
+    async def _serve_on(self, progress: Ref[Progress], reason: str | None) -> None:
+        """Answer with the trained weights until a signal arrives, or the caller cancels the run."""
+        intake = await self.find(Intake, "intake")
+        await intake.ask(TrainingEnded())
+        await to_thread.run_sync(self._controller.record, RunStatus.SERVING, reason)
+        await progress.ask(PhaseChanged(phase="serving the trained weights", detail="until Ctrl-C"))
+        name = await self._controller.interrupts.wait()
+        await progress.ask(PhaseChanged(phase="done", detail=f"interrupted by {name}"))
 
     def _add(self, actors: Mapping[str, Ref[Any]]) -> None:
         for name, ref in actors.items():

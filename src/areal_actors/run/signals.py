@@ -39,6 +39,7 @@ class Interrupts:
         self._tasks = tasks
         self._training: Ref[Training] | None = None
         self._asked: str | None = None
+        self._is_asked = anyio.Event()
         self._is_listening = False
         self._is_ending = False
         self.is_cut_off = False
@@ -60,6 +61,12 @@ class Interrupts:
         finally:
             self._training = None
 
+    async def wait(self) -> str:
+        """Wait for the first signal, and return its name."""
+        await self._is_asked.wait()
+        assert self._asked is not None
+        return self._asked
+
     async def _listen(self, *, task_status: TaskStatus[None]) -> None:
         with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             task_status.started()
@@ -68,6 +75,7 @@ class Interrupts:
                     # Exit without cleanup: a second signal asks for that, and the last checkpoint is complete on disk.
                     os._exit(EXIT_INTERRUPTED)
                 name = self._asked = signal.Signals(number).name
+                self._is_asked.set()
                 if self._training is not None:
                     _log.warning("stopping", reason=name, detail="finishing the step; once more to leave at once")
                     self._tell(self._training, name)

@@ -48,6 +48,7 @@ from areal_actors.messages import (
     ExportSession,
     ForgetSession,
     Intake,
+    LiftBudget,
     OpenSession,
     Permit,
     Progress,
@@ -61,6 +62,7 @@ from areal_actors.messages import (
     StartSession,
     TakenSession,
     TakeSession,
+    TrainingEnded,
     WatchSessions,
 )
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
@@ -134,6 +136,7 @@ class IntakeKeeper(Actor[Intake]):
         self._groups = OpenGroups(next_position=max(self._config.next_position, above))
         self._leases = SessionLeaseQueue()
         self._starting = anyio.Lock()
+        self._is_training_over = False
         self._context: Context
 
     @asynccontextmanager
@@ -176,7 +179,15 @@ class IntakeKeeper(Actor[Intake]):
         size = 1 if name is None else wanted.group_size or self._config.group_size
         position = self._groups.take_position(wanted.position)
         group_id = GroupId(f"{name or wanted.task}-{self._token()}")
-        group = OpenGroup(id=group_id, name=name, owner=wanted.user, size=size, position=position, permit=permit)
+        group = OpenGroup(
+            id=group_id,
+            name=name,
+            owner=wanted.user,
+            size=size,
+            position=position,
+            permit=permit,
+            is_trained=not self._is_training_over,
+        )
         self._add(group)
         return group
 
@@ -200,6 +211,13 @@ class IntakeKeeper(Actor[Intake]):
                 roles=wanted.roles,
             )
         )
+
+    @TrainingEnded.handler
+    async def end_training(self, message: TrainingEnded) -> None:  # noqa: ARG002
+        """Collect no session that starts from now on."""
+        self._is_training_over = True
+        # Groups that no step consumes would fill the budget, and all later sessions would be refused.
+        await self._peers.capacity.ask(LiftBudget())
 
     async def _leave(self, group: OpenGroup, seat: Seat | None) -> None:
         """Free ``seat``, whose session did not start; end the group if it has no sessions."""
@@ -246,6 +264,12 @@ class IntakeKeeper(Actor[Intake]):
             with anyio.move_on_after(self._config.grace_seconds):
                 await seat.last_word.wait()
             record = await self._read(session)
+        if not group.is_trained:
+            self._groups.unseat_session(session)
+            await self._peers.sessions.tell(ForgetSession(session=session))
+            seat.episode = Episode(session=session, member=seat.member)
+            await self._deliver_if_over(group)
+            return
         episode = await self._episode(seat, session, record)
         episode = evolve(episode, seconds=anyio.current_time() - seat.started_at)
         await self._report(group, seat, episode, record)
@@ -296,7 +320,8 @@ class IntakeKeeper(Actor[Intake]):
     async def _deliver_if_over(self, group: OpenGroup) -> None:
         if group.is_over and not group.over.is_set():
             group.over.set()
-            await self._end_group(group, is_accepted=self._config.is_delivering and await self._deliver(group))
+            is_delivered = group.is_trained and self._config.is_delivering
+            await self._end_group(group, is_accepted=is_delivered and await self._deliver(group))
 
     async def _deliver(self, group: OpenGroup) -> bool:
         """Queue the group for the trainer if there is something to train; return whether it is accepted."""
@@ -417,6 +442,8 @@ class OpenGroup:
     position: int
     permit: Permit
     owner: str | None = None
+    is_trained: bool = True
+    """Whether its sessions become training data; those that start after the last step do not."""
     version: int = field(default=Factory(lambda self: self.permit.version, takes_self=True))
     """Version of the newest weights when the group began."""
     seats: dict[int, Seat] = field(factory=dict)
@@ -543,6 +570,7 @@ def describe_session(group: OpenGroup, seat: Seat) -> Mapping[str, Any]:
         "position": group.position,
         "member": seat.member,
         "version": group.version,
+        "is_trained": group.is_trained,
     }
 
 
@@ -571,6 +599,8 @@ def restore_group(sessions: tuple[RestoredSession, ...], permit: Permit, *, is_q
         permit=permit,
         version=remembered.version,
         is_closed=is_queued,
+        # Journals of earlier versions do not say it.
+        is_trained=first.metadata.get("is_trained", True),
     )
     for session in sessions:
         member = int(session.metadata["member"])

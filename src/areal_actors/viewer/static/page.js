@@ -91,7 +91,7 @@ function listen() {
 function setState(isConnected) {
   state.isConnected = isConnected;
   const status = state.summary?.is_live ? "live" : state.summary?.record?.status ?? "from files";
-  const isWell = isConnected && (status === "live" || status === "running");
+  const isWell = isConnected && ["live", "running", "serving"].includes(status);
   $("state").textContent = isConnected ? status : "connection lost";
   $("state").className = `chip ${isWell ? "live" : ["failed", "killed"].includes(status) || !isConnected ? "lost" : ""}`;
 }

@@ -6,7 +6,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
-question = json.load(sys.stdin)["question"]
+problem = json.load(sys.stdin)
+question = problem.get("question") or problem["instruction"]
 request = urllib.request.Request(
     os.environ["OPENAI_BASE_URL"] + "/chat/completions",
     data=json.dumps(

@@ -31,6 +31,7 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
+from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -760,6 +761,7 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
         settings,
         doctor,
         keys,
+        tasks,
         slurm,
     ),
 )

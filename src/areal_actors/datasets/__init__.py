@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
+from areal_actors.datasets.harbor import TaskDirectory, find_task_directories, load_task, resolve_variables
 from areal_actors.datasets.problems import Problems, find_overlap
 from areal_actors.datasets.sources import (
     DataPath,
@@ -21,7 +22,11 @@ __all__ = [
     "ProblemPools",
     "Problems",
     "ProblemsReference",
+    "TaskDirectory",
     "find_overlap",
+    "find_task_directories",
     "load_problems",
+    "load_task",
     "read_json_lines",
+    "resolve_variables",
 ]

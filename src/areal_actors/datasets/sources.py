@@ -1,4 +1,4 @@
-"""Sources of problems: a JSONL file, a Hugging Face dataset, a reasoning-gym generator, a Python function.
+"""Sources of problems: a JSONL file, a Hugging Face dataset, a reasoning-gym generator, a Python function, or tasks.
 
 A configuration names exactly one of them::
 
@@ -7,6 +7,7 @@ A configuration names exactly one of them::
     dataset: {huggingface: openai/gsm8k, subset: main, split: train}
     dataset: {reasoning_gym: chain_sum, size: 500, seed: 1, options: {max_terms: 3}}
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
+    dataset: {harbor: tasks}
 
 Held-out problems are configured the same way: with another ``seed`` for a generator, or another part (``start``,
 ``size``) of a file.
@@ -26,6 +27,7 @@ import numpy as np
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
+from areal_actors.datasets.harbor import find_task_directories, load_task
 from areal_actors.datasets.problems import Problems
 from areal_actors.errors import ArealError, DatasetError
 
@@ -44,7 +46,7 @@ Import = Callable[[str], Any]
 Rows = Sequence[Mapping[str, Any]]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python")
+_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python", "harbor")
 _NUM_MADE = 1000
 """Default number of problems to generate."""
 
@@ -67,6 +69,8 @@ class DatasetConfig:
     split: str | None = None
     reasoning_gym: str | None = None
     python: ProblemsReference | None = None
+    harbor: DataPath | None = None
+    """A directory of task directories in Harbor's format, or one of them."""
     start: int = field(default=0, validator=ge(0))
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = field(default=0, validator=ge(0))
@@ -82,8 +86,8 @@ class DatasetConfig:
 
     @property
     def source(self) -> str:
-        """The file, dataset, generator or function that the problems come from."""
-        return str(self.jsonl or self.huggingface or self.reasoning_gym or self.python)
+        """The file, dataset, generator, function or directory that the problems come from."""
+        return str(self.jsonl or self.huggingface or self.reasoning_gym or self.python or self.harbor)
 
     @property
     def num_made(self) -> int:
@@ -106,6 +110,8 @@ def load_problems(
         rows = cast("Rows", _load_huggingface(directory, config.huggingface, config))
     elif config.reasoning_gym is not None:
         rows = _generate(config.reasoning_gym, config)
+    elif config.harbor is not None:
+        rows = [load_task(path).problem for path in find_task_directories(directory / config.harbor)]
     else:
         assert config.python is not None
         rows = _call(config.python, import_reference(config.python), config)

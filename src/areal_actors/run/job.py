@@ -16,7 +16,7 @@ from attrs import field, frozen
 
 from areal_actors.config import AgentMode, RolloutConfig, RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
-from areal_actors.datasets import Problems, find_overlap, load_problems
+from areal_actors.datasets import DatasetConfig, Problems, find_overlap, load_problems
 from areal_actors.domain import ChatMessage, as_ints
 from areal_actors.errors import (
     CheckpointError,
@@ -48,6 +48,7 @@ from areal_actors.workflows import (
     CommandConfig,
     PoolConfig,
     RolloutWorkflow,
+    check_tasks,
     placeholder_keys,
     resolve_workflow,
     serialize_agent,
@@ -65,6 +66,7 @@ __all__ = [
     "load_held_out",
     "load_problem_sets",
     "load_rendering",
+    "load_set",
     "load_supervised",
     "local_teacher",
     "log_advice",
@@ -289,14 +291,22 @@ def load_rendering(config: RunConfig) -> TemplateRenderer:
 
 def load_held_out(config: RunConfig) -> dict[str, Problems]:
     """Load the sets of held-out problems by name. Blocks."""
-    return {name: load_problems(one, import_reference=import_reference) for name, one in config.held_out_sets.items()}
+    return {name: load_set(config, one) for name, one in config.held_out_sets.items()}
+
+
+def load_set(config: RunConfig, dataset: DatasetConfig) -> Problems:
+    """Load one dataset, and check that its task directories can run in the sandbox of the agent. Blocks."""
+    problems = load_problems(dataset, import_reference=import_reference, shuffle_seed=config.seed)
+    if isinstance(config.rollout.workflow, CommandConfig):
+        check_tasks(problems, config.rollout.openai.sandbox)
+    return problems
 
 
 def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
     """Load the datasets. If ``is_external``, only the held-out ones, since agents bring the problems to train on."""
     problems = None
     if config.dataset is not None and not is_external:
-        problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
+        problems = load_set(config, config.dataset)
     held_out = load_held_out(config)
     for name, found in held_out.items():
         num_shared = 0 if problems is None else find_overlap(problems, found)

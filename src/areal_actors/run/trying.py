@@ -23,15 +23,15 @@ from areal_actors.config import AgentMode, RunConfig
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.state import kind_of
-from areal_actors.datasets import Problems, load_problems
+from areal_actors.datasets import Problems
 from areal_actors.domain import Episode, FinishReason, Problem, UntrainedReason
 from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.kernel import Message
-from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import logging_to_file, redact
 from areal_actors.messages import EpisodeFinished, Progress
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.evaluation import run_evaluation
+from areal_actors.run.job import load_set
 
 __all__ = ["TrialGroup", "TrialSummary", "format_trial", "try_agent"]
 
@@ -153,9 +153,7 @@ async def _try(
     config: RunConfig, model: EvaluatedModel, directory: RunDirectory, num_problems: int, output: Path | None
 ) -> TrialSummary:
     assert config.dataset is not None
-    everything = await to_thread.run_sync(
-        lambda: load_problems(config.dataset, import_reference=import_reference)  # type: ignore[arg-type]  # checked
-    )
+    everything = await to_thread.run_sync(load_set, config, config.dataset)
     chosen = [dict(problem.data) for problem in islice(everything.all(), num_problems)]
     heard, lags = _Heard(), [0.0]
     async with anyio.create_task_group() as tasks:

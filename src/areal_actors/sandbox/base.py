@@ -18,6 +18,7 @@ Output = Callable[[bytes], None]
 
 KEPT_OUTPUT_BYTES = 1024 * 1024
 """Of each stream of a command, this much is kept: its end."""
+_MAX_WORDS_BYTES = 4096
 
 
 @frozen(kw_only=True)
@@ -35,6 +36,15 @@ class Completed:
         """Whether it exited with status 0."""
         return self.status == 0
 
+    def describe(self) -> str:
+        """Describe how it ended, with the last 4 KiB of its output."""
+        how = f"exited with status {self.status}" if self.status >= 0 else f"was killed by signal {-self.status}"
+        for name, output in (("stderr", self.stderr), ("stdout", self.stdout)):
+            words = output[-_MAX_WORDS_BYTES:].decode(errors="replace").strip()
+            if words:
+                return f"It {how}. The end of its {name}:\n{words}"
+        return f"It {how}."
+
 
 @frozen(kw_only=True)
 class BoxRequest:
@@ -45,6 +55,10 @@ class BoxRequest:
     """The base URL that is reachable inside, with ``network: proxy``."""
     readable: tuple[Path, ...] = ()
     """Files of the host that this box sees, in addition to those of its settings."""
+    mounts: Mapping[str, Path] = field(factory=dict)
+    """Directories of the host that this box sees, read-only, by their paths inside."""
+    directories: tuple[str, ...] = ()
+    """Directories inside that can be written, in addition to the working directory and /tmp; empty at first."""
     work_directory: str = "/workspace"
     """The directory inside that commands start in."""
 

@@ -15,7 +15,7 @@ import stat
 import struct
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from functools import cache
 from importlib.util import find_spec
@@ -115,7 +115,7 @@ class BubblewrapSandbox:
             if not path.exists():
                 raise SandboxError(f"The sandbox is to show {path}, which does not exist.")
         with memory_file(_system_call_filter()) as seccomp:
-            options = [*_isolation(config), *_files(config, "/workspace"), *_seccomp(seccomp)]
+            options = [*_isolation(config), *_files(BoxRequest(config=config)), *_seccomp(seccomp)]
             tried = subprocess.run(  # noqa: S603 - our own words
                 [*options, "--", sys.executable, "-I", "-S", "-c", ""],
                 check=False,
@@ -134,12 +134,12 @@ class BubblewrapSandbox:
         """Open a box for a block."""
 
         def prepare(channel: list[Any]) -> Start:
-            channel[1]["disks"] = (request.work_directory, *_DISKS)
+            channel[1]["disks"] = (request.work_directory, *request.directories, *_DISKS)
             program, seccomp = create_memory_file(code()), create_memory_file(_system_call_filter())
             argument = marshal.dumps((program, channel)).hex()
             command = [
                 *("/bin/sh", "-c", _END_FIRST, "sh", *_isolation(request.config)),
-                *_files(request.config, request.work_directory, request.readable),
+                *_files(request),
                 *_seccomp(seccomp),
                 *("--", os.path.realpath(sys.executable), "-I", "-S", "-c", _BOOT, argument),
             ]
@@ -193,23 +193,27 @@ def _tmpfs(path: str, mib: int) -> tuple[str, ...]:
     return ("--perms", "1777", "--size", str(mib * 1024 * 1024), "--tmpfs", path)
 
 
-def _files(config: SandboxConfig, work_directory: str, readable: Sequence[Path] = ()) -> Iterator[str]:
-    """Yield the options for the working directory and the files of the host; later ones lie on earlier ones."""
-    yield from _tmpfs(work_directory, config.disk_mib)
+def _files(request: BoxRequest) -> Iterator[str]:
+    """Yield the options for the writable directories and the files of the host; later ones lie on earlier ones."""
+    config = request.config
+    for writable in (*request.directories, request.work_directory):
+        yield from _tmpfs(writable, config.disk_mib)
     yield from ("--dir", _HOME)
     interpreter = _interpreter()
     known_directories = (*map(Path, _SYSTEM), *interpreter)
     # The files that a command names include its Python, often a symbolic link in a directory that is shown anyway.
     # bwrap fails on such a link.
-    shown = (path for path in readable if not any(path.is_relative_to(known) for known in known_directories))
+    shown = (path for path in request.readable if not any(path.is_relative_to(known) for known in known_directories))
     for path in (*interpreter, *config.readable, *shown):
         yield from ("--ro-bind", str(path), str(path))
+    for inside, source in request.mounts.items():
+        yield from ("--ro-bind", str(source), inside)
     for path in config.writable:
         yield from ("--bind", str(path), str(path))
     # The root and /dev are tmpfs without a size. To the files of /proc/sys, a box of root is root: one write to
     # kernel.core_pattern, and the host runs a program of the box. bwrap covers it only where access(2) allows writing.
     yield from ("--ro-bind", "/proc/sys", "/proc/sys", "--remount-ro", "/proc")
-    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", work_directory)
+    yield from ("--remount-ro", "/dev", "--remount-ro", "/", "--chdir", request.work_directory)
 
 
 def _seccomp(descriptor: int) -> tuple[str, ...]:

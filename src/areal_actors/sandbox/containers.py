@@ -70,7 +70,7 @@ class ContainerSandbox:
             def prepare(channel: list[Any]) -> Start:
                 assert request.config.image is not None
                 channel[0] = f"{_SOCKETS}/socket"
-                channel[1]["disks"] = (request.work_directory, "/tmp")  # noqa: S108
+                channel[1]["disks"] = (request.work_directory, *request.directories, "/tmp")  # noqa: S108
                 source = f"{program()}\nmain(*{channel!r})\n"
                 environment = passed_environment(request.config) | {"HOME": _HOME}
                 environment.pop("PATH", None)  # that of the image
@@ -94,11 +94,13 @@ def _options(request: BoxRequest, sockets: Path) -> Iterator[str]:
     if config.cpus is not None:
         yield f"--cpus={config.cpus}"
     yield "--network=host" if config.network is Network.HOST else "--network=none"
-    for path in (request.work_directory, "/tmp"):  # noqa: S108
-        yield f"--tmpfs={path}:rw,exec,mode=1777,size={config.disk_mib}m"
+    for writable in (request.work_directory, *request.directories, "/tmp"):  # noqa: S108
+        yield f"--tmpfs={writable}:rw,exec,mode=1777,size={config.disk_mib}m"
     yield f"--workdir={request.work_directory}"
     yield f"--volume={sockets}:{_SOCKETS}:ro"
     for shown in (*config.readable, *request.readable):
         yield f"--volume={shown}:{shown}:ro"
+    for inside, source in request.mounts.items():
+        yield f"--volume={source}:{inside}:ro"
     for shared in config.writable:
         yield f"--volume={shared}:{shared}"

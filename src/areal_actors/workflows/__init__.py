@@ -29,6 +29,7 @@ from areal_actors.workflows.rollout import (
     resolve_agent,
     resolve_workflow,
 )
+from areal_actors.workflows.task_directories import check_tasks
 
 __all__ = [
     "Agent",
@@ -54,6 +55,7 @@ __all__ = [
     "RolloutWorkflow",
     "Sample",
     "acquire_agent",
+    "check_tasks",
     "name_of",
     "parse_result",
     "parse_rollout",

@@ -4,6 +4,9 @@ Inputs of the command: ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE
 problem as JSON on stdin and in the file that ``AREAL_PROBLEM`` names. Outputs: its reward, as the last line of stdout
 (a number, or an object from completion ids to numbers) or set over HTTP; and the exit status 0.
 
+A problem that is a task directory (``task_directories``) has an environment and a verifier, which take the place of the
+command's files and grader.
+
 A command may run in a sandbox (``rollout.openai.sandbox``), and a second command, the grader, may reward it: it runs in
 a box of its own that has the files that the agent left.
 """
@@ -14,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,6 +27,7 @@ import anyio
 from attrs import evolve, field, frozen
 from attrs.validators import min_len
 
+from areal_actors.datasets import TaskDirectory
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, InvalidRequest, SandboxError, SandboxLimit
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
@@ -41,6 +45,7 @@ from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, LimitedAgent, parse_result
 from areal_actors.workflows.pool import PoolConfig
 from areal_actors.workflows.processes import check_problem, episode_environment, inherited_environment
+from areal_actors.workflows.task_directories import grade_files, load_task_of, open_task_box, take_files, task_of
 
 __all__ = ["CommandAgent", "CommandConfig", "CommandWord"]
 
@@ -58,7 +63,6 @@ _GIVE_PROBLEM = 'rm -rf "$AREAL_PROBLEM" && cat > "$AREAL_PROBLEM" && exec "$@" 
 
 _NOT_RUN = (126, 127)
 """Exit statuses of a program that cannot be started."""
-_MAX_WORDS_BYTES = 4096
 
 
 @frozen(kw_only=True)
@@ -112,11 +116,12 @@ class CommandAgent(LimitedAgent):
             log = self._logs.pop(0)
             problem = self._directory / f"{id(log)}.json"
             try:
+                boxed = _BoxedInvocation(self._command, self._sandbox, name=self.agent_name, log=log)
                 # Files that are given or graded need a working directory of the episode, as a sandbox gives one.
                 if self._sandbox.backend is not SandboxKind.NONE or self._command.grader or self._command.files:
-                    yield _BoxedInvocation(self._command, self._sandbox, name=self.agent_name, log=log)
+                    yield boxed
                     return
-                yield _Invocation(self._command.command, name=self.agent_name, log=log, problem=problem)
+                yield _Invocation(self._command.command, name=self.agent_name, log=log, problem=problem, boxed=boxed)
             finally:
                 self._logs.append(log)
                 problem.unlink(missing_ok=True)
@@ -125,17 +130,22 @@ class CommandAgent(LimitedAgent):
 class _Invocation:
     """The command, run once for one episode."""
 
-    def __init__(self, command: tuple[CommandWord, ...], *, name: str, log: BoundedLog, problem: Path) -> None:
+    def __init__(
+        self, command: tuple[CommandWord, ...], *, name: str, log: BoundedLog, problem: Path, boxed: _BoxedInvocation
+    ) -> None:
         self._command = command
         self._name = name
         self._log = log
         self._problem = problem
+        self._boxed = boxed
 
     async def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:
         """Run one episode. Raises ``EpisodeError``; if it is cancelled, the process and its group are killed.
 
         Returns an empty ``dict`` for a command that set its reward over HTTP.
         """
+        if task_of(data) is not None:
+            return await self._boxed.run(data, **extra_kwargs)
         check_problem(data)
         # Not on a thread: the page cache takes less time than handing over to one, and the process costs far more.
         self._problem.write_text(json.dumps(data), encoding="utf-8")
@@ -192,9 +202,11 @@ class _BoxedInvocation:
         Returns an empty ``dict`` for a command without a grader that set its reward over HTTP.
         """
         check_problem(data)
-        problem = json.dumps(data).encode()
         self._log.begin()
         try:
+            if task_of(data) is not None:
+                return await self._run_task(load_task_of(data, self._config), extra_kwargs)
+            problem = json.dumps(data).encode()
             if not self._command.grader:
                 async with self._box(extra_kwargs["base_url"]) as box:
                     ended = await self._run_agent(box, problem, extra_kwargs["api_key"])
@@ -213,27 +225,83 @@ class _BoxedInvocation:
                 f"{self._name} failed. {error}" + (f" The end of its stderr:\n{words}" if words else "")
             ) from error
 
+    async def _run_task(self, task: TaskDirectory, extra_kwargs: Mapping[str, Any]) -> float:
+        """Run the agent in the environment of a task directory, and return the reward of the task's verifier.
+
+        An agent that exceeds the task's limit is graded for what it left, as Harbor does.
+        """
+        if self._command.grader:
+            raise EpisodeError(f"{task.path} has a verifier, and the command has a grader, too; leave the grader out.")
+        # Not the metadata, which may say how the task is solved.
+        problem = json.dumps({"name": task.name, "instruction": task.instruction}).encode()
+        with scratch_directory() as result:
+            opening = open_task_box(
+                task, self._config, proxy_url=extra_kwargs["base_url"], readable=_files_of(self._command.command)
+            )
+            async with opening as opened:
+                await opened.box.copy_in(task.path / "instruction.md", f"{opened.logs}/agent")
+                given = {**opened.environment, "AREAL_INSTRUCTION": f"{opened.logs}/agent/instruction.md"}
+                seconds = (task.agent_seconds, self._config.timeout_seconds)
+                try:
+                    await self._run_agent(
+                        opened.box,
+                        problem,
+                        extra_kwargs["api_key"],
+                        environment=given,
+                        timeout_seconds=min((limit for limit in seconds if limit), default=None),
+                    )
+                except SandboxLimit as limit:
+                    if limit.limit != "timeout_seconds":
+                        raise
+                    self._log.write(f"{limit}\n".encode())
+                    _log_numbers(agent_timeout=1.0)
+                left_out = await take_files(opened, task, result)
+            if left_out:
+                self._log.write(f"Not graded: {', '.join(left_out[:20])}\n".encode(errors="replace"))
+            verdict = await grade_files(
+                task, result, self._config, write=lambda chunk: self._log.write(chunk, is_last_words=False)
+            )
+        _log_numbers(**verdict.numbers)
+        return verdict.reward
+
     def _box(self, base_url: str) -> AbstractAsyncContextManager[Sandbox]:
         request = BoxRequest(config=self._config, proxy_url=base_url, readable=_files_of(self._command.command))
         return self._sandbox.open(request)
 
-    async def _run_agent(self, box: Sandbox, problem: bytes, api_key: str) -> Completed:
+    async def _run_agent(
+        self,
+        box: Sandbox,
+        problem: bytes,
+        api_key: str,
+        *,
+        environment: Mapping[str, str] | None = None,
+        timeout_seconds: float | None = None,
+    ) -> Completed:
         if self._command.files is not None:
             await box.copy_in(self._command.files, ".")
         assert box.proxy_url is not None
         link = episode_environment(base_url=box.proxy_url, api_key=api_key)
-        ended = await self._run(box, self._command.command, problem, link)
+        ended = await self._run(
+            box, self._command.command, problem, {**(environment or {}), **link}, timeout_seconds=timeout_seconds
+        )
         if not ended.is_successful:
-            raise EpisodeError(f"{self._name} failed. {_describe_end(ended)}")
+            raise EpisodeError(f"{self._name} failed. {ended.describe()}")
         return ended
 
     async def _run(
-        self, box: Sandbox, command: Sequence[str], problem: bytes, environment: dict[str, str]
+        self,
+        box: Sandbox,
+        command: Sequence[str],
+        problem: bytes,
+        environment: dict[str, str],
+        *,
+        timeout_seconds: float | None = None,
     ) -> Completed:
         return await box.run(
             ["sh", "-c", _GIVE_PROBLEM, "sh", *command],
             environment={**environment, "AREAL_PROBLEM": f"{box.work_directory}/.problem.json"},
             stdin=problem,
+            timeout_seconds=timeout_seconds,
             on_stdout=lambda chunk: self._log.write(chunk, is_last_words=False),
             on_stderr=self._log.write,
         )
@@ -254,20 +322,25 @@ class _BoxedInvocation:
                 ended = await self._run(box, grader, problem, {})
             except SandboxLimit as limit:
                 self._log.write(f"The grader was ended: {limit}\n".encode())
-                with suppress(InvalidRequest):  # outside of a run, nothing is logged
-                    workflow_context.log(grader_limit=1.0)
+                _log_numbers(grader_limit=1.0)
                 return 0.0
         if ended.status in _NOT_RUN:
-            raise EpisodeError(f"The grader {grader[0]} cannot be started. {_describe_end(ended)}")
+            raise EpisodeError(f"The grader {grader[0]} cannot be started. {ended.describe()}")
         reward = _parse_reward(_last_line(ended.stdout), name="The grader")
         if reward != {}:
             return reward
         if ended.status > 1 or (ended.status == 1 and _has_raised(ended, grader)):
             raise EpisodeError(
-                f"The grader {' '.join(grader)} failed, so that this episode has no reward. {_describe_end(ended)}\n"
+                f"The grader {' '.join(grader)} failed, so that this episode has no reward. {ended.describe()}\n"
                 "A grader rewards 0 by printing 0 as its last line, or by exit status 1."
             )
         return float(ended.is_successful)
+
+
+def _log_numbers(**numbers: float) -> None:
+    """Log numbers of the episode; outside of a run, and if they cannot be logged, nothing is."""
+    with suppress(InvalidRequest):
+        workflow_context.log(**numbers)
 
 
 def _has_raised(ended: Completed, grader: Sequence[str]) -> bool:
@@ -293,15 +366,6 @@ def _last_line(output: bytes) -> str:
     last = _LastLine()
     last.write(output)
     return last.text
-
-
-def _describe_end(ended: Completed) -> str:
-    how = f"It exited with status {ended.status}." if ended.status >= 0 else f"It was killed by signal {-ended.status}."
-    for name, output in (("stderr", ended.stderr), ("stdout", ended.stdout)):
-        words = output[-_MAX_WORDS_BYTES:].decode(errors="replace").strip()
-        if words:
-            return f"{how} The end of its {name}:\n{words}"
-    return how
 
 
 class _LastLine:

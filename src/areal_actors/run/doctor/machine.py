@@ -15,18 +15,17 @@ from attrs import evolve, frozen
 
 from areal_actors import __version__
 from areal_actors.config import RunConfig
-from areal_actors.datasets import find_overlap, load_problems
+from areal_actors.datasets import find_overlap
 from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.journal.sqlite import filesystem_of, is_network
 from areal_actors.lib.open_files import open_files_limit
-from areal_actors.lib.references import import_reference
 from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.checks import try_functions
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
-from areal_actors.run.job import local_teacher, prepare_agent, require_packages
+from areal_actors.run.job import load_set, local_teacher, prepare_agent, require_packages
 from areal_actors.sandbox import SandboxKind, create_sandbox
 from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
@@ -76,10 +75,10 @@ def _examine_inputs(config: RunConfig) -> Iterator[Finding]:
         if config.dataset is None:
             found.add(Verdict.SKIPPED, "none are named: external agents bring theirs")
         else:
-            problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
+            problems = load_set(config, config.dataset)
             found.add(Verdict.OK, f"{len(problems)} from {config.dataset.source}")
             for name, dataset in config.held_out_sets.items():
-                held_out = load_problems(dataset, import_reference=import_reference)
+                held_out = load_set(config, dataset)
                 shared = find_overlap(problems, held_out)
                 setting = f"eval_datasets.{name}" if name else "eval_dataset"
                 found.add(

@@ -1,0 +1,2 @@
+#!/bin/sh
+echo 1234567890 > answer.txt

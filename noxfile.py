@@ -26,7 +26,7 @@ AGENTS = Path("tests", "agents")
 SERVERS = Path("tests", "generation", "servers")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
-# Idle OpenMP threads that spin take the cores from the thread that has work.
+# Several processes share the cores: idle OpenMP threads that spin take them from the threads that have work.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
 
 
@@ -43,7 +43,7 @@ def train(session: nox.Session) -> None:
     arguments = session.posargs or ["examples/tool_agent.yaml"]
     if "=" in arguments[0] or arguments[0].startswith("-"):
         arguments = ["examples/tool_agent.yaml", *arguments]
-    session.run("areal-actors", "train", *arguments, env=ENVIRONMENT)
+    session.run("areal-actors", "train", *arguments, env={**ENVIRONMENT, "OMP_WAIT_POLICY": None})
 
 
 @nox.session

@@ -790,4 +790,10 @@ def cli() -> None:
 
 def main() -> None:
     """Run the command line of this process."""
+    # Idle threads of GNU OpenMP, which PyTorch uses, spin 300,000 times before they sleep, and take cores from the
+    # threads that have work; if they never spin (OMP_WAIT_POLICY=PASSIVE), each small operation waits for a wake-up.
+    # The job that init writes, on two quiet cores: 6.2 s a step by default, 5.5 s passive, 4.4 s with this number.
+    # It is read when torch is loaded, and inherited by workers.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "20000")
     cli(prog_name="areal-actors")

@@ -348,6 +348,8 @@ def create_app(
         generation=generation,
         meter=meter,
         traffic=traffic,
+        gatekeeper=gatekeeper,
+        accounts=accounts,
         read_run=read_run,
     )
     document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))

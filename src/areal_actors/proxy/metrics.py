@@ -20,6 +20,7 @@ from areal_actors import __version__
 from areal_actors.errors import ArealError
 from areal_actors.kernel import ActorState, ActorStatistics, Message, Ref
 from areal_actors.messages import (
+    Accounts,
     Capacity,
     CapacityView,
     DescribeCapacity,
@@ -28,15 +29,17 @@ from areal_actors.messages import (
     EngineView,
     Exports,
     Generation,
+    ListKeys,
     Sessions,
     SessionsView,
 )
+from areal_actors.proxy.access import Gatekeeper, read_key
 from areal_actors.proxy.exchange import Exchange, Histogram, Meter, Traffic
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["MetricsEndpoint", "ReadRun"]
+__all__ = ["MetricsEndpoint", "ReadRun", "Values", "gauge", "process_families", "read_users", "send_families"]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -62,12 +65,13 @@ class Readings:
     capacity: CapacityView | None = None
     sessions: SessionsView | None = None
     run: Mapping[str, float] = field(factory=dict)
+    users: tuple[Metric, ...] = ()
     loop_lag_seconds: float = 0.0
 
 
 @frozen(kw_only=True)
 class MetricsEndpoint:
-    """The handler of the route."""
+    """The handler of the route. It needs no key; with the admin key, the answer includes the users' numbers."""
 
     sessions: Ref[Sessions]
     capacity: Ref[Capacity]
@@ -75,17 +79,16 @@ class MetricsEndpoint:
     generation: Ref[Generation] | None
     meter: Meter
     traffic: Traffic
+    gatekeeper: Gatekeeper
+    accounts: Ref[Accounts] | None = None
     read_run: ReadRun | None = None
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer in the Prometheus text format."""
-        # Always the plain text format, which every scraper reads: the library's negotiation by ``Accept`` fails on odd
-        # values.
-        from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-
         readings = await self._read()
-        text = generate_latest(_Collected(self._families(readings)))
-        await exchange.send_document(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4.encode())
+        if self.accounts is not None and self.gatekeeper.is_admin(read_key(exchange.headers)):
+            readings.users = await read_users(self.accounts)
+        await send_families(exchange, self._families(readings))
 
     async def _read(self) -> Readings:
         actors: dict[str, Ref[Any]] = {"sessions": self.sessions, "capacity": self.capacity, "exports": self.exports}
@@ -116,17 +119,13 @@ class MetricsEndpoint:
         return readings
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
-        from prometheus_client import ProcessCollector
-
         yield from _http_families(self.meter, len(self.traffic))
         yield from _actor_families(readings.mailboxes)
-        yield _gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
-        build: Values = {(__version__, platform.python_version()): 1}
-        yield _gauge("build_info", "1, with the versions as labels.", build, labels=("version", "python"))
+        yield gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
         for name, value in readings.run.items():
-            yield _gauge(name, "Of the run; see metrics.jsonl for those of the latest step.", value)
-        # Memory, CPU time and descriptors of this process, under Prometheus's usual names; empty off Linux.
-        yield from ProcessCollector(registry=None).collect()
+            yield gauge(name, "Of the run; see metrics.jsonl for those of the latest step.", value)
+        yield from readings.users
+        yield from process_families()
         for view, families in (
             (readings.engine, _ENGINE),
             (readings.sessions, _SESSIONS),
@@ -134,6 +133,33 @@ class MetricsEndpoint:
         ):
             for create, name, meaning, path in families if view is not None else ():
                 yield create(name, meaning, attrgetter(path)(view))
+
+
+async def send_families(exchange: Exchange, families: Iterator[Metric]) -> None:
+    """Answer with metrics in the Prometheus text format."""
+    # Always the plain text format, which every scraper reads: the library's negotiation by ``Accept`` fails on odd
+    # values.
+    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
+
+    text = generate_latest(_Collected(families))
+    await exchange.send_document(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4.encode())
+
+
+def process_families() -> Iterator[Metric]:
+    """Yield the build, and memory, CPU time and descriptors of this process under Prometheus's usual names."""
+    from prometheus_client import ProcessCollector
+
+    build: Values = {(__version__, platform.python_version()): 1}
+    yield gauge("build_info", "1, with the versions as labels.", build, labels=("version", "python"))
+    yield from ProcessCollector(registry=None).collect()  # empty off Linux
+
+
+async def read_users(accounts: Ref[Accounts]) -> tuple[Metric, ...]:
+    """Return the users' numbers of tokens; none if the accounts do not answer in time."""
+    issued = await _ask(accounts, ListKeys()) or ()
+    tokens: Values = {(each.user.name,): each.num_tokens_today for each in issued}
+    meaning = "Tokens sampled with a user's keys since midnight (UTC)."
+    return (gauge("user_tokens_today", meaning, tokens, labels=("user",)),)
 
 
 @frozen
@@ -166,7 +192,7 @@ def _http_families(meter: Meter, in_flight: int) -> Iterator[Metric]:
     yield _histogram(
         "http_first_token_seconds", "Streams: from the request's head to the first delta.", meter.first_token_seconds
     )
-    yield _gauge("http_requests_in_flight", "Requests that are being answered.", in_flight)
+    yield gauge("http_requests_in_flight", "Requests that are being answered.", in_flight)
     hang_ups, failed = _by_operation(meter.hang_ups), _by_operation(meter.failed_streams)
     yield _counter("http_hang_ups", "Requests whose client left before the answer.", hang_ups, labels=("operation",))
     yield _counter("http_failed_streams", "Streams that ended in an error.", failed, labels=("operation",))
@@ -177,9 +203,9 @@ def _actor_families(mailboxes: Mapping[str, ActorStatistics]) -> Iterator[Metric
         return {(actor,): getattr(statistics, name) for actor, statistics in mailboxes.items()}
 
     is_up: Values = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
-    yield _gauge("actor_up", "1 while the actor takes messages.", is_up, labels=("actor",))
-    yield _gauge("actor_queued", "Messages in its mailbox.", by_actor("num_queued"), labels=("actor",))
-    yield _gauge("actor_running", "Handlers that run.", by_actor("num_running"), labels=("actor",))
+    yield gauge("actor_up", "1 while the actor takes messages.", is_up, labels=("actor",))
+    yield gauge("actor_queued", "Messages in its mailbox.", by_actor("num_queued"), labels=("actor",))
+    yield gauge("actor_running", "Handlers that run.", by_actor("num_running"), labels=("actor",))
     yield _counter("actor_handled", "Handlers that ended.", by_actor("num_handled"), labels=("actor",))
     yield _counter("actor_failed", "Of these, those that raised.", by_actor("num_failed"), labels=("actor",))
     yield _counter("actor_cancelled", "Asks whose asker left.", by_actor("num_cancelled"), labels=("actor",))
@@ -196,7 +222,8 @@ def _counter(name: str, meaning: str, values: Values, *, labels: tuple[str, ...]
     return _filled(family, values)
 
 
-def _gauge(name: str, meaning: str, values: Values, *, labels: tuple[str, ...] = ()) -> Metric:
+def gauge(name: str, meaning: str, values: Values, *, labels: tuple[str, ...] = ()) -> Metric:
+    """Return the gauge ``areal_<name>`` with a value for each combination of labels."""
     from prometheus_client.core import GaugeMetricFamily
 
     return _filled(GaugeMetricFamily(f"areal_{name}", meaning, labels=labels), values)
@@ -221,9 +248,9 @@ def _histogram(name: str, meaning: str, values: Mapping[str, Histogram]) -> Metr
 
 
 _ENGINE = (
-    (_gauge, "engine_running", "Generations that are being sampled.", "statistics.running"),
-    (_gauge, "engine_waiting", "Generations that wait for a place.", "statistics.waiting"),
-    (_gauge, "engine_version", "Version of the weights that are served.", "version"),
+    (gauge, "engine_running", "Generations that are being sampled.", "statistics.running"),
+    (gauge, "engine_waiting", "Generations that wait for a place.", "statistics.waiting"),
+    (gauge, "engine_version", "Version of the weights that are served.", "version"),
     (_counter, "engine_prompt_tokens", "Tokens of prompts, cached ones included.", "statistics.prompt_tokens"),
     (_counter, "engine_cached_tokens", "Of these, those that were not computed again.", "statistics.cached_tokens"),
     (_counter, "engine_sampled_tokens", "Tokens that were sampled.", "statistics.sampled_tokens"),
@@ -232,14 +259,14 @@ _ENGINE = (
 )
 """Metrics of an actor: the kind, the name, the meaning, and the attribute of the actor's answer."""
 _SESSIONS = (
-    (_gauge, "sessions_live", "Sessions that take requests.", "num_live"),
-    (_gauge, "sessions_ended", "Sessions that have ended and are not forgotten.", "num_ended"),
-    (_gauge, "interactions_pending", "Answers that are being made.", "num_pending"),
+    (gauge, "sessions_live", "Sessions that take requests.", "num_live"),
+    (gauge, "sessions_ended", "Sessions that have ended and are not forgotten.", "num_ended"),
+    (gauge, "interactions_pending", "Answers that are being made.", "num_pending"),
     (_counter, "retries_recognised", "Retries that joined or repeated an earlier request.", "num_retries"),
 )
 _CAPACITY = (
-    (_gauge, "capacity_available", "Episode groups that may start now.", "available"),
-    (_gauge, "capacity_running", "Episode groups that run.", "running"),
-    (_gauge, "capacity_reserved", "Places that are kept for sessions to come.", "reserved"),
-    (_gauge, "capacity_accepted", "Episode groups that were accepted as training data.", "accepted"),
+    (gauge, "capacity_available", "Episode groups that may start now.", "available"),
+    (gauge, "capacity_running", "Episode groups that run.", "running"),
+    (gauge, "capacity_reserved", "Places that are kept for sessions to come.", "reserved"),
+    (gauge, "capacity_accepted", "Episode groups that were accepted as training data.", "accepted"),
 )

@@ -11,6 +11,7 @@ import httpx
 import openai
 import pytest
 from attrs import frozen
+from prometheus_client.parser import text_string_to_metric_families
 from tests.proxy.stack import renderer, sampled
 from tests.service.scripted_provider import ScriptedProvider
 
@@ -141,3 +142,31 @@ async def test_keys_are_managed_at_the_host(tmp_path: Path):
 
     assert [200, 200, 200, 401] == [answer.status_code for answer in (created, listed, revoked, refused)]
     assert created.json()["key"] not in listed.text
+
+
+async def test_metrics_of_a_host_have_those_of_its_services(tmp_path: Path):
+    """With the label of their trial, in a text that Prometheus' parser reads; only the administrator gets them."""
+    async with open_service_stack(tmp_path) as hosted:
+        issued = await hosted.accounts.ask(CreateKey(user="ada", experiment="sums", trial="one"))
+        async with OpenAIProxyClient(hosted.url, admin_key=issued.secret) as session:
+            async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
+                await client.chat.completions.create(model="any", messages=HELLO)
+            by_user = await hosted.http.get(
+                f"{hosted.url}/metrics", headers={"authorization": f"Bearer {issued.secret}"}
+            )
+            answer = await hosted.http.get(f"{hosted.url}/metrics", headers=ADMIN)
+            own = f"{hosted.provider.url}/metrics"
+            by_admin = await hosted.http.get(own, headers={"authorization": "Bearer sk-admin-scripted"})
+            unnamed = await hosted.http.get(own)
+            await session.set_last_reward(1.0)
+
+    families = {family.name: family for family in text_string_to_metric_families(answer.text)}
+    values = {(sample.name, *sample.labels.values()): sample.value for f in families.values() for sample in f.samples}
+    assert 401 == by_user.status_code
+    assert answer.text.count("# TYPE areal_build_info ") == 1
+    assert 1 == values["areal_host_services", "running"]
+    assert 1 == values["areal_host_service_starts", "sums/one"]
+    assert 1 == values["areal_sessions_live", "sums/one"]
+    assert ("areal_user_tokens_today", "ada") in values
+    assert ["ada" in text for text in (by_admin.text, unnamed.text)] == [True, False]
+    assert {"sums/one", None} == {sample.labels.get("trial") for sample in families["areal_build_info"].samples}

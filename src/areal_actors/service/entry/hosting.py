@@ -2,20 +2,24 @@
 
 A user's key determines the trial; a session's id or key names its controller process. The launcher lends the service
 for the duration of the request, so that it is running and is not stopped in the meantime. The host itself serves only
-the routes for keys, services and health.
+the routes for keys, services, health and metrics.
 """
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from contextlib import AbstractAsyncContextManager
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
+import anyio
 import httpx
 from attrs import field, frozen
 from starlette.applications import Starlette
 
 from areal_actors.cache.session import shard_of
-from areal_actors.domain import IssuedKey, TrialId
+from areal_actors.domain import IssuedKey, ServiceView, TrialId
 from areal_actors.domain.accounts import is_user_key
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.kernel import Ref
@@ -32,7 +36,11 @@ from areal_actors.proxy.access import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange, Traffic, parse_object
 from areal_actors.proxy.keys import KeysEndpoint
+from areal_actors.proxy.metrics import Values, gauge, process_families, read_users, send_families
 from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of
+
+if TYPE_CHECKING:
+    from prometheus_client.metrics_core import Metric
 
 __all__ = ["HostPeers", "create_host_app"]
 
@@ -72,6 +80,8 @@ class _Host(EveryPath):
                 await self._report_health(exchange)
             case "GET", "services":
                 await self._list_services(exchange)
+            case "GET", "metrics":
+                await self._report_metrics(exchange)
             case (("GET" | "POST"), "keys"):
                 await self._keys.create_or_list(exchange)
             case "DELETE", "keys", _:
@@ -110,6 +120,42 @@ class _Host(EveryPath):
             for service in services
         ]
         await exchange.send_json(200, {"object": "list", "data": described})
+
+    async def _report_metrics(self, exchange: Exchange) -> None:
+        """Answer with the numbers of the host, and those of every running service with the label ``trial``.
+
+        Only the administrator may read them, since they name users and trials.
+        """
+        self._gatekeeper.require_admin(read_key(exchange.headers))
+        services = await self._peers.hosting.ask(ListServices())
+        families: dict[str, Metric] = {}
+
+        async def scrape(service: ServiceView) -> None:
+            from prometheus_client.metrics_core import Metric
+            from prometheus_client.parser import text_string_to_metric_families
+
+            try:
+                response = await self._client.get(f"{service.url}/metrics", timeout=_SCRAPE_SECONDS)
+                found = tuple(text_string_to_metric_families(response.raise_for_status().text))
+            except (httpx.HTTPError, ValueError):  # it is starting or stopping, which its state says
+                return
+            for family in found:
+                # Prometheus refuses a second family of the same name.
+                known = families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+                for sample in family.samples:
+                    known.add_sample(sample.name, sample.labels | {"trial": service.trial.name}, sample.value)
+
+        async with anyio.create_task_group() as tasks:
+            for service in services:
+                if service.url is not None:
+                    tasks.start_soon(scrape, service)
+        users = await read_users(self._peers.accounts)
+        for family in chain(_service_families(services), users, process_families()):
+            if family.name in families:
+                families[family.name].samples.extend(family.samples)
+            else:
+                families[family.name] = family
+        await send_families(exchange, iter(families.values()))
 
     # ---------------------------------------------------------------------------------------------- forwarding
 
@@ -154,6 +200,16 @@ class _Host(EveryPath):
             ) from error
 
 
+def _service_families(services: tuple[ServiceView, ...]) -> Iterator[Metric]:
+    states = Counter(service.state.value for service in services)
+    counts: Values = {(state,): number for state, number in states.items()}
+    yield gauge("host_services", "Services by state.", counts, labels=("state",))
+    requests: Values = {(service.trial.name,): service.num_requests for service in services}
+    yield gauge("host_requests_in_flight", "Requests that a service is answering.", requests, labels=("trial",))
+    starts: Values = {(service.trial.name,): service.num_starts for service in services}
+    yield gauge("host_service_starts", "Starts of a service since the host began.", starts, labels=("trial",))
+
+
 def _unknown(names: list[str], key: str | None) -> RequestError:
     """Return the error for a request that no service can be found for."""
     # As services do: a named session that does not exist is not found; a key alone is unauthorized.
@@ -176,5 +232,7 @@ def _names(exchange: Exchange, key: str | None, body: bytes) -> list[str]:
     return [name for name in named if name]
 
 
+_SCRAPE_SECONDS = 2.0
+"""A service that has not answered within this time is left out, so that it does not hide the others."""
 _NAMING = ("export_trajectories", "set_reward", "log_metrics", "end_session", "finalize")
 """Operations whose body may name a session."""

@@ -158,7 +158,8 @@ def find_single_use(source: Source) -> tuple[int, list[tuple[Path, str]]]:
             elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names.append(node.name)
         num_functions += len(names)
-        private = [name for name in names if name.startswith("_") and not name.startswith("__")]
+        # ``_repr_html_`` (IPython), ``_missing_`` (enum) and their like are called by name from libraries.
+        private = [name for name in names if name.startswith("_") and not name.endswith("_")]
         single += [(path, name) for name in private if references[name] <= 1]
     return num_functions, single
 
@@ -240,14 +241,22 @@ class Tracer:
         threading.setprofile(None)  # type: ignore[arg-type]
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
-        if event == "call" and (file := frame.f_code.co_filename).startswith(str(PACKAGE)):
-            self._entered.add((file, frame.f_code.co_qualname))
+        if is_entry(frame, event):
+            self._entered.add((frame.f_code.co_filename, frame.f_code.co_qualname))
 
     def take(self) -> Traced:
         """Return what was entered since the last time."""
         entered, self._entered = self._entered, set()
         files = sorted({str(Path(file).relative_to(PACKAGE)) for file, _ in entered})
         return Traced(files=files, num_functions=len(entered))
+
+
+def is_entry(frame: FrameType, event: str) -> bool:
+    """Return whether a profile event is the entry of a function of the package."""
+    code = frame.f_code
+    # A coroutine that continues is a "call" as well, but at a later line. Without this, each request would seem to
+    # enter the coroutine that reads its connection, which was entered when the client connected.
+    return event == "call" and code.co_filename.startswith(str(PACKAGE)) and frame.f_lineno == code.co_firstlineno
 
 
 @frozen(kw_only=True)

@@ -18,7 +18,7 @@ from xml.sax.saxutils import escape
 import anyio
 import click
 from attrs import frozen
-from benchmarks.shape import PACKAGE, Tracer
+from benchmarks.shape import PACKAGE, Tracer, is_entry
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tour.md"
@@ -91,8 +91,9 @@ class OrderedTracer(Tracer):
         self._order: dict[tuple[str, str], None] = {}
 
     def _note(self, frame: Any, event: str, _: Any) -> None:
-        if event == "call" and (file := frame.f_code.co_filename).startswith(str(PACKAGE)):
-            self._order.setdefault((str(Path(file).relative_to(PACKAGE)), frame.f_code.co_qualname))
+        if is_entry(frame, event):
+            file = Path(frame.f_code.co_filename).relative_to(PACKAGE)
+            self._order.setdefault((str(file), frame.f_code.co_qualname))
 
     def take_hops(self) -> tuple[Hop, ...]:
         """Return the files that were entered since the last time, with the functions that the page names."""

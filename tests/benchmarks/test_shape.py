@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 import ast
+import functools
+import sys
+import types
+from collections.abc import Generator
 from pathlib import Path
+from types import FrameType
+
+import pytest
 
 from benchmarks import shape
 
@@ -42,6 +49,53 @@ def test_single_use_counts_references_within_the_file() -> None:
     source = sources(a="def f():\n    _once()\n    _twice()\n    _twice()\ndef _once(): ...\ndef _twice(): ...")
 
     assert (3, [(shape.PACKAGE / "p" / "a.py", "_once")]) == shape.find_single_use(source)
+
+
+def test_hooks_that_libraries_call_by_name_are_no_private_helpers() -> None:
+    """``_repr_html_`` is IPython's, ``_missing_`` is the enum's; nothing in the file has to refer to them."""
+    source = sources(
+        a="class A:\n    def _repr_html_(self): ...\n    def _missing_(self): ...\n    def _once(self): ..."
+    )
+
+    assert (3, [(shape.PACKAGE / "p" / "a.py", "_once")]) == shape.find_single_use(source)
+
+
+def test_a_coroutine_that_continues_is_not_entered_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts for the request that entered it; decorated functions and generators count where they begin."""
+    monkeypatch.setattr(shape, "PACKAGE", Path(__file__).parent)
+    entered: list[str] = []
+
+    def note(frame: FrameType, event: str, _: object) -> None:
+        if shape.is_entry(frame, event):
+            entered.append(frame.f_code.co_name)
+
+    coroutine = waiting()
+    try:
+        sys.setprofile(note)
+        coroutine.send(None)
+        decorated()
+        with pytest.raises(StopIteration):
+            coroutine.send(None)
+    finally:
+        sys.setprofile(None)
+
+    assert ["waiting", "pause", "decorated"] == [name for name in entered if name in {"waiting", "pause", "decorated"}]
+
+
+@types.coroutine
+def pause() -> Generator[None, None, None]:
+    """Give way once."""
+    yield
+
+
+async def waiting() -> None:
+    """Wait once."""
+    await pause()
+
+
+@functools.cache
+def decorated() -> None:
+    """Begin at the line of the decorator."""
 
 
 def test_each_package_has_its_share() -> None:

@@ -74,7 +74,7 @@ def test_a_prompt_is_a_text_or_ids(prompt, text, ids):
     """Either may stand alone in a list."""
     request = parse_completions_request({"prompt": prompt}).request
 
-    assert (request.prompt, request.prompt_ids, request.messages, request.is_raw) == (text, ids, (), True)
+    assert (request.prompt, request.prompt_ids, request.messages) == (text, ids, ())
     assert (request.sampling.max_new_tokens, request.id_prefix) == (16, "cmpl-")
 
 

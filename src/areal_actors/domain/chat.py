@@ -127,11 +127,6 @@ class CompletionRequest:
     prompt_ids: tuple[int, ...] = ()
     streams_tokens: bool = False
 
-    @property
-    def is_raw(self) -> bool:
-        """Whether it continues a raw prompt instead of a conversation."""
-        return self.prompt is not None or bool(self.prompt_ids)
-
 
 @frozen(kw_only=True)
 class Usage:

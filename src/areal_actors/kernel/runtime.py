@@ -251,7 +251,8 @@ class Ask(Frame):
         self.message = message
         self.handler = handler
         self.deadline = deadline
-        self.signal: Signal = cell.loop.new_signal()
+        # Created by those who wait for it: an asker that runs the handler itself does not.
+        self.signal: Signal | None = None
         self.scope: Scope | None = None
         self.reply: Any = PENDING
         self.error: ArealError | None = None
@@ -263,7 +264,8 @@ class Ask(Frame):
             self.error = self.unanswered()
         # Release the message: timers that the handler started keep their context, and with it this envelope, alive.
         self.message = None
-        self.signal.set()
+        if self.signal is not None:
+            self.signal.set()
 
     def fail(self, error: ArealError) -> None:
         """End with ``error``, unless the ask has already ended."""
@@ -312,6 +314,7 @@ class StreamCall(Ask):
         self, message: Any, handler: Handler, cell: Cell, parent: Frame | None, deadline: float, *, limit: int
     ) -> None:
         super().__init__(message, handler, cell, parent, deadline)
+        self.signal = cell.loop.new_signal()
         self.buffer: deque[Any] = deque()
         self.limit = limit
         self.arrival: Signal | None = None
@@ -890,7 +893,7 @@ class Serving:
         self._places[handler] -= 1
         self.num_concurrent -= 1
         # If this incarnation has ended, a parked message is left for the next one.
-        if not self._tasks.cancel_scope.cancel_called:
+        if self._mailbox.num_parked and not self._tasks.cancel_scope.cancel_called:
             entry = self._mailbox.unpark(handler)
             if entry is not None:
                 self._start_concurrent(handler, entry)
@@ -1127,9 +1130,10 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         return call
 
     async def _await_reply(self, ask: Ask) -> Any:
+        ask.signal = signal = self.cell.loop.new_signal()
         self._send(ask)
         try:
-            await ask.signal.wait()
+            await signal.wait()
             if ask.error is not None and type(ask.error) is DeadlineExceeded:
                 # A scope of the caller with the same deadline must expire first: it expects its own cancellation.
                 await checkpoint()

@@ -30,8 +30,11 @@ class BufferedCall(Protocol):
     error: ArealError | None
     arrival: Signal | None
     """Set by the handler's side when the consumer waits for an item."""
-    signal: Signal
-    """Set when the handler has ended."""
+
+    @property
+    def signal(self) -> Signal | None:
+        """Set when the handler has ended."""
+        ...
 
     @property
     def is_done(self) -> bool:
@@ -111,6 +114,7 @@ class BufferedStream(
             if not call.is_done:
                 self.cancel_call(call)
                 with self._loop.new_scope(deadline=self._loop.now() + self._cleanup_seconds, shield=True):
+                    assert call.signal is not None, "a call has one from the start"
                     await call.signal.wait()
             if not call.is_done and error is None:
                 raise DeadlineExceeded(

@@ -540,6 +540,7 @@ class Choice:
         self._tree = tree
         self._renderer = renderer
         self._call_ids = call_ids
+        self._is_raw = plan.request.prompt is not None or bool(plan.request.prompt_ids)
         self._streamed: list[Delta] = []
         """The deltas that the client has received."""
         self._parser: StreamParser | None = self._open_parser(is_eager=True) if is_streaming else None
@@ -557,7 +558,7 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
-            is_plain=request.is_raw,
+            is_plain=self._is_raw,
             is_eager=is_eager,
         )
 
@@ -647,7 +648,7 @@ class Choice:
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
-            is_plain=request.is_raw,
+            is_plain=self._is_raw,
         )
         return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
 

@@ -124,6 +124,7 @@ def export_trajectories(
     if unrewarded not in tuple(Unrewarded):
         raise ExportError(f"There is no treatment {unrewarded!r} of unrewarded turns; choose {', '.join(Unrewarded)}.")
     unrewarded = Unrewarded(unrewarded)
+    # Returns are those without the turns of other roles: a judge's answer does not dilute the one that it judges.
     selected = select_roles(record, train_roles)
     tree = inherited_tree(selected, rule, unrewarded)
     returns = backpropagate(tree, discount, rule)
@@ -188,9 +189,18 @@ def _individual_rows(source: Source) -> list[Trajectory]:
 
 def _concat_rows(source: Source) -> list[Trajectory]:
     eligible = frozenset(turn.id for turn in source.trained)
+    # The token paths to the trained turns that no other trained turn extends.
+    inner: set[InteractionId] = set()
+    paths: list[list[Interaction]] = []
+    for turn in reversed(source.trained):  # descendants first, so that an inner turn is known when it comes up
+        if turn.id not in inner:
+            path = token_path(turn, source.lookup)
+            inner.update(ancestor.id for ancestor in path)
+            paths.append(path)
     done: set[InteractionId] = set()
     rows: list[Trajectory] = []
-    for path in _leaf_paths(source):
+    # In order of request, so that an output that several leaves share is trained in the first of them.
+    for path in reversed(paths):
         trained = frozenset(turn.id for turn in path if turn.id in eligible and turn.id not in done)
         done |= trained
         parts: list[_Part] = []
@@ -198,20 +208,6 @@ def _concat_rows(source: Source) -> list[Trajectory]:
             parts += [turn.prompt_suffix, turn]
         rows.append(_build_row(source, parts, trained=trained))
     return rows
-
-
-def _leaf_paths(source: Source) -> list[list[Interaction]]:
-    """Return the token paths to the trained turns that no other trained turn extends, in order of request."""
-    inner: set[InteractionId] = set()
-    paths: list[list[Interaction]] = []
-    for turn in reversed(source.trained):  # descendants first, so that an inner turn is known when it comes up
-        if turn.id in inner:
-            continue
-        path = token_path(turn, source.lookup)
-        inner.update(ancestor.id for ancestor in path)
-        paths.append(path)
-    paths.reverse()
-    return paths
 
 
 _Part = Ints | Interaction
@@ -269,9 +265,15 @@ class _Readings:
     def shared(self, ids: Ints) -> Indices:
         """Return the nodes of the longest known prefix of ``ids``, which one of its sorted neighbours has."""
         at = bisect_left(self.keys, _key(ids))
-        lengths = [(_agreement(ids, self.keys[near]), near) for near in (at - 1, at) if 0 <= near < len(self.keys)]
-        length, near = max(lengths, default=(0, -1))
-        return self.nodes[near][:length] if length else _NONE
+        shared = _NONE
+        for near in range(max(at - 1, 0), min(at + 1, len(self.keys))):
+            other = np.frombuffer(self.keys[near], ">i4")
+            length = min(len(ids), len(other))
+            differs = ids[:length] != other[:length]
+            num_shared = int(differs.argmax()) if differs.any() else length
+            if num_shared > len(shared):
+                shared = self.nodes[near][:num_shared]
+        return shared
 
     def add(self, ids: Ints, nodes: Indices) -> None:
         key = _key(ids)
@@ -311,7 +313,19 @@ class _Tree:
     def add(self, turn: Interaction) -> None:
         """Add the context of ``turn``, and its output, which is trained here."""
         for each in self._missing(turn):
-            self._place(each)
+            parent = self._ends[each.token_parent]
+            shared = parent.readings.shared(each.prompt_suffix)
+            before = int(shared[-1]) if len(shared) else parent.node
+            read = self._append(each.prompt_suffix[len(shared) :], after=before)
+            nodes = np.concatenate([shared, read])
+            parent.readings.add(each.prompt_suffix, nodes)
+            depth = parent.depth + len(nodes)
+            completion = checked_completion(each, depth)
+            self.spans.append(Span(each, completion, self._size))
+            # Sampled tokens are never shared, even if two answers are equal: each has its own return.
+            sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent.node)
+            path = np.concatenate([[parent.node], nodes, sampled])
+            self._ends[each.id] = _End(node=int(path[-1]), depth=depth + len(sampled))
         self._trained.add(turn.id)
 
     def row(self) -> Trajectory:
@@ -335,20 +349,6 @@ class _Tree:
     def _absent_parent(self, turn: Interaction) -> InteractionId | None:
         return None if turn.token_parent in self._ends else turn.token_parent
 
-    def _place(self, turn: Interaction) -> None:
-        parent = self._ends[turn.token_parent]
-        shared = parent.readings.shared(turn.prompt_suffix)
-        before = int(shared[-1]) if len(shared) else parent.node
-        read = self._append(turn.prompt_suffix[len(shared) :], after=before)
-        nodes = np.concatenate([shared, read])
-        parent.readings.add(turn.prompt_suffix, nodes)
-        depth = parent.depth + len(nodes)
-        completion = checked_completion(turn, depth)
-        self.spans.append(Span(turn, completion, self._size))
-        sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent.node)
-        line = np.concatenate([[parent.node], nodes, sampled])
-        self._ends[turn.id] = _End(node=int(line[-1]), depth=depth + len(sampled))
-
     def _append(self, ids: Ints, *, after: int) -> Indices:
         """Append nodes for ``ids``, the first of them after node ``after``."""
         nodes = np.arange(self._size, self._size + len(ids))
@@ -362,14 +362,6 @@ class _Tree:
 def _key(ids: Ints) -> bytes:
     """Return a key that sorts as the ids do."""
     return ids.astype(">i4").tobytes()
-
-
-def _agreement(ids: Ints, key: bytes) -> int:
-    """Return how many ids at the start agree with those of ``key``."""
-    other = np.frombuffer(key, ">i4")
-    length = min(len(ids), len(other))
-    differs = ids[:length] != other[:length]
-    return int(differs.argmax()) if differs.any() else length
 
 
 _NONE: Indices = np.zeros(0, np.int64)

@@ -122,6 +122,7 @@ def canonical_arguments(text: str) -> str:
 
 def _parse_float(literal: str) -> float | int:
     value = float(literal)
+    # JSON libraries of other languages write 2.0 as 2.
     if value in (float("inf"), float("-inf")):
         _refuse_number(literal)  # 1e400 and 1e500 are not the same number
     return int(value) if value.is_integer() and abs(value) < _EXACT_INTEGERS else value
@@ -260,20 +261,18 @@ def read_quoted(content: str | None) -> Quoted | None:
     # ``literal_eval`` of a client's text: the length limit bounds its time and memory.
     if len(listing) > _MAX_CHARACTERS:
         return None
+    calls: list[ToolCall] = []
     try:
-        calls = tuple(_read_call(raw) for raw in ast.literal_eval(listing.strip()))
+        for raw in ast.literal_eval(listing.strip()):
+            function, call_id = raw["function"], raw["id"]
+            name, arguments = function["name"], function["arguments"]
+            if not isinstance(call_id, str) or not isinstance(name, str):
+                return None
+            written = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
+            calls.append(ToolCall(id=call_id, name=name, arguments=written))
     except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError):
         return None
-    return Quoted(text, calls) if calls else None
-
-
-def _read_call(raw: Any) -> ToolCall:
-    function, call_id = raw["function"], raw["id"]
-    name, arguments = function["name"], function["arguments"]
-    if not isinstance(call_id, str) or not isinstance(name, str):
-        raise TypeError(name)
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
-    return ToolCall(id=call_id, name=name, arguments=text)
+    return Quoted(text, tuple(calls)) if calls else None
 
 
 # ------------------------------------------------------------------------------------------------------- reassembly
@@ -383,21 +382,15 @@ def longest_token_ancestor(token_ids: Ints, parent: Interaction, lookup: Lookup)
             turn_id = path[-1].token_parent
         # Root first, because a turn agrees from where its token parent agreed.
         for turn in reversed(path):
-            start = 0 if turn.token_parent is None else lengths[turn.token_parent]
-            lengths[turn.id] = _agreement(token_ids, turn, start)
+            end = 0 if turn.token_parent is None else lengths[turn.token_parent]
+            parts = () if turn.completion is None else (turn.prompt_suffix, turn.completion.token_ids)
+            for part in parts:
+                # A slice that is cut off by the end of ``token_ids`` is shorter than the part, and therefore not equal.
+                start, end = end, end + len(part)
+                if start < 0 or not np.array_equal(token_ids[start:end], part):
+                    end = -1
+            lengths[turn.id] = end if parts else -1
         if lengths[ancestor.id] >= 0:
             return ancestor, lengths[ancestor.id]
         ancestor = None if ancestor.parent is None else lookup(ancestor.parent)
     return None
-
-
-def _agreement(token_ids: Ints, turn: Interaction, start: int) -> int:
-    """Return the end of ``turn``'s stored ids in ``token_ids`` if they match from ``start`` on; -1 if not."""
-    if start < 0 or turn.completion is None:
-        return -1
-    for part in (turn.prompt_suffix, turn.completion.token_ids):
-        end = start + len(part)
-        if end > len(token_ids) or not np.array_equal(token_ids[start:end], part):
-            return -1
-        start = end
-    return start

@@ -206,12 +206,18 @@ class ParentIndex:
 
     def begin(self, interaction_id: InteractionId, history: History) -> None:
         """Record that ``history`` was requested under this id."""
-        digest = history.digest(len(history.messages))
-        self._ask(_Entry(interaction_id, history.frame, len(history.messages)), digest)
-        same = [recent for recent in self._recent if recent.history.messages == history.messages]
+        messages = history.messages
+        self._ask(_Entry(interaction_id, history.frame, len(messages)), history.digest(len(messages)))
+        same = [recent for recent in self._recent if recent.history.messages == messages]
         ids = (*(i for recent in same for i in recent.ids), interaction_id)
         # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
-        others = [r for r in self._recent if not _is_prefix(r.history.messages, history.messages)]
+        others = []
+        for recent in self._recent:
+            known = recent.history.messages
+            # ``_digest`` has shared the objects of equal messages, so that the last one decides.
+            is_prefix = len(known) <= len(messages) and (not known or known[-1] is messages[len(known) - 1])
+            if not is_prefix:
+                others.append(recent)
         self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
@@ -242,11 +248,17 @@ class ParentIndex:
         """Return the request's history, reusing the digests of the recent history that shares most messages with it."""
         messages = request.messages
         frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
-        shared, recent = max(
-            ((_num_shared(recent.history.messages, messages), recent) for recent in self._recent),
-            key=lambda pair: pair[0],
-            default=(0, None),
-        )
+        shared, recent = 0, None
+        for other in self._recent:
+            had = other.history.messages
+            num_shared = len(had)
+            # An agent that continues a conversation repeats all of it, which one comparison of slices finds out.
+            if messages[:num_shared] != had:
+                pairs = enumerate(zip(had, messages, strict=False))
+                unequal = (i for i, (left, right) in pairs if not (left is right or left == right))
+                num_shared = next(unequal, min(len(had), len(messages)))
+            if recent is None or num_shared > shared:
+                shared, recent = num_shared, other
         known = b""
         if recent is not None and shared > num_leading_instructions(messages):
             known = recent.history.digests[: shared * DIGEST_SIZE]
@@ -263,12 +275,17 @@ class ParentIndex:
         best: tuple[_Evidence, Interaction, Frame] | None = None
         for entry in _entries(self._answers, history.digest(position + 1)):
             interaction = self._lookup(entry.id)
-            if not self._is_path(entry, interaction, history, position, recent):
+            if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
                 continue
+            is_asked = recent is not None and position == len(recent.history.messages) and entry.id in recent.ids
+            if not is_asked:  # with exactly these messages
+                stored = without_instructions(full_history(interaction, self._lookup, with_answer=False))
+                echoed = without_instructions(history.messages[:position])
+                if len(stored) != len(echoed) or not all(map(is_echo, stored, echoed)):
+                    continue
             if interaction.completed_order is None:
                 reason = reason or ForkReason.PARENT_UNFINISHED
                 continue
-            assert interaction.output is not None
             evidence = _Evidence(
                 entry.frame.system == history.frame.system,
                 has_same_calls(interaction.output, history.messages[position]),
@@ -283,18 +300,6 @@ class ParentIndex:
         if best is None:
             return None, reason
         return best[1], _frame_reason(best[2], history.frame)
-
-    def _is_path(
-        self, entry: _Entry, interaction: Interaction, history: History, position: int, recent: _Recent | None
-    ) -> bool:
-        """Return whether the messages up to ``position`` echo the interaction's own, message by message."""
-        if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
-            return False
-        if recent is not None and position == len(recent.history.messages) and entry.id in recent.ids:
-            return True  # asked with exactly these messages
-        stored = without_instructions(full_history(interaction, self._lookup, with_answer=False))
-        echoed = without_instructions(history.messages[:position])
-        return len(stored) == len(echoed) and all(map(is_echo, stored, echoed))
 
     def _is_proven(self, interaction: Interaction, history: History, position: int) -> bool:
         """Return whether call ids prove that the history is this interaction's.
@@ -318,7 +323,13 @@ class ParentIndex:
 
         ``parent`` is a faithful match, which has most answers' ids and needs no proof.
         """
-        ids = [call.id for call in calls_of(messages[position])] or _orphaned_ids(messages, position)
+        ids = [call.id for call in calls_of(messages[position])]
+        if not ids:
+            # The client may have dropped the calls: then their results name ids that are nowhere in the history.
+            results = takewhile(lambda message: message.role == "tool", messages[position + 1 :])
+            answered = [message.tool_call_id for message in results if message.tool_call_id]
+            called = {call.id for message in messages[:position] for call in message.tool_calls} if answered else ()
+            ids = [name for name in answered if name not in called]
         output = None if parent is None else parent.output
         if not ids or (output is not None and {call.id for call in output.tool_calls}.issuperset(ids)):
             return None
@@ -390,7 +401,11 @@ class ParentIndex:
         """Return the match of a request that edits the answer of ``entry``, now at ``position``, or its history."""
         parent, messages = self._lookup(entry.id), history.messages
         stored, start = full_history(parent, self._lookup), num_leading_instructions(messages)
-        num_shared = _num_echoed(without_instructions(stored), messages[start:])
+        num_shared = 0
+        for left, right in zip(without_instructions(stored), messages[start:], strict=False):
+            if left != right and not (message_digest(left) == message_digest(right) and is_echo(left, right)):
+                break
+            num_shared += 1
         new, num_instructions = messages[start + num_shared :], None
         reason = _edit_or_truncation(position, entry.num_messages)
         if entry.frame.system != history.frame.system:
@@ -476,50 +491,12 @@ def _edit_or_truncation(position: int, num_messages: int) -> ForkReason:
     return ForkReason.HISTORY_TRUNCATED if position < num_messages else ForkReason.CLIENT_EDITED_HISTORY
 
 
-def _num_echoed(stored: Sequence[ChatMessage], echoed: Sequence[ChatMessage]) -> int:
-    """Return the number of messages at the start of ``echoed`` that are faithful echoes."""
-    num_echoed = 0
-    for left, right in zip(stored, echoed, strict=False):
-        if left != right and not (message_digest(left) == message_digest(right) and is_echo(left, right)):
-            break
-        num_echoed += 1
-    return num_echoed
-
-
 def _answer_positions(messages: Sequence[ChatMessage]) -> Iterator[int]:
     return (i for i in range(len(messages) - 1, -1, -1) if messages[i].role == "assistant")
 
 
 def _call_ids(messages: Sequence[ChatMessage]) -> list[str]:
     return [call.id for message in messages for call in message.tool_calls]
-
-
-def _orphaned_ids(messages: Sequence[ChatMessage], position: int) -> list[str]:
-    """Return the ids of the tool results after ``position`` whose calls are nowhere in the history."""
-    results = takewhile(lambda message: message.role == "tool", messages[position + 1 :])
-    ids = [message.tool_call_id for message in results if message.tool_call_id]
-    called = {call.id for message in messages[:position] for call in message.tool_calls} if ids else ()
-    return [name for name in ids if name not in called]
-
-
-def _num_shared(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...]) -> int:
-    """Return the number of messages that both begin with.
-
-    An agent that continues a conversation repeats all of them, so that case is tried first.
-    """
-    if messages[: len(known)] == known:
-        return len(known)
-    num_shared = 0
-    for left, right in zip(known, messages, strict=False):
-        if not (left is right or left == right):
-            break
-        num_shared += 1
-    return num_shared
-
-
-def _is_prefix(known: tuple[ChatMessage, ...], messages: tuple[ChatMessage, ...]) -> bool:
-    """Return whether ``messages`` begins with all of ``known``. The objects are shared then, including the last one."""
-    return len(known) <= len(messages) and (not known or known[-1] is messages[len(known) - 1])
 
 
 def _frame_reason(parent: Frame, frame: Frame) -> ForkReason | None:

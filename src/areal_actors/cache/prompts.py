@@ -144,11 +144,20 @@ def _plan_text(tree: ConversationTree, renderer: PromptRenderer, request: Comple
         return _plan(request, match, renderer.encode(text, is_start=True), fork=ForkReason.ROOT)
     parent, rest = found
     match = _match_raw(tree, request, parent, rest)
-    suffix = _extend_text(tree, renderer, parent, rest)
-    if suffix is None:
-        ids = as_ints(renderer.encode(text, is_start=True))
-        return _branch(tree, request, match, ids, ForkReason.CLIENT_EDITED_HISTORY)
-    return _extended(tree, request, match, parent, suffix)
+    assert parent.completion is not None
+    assert parent.output is not None
+    said, sampled = parent.output.content or "", renderer.decode(parent.completion.token_ids)
+    # An end token or a stop string, which the client did not see, must occur at its place in the new prompt.
+    unseen = sampled[len(said) :]
+    if sampled.startswith(said) and rest.startswith(unseen):
+        added = rest[len(unseen) :]
+        last, suffix = tree.full_tokens(parent)[-1:], as_ints(renderer.encode(added, is_start=False))
+        # Some tokenizers add a space before every text, and an incomplete character at the parent's end cannot be
+        # decoded.
+        if renderer.decode(np.concatenate([last, suffix])) == renderer.decode(last) + added:
+            return _extended(tree, request, match, parent, suffix)
+    ids = as_ints(renderer.encode(text, is_start=True))
+    return _branch(tree, request, match, ids, ForkReason.CLIENT_EDITED_HISTORY)
 
 
 def _plan_ids(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest) -> PromptPlan:
@@ -166,21 +175,6 @@ def _match_raw(tree: ConversationTree, request: CompletionRequest, parent: Inter
     messages = (*history, ChatMessage(role=RAW_ROLE, content=new_text))
     match = tree.match(evolve(request, messages=messages))
     return evolve(match, parent=parent, new_messages=messages[len(history) :], num_kept=None, base=None)
-
-
-def _extend_text(tree: ConversationTree, renderer: PromptRenderer, parent: Interaction, rest: str) -> Ints | None:
-    """Return the ids of ``rest`` after the parent's exact ids; ``None`` if they would not decode to the prompt."""
-    assert parent.completion is not None
-    assert parent.output is not None
-    said, sampled = parent.output.content or "", renderer.decode(parent.completion.token_ids)
-    unseen = sampled[len(said) :]
-    if not sampled.startswith(said) or not rest.startswith(unseen):
-        return None
-    added = rest[len(unseen) :]
-    last, suffix = tree.full_tokens(parent)[-1:], as_ints(renderer.encode(added, is_start=False))
-    # Some tokenizers add a space before every text, and an incomplete character at the parent's end cannot be decoded.
-    is_faithful = renderer.decode(np.concatenate([last, suffix])) == renderer.decode(last) + added
-    return suffix if is_faithful else None
 
 
 def _extended(

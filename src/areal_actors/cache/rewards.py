@@ -267,8 +267,16 @@ def backpropagate(
     tree = source if isinstance(source, RewardTree) else inherited_tree(source, rule, unrewarded)
     if not math.isfinite(discount):
         raise RewardError(f"The discount must be a finite number, not {discount}.")
+    if not isinstance(rule, str):
+        is_checked = isinstance(rule, _Checked) or rule in RULES.values()
+        name = getattr(rule, "__qualname__", type(rule).__name__)
+        function = rule if is_checked else _Checked(function=CustomFunction(name=name, function=rule))
+    elif rule in RULES:
+        function = RULES[rule]
+    else:
+        raise ExportError(f"There is no rule {rule!r} for rewards; choose one of {', '.join(sorted(RULES))}.")
     try:
-        returns = _find_rule(rule)(tree, discount)
+        returns = function(tree, discount)
     except OverflowError:
         # Reported below like any return that does not fit into a float32.
         returns = (math.inf,)
@@ -344,27 +352,17 @@ class _Checked:
         values = list(values)
         if len(values) != len(tree.ids):
             raise self.function.complaint(f"returned {len(values)} numbers, {shorten(values)}; {wanted}.")
-        return [self._number(name, value) for name, value in zip(tree.ids, values, strict=True)]
-
-    def _number(self, name: InteractionId, value: Any) -> float:
-        with suppress(RewardError, OverflowError):
-            scalar = _item(value)
-            # OverflowError: an int that no float holds.
-            if isinstance(scalar, Real) and _is_trainable(float(scalar)):
-                return float(scalar)
-        wanted = "a return is a number that fits into a float32"
-        raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; {wanted}.")
-
-
-def _find_rule(rule: str | Rule) -> Rule:
-    if not isinstance(rule, str):
-        if isinstance(rule, _Checked) or rule in RULES.values():
-            return rule
-        name = getattr(rule, "__qualname__", type(rule).__name__)
-        return _Checked(function=CustomFunction(name=name, function=rule))
-    if rule not in RULES:
-        raise ExportError(f"There is no rule {rule!r} for rewards; choose one of {', '.join(sorted(RULES))}.")
-    return RULES[rule]
+        returns: list[float] = []
+        for name, value in zip(tree.ids, values, strict=True):
+            scalar = None
+            with suppress(RewardError, OverflowError):  # an array of several numbers, an int that no float holds
+                scalar = _item(value)
+                scalar = float(scalar) if isinstance(scalar, Real) else None
+            if scalar is None or not _is_trainable(scalar):
+                wanted = "a return is a number that fits into a float32"
+                raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; {wanted}.")
+            returns.append(scalar)
+        return returns
 
 
 def total_reward(record: SessionRecord) -> float:

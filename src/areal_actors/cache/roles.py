@@ -12,7 +12,7 @@ from collections.abc import Collection
 
 from attrs import evolve
 
-from areal_actors.domain import Interaction, InteractionId, InteractionStatus, RewardScope, SessionRecord
+from areal_actors.domain import Interaction, InteractionStatus, RewardScope, SessionRecord
 
 __all__ = ["AGENT_ROLE", "ROLE_PATTERN", "role_of", "select_roles"]
 
@@ -36,9 +36,14 @@ def select_roles(record: SessionRecord, roles: Collection[str] | None) -> Sessio
     if roles is None or all(role_of(turn) in roles for turn in record.interactions):
         return record
     known = {turn.id: turn for turn in record.interactions}
-    kept = [
-        evolve(turn, parent=_kept_parent(turn, known, roles)) for turn in record.interactions if role_of(turn) in roles
-    ]
+    kept: list[Interaction] = []
+    for turn in record.interactions:
+        if role_of(turn) in roles:
+            parent = turn.parent
+            while parent is not None and role_of(known[parent]) not in roles:
+                parent = known[parent].parent
+            kept.append(evolve(turn, parent=parent))
+    # The outcome belongs to the whole episode, although it is stored on the answer that was the last one.
     outcome = record.outcome
     completed = [turn for turn in kept if turn.status is InteractionStatus.COMPLETED]
     if outcome is not None and outcome.reward is not None and role_of(outcome) not in roles and completed:
@@ -46,12 +51,3 @@ def select_roles(record: SessionRecord, roles: Collection[str] | None) -> Sessio
         moved = evolve(last, reward=(last.reward or 0.0) + outcome.reward, reward_scope=RewardScope.EPISODE)
         kept = [moved if turn.id == last.id else turn for turn in kept]
     return evolve(record, interactions=tuple(kept))
-
-
-def _kept_parent(
-    turn: Interaction, known: dict[InteractionId, Interaction], roles: Collection[str]
-) -> InteractionId | None:
-    parent = turn.parent
-    while parent is not None and role_of(known[parent]) not in roles:
-        parent = known[parent].parent
-    return parent

@@ -76,20 +76,15 @@ def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray[Any]]
             arrays[name][position, : row.num_tokens] = getattr(row, name)
     arrays["attention_mask"] = np.arange(shape[1])[None, :] < lengths[:, None]
     if any(row.predecessors is not None for row in trajectories):
-        arrays |= _tree_arrays(trajectories, shape)
+        arrays |= {"predecessors": np.full(shape, -1, np.int32), "position_ids": np.zeros(shape, np.int32)}
+        for index, row in enumerate(trajectories):
+            own = slice(0, row.num_tokens)
+            chain = np.arange(-1, row.num_tokens - 1, dtype=np.int32)
+            arrays["predecessors"][index, own] = chain if row.predecessors is None else row.predecessors
+            arrays["position_ids"][index, own] = row.position_ids
     arrays |= _sampling_arrays(trajectories, shape)
     arrays["rewards"] = np.array([row.reward for row in trajectories], np.float32)
     return arrays
-
-
-def _tree_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
-    predecessors, positions = np.full(shape, -1, np.int32), np.zeros(shape, np.int32)
-    for index, row in enumerate(trajectories):
-        own = slice(0, row.num_tokens)
-        chain = np.arange(-1, row.num_tokens - 1, dtype=np.int32)
-        predecessors[index, own] = chain if row.predecessors is None else row.predecessors
-        positions[index, own] = row.position_ids
-    return {"predecessors": predecessors, "position_ids": positions}
 
 
 def _sampling_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
@@ -179,7 +174,11 @@ def from_tensors(
     rows = [_row(arrays, index, reward, session) for index, reward in enumerate(rewards)]
     if "temperatures" in arrays:
         return rows
-    return [_with_samplings(row, sampling_of) for row in rows]
+    for index, row in enumerate(rows):
+        found = [sampling_of(row.input_ids[row.turns == turn]) for turn in range(int(row.turns.max()) + 1)]
+        if any(sampling is not None for sampling in found):
+            rows[index] = evolve(row, turn_infos=tuple(TurnInfo(sampling=sampling) for sampling in found))
+    return rows
 
 
 def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
@@ -192,38 +191,27 @@ def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
 
     if not results:
         raise ExportError("There are no tensors to be joined.")
-    results = _with_alike_sampling(results)
-    if len({frozenset(result) for result in results}) > 1:
-        named = " and ".join(sorted({"{" + ", ".join(sorted(result)) + "}" for result in results}))
-        raise ExportError(f"These results cannot be joined, for they hold different tensors: {named}.")
-    return {
-        name: _join([torch.as_tensor(result[name]) for result in results], pad=_BY_TOKEN.get(name, (None, 0))[1])
-        for name in results[0]
-    }
-
-
-def _with_alike_sampling(results: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the results with neutral tensors where one lacks a sampling tensor that another has."""
-    import torch
-
+    # Neutral tensors stand in where one result lacks a sampling tensor that another has.
     named = {name for result in results for name in result if name in _SAMPLING}
     filled: list[Mapping[str, Any]] = []
     for result in results:
-        shape = torch.as_tensor(result["input_ids"]).shape if "input_ids" in result else ()
+        rows = torch.as_tensor(result["input_ids"]).shape if "input_ids" in result else ()
         missing = (name for name in _SAMPLING if name in named and name not in result)
-        neutral = {name: torch.from_numpy(np.full(shape, _SAMPLING[name], _BY_TOKEN[name][0])) for name in missing}
+        neutral = {name: torch.from_numpy(np.full(rows, _SAMPLING[name], _BY_TOKEN[name][0])) for name in missing}
         filled.append(dict(result) | neutral)
-    return filled
-
-
-def _join(tensors: Sequence[torch.Tensor], *, pad: int) -> torch.Tensor:
-    import torch
-
-    if any(tensor.ndim != _NUM_AXES for tensor in tensors):
-        return torch.cat([tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors])
-    length = max(tensor.shape[1] for tensor in tensors)
-    rows = [torch.nn.functional.pad(tensor, (0, length - tensor.shape[1]), value=pad) for tensor in tensors]
-    return torch.cat(rows)
+    if len({frozenset(result) for result in filled}) > 1:
+        held = " and ".join(sorted({"{" + ", ".join(sorted(result)) + "}" for result in filled}))
+        raise ExportError(f"These results cannot be joined, for they hold different tensors: {held}.")
+    joined: dict[str, torch.Tensor] = {}
+    for name in filled[0]:
+        tensors = [torch.as_tensor(result[name]) for result in filled]
+        if all(tensor.ndim == _NUM_AXES for tensor in tensors):
+            pad, length = _BY_TOKEN.get(name, (None, 0))[1], max(tensor.shape[1] for tensor in tensors)
+            tensors = [torch.nn.functional.pad(each, (0, length - each.shape[1]), value=pad) for each in tensors]
+        else:
+            tensors = [tensor.reshape(1) if tensor.ndim == 0 else tensor for tensor in tensors]
+        joined[name] = torch.cat(tensors)
+    return joined
 
 
 # ----------------------------------------------------------------------------------------------------- reading
@@ -279,7 +267,11 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
     mask = columns.setdefault("loss_mask", np.zeros(len(places), np.int32))
     if arrays.get("loss_mask", np.zeros(1)).any() and int(arrays["loss_mask"][index].sum()) != int(mask.sum()):
         raise ExportError(f"The loss_mask of row {index} trains padding; it must be 0 where attention_mask is 0.")
-    _place_tree(columns, offset=int(places[0]))
+    # Predecessors count from the row's first token, without its padding; positions follow from them.
+    columns.pop("position_ids", None)
+    if "predecessors" in columns:
+        inside = columns["predecessors"] >= 0
+        columns["predecessors"] = np.where(inside, columns["predecessors"] - int(places[0]), np.int32(-1))
     for complaint in _complaints(columns):
         raise ExportError(f"Row {index}: {complaint}")
     samplings = np.stack([columns.pop(name, np.full(len(places), value)) for name, value in _SAMPLING.items()], axis=1)
@@ -293,38 +285,19 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
     num_turns = max(int(turns.max()) + 1, 1)
     names = tuple(InteractionId(f"{session}-{index}-{turn}") for turn in range(num_turns))
     firsts = [int(np.argmax(turns == turn)) for turn in range(int(turns.max()) + 1)]
-    infos = tuple(TurnInfo(sampling=_sampling(*samplings[first].tolist())) for first in firsts)
+    infos: list[TurnInfo] = []
+    for temperature, top_p, top_k, min_p in samplings[firsts].tolist():
+        sampling = SamplingDistribution(temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
+        infos.append(TurnInfo(sampling=None if temperature < 0 else sampling))
     is_known = any(info.sampling is not None for info in infos)
     return Trajectory(
         session=session,
         interactions=names,
         turns=turns,
         reward=reward,
-        turn_infos=infos if is_known else (),
+        turn_infos=tuple(infos) if is_known else (),
         **columns,
     )
-
-
-def _sampling(temperature: float, top_p: float, top_k: float, min_p: float) -> SamplingDistribution | None:
-    if temperature < 0:
-        return None
-    return SamplingDistribution(temperature=temperature, top_p=top_p, top_k=int(top_k), min_p=min_p)
-
-
-def _with_samplings(row: Trajectory, sampling_of: Callable[[Ints], SamplingDistribution | None]) -> Trajectory:
-    """Return the row with the known sampling distributions of its turns."""
-    found = [sampling_of(row.input_ids[row.turns == turn]) for turn in range(int(row.turns.max()) + 1)]
-    if all(sampling is None for sampling in found):
-        return row
-    return evolve(row, turn_infos=tuple(TurnInfo(sampling=sampling) for sampling in found))
-
-
-def _place_tree(columns: dict[str, Array], *, offset: int) -> None:
-    """Shift predecessors to the row without its padding, in place; positions follow from them."""
-    columns.pop("position_ids", None)
-    if "predecessors" in columns:
-        inside = columns["predecessors"] >= 0
-        columns["predecessors"] = np.where(inside, columns["predecessors"] - offset, np.int32(-1))
 
 
 def _turns(mask: Array, samplings: Array) -> Array:
@@ -363,19 +336,19 @@ def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
 
 def _value_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:
     for name in _SAMPLING:
-        if name in columns and not _can_sample(name, columns[name][trained]):
+        if name not in columns:
+            continue
+        values = columns[name][trained]
+        match name:
+            case "temperatures":
+                is_possible = (values == -1) | ((values >= 0) & np.isfinite(values))
+            case "top_ps":
+                is_possible = (values > 0) & (values <= 1)
+            case "top_ks":
+                is_possible = values >= 0
+            case _:
+                is_possible = (values >= 0) & (values <= 1)
+        if not is_possible.all():
             yield f"a trained token cannot have been sampled with its {name}."
     if not np.isfinite(columns.get("returns", np.zeros(1))).all():
         yield "returns are not finite."
-
-
-def _can_sample(name: str, values: Array) -> bool:
-    match name:
-        case "temperatures":
-            return bool(((values == -1) | ((values >= 0) & np.isfinite(values))).all())
-        case "top_ps":
-            return bool(((values > 0) & (values <= 1)).all())
-        case "top_ks":
-            return bool((values >= 0).all())
-        case _:
-            return bool(((values >= 0) & (values <= 1)).all())

@@ -273,19 +273,16 @@ class ConversationTree:
             tag=plan.request.tag,
             sampling=plan.request.sampling.distribution() if sampling is None else sampling,
         )
-        self._latest = self._follow(interaction, plan)
+        history = [] if plan.match.parent is None else list(self.history(plan.match.parent))
+        go_on(history, interaction.messages, interaction.num_instructions, interaction.num_kept)
+        # A root's prompt is its stored suffix, which is then held only once.
+        is_whole = len(interaction.prompt_suffix) == len(plan.token_ids)
+        ids = interaction.prompt_suffix if is_whole else own(plan.token_ids)
+        self._latest = _Latest(id=interaction_id, token_ids=ids, messages=tuple(history))
         self._index.begin(interaction_id, plan.match.history)
         self._num_pending += 1
         self._next_order += 1
         return self._put(interaction)
-
-    def _follow(self, interaction: Interaction, plan: PromptPlan) -> _Latest:
-        """Return the cached prompt of ``interaction``. A root's prompt is shared with its stored suffix."""
-        messages = [] if plan.match.parent is None else list(self.history(plan.match.parent))
-        go_on(messages, interaction.messages, interaction.num_instructions, interaction.num_kept)
-        is_whole = len(interaction.prompt_suffix) == len(plan.token_ids)
-        ids = interaction.prompt_suffix if is_whole else own(plan.token_ids)
-        return _Latest(id=interaction.id, token_ids=ids, messages=tuple(messages))
 
     def complete(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
         """Record the answer: ``completion`` as it was sampled, ``output`` as the client reads it.

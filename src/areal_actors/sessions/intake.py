@@ -164,7 +164,20 @@ class IntakeKeeper(Actor[Intake]):
                 await self._leave(group, None)
                 raise
             try:
-                opened = await self._open_session(message, group, seat)
+                opened = await self._peers.sessions.ask(
+                    OpenSession(
+                        task=message.task,
+                        api_key=message.api_key,
+                        group=group.id,
+                        key=sample_key(message, group, seat, seed=self._config.seed),
+                        metadata={**message.metadata, **describe_session(group, seat)},
+                        user=message.user,
+                        user_key=message.user_key,
+                        max_live=message.max_live,
+                        is_durable=True,
+                        roles=message.roles,
+                    )
+                )
             except BaseException:
                 # Also on cancellation: a seat without a session would keep the group waiting.
                 with anyio.move_on_after(_SETTLE_SECONDS, shield=True), suppress(ActorStopped):
@@ -195,22 +208,6 @@ class IntakeKeeper(Actor[Intake]):
         self._groups.add(group)
         if group.size > 1 and not group.is_closed:
             self._context.tasks.start_soon(self._close_in_time, group)
-
-    async def _open_session(self, wanted: StartSession, group: OpenGroup, seat: Seat) -> SessionOpened:
-        return await self._peers.sessions.ask(
-            OpenSession(
-                task=wanted.task,
-                api_key=wanted.api_key,
-                group=group.id,
-                key=sample_key(wanted, group, seat, seed=self._config.seed),
-                metadata={**wanted.metadata, **describe_session(group, seat)},
-                user=wanted.user,
-                user_key=wanted.user_key,
-                max_live=wanted.max_live,
-                is_durable=True,
-                roles=wanted.roles,
-            )
-        )
 
     @TrainingEnded.handler
     async def end_training(self, message: TrainingEnded) -> None:  # noqa: ARG002
@@ -272,7 +269,15 @@ class IntakeKeeper(Actor[Intake]):
             return
         episode = await self._episode(seat, session, record)
         episode = evolve(episode, seconds=anyio.current_time() - seat.started_at)
-        await self._report(group, seat, episode, record)
+        if self._peers.progress is not None:
+            progress, problem, version = self._peers.progress, group.problem, group.version
+            # Reports on versions from the resumed one on were removed: those episodes are made again.
+            is_repeated = seat.is_known and version < self._resumed_version
+            await progress.tell(
+                EpisodeFinished(episode=episode, problem=problem, version=version, is_repeated=is_repeated)
+            )
+            if record is not None and not is_repeated:
+                await progress.tell(SessionArchived(record=record, episode=episode, problem=problem))
         if episode.failure is not None:
             _log.warning("session_rejected", session=session, reason=episode.failure)
             self._groups.unseat_session(session)
@@ -293,7 +298,7 @@ class IntakeKeeper(Actor[Intake]):
             return evolve(nothing, failure="forgotten: another client made the service forget the session.")
         nothing = evolve(nothing, num_turns=len(record.interactions), logged=record.logged)
         if not has_reward(record):
-            return evolve(nothing, failure=_reason(seat), is_rejected=not seat.is_expired)
+            return evolve(nothing, failure=_EXPIRED if seat.is_expired else _NO_REWARD, is_rejected=not seat.is_expired)
         if seat.is_expired and self._config.member_outcome is not MemberOutcome.KEEP_PARTIAL:
             return evolve(nothing, failure=_EXPIRED)
         try:
@@ -304,35 +309,23 @@ class IntakeKeeper(Actor[Intake]):
             return evolve(nothing, failure=f"Its rows cannot be built: {error}")
         return evolve(episode, cut_short=_EXPIRED) if seat.is_expired else episode
 
-    async def _report(self, group: OpenGroup, seat: Seat, episode: Episode, record: SessionRecord | None) -> None:
-        progress, version = self._peers.progress, group.version
-        if progress is None:
-            return
-        # Reports on versions from the resumed one on were removed: those episodes are made again.
-        is_repeated = seat.is_known and version < self._resumed_version
-        news = EpisodeFinished(episode=episode, problem=group.problem, version=version, is_repeated=is_repeated)
-        await progress.tell(news)
-        if record is not None and not is_repeated:
-            await progress.tell(SessionArchived(record=record, episode=episode, problem=group.problem))
-
     # ------------------------------------------------------------------------------------------------- groups
 
     async def _deliver_if_over(self, group: OpenGroup) -> None:
-        if group.is_over and not group.over.is_set():
-            group.over.set()
-            is_delivered = group.is_trained and self._config.is_delivering
-            await self._end_group(group, is_accepted=is_delivered and await self._deliver(group))
-
-    async def _deliver(self, group: OpenGroup) -> bool:
-        """Queue the group for the trainer if there is something to train; return whether it is accepted."""
-        finished = group.finished()
-        if self._config.member_outcome is MemberOutcome.FAIL_GROUP:
-            finished = evolve(finished, episodes=fail_together(finished.episodes))
-        trained = tuple(episode.session for episode in finished.episodes if episode.failure is None)
-        if trained:
-            # Before the delivery: a crash in between restores the group as queued and delivers it again.
-            await self._journal.write(_queued(group, trained))
-        return await self._peers.exports.ask(DeliverGroup(group=finished))
+        if not group.is_over or group.over.is_set():
+            return
+        group.over.set()
+        is_accepted = False
+        if group.is_trained and self._config.is_delivering:
+            finished = group.finished()
+            if self._config.member_outcome is MemberOutcome.FAIL_GROUP:
+                finished = evolve(finished, episodes=fail_together(finished.episodes))
+            trained = tuple(episode.session for episode in finished.episodes if episode.failure is None)
+            if trained:
+                # Before the delivery: a crash in between restores the group as queued and delivers it again.
+                await self._journal.write(_queued(group, trained))
+            is_accepted = await self._peers.exports.ask(DeliverGroup(group=finished))
+        await self._end_group(group, is_accepted=is_accepted)
 
     async def _end_group(self, group: OpenGroup, *, is_accepted: bool) -> None:
         group.over.set()
@@ -388,18 +381,12 @@ class IntakeKeeper(Actor[Intake]):
 
 _RESTORED = "They hold permits until their agents end them, or until sessions.lifetimes.idle_seconds have passed."
 _EXPIRED = "expired: the session was idle for too long and was not ended."
+_NO_REWARD = "no_reward: the session was not rewarded before its grace period was over; use set_reward or finalize."
 
 
 def has_reward(record: SessionRecord) -> bool:
     """Return whether the session has a reward."""
     return any(turn.reward is not None for turn in record.interactions)
-
-
-def _reason(seat: Seat) -> str:
-    """Return why a session without a reward is not trained."""
-    if seat.is_expired:
-        return _EXPIRED
-    return "no_reward: the session was not rewarded before its grace period was over; use set_reward or finalize."
 
 
 def _queued(group: OpenGroup, sessions: tuple[SessionId, ...]) -> GroupQueued:
@@ -479,24 +466,19 @@ class OpenGroup:
         Raises:
             Conflict: the request does not fit the group.
         """
-        self._check(wanted)
-        member = self._free_member() if wanted.member is None else wanted.member
-        assert member is not None, "a seat is taken only after room was found"
-        self.seats[member] = Seat(member=member, task=wanted.task, started_at=now)
-        return self.seats[member]
-
-    def _check(self, wanted: StartSession) -> None:
         if wanted.position not in (None, self.position):
             raise Conflict(f"Group {self.name} has position {self.position}, not {wanted.position}.")
         if wanted.group_size not in (None, self.size):
             raise Conflict(f"Group {self.name} has {self.size} members, not {wanted.group_size}.")
-        if wanted.member is None:
-            return
-        if wanted.member >= self.size:
-            raise Conflict(f"Group {self.name} has the members 0 to {self.size - 1}; there is no {wanted.member}.")
-        taken = self.seats.get(wanted.member)
+        member = self._free_member() if wanted.member is None else wanted.member
+        assert member is not None, "a seat is taken only after room was found"
+        if member >= self.size:
+            raise Conflict(f"Group {self.name} has the members 0 to {self.size - 1}; there is no {member}.")
+        taken = self.seats.get(member)
         if taken is not None and not taken.can_be_replaced:
-            raise Conflict(f"Member {wanted.member} of group {self.name} was started before; take another one.")
+            raise Conflict(f"Member {member} of group {self.name} was started before; take another one.")
+        self.seats[member] = Seat(member=member, task=wanted.task, started_at=now)
+        return self.seats[member]
 
     def _free_member(self) -> int | None:
         """Return the first seat that was never taken, or else the first whose session failed."""

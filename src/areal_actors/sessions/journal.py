@@ -12,7 +12,7 @@ the events of many of them in one batch. An event that could not be written is n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -146,7 +146,8 @@ def restore_retry_cache(recovered: RecoveredSession, *, now: float, wall_now: fl
         known[turn.interaction.id] = turn
         if turn.interaction.parent is not None:
             attempts.note_read(turn.interaction.parent)
-        answers = _answers([known[name] for name in turn.siblings if name in known])
+        siblings = [known[name] for name in turn.siblings if name in known]
+        answers = tuple(_answer(each) for each in siblings if each.interaction.status is InteractionStatus.COMPLETED)
         if turn.attempt is not None and len(answers) == len(turn.siblings):
             sending = attempts.begin(turn.attempt, turn.siblings, None, now)
             sending.end(answers, now - max(wall_now - turn.ended_at, 0.0))
@@ -154,10 +155,6 @@ def restore_retry_cache(recovered: RecoveredSession, *, now: float, wall_now: fl
         if turn.interaction.reward is not None:
             attempts.note_read(name)
     return attempts
-
-
-def _answers(turns: Iterable[TurnEnded]) -> tuple[Answer, ...]:
-    return tuple(_answer(turn) for turn in turns if turn.interaction.status is InteractionStatus.COMPLETED)
 
 
 def _answer(turn: TurnEnded) -> Answer:

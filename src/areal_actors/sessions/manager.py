@@ -37,7 +37,7 @@ from areal_actors.domain import (
     merge_numbers,
 )
 from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, Unavailable
-from areal_actors.journal import Journal, NoJournal, Recovered, RecoveredSession
+from areal_actors.journal import Journal, NoJournal, Recovered
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
@@ -172,8 +172,14 @@ class SessionManager(Actor[Sessions]):
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Restore sessions, learn the engine's limits, and end idle sessions while the actor runs."""
         recovered, self._recovered = self._recovered, None
+        now, wall_now = anyio.current_time(), self._wall_clock()
         for session in () if recovered is None else recovered.sessions.values():
-            self._restore(session)
+            self._store.restore(restore_session(session, now=now, wall_now=wall_now))
+            self._extras[session.id] = _Extras(
+                keys=SampleKeys.restore(session),
+                attempts=restore_retry_cache(session, now=now, wall_now=wall_now),
+                journal=self._session_journal(session.id),
+            )
         await self.learn_engine()
         self._executor.tasks = context.tasks
         context.tasks.start_soon(self._expire_idle)
@@ -186,15 +192,6 @@ class SessionManager(Actor[Sessions]):
         """
         view = await self._generation.ask(DescribeEngine())
         self._planner.learn(view.info)
-
-    def _restore(self, recovered: RecoveredSession) -> None:
-        now, wall_now = anyio.current_time(), self._wall_clock()
-        self._store.restore(restore_session(recovered, now=now, wall_now=wall_now))
-        self._extras[recovered.id] = _Extras(
-            keys=SampleKeys.restore(recovered),
-            attempts=restore_retry_cache(recovered, now=now, wall_now=wall_now),
-            journal=self._session_journal(recovered.id),
-        )
 
     def _session_journal(self, session: SessionId) -> SessionJournal | None:
         if self._journal is None:
@@ -209,18 +206,16 @@ class SessionManager(Actor[Sessions]):
         opened = self.open_session(message)
         journal = self._session_journal(opened.session) if message.is_durable else None
         if journal is not None:
-            self._extras[opened.session].journal = journal
-            await self._write_start(journal)
+            extras = self._extras[opened.session]
+            extras.journal = journal
+            try:
+                await journal.write_start(self._store.get(opened.session), extras.keys.base)
+            except Unavailable:
+                # The client gets an error and no key, so the session must not remain open.
+                del self._extras[opened.session]
+                self._store.discard(opened.session)
+                raise
         return opened
-
-    async def _write_start(self, journal: SessionJournal) -> None:
-        try:
-            await journal.write_start(self._store.get(journal.session), self._extras[journal.session].keys.base)
-        except Unavailable:
-            # The client gets an error and no key, so the session must not remain open.
-            del self._extras[journal.session]
-            self._store.discard(journal.session)
-            raise
 
     def open_session(self, message: OpenSession) -> SessionOpened:
         """Open a session at once, for an owner that is not an actor. It is not written to the journal."""

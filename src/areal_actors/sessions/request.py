@@ -32,7 +32,6 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Attempt,
-    ChatMessage,
     Chunk,
     Completion,
     CompletionRequest,
@@ -46,7 +45,6 @@ from areal_actors.domain import (
     Ints,
     ReasoningDelta,
     SampleKey,
-    SamplingDistribution,
     TextDelta,
     Tool,
     ToolArgumentsDelta,
@@ -383,32 +381,26 @@ class RequestPlanner:
         sampling = request.sampling.distribution(
             has_grammar=grammar is not None, logprobs_follow_truncation=self._logprobs_follow_truncation
         )
-        choices = tuple(
-            self._choice(session, plan, name, sampling=sampling, is_streaming=is_streaming) for name in enumerate(names)
-        )
+        choices: list[Choice] = []
+        for index, name in enumerate(names):
+            session.tree.begin(InteractionId(name), plan, sampling=sampling)
+            choice = Choice(
+                interaction=InteractionId(name),
+                index=index,
+                plan=plan,
+                tree=session.tree,
+                renderer=self._renderer,
+                call_ids=lambda: f"call_{secrets.token_hex(12)}",
+                is_streaming=is_streaming,
+            )
+            choices.append(choice)
         return PendingRequest(
-            session=session, plan=plan, choices=choices, requests=requests, is_streaming=is_streaming, journal=journal
-        )
-
-    def _choice(
-        self,
-        session: Session,
-        plan: PromptPlan,
-        name: tuple[int, str],
-        *,
-        sampling: SamplingDistribution,
-        is_streaming: bool,
-    ) -> Choice:
-        index, interaction = name[0], InteractionId(name[1])
-        session.tree.begin(interaction, plan, sampling=sampling)
-        return Choice(
-            interaction=interaction,
-            index=index,
+            session=session,
             plan=plan,
-            tree=session.tree,
-            renderer=self._renderer,
-            call_ids=lambda: f"call_{secrets.token_hex(12)}",
+            choices=tuple(choices),
+            requests=requests,
             is_streaming=is_streaming,
+            journal=journal,
         )
 
 
@@ -604,8 +596,21 @@ class Choice:
 
     def prepare(self) -> tuple[Interaction, Answer]:
         """Return what ``complete`` will record and return. The interaction stays pending until then."""
-        sampled = self._sampled()
-        message = self._message(sampled.completion)
+        sampled, request = self._sampled(), self._plan.request
+        if self._is_flushed:
+            # The message is the one that the client has received, so that its echo is recognised.
+            message = join_deltas(self._streamed)
+        else:
+            message = self._renderer.parse(
+                sampled.completion.token_ids,
+                tools=_callable_tools(request),
+                stop=request.sampling.stop,
+                template_kwargs=request.template_kwargs,
+                call_ids=self._call_ids,
+                is_plain=self._is_raw,
+            )
+            if not request.parallel_tool_calls:
+                message = evolve(message, tool_calls=message.tool_calls[:1])
         interaction = self._tree.prepare(self.interaction, sampled.completion, message)
         completion = interaction.completion
         assert completion is not None
@@ -636,21 +641,6 @@ class Choice:
         if not self.is_ended:
             self.is_ended = True
             self._tree.fail(self.interaction, reason, self._sampled().completion if self._chunks else None)
-
-    def _message(self, completion: Completion) -> ChatMessage:
-        """Return the parsed message. A stream's is what its client has received, so that its echo is recognised."""
-        if self._is_flushed:
-            return join_deltas(self._streamed)
-        request = self._plan.request
-        message = self._renderer.parse(
-            completion.token_ids,
-            tools=_callable_tools(request),
-            stop=request.sampling.stop,
-            template_kwargs=request.template_kwargs,
-            call_ids=self._call_ids,
-            is_plain=self._is_raw,
-        )
-        return message if request.parallel_tool_calls else evolve(message, tool_calls=message.tool_calls[:1])
 
     def _stop_sequence(self, completion: Completion) -> str | None:
         """Return the stop string that ended the text. Without a stream, the text is parsed again to find it."""

@@ -84,7 +84,26 @@ class RetryCache(Generic[W]):
         Raises:
             IdempotencyMismatch: its key was used for a request with another body.
         """
-        found = self._named(attempt) if attempt.idempotency_key is not None else self._numbered(attempt, now)
+        found: CachedRequest[W] | None = None
+        if attempt.idempotency_key is not None:
+            found = self._by_key.get(attempt.idempotency_key)
+            if found is not None and found.fingerprint != attempt.fingerprint:
+                raise IdempotencyMismatch(
+                    "This Idempotency-Key came with another request before; use a new key for a new request."
+                )
+        elif attempt.number > 0:
+            candidates = [
+                sending
+                for sending in reversed(self._sendings.values())  # among equals, the latest
+                if sending.fingerprint == attempt.fingerprint
+                and sending.key is None
+                and sending.number < attempt.number
+                and not _is_old(sending, now)
+            ]
+            found = max(candidates, key=lambda sending: (sending.number, sending.is_cut), default=None)
+            if found is not None:
+                # Raising the number keeps a parallel retry with the same number from being given the same request.
+                found.number = attempt.number
         if found is not None and found.is_cut:
             self.forget(found)
             return None
@@ -104,7 +123,14 @@ class RetryCache(Generic[W]):
         self._sendings.update(dict.fromkeys(interactions, sending))
         if sending.key is not None:
             self._by_key[sending.key] = sending
-        self._forget_old(now)
+        while _is_old(oldest := next(iter(self._sendings.values())), now):
+            self.forget(oldest)
+        while len(self._sendings) > MAX_REMEMBERED:
+            # Pending requests stay for as long as they run: the retry of a forgotten one would be sampled in parallel.
+            ended = next((each for each in self._sendings.values() if each.ended_at is not None), None)
+            if ended is None:
+                break
+            self.forget(ended)
         return sending
 
     def note_read(self, interaction: InteractionId) -> None:
@@ -119,44 +145,6 @@ class RetryCache(Generic[W]):
             self._sendings.pop(interaction, None)
         if sending.key is not None and self._by_key.get(sending.key) is sending:
             del self._by_key[sending.key]
-
-    def _named(self, attempt: Attempt) -> CachedRequest[W] | None:
-        found = None if attempt.idempotency_key is None else self._by_key.get(attempt.idempotency_key)
-        if found is not None and found.fingerprint != attempt.fingerprint:
-            raise IdempotencyMismatch(
-                "This Idempotency-Key came with another request before; use a new key for a new request."
-            )
-        return found
-
-    def _numbered(self, attempt: Attempt, now: float) -> CachedRequest[W] | None:
-        if attempt.number == 0:
-            return None
-        candidates = [sending for sending in self._sendings.values() if _fits(sending, attempt, now)]
-        if not candidates:
-            return None
-        found = max(reversed(candidates), key=lambda sending: (sending.number, sending.is_cut))  # the latest
-        # Raising the number keeps a parallel retry with the same number from being given the same request.
-        found.number = attempt.number
-        return found
-
-    def _forget_old(self, now: float) -> None:
-        """Drop old entries.
-
-        Pending requests are kept for as long as they run: a retry of a forgotten one would be sampled in parallel with
-        it.
-        """
-        while _is_old(oldest := next(iter(self._sendings.values())), now):
-            self.forget(oldest)
-        while len(self._sendings) > MAX_REMEMBERED:
-            ended = next((each for each in self._sendings.values() if each.ended_at is not None), None)
-            if ended is None:
-                return
-            self.forget(ended)
-
-
-def _fits(sending: CachedRequest[W], attempt: Attempt, now: float) -> bool:
-    is_same = sending.fingerprint == attempt.fingerprint and sending.key is None
-    return is_same and sending.number < attempt.number and not _is_old(sending, now)
 
 
 def _is_old(sending: CachedRequest[W], now: float) -> bool:

@@ -1,8 +1,11 @@
 """How soon a client reads what the engine sampled: from the first token in the engine to the first text at the client.
 
 The engine notes when it samples its first token, and goes on a while later. The client reads the stream over a socket
-in another process and notes when the first event with text is there; both read the clock of the system. This is the one
-figure of the proxy that is wall-clock time, and therefore a median of many.
+in another process and notes when the first event with text is there; both read the clock of the system. These are the
+figures of the proxy that are wall-clock time, and therefore medians of many.
+
+How long a short request waits beside prompts of 94,000 tokens: for each of them, the slowest of the short requests that
+were answered meanwhile.
 """
 
 from __future__ import annotations
@@ -12,11 +15,14 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 from benchmarks.harness import Result
 from benchmarks.load import Connection, serving
 
 _GATE_MS = 10.0
+_PAUSE_GATE_MS = 30.0
+_LONG_CHARACTERS = 94_000 * 4
 
 
 async def _measure(urls: Sequence[str], num_streams: int, num_connections: int) -> list[float]:
@@ -39,6 +45,33 @@ async def _measure(urls: Sequence[str], num_streams: int, num_connections: int) 
     return sorted((read_at[name] - sampled_at[name]) * 1e3 for name in read_at)
 
 
+async def _measure_pauses(urls: Sequence[str], num_prompts: int) -> list[float]:
+    """Milliseconds of the slowest short request beside each of ``num_prompts`` long ones, sorted."""
+    short, long = [await Connection(url).open() for url in urls[:2]]
+    slowest: list[float] = []
+
+    async def ask_long(number: int) -> None:
+        # English: words are as frequent, and tokens as long, as in prompts of agents.
+        text = (f"{number} of {num_prompts}. " + Path(__file__).with_name("README.md").read_text()) * 100
+        await long.chat([{"role": "user", "content": text[:_LONG_CHARACTERS]}])
+
+    try:
+        await short.chat([{"role": "user", "content": "Hello"}])
+        for number in range(num_prompts):
+            asking = asyncio.create_task(ask_long(number))
+            waited = []
+            while not asking.done():
+                began = time.monotonic()
+                await short.chat([{"role": "user", "content": f"Question {len(waited)} of {number}?"}])
+                waited.append(time.monotonic() - began)
+            await asking
+            slowest.append(max(waited) * 1e3)
+    finally:
+        short.close()
+        long.close()
+    return sorted(slowest)
+
+
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
     """The median over many streams, alone and sixteen at once, with the slowest of a hundred as a detail."""
     results = []
@@ -56,6 +89,19 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benc
                 detail={"p99": waited[int(len(waited) * 0.99)], "streams": len(waited)},
             )
         )
+    num_prompts = 5 if quick else 25
+    with serving("proxy", "idle") as urls:
+        slowest = asyncio.run(_measure_pauses(urls, num_prompts))
+    results.append(
+        Result(
+            benchmark="latency",
+            name="the slowest short request beside a prompt of 94,000 tokens",
+            value=statistics.median(slowest),
+            unit="ms",
+            gate=_PAUSE_GATE_MS,
+            detail={"max": slowest[-1], "prompts": num_prompts},
+        )
+    )
     return results
 
 

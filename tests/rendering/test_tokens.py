@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,7 +11,7 @@ from tests.rendering.conversations import hostile_texts, renderer_of
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
-from areal_actors.rendering.tokens import Vocabulary
+from areal_actors.rendering.tokens import LongText, Vocabulary, deferring_long_texts
 
 ids = st.lists(st.integers(-5, 500), max_size=40)
 
@@ -184,3 +186,21 @@ def test_truncation_of_tokenizer_files_is_switched_off():
     vocabulary = Vocabulary.create(backend, special={})
 
     assert len("hello world") >= len(vocabulary.encode("hello world")) > 2
+
+
+@given(st.lists(hostile_texts, min_size=1, max_size=4), st.booleans(), st.booleans())
+def test_a_long_text_has_the_ids_that_it_would_have_at_once(texts, is_raw, is_start):
+    """Deferred, tokenised elsewhere and asked for again; short texts are not deferred."""
+    vocabulary = create_byte_level()
+    text = vocabulary.guard("".join(texts) * 6000)
+    encode = partial(vocabulary.encode_raw, text, is_start=is_start) if is_raw else partial(vocabulary.encode, text)
+    encoded = {}
+    with deferring_long_texts(encoded):
+        try:
+            ids = encode()
+        except LongText as long:
+            encoded[long.key] = long.encode()
+            ids = encode()
+
+    assert (len(text) >= 16_384) == bool(encoded)
+    assert encode() == ids

@@ -76,7 +76,9 @@ class Caller:
         self.scope = anyio.CancelScope()
         self.heard: list[object] = []
         self.error: Exception | None = None
-        request = CompletionRequest(messages=say("why?"), sampling=Sampling(max_new_tokens=64), **options)
+        self.done = anyio.Event()
+        defaults = {"messages": say("why?"), "sampling": Sampling(max_new_tokens=64)}
+        request = CompletionRequest(**defaults | options)
         kind = {"complete": Complete, "stream": StreamComplete}[way]
         self._inference = inference
         self._message = kind(credential=Credential(session=session), request=request, attempt=attempt)
@@ -100,6 +102,8 @@ class Caller:
                         self.heard.append(item)
             except Exception as error:  # noqa: BLE001 - looked at by the test
                 self.error = error
+            finally:
+                self.done.set()
 
 
 async def call(

@@ -15,10 +15,12 @@ from areal_actors.rendering.base import (
 from areal_actors.rendering.loading import RendererConfig, create_renderer, load_renderer
 from areal_actors.rendering.parsers import join_deltas
 from areal_actors.rendering.renderer import TemplateRenderer
+from areal_actors.rendering.tokens import LongText, deferring_long_texts
 
 __all__ = [
     "Delta",
     "HasTokenizer",
+    "LongText",
     "ReasoningDelta",
     "Renderer",
     "RendererConfig",
@@ -28,6 +30,7 @@ __all__ = [
     "ToolArgumentsDelta",
     "ToolCallStarted",
     "create_renderer",
+    "deferring_long_texts",
     "join_deltas",
     "load_renderer",
 ]

@@ -7,6 +7,9 @@ a lone surrogate, which valid text cannot contain (lone surrogates in foreign te
 
 *Streams.* A character may be spread over several tokens. A detokenizer takes ids as they come and returns only whole
 characters.
+
+*Long texts.* A prompt of 94,000 tokens takes 100 to 400 ms. Within ``deferring_long_texts``, ``encode`` raises
+``LongText`` instead, with which an event loop tokenises the text in a thread; the tokenizer releases the GIL.
 """
 
 from __future__ import annotations
@@ -14,7 +17,10 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Protocol, TypeVar
 
 import numpy as np
@@ -23,7 +29,7 @@ from tokenizers import Tokenizer, decoders
 
 from areal_actors.domain import Ints
 
-__all__ = ["Detokenizer", "Vocabulary", "as_list"]
+__all__ = ["Detokenizer", "LongText", "Vocabulary", "as_list", "deferring_long_texts"]
 
 _BREAK = "\udc00"
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -33,6 +39,45 @@ _SEPARATE = frozenset({"Metaspace", "Replace", "ByteFallback", "Fuse"})
 """Decoder steps that treat each token separately until they are joined, except for bytes."""
 _MAX_HELD_TOKENS = 8
 """Limit of held-back tokens: a character has at most four bytes, so that more tokens cannot complete it."""
+
+
+_LONG = 16_384
+"""Characters that take some milliseconds to tokenise."""
+
+EncodedTexts = MutableMapping[Hashable, list[int]]
+
+_deferred: ContextVar[EncodedTexts | None] = ContextVar("deferred", default=None)
+
+
+class LongText(Exception):
+    """Raised within ``deferring_long_texts`` for a text that takes long. ``key`` is its key in the texts to pass there.
+
+    ``encode`` returns its ids, and may be called in any thread.
+    """
+
+    def __init__(self, key: Hashable, encode: Callable[[], list[int]]) -> None:
+        super().__init__("a long text")
+        self.key = key
+        self.encode = encode
+
+
+@contextmanager
+def deferring_long_texts(encoded: EncodedTexts) -> Iterator[None]:
+    """Raise ``LongText`` for each long text that is to be tokenised in the block and is not in ``encoded``."""
+    token = _deferred.set(encoded)
+    try:
+        yield
+    finally:
+        _deferred.reset(token)
+
+
+def _encode_or_defer(key: Hashable, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+    encoded = _deferred.get() if num_characters >= _LONG else None
+    if encoded is None:
+        return encode()
+    if key not in encoded:
+        raise LongText(key, encode)
+    return encoded[key]
 
 
 class Detokenizer(Protocol):
@@ -174,6 +219,9 @@ class Vocabulary:
 
     def encode(self, text: str) -> list[int]:
         """Return the ids of rendered text. Special tokens are recognised, except in guarded text; none is added."""
+        return _encode_or_defer(text, len(text), partial(self._encode_pieces, text))
+
+    def _encode_pieces(self, text: str) -> list[int]:
         if _BREAK not in text:
             return self._encode(text)
         return [token_id for piece in text.split(_BREAK) for token_id in self._encode(piece)]
@@ -184,6 +232,9 @@ class Vocabulary:
         With ``is_start``, the tokens that the tokenizer puts before every text come first, unless the text spells them
         out itself. Tokens that it would append are left out, because the text continues.
         """
+        return _encode_or_defer((text, is_start), len(text), partial(self._encode_raw, text, is_start=is_start))
+
+    def _encode_raw(self, text: str, *, is_start: bool) -> list[int]:
         text = _SURROGATE.sub(_REPLACEMENT, text)
         ids = self._encode(text)
         if not is_start:
@@ -193,8 +244,9 @@ class Vocabulary:
         return ids if ids[:num_added] == whole[:num_added] else whole[:num_added] + ids
 
     def _encode(self, text: str) -> list[int]:
-        # The template has written the special tokens already.
-        ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+        # The template has written the special tokens already. A batch of one is 15 to 30 % faster than ``encode``,
+        # which computes the place of each token in the text.
+        ids: list[int] = self.backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         return ids
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:

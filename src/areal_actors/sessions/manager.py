@@ -11,10 +11,11 @@ restored when the manager starts.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Hashable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
 import anyio
+from anyio import to_thread
 from attrs import define, evolve, field, frozen
 from attrs.validators import matches_re, optional
 
@@ -69,7 +70,7 @@ from areal_actors.messages import (
     StreamComplete,
     WatchSessions,
 )
-from areal_actors.rendering import Renderer
+from areal_actors.rendering import LongText, Renderer, deferring_long_texts
 from areal_actors.sessions.journal import SessionJournal, restore_retry_cache, restore_session
 from areal_actors.sessions.request import (
     PendingRequest,
@@ -163,6 +164,8 @@ class SessionManager(Actor[Sessions]):
         self._num_retries = 0
         self._planner = RequestPlanner(renderer, token_factory=tokens)
         self._executor = RequestExecutor(generation)
+        # One at a time, so that long prompts leave the other cores to short ones.
+        self._encoding = anyio.CapacityLimiter(1)
         self._intake: Ref[Intake] | None = None
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._recovered = recovered
@@ -383,8 +386,8 @@ class SessionManager(Actor[Sessions]):
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
-        answers = await self._repeat(message)
-        return await self._executor.answer(self._begin(message)) if answers is None else answers
+        begun = await self._repeat_or_begin(message)
+        return await self._executor.answer(begun) if isinstance(begun, PendingRequest) else begun
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
@@ -392,12 +395,11 @@ class SessionManager(Actor[Sessions]):
 
         The choices of one request are sampled together and delivered one after another.
         """
-        answers = await self._repeat(message)
-        for item in replay(answers or ()):
-            yield item
-        if answers is not None:
+        turn = await self._repeat_or_begin(message)
+        if not isinstance(turn, PendingRequest):
+            for item in replay(turn):
+                yield item
             return
-        turn = self._begin(message)
         async with self._executor.sampling(turn) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(
@@ -437,7 +439,31 @@ class SessionManager(Actor[Sessions]):
         """Return the length of the prompt, without recording anything."""
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         request = self._extras[session.id].in_thread(message.request)
-        return self._planner.num_prompt_tokens(session, request)
+        encoded: dict[Hashable, list[int]] = {}
+        while True:
+            try:
+                with deferring_long_texts(encoded):
+                    return self._planner.num_prompt_tokens(session, request)
+            except LongText as text:
+                encoded[text.key] = await to_thread.run_sync(text.encode, limiter=self._encoding)
+
+    async def _repeat_or_begin(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | PendingRequest:
+        """Return the answers of an earlier sending of this request, or the turn that begins with it.
+
+        Long texts of its prompt are tokenised in a thread. A turn begins at once after the last of them, with the tree
+        as it is then.
+        """
+        encoded: dict[Hashable, list[int]] = {}
+        while True:
+            # Again after each text: a retry may have begun meanwhile.
+            answers = await self._repeat(message)
+            if answers is not None:
+                return answers
+            try:
+                with deferring_long_texts(encoded):
+                    return self._begin(message)
+            except LongText as text:
+                encoded[text.key] = await to_thread.run_sync(text.encode, limiter=self._encoding)
 
     async def _repeat(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | None:
         """Return the answers of an earlier sending of this request; ``None`` if it must be sampled."""

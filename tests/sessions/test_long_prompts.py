@@ -1,0 +1,41 @@
+"""Long prompts are tokenised in a thread, in real time."""
+
+from __future__ import annotations
+
+import anyio
+import pytest
+from tests.stacks.callers import NAMED, WAYS, Caller, turns
+from tests.stacks.inference_stack import open_inference_stack, renderer, say
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(params=["asyncio", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> str:
+    """Real time: a virtual clock would not wait for the thread."""
+    return request.param
+
+
+@pytest.mark.parametrize("first_way", WAYS)
+@pytest.mark.parametrize("way", WAYS)
+async def test_a_retry_that_comes_while_a_long_prompt_is_tokenised_joins_it(first_way: str, way: str):
+    """Both wait for a thread before they begin; the prompt is sampled once, with the ids that it has at once."""
+    long = say("why? " * 3500)
+    async with open_inference_stack() as inference, anyio.create_task_group() as tasks:
+        session = (await inference.open()).session
+        short = Caller(inference, session, "complete", None)
+        callers = [Caller(inference, session, each, NAMED, messages=long) for each in (first_way, way)]
+        for caller in (*callers, short):
+            tasks.start_soon(caller)
+        await short.done.wait()
+        before = await turns(inference, session)
+        for caller in callers:
+            await caller.done.wait()
+        known = await turns(inference, session)
+
+    assert short.answers
+    assert [turn.id for turn in before][:1] == short.ids
+    assert [None, None] == [caller.error for caller in callers]
+    assert callers[0].ids == callers[1].ids
+    assert 2 == len(known) == len(inference.engine.requests)
+    assert renderer().render(long).tolist() == list(inference.engine.requests[-1].prompt)

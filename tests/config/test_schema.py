@@ -350,7 +350,10 @@ def test_a_section_with_a_short_form_may_be_a_word(write, tmp_path):
     [
         ({"command": []}, "rollout.workflow.command"),
         ({"comand": ["sh"]}, "rollout.workflow.comand is no setting; did you mean command?"),
-        (3, "rollout.workflow must be text or a section \\(command, grader, files\\) or null, not 3"),
+        (
+            3,
+            "must be text or a section \\(command, grader, files\\) or a section \\(verifiers\\) or null, not 3",
+        ),
     ],
     ids=["empty", "misspelt", "number"],
 )

@@ -25,7 +25,14 @@ from areal_actors.config.documents import Document
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory, parse_trackers
-from areal_actors.datasets import DataPath, DatasetConfig, DifficultyConfig, HubDataset, ProblemsReference
+from areal_actors.datasets import (
+    DataPath,
+    DatasetConfig,
+    DifficultyConfig,
+    HubDataset,
+    PluginReference,
+    ProblemsReference,
+)
 from areal_actors.domain import Role
 from areal_actors.generation.model_host import ModelsConfig
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServedEngine, ServerConfig
@@ -58,6 +65,7 @@ from areal_actors.training.phases import Phase, PhaseName, distillation_phase, s
 from areal_actors.workflows import GenerationConfig
 from areal_actors.workflows.commands import CommandConfig, CommandWord
 from areal_actors.workflows.rollout import MemberOutcome
+from areal_actors.workflows.verifiers import VerifiersWorkflow
 
 __all__ = [
     "AgentConfig",
@@ -187,9 +195,10 @@ class RolloutConfig:
 
     backend: Backend = Backend.TORCH
     """The engine: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
-    workflow: WorkflowReference | CommandConfig | None = None
+    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = None
     """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}, with
-    a grader and files. With serve, it is run on the problems of eval_dataset only."""
+    a grader and files; or {verifiers: {taskset: id, harness: id}}, an environment of the library verifiers. With serve,
+    it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
     group_size: int = field(default=8, validator=ge(1))
@@ -457,7 +466,8 @@ class RunConfig:
     sft: SftConfig | None = None
     distillation: DistillationConfig | None = None
     dataset: DatasetConfig | None = None
-    """The problems that train works on; serve trains on the problems of external agents."""
+    """The problems that train works on; by default the taskset of an environment of verifiers. serve trains on the
+    problems of external agents."""
     eval_dataset: DatasetConfig | None = None
     """The held-out problems, which are never trained on."""
     eval_datasets: Mapping[str, DatasetConfig] = field(factory=dict, validator=_check_eval_datasets)
@@ -487,6 +497,14 @@ class RunConfig:
     def run_directory(self) -> RunDirectory:
         """The default directory of the run."""
         return RunDirectory(path=self.fileroot / self.experiment_name / self.trial_name)
+
+    @property
+    def training_dataset(self) -> DatasetConfig | None:
+        """The source of the problems that train works on: ``dataset``, or the taskset of the agent."""
+        agent = self.rollout.workflow
+        if self.dataset is None and isinstance(agent, VerifiersWorkflow):
+            return DatasetConfig(verifiers=agent.verifiers.taskset)
+        return self.dataset
 
     @property
     def held_out_sets(self) -> Mapping[str, DatasetConfig]:
@@ -645,6 +663,7 @@ _SCHEMA = Schema(
         WorkflowReference: _resolve_reference,
         CommandWord: _resolve_word,
         ProblemsReference: _resolve_reference,
+        PluginReference: _resolve_reference,
         FunctionReference: _resolve_reference,
         DataPath: lambda text, directory: str(resolve_path(text, directory)),
         HubDataset: lambda text, directory: str(_resolve_model(text, directory)),

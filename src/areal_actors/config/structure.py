@@ -328,8 +328,10 @@ def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], cla
             required = {name for name, setting in settings.items() if is_required(setting)}
             if required <= rest.keys() <= settings.keys():
                 fitting.append(cls)
-        if len(fitting) == 1:
-            return converter.structure(rest, fitting[0])
+        # None fits a misspelt key, so that the class with the nearest names says what it has.
+        near = [cls for cls in classes if any(nearest(str(key), list(settings_of(cls))) for key in rest)]
+        if len(fitting or near) == 1:
+            return converter.structure(rest, (fitting or near)[0])
         raise Mistakes([Mistake(text=f"needs a type: one of {', '.join(by_name)}")])
     named = by_name.get(str(value["type"]))
     if named is None:

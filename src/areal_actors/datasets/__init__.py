@@ -13,16 +13,19 @@ from areal_actors.datasets.sources import (
     load_problems,
     read_json_lines,
 )
+from areal_actors.datasets.tasksets import PluginReference, VerifiersPlugin
 
 __all__ = [
     "DataPath",
     "DatasetConfig",
     "DifficultyConfig",
     "HubDataset",
+    "PluginReference",
     "ProblemPools",
     "Problems",
     "ProblemsReference",
     "TaskDirectory",
+    "VerifiersPlugin",
     "find_overlap",
     "find_task_directories",
     "load_problems",

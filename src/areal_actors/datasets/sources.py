@@ -1,4 +1,4 @@
-"""Sources of problems: a JSONL file, a Hugging Face dataset, a reasoning-gym generator, a Python function, or tasks.
+"""Sources of problems: a file, a Hugging Face dataset, a generator, a function, task directories, a taskset.
 
 A configuration names exactly one of them::
 
@@ -8,6 +8,7 @@ A configuration names exactly one of them::
     dataset: {reasoning_gym: chain_sum, size: 500, seed: 1, options: {max_terms: 3}}
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
     dataset: {harbor: tasks}
+    dataset: {verifiers: {id: gsm8k, options: {split: train}}, size: 512}
 
 Held-out problems are configured the same way: with another ``seed`` for a generator, or another part (``start``,
 ``size``) of a file.
@@ -29,6 +30,7 @@ from attrs.validators import ge, optional
 
 from areal_actors.datasets.harbor import find_task_directories, load_task
 from areal_actors.datasets.problems import Problems
+from areal_actors.datasets.tasksets import VerifiersPlugin, task_rows
 from areal_actors.errors import ArealError, DatasetError
 
 __all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems", "read_json_lines"]
@@ -46,7 +48,7 @@ Import = Callable[[str], Any]
 Rows = Sequence[Mapping[str, Any]]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python", "harbor")
+_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python", "harbor", "verifiers")
 _NUM_MADE = 1000
 """Default number of problems to generate."""
 
@@ -71,6 +73,8 @@ class DatasetConfig:
     python: ProblemsReference | None = None
     harbor: DataPath | None = None
     """A directory of task directories in Harbor's format, or one of them."""
+    verifiers: VerifiersPlugin | None = None
+    """A taskset of the library verifiers: the id of its package, file.py:Class or module:Class; or {id, options}."""
     start: int = field(default=0, validator=ge(0))
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = field(default=0, validator=ge(0))
@@ -86,8 +90,9 @@ class DatasetConfig:
 
     @property
     def source(self) -> str:
-        """The file, dataset, generator, function or directory that the problems come from."""
-        return str(self.jsonl or self.huggingface or self.reasoning_gym or self.python or self.harbor)
+        """The file, dataset, generator, function, directory or taskset that the problems come from."""
+        taskset = None if self.verifiers is None else self.verifiers.id
+        return str(self.jsonl or self.huggingface or self.reasoning_gym or self.python or self.harbor or taskset)
 
     @property
     def num_made(self) -> int:
@@ -112,6 +117,8 @@ def load_problems(
         rows = _generate(config.reasoning_gym, config)
     elif config.harbor is not None:
         rows = [load_task(path).problem for path in find_task_directories(directory / config.harbor)]
+    elif config.verifiers is not None:
+        rows = task_rows(config.verifiers, config.size and config.num_made, num_made=config.num_made)
     else:
         assert config.python is not None
         rows = _call(config.python, import_reference(config.python), config)

@@ -48,7 +48,7 @@ from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
 from areal_actors.run.upstream import Upstream, find_served_name, open_upstream
 from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
+from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, VerifiersWorkflow
 
 __all__ = ["EvaluationSummary", "evaluate", "format_evaluation", "run_evaluation"]
 
@@ -242,14 +242,15 @@ def _identify(config: RunConfig, held_out: Mapping[str, Problems], *, fingerprin
 
     The number of samples is not part of it, so that more can be added to an evaluation.
     """
+    agent = config.rollout.workflow
     sets = {}
     for name, problems in held_out.items():
         sets[name or "held out"] = f"{len(problems)} problems, {_digest([dict(one.data) for one in problems.all()])}"
     return {
         "model": fingerprint,
         "seed": config.seed,
-        "rollout.workflow": str(config.rollout.workflow),
         # Hashed: arguments may contain keys, and this is printed.
+        "rollout.workflow": f"verifiers {_digest(agent)}" if isinstance(agent, VerifiersWorkflow) else str(agent),
         "rollout.workflow_kwargs": _digest(dict(config.rollout.workflow_kwargs)),
         "engine": f"{config.rollout.backend} {config.engine.dtype}",
         "gconfig": repr(config.gconfig),

@@ -44,11 +44,15 @@ from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
     Agent,
     AgentPool,
+    BlockingVerifiersAgent,
     CommandAgent,
     CommandConfig,
     PoolConfig,
     RolloutWorkflow,
+    VerifiersAgent,
+    VerifiersWorkflow,
     check_tasks,
+    create_environment,
     placeholder_keys,
     resolve_workflow,
     serialize_agent,
@@ -305,8 +309,8 @@ def load_set(config: RunConfig, dataset: DatasetConfig) -> Problems:
 def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
     """Load the datasets. If ``is_external``, only the held-out ones, since agents bring the problems to train on."""
     problems = None
-    if config.dataset is not None and not is_external:
-        problems = load_set(config, config.dataset)
+    if (source := config.training_dataset) is not None and not is_external:
+        problems = load_set(config, source)
     held_out = load_held_out(config)
     for name, found in held_out.items():
         num_shared = 0 if problems is None else find_overlap(problems, found)
@@ -390,6 +394,19 @@ def prepare_agent(
         if config.backend is not SandboxKind.NONE:
             create_sandbox(config.backend).check(config)
         return CommandAgent.open(target, pool, sandbox=config)
+    if isinstance(target, VerifiersWorkflow):
+        if kwargs:
+            raise WorkflowError(
+                f"workflow_kwargs {sorted(kwargs)} were given with verifiers; make them options of the taskset or the "
+                "harness, or settings of env."
+            )
+        if config.backend is not SandboxKind.NONE:
+            create_sandbox(config.backend).check(config)
+        create_environment(target.verifiers, config)
+        if rollout.openai.mode is AgentMode.SUBPROCESS:
+            arguments = {"config": target.verifiers, "sandbox": config}
+            return AgentPool.open(serialize_agent(BlockingVerifiersAgent, arguments), pool)
+        return VerifiersAgent.open(target.verifiers, config)
     if config.backend is not SandboxKind.NONE:
         raise WorkflowError(
             f"rollout.openai.sandbox: {config.backend} isolates agents that are commands, and {target} runs in a "

@@ -109,7 +109,7 @@ def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:
     if not config.has_rollouts:
         return
     missing = []
-    if config.dataset is None:
+    if config.training_dataset is None:
         missing.append("dataset is missing: the problems to train on; to train on what external agents do, use serve")
     if config.rollout.workflow is None and not has_workflow:
         missing.append("rollout.workflow is missing: the agent to train; to train agents that run elsewhere, use serve")

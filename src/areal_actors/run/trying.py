@@ -134,7 +134,7 @@ def try_agent(
     missing = []
     if config.rollout.workflow is None:
         missing.append("rollout.workflow is missing: the agent to try")
-    if config.dataset is None:
+    if config.training_dataset is None:
         missing.append("dataset is missing: the problems to try the agent on")
     if missing:
         raise ConfigError(tuple(missing))
@@ -152,8 +152,9 @@ def try_agent(
 async def _try(
     config: RunConfig, model: EvaluatedModel, directory: RunDirectory, num_problems: int, output: Path | None
 ) -> TrialSummary:
-    assert config.dataset is not None
-    everything = await to_thread.run_sync(load_set, config, config.dataset)
+    source = config.training_dataset
+    assert source is not None
+    everything = await to_thread.run_sync(load_set, config, source)
     chosen = [dict(problem.data) for problem in islice(everything.all(), num_problems)]
     heard, lags = _Heard(), [0.0]
     async with anyio.create_task_group() as tasks:

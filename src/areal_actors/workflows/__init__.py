@@ -30,11 +30,19 @@ from areal_actors.workflows.rollout import (
     resolve_workflow,
 )
 from areal_actors.workflows.task_directories import check_tasks
+from areal_actors.workflows.verifiers import (
+    BlockingVerifiersAgent,
+    VerifiersAgent,
+    VerifiersConfig,
+    VerifiersWorkflow,
+    create_environment,
+)
 
 __all__ = [
     "Agent",
     "AgentPool",
     "AsyncRewardWrapper",
+    "BlockingVerifiersAgent",
     "CommandAgent",
     "CommandConfig",
     "EpisodeContext",
@@ -54,8 +62,12 @@ __all__ = [
     "RolloutResult",
     "RolloutWorkflow",
     "Sample",
+    "VerifiersAgent",
+    "VerifiersConfig",
+    "VerifiersWorkflow",
     "acquire_agent",
     "check_tasks",
+    "create_environment",
     "name_of",
     "parse_result",
     "parse_rollout",

@@ -29,7 +29,7 @@ from areal_actors.run.job import load_set, local_teacher, prepare_agent, require
 from areal_actors.sandbox import SandboxKind, create_sandbox
 from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
-from areal_actors.workflows import CommandConfig
+from areal_actors.workflows import CommandConfig, VerifiersWorkflow
 
 __all__ = ["examine_machine", "examine_memory"]
 
@@ -72,11 +72,12 @@ def _examine_inputs(config: RunConfig) -> Iterator[Finding]:
         found.add(Verdict.OK, f"{config.model} in {model.path}, {_format_size(_weight_bytes(model))}")
     yield from found.findings
     with Examination("problems") as found:
-        if config.dataset is None:
+        source = config.training_dataset
+        if source is None:
             found.add(Verdict.SKIPPED, "none are named: external agents bring theirs")
         else:
-            problems = load_set(config, config.dataset)
-            found.add(Verdict.OK, f"{len(problems)} from {config.dataset.source}")
+            problems = load_set(config, source)
+            found.add(Verdict.OK, f"{len(problems)} from {source.source}")
             for name, dataset in config.held_out_sets.items():
                 held_out = load_set(config, dataset)
                 shared = find_overlap(problems, held_out)
@@ -99,7 +100,14 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
         else:
             with tempfile.TemporaryDirectory() as logs:
                 prepare_agent(config.rollout, logs=Path(logs))
-            name = " ".join(agent.command) if isinstance(agent, CommandConfig) else agent
+            match agent:
+                case CommandConfig():
+                    name = " ".join(agent.command)
+                case VerifiersWorkflow(verifiers=environment):
+                    harness = "null" if environment.harness is None else environment.harness.id
+                    name = f"taskset {environment.taskset.id} with the harness {harness}"
+                case _:
+                    name = agent
             found.add(Verdict.OK, f"{name} can be run")
     yield from found.findings
     with Examination("sandbox") as found:

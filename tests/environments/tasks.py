@@ -1,0 +1,133 @@
+"""Tasksets, harnesses and an environment of verifiers that behave as a test wants. Imported where verifiers is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+WORDS = ("red", "green", "blue")
+
+
+class WordsConfig(vf.TasksetConfig):
+    split: str = "train"
+    rubric: str = "fair"
+    """fair, or how it fails: raises, is_nan, hangs."""
+
+
+class WordData(vf.TaskData):
+    answer: str
+    rubric: str
+
+
+class WordTask(vf.Task[WordData]):
+    @vf.reward(weight=2.0)
+    async def is_right(self, trace: vf.Trace) -> float:
+        if self.data.rubric == "raises":
+            raise ZeroDivisionError("the grader divides by nothing")
+        if self.data.rubric == "hangs":
+            await asyncio.sleep(600)
+        return float("nan") if self.data.rubric == "is_nan" else float(self.data.answer in trace.last_reply)
+
+    @vf.reward(weight=0.5)
+    async def is_short(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) < 20)
+
+    @vf.metric
+    async def length(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply)
+
+
+class WordsTaskset(vf.Taskset[WordTask, WordsConfig]):
+    def load(self):
+        for word in WORDS if self.config.split == "train" else WORDS[:1]:
+            data = WordData(prompt=f"Say {word}.", answer=word, rubric=self.config.rubric)
+            yield WordTask(data, self.config.task)
+
+
+class EndlessTaskset(vf.Taskset[WordTask, WordsConfig]):
+    INFINITE = True
+
+    def load(self):
+        number = 0
+        while True:
+            yield WordTask(WordData(prompt=f"Say {number}.", answer=str(number), rubric="fair"), self.config.task)
+            number += 1
+
+
+class FileTask(vf.Task[vf.TaskData]):
+    """The harness finds a file of the task, and the rubric reads one of the harness."""
+
+    async def setup(self, runtime: vf.Runtime) -> None:
+        await runtime.write("given/words.txt", b"red\n" * 1000)
+
+    @vf.reward
+    async def is_counted(self, runtime: vf.Runtime) -> float:
+        return float((await runtime.read("count.txt")).strip() == b"1000")
+
+
+class FileTaskset(vf.Taskset[FileTask, vf.TasksetConfig]):
+    def load(self):
+        yield FileTask(vf.TaskData(prompt="Count the lines of given/words.txt."), self.config.task)
+
+
+class SilentHarness(vf.Harness[vf.HarnessConfig]):
+    """Ends without a call of the model."""
+
+    NEEDS_CONTAINER = False
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # noqa: PLR0917
+        return await runtime.run_program(["sh", "-c", "echo no model is called >&2"], {})
+
+
+class ScriptHarnessConfig(vf.HarnessConfig):
+    script: str = "true"
+    program_env: dict[str, str] = Field(default_factory=dict)
+
+
+class ScriptHarness(vf.Harness[ScriptHarnessConfig]):
+    """A program of another company: it needs a container, where a shell script asks the model once with Python."""
+
+    ASK = (
+        "import json, os, urllib.request as u; r = u.Request(os.environ['URL'] + '/chat/completions', "
+        "json.dumps({'model': 'm', 'messages': [{'role': 'user', 'content': 'Say red.'}]}).encode(), "
+        "{'content-type': 'application/json', 'authorization': 'Bearer ' + os.environ['KEY']}); u.urlopen(r).read()"
+    )
+
+    async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):  # noqa: PLR0917
+        await runtime.write("ask.py", self.ASK.encode())
+        env = {"URL": endpoint, "KEY": secret, **self.config.program_env}
+        return await runtime.run_program(["sh", "-c", self.config.script], env)
+
+
+class FreeScriptHarness(ScriptHarness):
+    """The same without a container."""
+
+    NEEDS_CONTAINER = False
+
+
+class PairConfig(vf.EnvConfig):
+    first: vf.AgentConfig = vf.AgentConfig()
+    second: vf.AgentConfig = vf.AgentConfig()
+
+
+class Pair(vf.Env[PairConfig]):
+    """Two agents answer the same task; only the first is right to say less."""
+
+    async def run(self, task, agents):
+        await agents.first.run(task)
+        await agents.second.run(task)
+
+    async def finalize(self, task, episode):
+        for trace, value in zip(episode.traces, (1.0, -1.0), strict=True):
+            trace.record_reward("outcome", value)
+
+
+class LoneTask(vf.Task[vf.TaskData]):
+    """Its environment rewards it."""
+
+
+class LoneTaskset(vf.Taskset[LoneTask, vf.TasksetConfig]):
+    def load(self):
+        yield LoneTask(vf.TaskData(prompt="Say red."), self.config.task)

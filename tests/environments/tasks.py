@@ -72,6 +72,50 @@ class FileTaskset(vf.Taskset[FileTask, vf.TasksetConfig]):
         yield FileTask(vf.TaskData(prompt="Count the lines of given/words.txt."), self.config.task)
 
 
+class ToolboxTask(vf.Task[vf.TaskData]):
+    """Uses what a runtime offers to tasks, and rewards 1 for each part that works."""
+
+    async def setup(self, runtime: vf.Runtime) -> None:
+        await runtime.write("deep/large", bytes(range(256)) * 20_000)
+        await runtime.run_background(["sh", "-c", "while true; do echo tick; sleep 0.05; done"], {}, "ticks.log")
+
+    @vf.reward
+    async def reads_large_files(self, runtime: vf.Runtime) -> float:
+        whole = await runtime.read("deep/large")
+        return float(whole == bytes(range(256)) * 20_000)
+
+    @vf.reward
+    async def reads_up_to_a_limit(self, runtime: vf.Runtime) -> float:
+        try:
+            await runtime.read("deep/large", max_bytes=1000)
+        except vf.SandboxError as error:
+            return float("over the 1000 byte limit" in str(error))
+        return 0.0
+
+    @vf.reward
+    async def names_missing_files(self, runtime: vf.Runtime) -> float:
+        try:
+            await runtime.read("missing")
+        except vf.SandboxError as error:
+            return float("missing" in str(error))
+        return 0.0
+
+    @vf.reward
+    async def runs_in_the_background(self, runtime: vf.Runtime) -> float:
+        return float(b"tick" in await runtime.read("ticks.log"))
+
+    @vf.reward
+    async def tells_statuses(self, runtime: vf.Runtime) -> float:
+        ended = await runtime.run(["sh", "-c", "echo out; echo err >&2; exit 3"], {"A": "b"})
+        killed = await runtime.run(["sh", "-c", "kill -9 $$"], {})
+        return float((ended.exit_code, ended.stdout, ended.stderr, killed.exit_code) == (3, "out\n", "err\n", 137))
+
+
+class ToolboxTaskset(vf.Taskset[ToolboxTask, vf.TasksetConfig]):
+    def load(self):
+        yield ToolboxTask(vf.TaskData(prompt="Say red."), self.config.task)
+
+
 class SilentHarness(vf.Harness[vf.HarnessConfig]):
     """Ends without a call of the model."""
 

@@ -310,6 +310,33 @@ async def test_the_bash_harness_runs_commands_of_the_model_in_a_box(tmp_path: Pa
 
 
 @anyio_test
+@pytest.mark.parametrize("backend", ["none", pytest.param("bubblewrap", marks=boxed)])
+async def test_a_box_keeps_the_contract_of_a_runtime(tmp_path: Path, backend: str) -> None:
+    """Files of any size, limits, statuses and processes in the background, for tasks and rubrics."""
+    if not can_open(backend):
+        pytest.skip("bubblewrap opens no sandbox here")
+    async with open_played(settings("ToolboxTaskset", sandbox=backend), lambda _: "red", tmp_path) as play:
+        played = await play()
+
+    assert played.error is None
+    assert {1.0} == set(played.logged.values())
+    assert 5.0 == played.reward
+
+
+@anyio_test
+async def test_a_program_whose_packages_are_missing_is_named(tmp_path: Path) -> None:
+    """A box without a network cannot download them."""
+    if not can_open("bubblewrap"):
+        pytest.skip("bubblewrap opens no sandbox here")
+    harness = {"id": "mini-swe-agent", "options": {"version": "0.0.1"}}
+    async with open_played(settings("WordsTaskset", harness, sandbox="bubblewrap"), lambda _: "", tmp_path) as play:
+        played = await play()
+
+    with pytest.raises(EpisodeError, match=r"mini-swe-agent==0.0.1.*install them here, or set .*network: host"):
+        raise played.error
+
+
+@anyio_test
 async def test_the_null_harness_runs_without_a_sandbox(tmp_path: Path) -> None:
     """``harness: null``, with or without quotes."""
     async with open_played(settings(harness=None), lambda _: "red", tmp_path) as play:

@@ -287,16 +287,20 @@ def _missing_dependencies(script: str) -> list[str]:
 
     found = _METADATA.search(script)
     block = "" if found is None else re.sub(r"(?m)^# ?", "", found[1])
+    wanted = list(map(Requirement, tomllib.loads(block).get("dependencies", ())))
     missing = []
-    for text in tomllib.loads(block).get("dependencies", ()):
-        requirement = Requirement(text)
+    for requirement in wanted:
         try:
             version = metadata.version(requirement.name)
         except metadata.PackageNotFoundError:
-            missing.append(text)
+            missing.append(str(requirement))
             continue
         if requirement.url or not requirement.specifier.contains(version, prereleases=True):
-            missing.append(f"{text}, here is {version}")
+            missing.append(f"{requirement}, here is {version}")
+        # Packages of an extra are not there because the package is; those that it always requires are.
+        extras = [{"extra": extra} for extra in requirement.extras]
+        parts = map(Requirement, metadata.requires(requirement.name) or ()) if extras else ()
+        wanted += [part for part in parts if part.marker and any(map(part.marker.evaluate, extras))]
     return missing
 
 

@@ -158,7 +158,17 @@ def verifiers(session: nox.Session) -> None:
     # verifiers requires an openai below 3; where both pin a package, its tests decide.
     constraints.write_text("\n".join(pin for pin in ours if normalise(pin) not in pinned), encoding="utf-8")
     session.install("-c", str(constraints), "-e", ".[verifiers]", "-r", "tests/environments/requirements.txt")
-    session.run("pytest", "-n", "0", "tests/environments", *session.posargs, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1"})
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    session.run("pytest", "-n", "0", "tests/environments", *session.posargs, env=environment)
+
+
+@nox.session
+def openenv(session: nox.Session) -> None:
+    """Train in environments of OpenEnv, on servers of its own (a minute, once it is installed)."""
+    install(session, "test")
+    session.install(*CONSTRAINTS, "openenv==0.10.0")
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    session.run("pytest", "-n", "0", "tests/environments/test_openenv.py", *session.posargs, env=environment)
 
 
 def create_environment(session: nox.Session, client: str, packages: list[str]) -> str:

@@ -210,7 +210,7 @@ async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> No
     async with AsyncExitStack() as stack:
         tasks = await stack.enter_async_context(anyio.create_task_group())
         # Renewed from the start, since opening a role (loading a model) may take longer than the lease.
-        tasks.start_soon(_keep_lease, bootstrap, directory, spec.lease_seconds)
+        tasks.start_soon(_keep_lease, bootstrap, directory, spec.lease_seconds, spec.hang_seconds)
         connections = await stack.enter_async_context(
             _open_connections(bootstrap, spec, controller, dependencies_of(spec.role, config))
         )
@@ -309,13 +309,16 @@ class _Locator:
         return (await self._directory.ask(AwaitReady(worker=self._worker))).address
 
 
-async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: float) -> None:
-    """Renew the lease until cancelled.
+async def _keep_lease(
+    bootstrap: Bootstrap, directory: Ref[Directory], seconds: float, hang_seconds: float | None = None
+) -> None:
+    """Renew the lease until cancelled, often enough that the controller notices a process that hangs.
 
     Raises ``Conflict`` or ``NotFound`` if the controller refuses, and ``_ControllerLost`` if it has not answered for a
     whole lease: it may have replaced this worker by then.
     """
     sign = KeepLease(worker=bootstrap.name, incarnation=bootstrap.life)
+    pause = min(seconds, hang_seconds or seconds) / _SIGNS_PER_LEASE
     while True:
         is_heard = False
         with anyio.move_on_after(seconds):
@@ -330,7 +333,7 @@ async def _keep_lease(bootstrap: Bootstrap, directory: Ref[Directory], seconds: 
                     await anyio.sleep(seconds / 20)
         if not is_heard:
             raise _lost(bootstrap, f"the controller has not answered for longer than the lease of {seconds:g} s")
-        await anyio.sleep(seconds / _SIGNS_PER_LEASE)
+        await anyio.sleep(pause)
 
 
 if __name__ == "__main__":

@@ -25,13 +25,15 @@ COMPARED = ("step", "reward", "eval_reward", "tokens", "trained_tokens", "stalen
 
 @frozen(kw_only=True)
 class Play:
-    """One run. ``kills`` are (step, worker): the worker is killed once that step is done.
+    """One run. ``kills`` are (step, worker): the worker is sent ``signal`` once that step is done.
 
     The processes that a worker trains with are called ``<worker>/rank``.
     """
 
     roles: Sequence[str]
     kills: Sequence[tuple[int, str]] = ()
+    signal: signal.Signals = signal.SIGKILL
+    """SIGSTOP lets the process live but do nothing, as one that hangs."""
     steps: int = 4
     example: str = "tiny.yaml"
     settings: Sequence[str] = ()
@@ -48,6 +50,8 @@ class Outcome:
     attempts: int
     metrics: list[dict]
     """The records of all steps."""
+    recoveries: list[float]
+    """The seconds from each kill to the end of the next step."""
 
     @property
     def compared(self) -> list[dict]:
@@ -57,12 +61,16 @@ class Outcome:
 
 def perform(play: Play, path: Path, *, timeout: float = 500.0) -> Outcome:
     """Run it to its end. Raises ``AssertionError`` if it hangs."""
+    recoveries: list[float] = []
     with running(play, path) as (process, directory):
         deadline = time.monotonic() + timeout
         for step, worker in play.kills:
             wait_until(lambda step=step: step in steps_of(directory), process, deadline)
             wait_until(lambda worker=worker: worker in processes_of(directory), process, deadline)
-            os.kill(processes_of(directory)[worker], signal.SIGKILL)
+            os.kill(processes_of(directory)[worker], play.signal)
+            killed_at = time.monotonic()
+            wait_until(lambda step=step: any(done > step for done in steps_of(directory)), process, deadline)
+            recoveries.append(time.monotonic() - killed_at)
         try:
             output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
@@ -73,6 +81,7 @@ def perform(play: Play, path: Path, *, timeout: float = 500.0) -> Outcome:
         output=output,
         attempts=1 + events.count("attempt_restarted"),
         metrics=list(_records(directory / "metrics.jsonl")),
+        recoveries=recoveries,
     )
 
 

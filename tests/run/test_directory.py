@@ -133,6 +133,24 @@ async def test_a_worker_that_is_silent_is_given_up():
 
 
 @pytest.mark.anyio
+async def test_a_worker_that_hangs_is_given_up_before_its_lease_is_over():
+    """But only once it serves: while it imports and loads, it may be silent for longer."""
+    spec = evolve(SPEC, lease_seconds=600.0, hang_seconds=0.02)
+    async with ActorSystem.open() as system:
+        directory = await system.spawn(DirectoryActor())
+        await directory.ask(ExpectWorker(worker=NAME, incarnation=1, spec=spec))
+        await directory.ask(KeepLease(worker=NAME, incarnation=1))
+        with anyio.move_on_after(0.1) as patience:
+            await directory.ask(AwaitLapse(worker=NAME, incarnation=1))
+        await directory.ask(ReportReady(worker=NAME, incarnation=1, report=REPORT))
+        with anyio.fail_after(10):
+            reason = await directory.ask(AwaitLapse(worker=NAME, incarnation=1))
+
+    assert patience.cancelled_caught
+    assert "hang_seconds" in reason
+
+
+@pytest.mark.anyio
 async def test_weights_are_awaited_by_attempt():
     """Those of an earlier attempt are not meant."""
     async with ActorSystem.open() as system:

@@ -26,6 +26,8 @@ GRACE_SECONDS = 2.0
 """Time that a process has to exit after SIGTERM."""
 
 _TAIL_BYTES = 4096
+STOPPED_SECONDS = 5.0
+"""Time after which a process that a signal has stopped counts as hung. A debugger that attaches stops it for less."""
 LAST_WORDS_SECONDS = 1.0
 """Time to wait for the rest of an ended process's stderr, which a daemon that it left behind may hold open forever."""
 _REAP_SECONDS = 10.0
@@ -81,6 +83,7 @@ class Child:
         self.log = log
         self._lifeline = lifeline
         self._is_silent = anyio.Event()
+        self._stopped_seconds = 0.0
 
     @classmethod
     async def start(
@@ -164,6 +167,22 @@ class Child:
         finally:
             os.close(descriptor)
 
+    async def kill_when_stopped(self, *, seconds: float = STOPPED_SECONDS) -> None:
+        """Wait until the leader has been stopped by a signal (SIGSTOP) for ``seconds``, and kill the group.
+
+        A stopped process neither exits nor closes its connections, so callers would wait until their deadlines. SIGKILL
+        also ends a stopped process, which then cannot be continued. Waits forever on systems without ``/proc``.
+        """
+        while True:
+            await anyio.sleep(seconds / 5)
+            # 'T' is stopped by a signal. Not 't', which is a debugger's, nor 'D', which is waiting for a disk.
+            is_stopped = self.is_alive and _read_state(self.process.pid) == "T"
+            # Counted instead of measured: time during which this process was stopped itself does not count.
+            self._stopped_seconds = self._stopped_seconds + seconds / 5 if is_stopped else 0.0
+            if self._stopped_seconds >= 0.99 * seconds and self._lifeline >= 0:
+                self.kill_rest()
+                return
+
     async def kill(self, *, grace_seconds: float = GRACE_SECONDS) -> None:
         """End the whole group: send SIGTERM, and after ``grace_seconds`` SIGKILL. Shielded from cancellation.
 
@@ -204,6 +223,8 @@ class Child:
         code, words = self.process.returncode, self.log.last_words
         if code is None:
             how = "It has not ended."
+        elif self._stopped_seconds and code == -signal.SIGKILL:
+            how = f"A signal (SIGSTOP) had stopped it for {self._stopped_seconds:.0f} s, so it was killed."
         elif code >= 0:
             how = f"It exited with status {code}."
         else:
@@ -222,6 +243,15 @@ class Child:
         """
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, number)
+
+
+def _read_state(pid: int) -> str:
+    """Return the state of a process in one letter, as ``ps`` shows it; empty if it is unknown."""
+    try:
+        # The name of the program, in parentheses, may contain spaces and parentheses.
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return ""
 
 
 async def read_all(stream: ByteReceiveStream, write: Callable[[bytes], None]) -> None:

@@ -47,7 +47,8 @@ class RoleSpec:
     """Instructions for a worker: its role in a run that resumes from ``checkpoint`` with the problems after ``start``.
 
     ``attempt`` counts how often the run has started over. ``local_roles`` lists the roles that run in the controller
-    process. ``listen`` is an address for the worker's own actors; by default it is any port of the interface through
+    process. A worker that serves hangs if it is silent for ``hang_seconds``; ``None`` leaves that to the lease.
+    ``listen`` is an address for the worker's own actors; by default it is any port of the interface through
     which it reaches the controller. ``endpoint`` is the proxy's endpoint, as far as it is known. ``fd_socket`` is the
     path of a unix socket over which the proxy receives its listening socket; ``admin_key`` is the administrator's key
     of a proxy that listens by itself. ``has_intake`` and the like say which actors the run has: one with an intake is a
@@ -59,6 +60,7 @@ class RoleSpec:
     config: Path
     directory: Path
     lease_seconds: float
+    hang_seconds: float | None = None
     attempt: int = 1
     local_roles: tuple[Role, ...] = ()
     has_intake: bool = False

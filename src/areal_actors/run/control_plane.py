@@ -7,6 +7,7 @@ gives a run in one process more proxies, each a process, on the same port.
 
 from __future__ import annotations
 
+import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
@@ -289,6 +290,7 @@ async def open_proxies(
                 config=config,
                 directory=config.parent,
                 lease_seconds=scheduling.lease_seconds,
+                hang_seconds=scheduling.hang_seconds,
                 # All other roles are in this process, which is the controller of these workers.
                 local_roles=tuple(Role),
                 has_intake="intake" in actors,
@@ -315,6 +317,8 @@ async def open_proxies(
 _MANY = 4096
 _PATIENCE = 1.25
 """The controller waits this many leases before it gives up on a worker, which has exited by then."""
+_CHECKS = 20
+"""How often the silence of a worker is checked before it is given up."""
 
 
 @define(kw_only=True)
@@ -401,9 +405,10 @@ class DirectoryActor(Actor[Directory]):
 
     @AwaitLapse.handler(concurrency=_MANY)
     async def await_lapse(self, message: AwaitLapse) -> str:
-        """Wait until the worker's lease is overdue and return the reason.
+        """Wait until the worker's lease is overdue, or it hangs, and return the reason.
 
-        A worker has no lease before its first report.
+        A worker has no lease before its first report, and hangs only once it serves: until then, imports and loading
+        may block its event loop.
         """
         while True:
             entry = self._entries.get(message.worker)
@@ -414,10 +419,20 @@ class DirectoryActor(Actor[Directory]):
             if entry.is_replaced:
                 return "The cluster has started it again by itself, and it knows nothing of what it did."
             lease = entry.spec.lease_seconds
-            left = (entry.heard_at or 0.0) + _PATIENCE * lease - anyio.current_time()
-            if left <= 0:
+            hang = entry.spec.hang_seconds if entry.report is not None else None
+            patience = min(_PATIENCE * lease, math.inf if hang is None else hang)
+            now = anyio.current_time()
+            if now - (entry.heard_at or 0.0) >= patience and patience == hang:
+                return f"It serves, but has not answered for {hang:g} s (scheduler.hang_seconds)."
+            if now - (entry.heard_at or 0.0) >= patience:
                 return f"It has not been heard of for longer than its lease of {lease:g} s."
-            await anyio.sleep(left)
+            pause = patience / _CHECKS
+            await anyio.sleep(pause)
+            # Time during which this process did not run, because it was stopped or its machine was busy, does not
+            # count: signs of life that came meanwhile have not been read yet.
+            late = anyio.current_time() - now - pause
+            if late > pause and entry.heard_at is not None:
+                entry.heard_at = min(entry.heard_at + late, anyio.current_time())
 
     @TakeFailure.handler
     async def take_failure(self, message: TakeFailure) -> Mapping[str, Any] | None:

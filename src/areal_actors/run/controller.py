@@ -178,6 +178,8 @@ class RunController:
             config=plan.directory.config.absolute(),
             directory=plan.directory.path.absolute(),
             lease_seconds=plan.config.scheduler.lease_seconds,
+            # Over a unix socket, no network can be the cause of the silence.
+            hang_seconds=None if self.control_plane.sockets is None else plan.config.scheduler.hang_seconds,
             local_roles=plan.local_roles,
             has_intake=plan.is_service,
             has_rollouts=plan.has_rollouts,

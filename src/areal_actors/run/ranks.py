@@ -111,6 +111,8 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
             stack.push_async_callback(child.kill)
             # Read both outputs from the start: a rank whose pipe is full stops in the middle of training.
             tasks.start_soon(child.listen)
+            # All ranks wait for one that is stopped, in a collective operation without a deadline.
+            tasks.start_soon(child.kill_when_stopped)
             tasks.start_soon(_read_output, child)
         yield await _await_children(listener, spec, children)
 

@@ -121,6 +121,10 @@ class SchedulerConfig:
     """How long a worker may take to exit when it is asked to."""
     lease_seconds: float = field(default=60.0, validator=gt(0))
     """A worker that has not reached the controller for this long exits, and is replaced."""
+    hang_seconds: float = field(default=30.0, validator=gt(0))
+    """A worker on this machine that serves but has not answered for this long is killed and replaced. One that was
+    stopped by a signal (SIGSTOP) is killed after 5 s. On a cluster, where a network may be away for a while, the lease
+    decides."""
     address: str | None = None
     """Address on which the controller listens for workers: tcp://HOST:PORT, with port 0 for any free port, or
     unix:/PATH. null: a unix socket in a private directory, or, for workers on other machines, the address that this

@@ -187,6 +187,7 @@ class LocalPlacement:
         output = child.process.stdout
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(child.listen)
+            tasks.start_soon(child.kill_when_stopped)
             tasks.start_soon(read_all, output, lambda chunk: child.log.write(chunk, is_last_words=False))
             if self.starting.cancel_called:  # stopped while it was being started
                 child.kill_rest()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
+import anyio
 import httpx
 import pytest
 from tests.proxy.stack import renderer, sampled
 
-from areal_actors.domain import Credential, Quotas
-from areal_actors.messages import CreateKey, DescribeEndpoint, DescribeOwner, OpenSession, RevokeKey
+from areal_actors.domain import ChatMessage, CompletionRequest, Credential, Quotas
+from areal_actors.messages import Complete, CreateKey, DescribeEndpoint, DescribeOwner, ListKeys, OpenSession, RevokeKey
 from areal_actors.proxy import ProxyServer, access
+from areal_actors.proxy.app import read_attempt
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.service.account_keeper import UsersConfig
@@ -104,3 +106,41 @@ async def test_quotas_are_kept_by_the_real_manager(tmp_path):
     assert [200, 200] == [answer.status_code for answer in started]
     assert {"quota_exceeded"} == {answer.json()["error"]["code"] for answer in refused}
     assert again.status_code == 200
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_a_repeated_answer_counts_once(tmp_path, is_stream):
+    """A retry whose first answer was lost on the way costs its user nothing, through whichever proxy it comes."""
+    async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, second):
+        issued = await accounts.ask(CreateKey(user="ada"))
+        session = (await first.post("/rl/start_session", headers=bearer(issued.secret))).json()
+        used, body = 0, BODY | {"stream": is_stream}
+        for proxy, number in ((first, "0"), (first, "1"), (second, "2"), (second, "0")):
+            headers = bearer(session["api_key"]) | {"x-stainless-retry-count": number}
+            answer = await proxy.post("/v1/chat/completions", json=body, headers=headers)
+            assert answer.status_code == 200
+        with anyio.fail_after(10):
+            while used < 2 * len(sampled("because")):  # told after the answer has been sent
+                (listed,) = await accounts.ask(ListKeys())
+                used = listed.num_tokens_today
+
+    assert 2 * len(sampled("because")) == used
+
+
+async def test_the_retry_of_a_request_over_quota_is_not_given_an_equal_ones_answer(tmp_path):
+    """Of two equal requests one is refused with 429; when it comes again, it looks like a retry of the other."""
+    async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, _):
+        issued = await accounts.ask(CreateKey(user="ada", quotas=Quotas(max_requests_per_minute=1)))
+        session = (await first.post("/rl/start_session", headers=bearer(issued.secret))).json()
+        headers = bearer(session["api_key"]) | {"x-stainless-retry-count": "0"}
+        answered, refused = [await first.post("/v1/chat/completions", json=BODY, headers=headers) for _ in range(2)]
+        # Asked directly, since the proxy refuses it until the minute is over.
+        retry = read_attempt({b"x-stainless-retry-count": b"1"}, "chat/completions", answered.request.content)
+        asked = CompletionRequest(messages=(ChatMessage(role="user", content="why?"),))
+        credential = Credential(session=session["session_id"], is_capability=True)
+        message = Complete(credential=credential, request=asked, attempt=retry)
+        names = [(await sessions.ask(message))[0].interaction for _ in range(2)]
+
+    assert [200, 429] == [answered.status_code, refused.status_code]
+    assert 2 == len(set(names))
+    assert answered.json()["id"] == names[1] != names[0]

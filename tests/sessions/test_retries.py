@@ -22,7 +22,7 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import EngineError, IdempotencyMismatch, SessionEnded
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.messages import CollectSession, Complete, EndSession, OpenSession, SetReward
+from areal_actors.messages import CollectSession, Complete, EndSession, NoteRefusal, OpenSession, SetReward
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.testing.engines import EchoEngine, script_answers
 
@@ -42,6 +42,8 @@ async def test_a_retry_of_an_answered_request_repeats_it(first_way: str, way: st
 
     assert all(same(one, other) for one, other in zip(first.answers, again.answers, strict=True))
     assert num_choices == len(known) == len(inference.engine.requests)
+    assert {False} == {answer.is_repeated for answer in first.answers}
+    assert {True} == {answer.is_repeated for answer in again.answers}
     if way == "stream":
         for choice, answer in enumerate(again.answers):
             said = [item for item in again.heard if getattr(item, "choice", None) == choice]
@@ -168,7 +170,11 @@ async def test_the_last_one_who_leaves_aborts(first_way: str, order: str):
 
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_retry_of_what_was_cut_samples_anew(way: str):
-    """The cancelled interaction stays as it is, beside a second one with random numbers of its own."""
+    """The cancelled interaction stays as it is, beside a second one with the same random numbers.
+
+    So a lost connection does not change what a run samples, and long answers, which are cut more often, are not
+    replaced by others.
+    """
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -183,7 +189,8 @@ async def test_a_retry_of_what_was_cut_samples_anew(way: str):
 
     assert [InteractionStatus.CANCELLED, InteractionStatus.COMPLETED] == [turn.status for turn in known]
     assert again.ids == [known[1].id]
-    assert 2 == len({request.key for request in engine.requests})
+    assert 2 == len(engine.requests)
+    assert 1 == len({request.key for request in engine.requests})
 
 
 async def test_who_joined_a_request_that_fails_is_told_by_an_attempt_of_its_own():
@@ -232,6 +239,27 @@ async def test_a_session_that_ends_while_somebody_joined_refuses_both():
         engine.release(99)
 
     assert all(isinstance(caller.error, SessionEnded) for caller in callers)
+
+
+async def test_the_retry_of_a_refused_request_is_not_given_an_equal_ones_answer():
+    """Of two equal requests in parallel a quota refused one; its retry looks as if it were the other's."""
+    engine = EchoEngine(lambda _: encode("one"), is_gated=True)
+    async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
+        session = (await inference.open()).session
+        pending = Caller(inference, session, "complete", FIRST)
+        tasks.start_soon(pending)
+        await anyio.wait_all_tasks_blocked()
+        credential = Credential(session=session, is_capability=True)
+        await inference.sessions.tell(NoteRefusal(credential=credential, attempt=FIRST))
+        again = Caller(inference, session, "complete", RETRY)
+        tasks.start_soon(again)
+        await anyio.wait_all_tasks_blocked()
+        engine.release(99)
+        await anyio.wait_all_tasks_blocked()
+        known = await turns(inference, session)
+
+    assert [turn.id for turn in known] == [*pending.ids, *again.ids]
+    assert 2 == len({request.key for request in engine.requests})
 
 
 async def test_parallel_equal_calls_stay_siblings():

@@ -27,7 +27,7 @@ class Client:
     def send(self, number: int = 0, *, fingerprint: str = "a", key: str | None = None, choices: int = 1):
         attempt = Attempt(fingerprint=fingerprint, number=number, idempotency_key=key)
         found = self.attempts.recognise(attempt, self.now)
-        if found is not None:
+        if found is not None and not found.is_cut:
             return found
         names = tuple(InteractionId(next(self._names)) for _ in range(choices))
         return self.attempts.begin(attempt, names, "work", self.now)
@@ -90,6 +90,17 @@ def test_each_retry_gets_an_answer_of_its_own():
     calls = [client.answered() for _ in range(20)]
 
     assert calls[:-4:-1] == [client.send(1) for _ in range(3)]
+
+
+def test_a_request_that_was_refused_is_sampled_when_it_is_sent_again():
+    """Whichever of two equal ones comes back first; the other one's retry is given its own answer."""
+    client = Client()
+    pending = client.send()
+    client.attempts.refuse(Attempt(fingerprint="a", number=0, idempotency_key=None), client.now)
+    again = client.send(1)
+
+    assert again is not pending
+    assert client.send(1) is pending
 
 
 def test_a_second_retry_follows_its_first():
@@ -207,13 +218,12 @@ class Retrying(RuleBasedStateMachine):
     def retry(self, fingerprint: str, number: int):
         attempt = Attempt(fingerprint=fingerprint, number=number)
         found = self.client.attempts.recognise(attempt, self.client.now)
-        if found is None:
+        if found is None or found.is_cut:
             names = (InteractionId(f"retry-{len(self.all)}"),)
             self.all.append(self.client.attempts.begin(attempt, names, "work", self.client.now))
             return self.all[-1]
 
         assert (fingerprint, None) == (found.fingerprint, found.key)
-        assert not found.is_cut
         assert id(found) not in self.read
         assert (id(found), number) not in self.given, "two retries of one number share a request"
         self.given.add((id(found), number))

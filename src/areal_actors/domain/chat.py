@@ -141,7 +141,8 @@ class Usage:
 class Answer:
     """One finished choice: the message for the client, and the interaction that stores its tokens.
 
-    ``stop_sequence`` is the stop string at which the text ended, if any.
+    ``stop_sequence`` is the stop string at which the text ended, if any. ``is_repeated`` says that it was delivered
+    before and is sent again to a retry, so that its tokens count towards no quota a second time.
     """
 
     interaction: InteractionId
@@ -149,6 +150,7 @@ class Answer:
     completion: Completion
     usage: Usage
     stop_sequence: str | None = None
+    is_repeated: bool = False
 
 
 @frozen(kw_only=True)

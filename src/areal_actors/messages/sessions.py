@@ -38,6 +38,7 @@ __all__ = [
     "HideAnswer",
     "Intake",
     "LogNumbers",
+    "NoteRefusal",
     "OpenSession",
     "SessionClosed",
     "SessionFinished",
@@ -132,6 +133,17 @@ class StreamComplete(StreamMessage[Sessions, StreamItem]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
+
+
+@frozen(kw_only=True)
+class NoteRefusal(Message[Sessions, None]):
+    """Remember that a request was refused before it began, as by a quota, and that its client will send it again.
+
+    Its retry is then sampled, and not given the answer of an equal request that was sent in parallel.
+    """
+
+    credential: Credential
+    attempt: Attempt
 
 
 @frozen(kw_only=True)

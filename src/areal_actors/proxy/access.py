@@ -25,11 +25,20 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-from attrs import define, field, frozen
+from attrs import define, evolve, field, frozen
 
-from areal_actors.domain import Answer, Credential, Delta, IssuedKey, SessionId, TrainedModel, is_model_identifier
+from areal_actors.domain import (
+    Answer,
+    Attempt,
+    Credential,
+    Delta,
+    IssuedKey,
+    SessionId,
+    TrainedModel,
+    is_model_identifier,
+)
 from areal_actors.domain.accounts import digest_of, is_user_key
-from areal_actors.errors import NotFound, Unauthorized
+from areal_actors.errors import NotFound, QuotaExceeded, Unauthorized
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Accounts,
@@ -42,6 +51,7 @@ from areal_actors.messages import (
     ListModels,
     ModelInUse,
     Models,
+    NoteRefusal,
     OpenSession,
     SessionOpened,
     SessionOwner,
@@ -49,6 +59,7 @@ from areal_actors.messages import (
     TokensSampled,
     UseModel,
 )
+from areal_actors.proxy.failures import PATIENCE_SECONDS
 
 __all__ = ["Gatekeeper", "ModelSelection", "RequestUsage", "UserAccess", "create_admin_key", "read_key"]
 
@@ -126,7 +137,8 @@ class RequestUsage:
     def count(self, item: Any) -> None:
         """Count the tokens of a stream's item. A stream that is cut counts one token per delta."""
         if isinstance(item, Answer):
-            self.num_tokens += len(item.completion.token_ids)
+            # The first caller that received a repeated answer has paid for it.
+            self.num_tokens += 0 if item.is_repeated else len(item.completion.token_ids)
             # The finished answer has the exact count, which replaces the estimate of one token per delta.
             self.num_deltas = 0
         elif isinstance(item, Delta):
@@ -240,6 +252,16 @@ class UserAccess:
                 finally:
                     if temporary is not None:
                         await self.sessions.tell(ForgetSession(session=temporary.session))
+
+    async def note_refusal(self, credential: Credential, attempt: Attempt | None, error: QuotaExceeded) -> None:
+        """Tell the sessions of a request that a quota refused and that its client will send again."""
+        if is_user_key(credential.key):
+            # The session was found to be the user's before the quota was checked.
+            credential = evolve(credential, key=None, is_capability=True)
+        has_session = credential.session is not None or credential.key is not None
+        is_sent_again = (error.retry_after_seconds or 0.0) <= PATIENCE_SECONDS
+        if attempt is not None and has_session and is_sent_again:
+            await self.sessions.tell(NoteRefusal(credential=credential, attempt=attempt))
 
     async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
         """Return the user's name and the session's credential, which is ``None`` for a user's key without a session."""

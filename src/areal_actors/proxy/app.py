@@ -22,7 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import AnswerStarted, Attempt, Credential
-from areal_actors.errors import InvalidRequest
+from areal_actors.errors import InvalidRequest, QuotaExceeded
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Accounts,
@@ -90,9 +90,14 @@ class CompletionEndpoint:
         chosen = model if self.selection.may_select(model) else None
         if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
             await self._respond(exchange, credential, attempt, parsed, model=chosen)
-        else:
-            async with self.access.admit(credential) as usage:
-                await self._respond(exchange, usage.credential, attempt, parsed, usage, model=chosen)
+            return
+        async with AsyncExitStack() as stack:
+            try:
+                usage = await stack.enter_async_context(self.access.admit(credential))
+            except QuotaExceeded as error:
+                await self.access.note_refusal(credential, attempt, error)
+                raise
+            await self._respond(exchange, usage.credential, attempt, parsed, usage, model=chosen)
 
     async def _respond(
         self,

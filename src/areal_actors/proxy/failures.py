@@ -31,7 +31,7 @@ from areal_actors.errors import (
     Unreachable,
 )
 
-__all__ = ["Failure", "describe_failure", "format_anthropic_failure", "format_openai_failure"]
+__all__ = ["PATIENCE_SECONDS", "Failure", "describe_failure", "format_anthropic_failure", "format_openai_failure"]
 
 _ABORTED = "The generation was aborted; the request may be repeated."
 _BUSY = "A part of the service is starting, stopping or busy; the request may be repeated."
@@ -55,7 +55,7 @@ _ANTHROPIC_TYPES = {
 }
 _RETRIED_BY_CLIENTS = frozenset({408, 409, 429})
 _WORTH_RETRYING = frozenset({408, 429, 503})
-_PATIENCE_SECONDS = 60.0
+PATIENCE_SECONDS = 60.0
 """The longest ``retry-after`` that clients obey; told to wait longer, they would retry too early and in vain."""
 
 
@@ -83,7 +83,7 @@ class Failure:
             if seconds is None:
                 return {"x-should-retry": "true"} if self.status == 503 else {}  # noqa: PLR2004 - unavailable
             headers = {"retry-after": str(max(1, math.ceil(seconds)))}
-            return headers if seconds <= _PATIENCE_SECONDS else headers | {"x-should-retry": "false"}
+            return headers if seconds <= PATIENCE_SECONDS else headers | {"x-should-retry": "false"}
         is_retried = self.status in _RETRIED_BY_CLIENTS or self.status >= 500  # noqa: PLR2004 - the server's errors
         return {"x-should-retry": "false"} if is_retried else {}
 

@@ -37,7 +37,7 @@ from areal_actors.domain import (
     Tool,
     merge_numbers,
 )
-from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, Unavailable
+from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, RequestError, Unavailable
 from areal_actors.journal import Journal, NoJournal, Recovered
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.telemetry import get_logger
@@ -57,6 +57,7 @@ from areal_actors.messages import (
     HideAnswer,
     Intake,
     LogNumbers,
+    NoteRefusal,
     OpenSession,
     SessionClosed,
     SessionFinished,
@@ -80,7 +81,7 @@ from areal_actors.sessions.request import (
     check_complete,
     replay,
 )
-from areal_actors.sessions.retries import RetryCache
+from areal_actors.sessions.retries import CachedRequest, RetryCache
 
 __all__ = ["SessionManager", "SessionsConfig"]
 
@@ -387,7 +388,11 @@ class SessionManager(Actor[Sessions]):
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
         begun = await self._repeat_or_begin(message)
-        return await self._executor.answer(begun) if isinstance(begun, PendingRequest) else begun
+        if not isinstance(begun, PendingRequest):
+            return begun
+        answers = await self._executor.answer(begun)
+        begun.note_delivered()
+        return answers
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
@@ -415,6 +420,14 @@ class SessionManager(Actor[Sessions]):
                 check_complete(turn, choice)
                 for answer in await turn.complete(choice):
                     yield answer
+        turn.note_delivered()
+
+    @NoteRefusal.handler
+    async def note_refusal(self, message: NoteRefusal) -> None:
+        """Remember a request that was refused, unless its session is gone."""
+        with suppress(RequestError):
+            session = self._open_for(message.credential)
+            self._extras[session.id].attempts.refuse(message.attempt, anyio.current_time())
 
     @DescribeAnswer.handler
     async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
@@ -454,40 +467,53 @@ class SessionManager(Actor[Sessions]):
         as it is then.
         """
         encoded: dict[Hashable, list[int]] = {}
+        cut: CachedRequest[PendingRequest] | None = None
         while True:
-            # Again after each text: a retry may have begun meanwhile.
-            answers = await self._repeat(message)
-            if answers is not None:
-                return answers
+            # Again after each text, since a retry may have begun meanwhile. But a numbered one that has taken the place
+            # of a request would then be given another, equal one.
+            if cut is None or cut.key is not None:
+                answers, found = await self._repeat(message)
+                if answers is not None:
+                    return answers
+                cut = found or cut
             try:
                 with deferring_long_texts(encoded):
-                    return self._begin(message)
+                    return self._begin(message, cut)
             except LongText as text:
                 encoded[text.key] = await to_thread.run_sync(text.encode, limiter=self._encoding)
 
-    async def _repeat(self, message: Complete | StreamComplete) -> tuple[Answer, ...] | None:
-        """Return the answers of an earlier sending of this request; ``None`` if it must be sampled."""
+    async def _repeat(
+        self, message: Complete | StreamComplete
+    ) -> tuple[tuple[Answer, ...] | None, CachedRequest[PendingRequest] | None]:
+        """Return the answers of an earlier sending of this request, or ``None``, and the sending that it replaces."""
+        cut: CachedRequest[PendingRequest] | None = None
         if message.attempt is None:
-            return None
+            return None, None
         session = self._open_for(message.credential)
         attempts = self._extras[session.id].attempts
         while (sending := attempts.recognise(message.attempt, anyio.current_time())) is not None:
+            if sending.is_cut:
+                cut = sending
+                break
             self._num_retries += 1
             if sending.work is not None:
                 await sending.work.wait()
             if sending.answers is not None:
-                return sending.answers
+                # An adopted turn has not been delivered: its first caller left before it was complete.
+                is_repeated, sending.is_delivered = sending.is_delivered, True
+                return tuple(evolve(answer, is_repeated=is_repeated) for answer in sending.answers), None
             # The earlier sending ended without an answer, so this retry takes its place.
             attempts.forget(sending)
+            cut = sending
             # With a key, another waiting retry may have begun to sample already; look again and join it.
             if sending.key is None:
                 break
-        return None
+        return None, cut
 
     def _open_for(self, credential: Credential) -> Session:
         return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
 
-    def _begin(self, message: Complete | StreamComplete) -> PendingRequest:
+    def _begin(self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None) -> PendingRequest:
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
         request = extras.in_thread(message.request)
@@ -501,6 +527,7 @@ class SessionManager(Actor[Sessions]):
             sample_keys=extras.keys,
             journal=extras.journal,
             is_streaming=isinstance(message, StreamComplete),
+            asked=None if cut is None else cut.asked,
         )
         if request.is_thread:
             held = request.messages[: int(request.has_instructions)], request.tools

@@ -110,6 +110,12 @@ class PendingRequest:
         if attempt is not None:
             interactions = tuple(choice.interaction for choice in self.choices)
             self.sending = attempts.begin(attempt, interactions, self, anyio.current_time())
+            self.sending.asked = asked_of(self.plan.request, self.requests[0].key)
+
+    def note_delivered(self) -> None:
+        """Record that a caller has received the answers, and counted their tokens."""
+        if self.sending is not None:
+            self.sending.is_delivered = True
 
     @property
     def is_movable(self) -> bool:
@@ -355,14 +361,15 @@ class RequestPlanner:
         sample_keys: SampleKeys,
         journal: SessionJournal | None,
         is_streaming: bool,
+        asked: tuple[str, int] | None = None,
     ) -> PendingRequest:
-        """Create the turn of ``request`` and add its interactions to the tree.
+        """Create the turn of ``request`` and add its interactions to the tree. ``asked`` is of one that it replaces.
 
         Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
         """
         plan = plan_prompt(session.tree, self._renderer, request)
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
-        keys = sample_keys.keys(request, plan.token_ids)
+        keys = sample_keys.keys(request, plan.token_ids, asked)
         first = f"{request.id_prefix}{self._token()}"  # the id that the client sees
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
         requests = tuple(
@@ -426,14 +433,17 @@ class SampleKeys:
             keys._asked[digest] = max(keys._asked.get(digest, 0), occurrence + 1)
         return keys
 
-    def keys(self, request: CompletionRequest, prompt: Ints) -> list[SampleKey]:
-        """Return one key per choice."""
+    def keys(self, request: CompletionRequest, prompt: Ints, asked: tuple[str, int] | None = None) -> list[SampleKey]:
+        """Return one key per choice. ``asked`` is of the request that this one replaces, and counts for its prompt."""
         digest = blake2b(prompt.tobytes(), digest_size=8).hexdigest()
         choices = range(request.num_choices)
         if request.seed is not None:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
-        occurrence = self._asked.get(digest, 0)
-        self._asked[digest] = occurrence + 1
+        if asked is not None and asked[0] == digest:
+            occurrence = asked[1]
+        else:
+            occurrence = self._asked.get(digest, 0)
+            self._asked[digest] = occurrence + 1
         seed, path = self.base.seed, self.base.path
         return [SampleKey(seed=seed, path=(*path, digest, occurrence, choice)) for choice in choices]
 

@@ -60,6 +60,7 @@ from areal_actors.messages import (
     HideAnswer,
     Intake,
     LogNumbers,
+    NoteRefusal,
     OpenSession,
     Serving,
     SessionClosed,
@@ -200,6 +201,10 @@ class ScriptedSessions(Actor[Sessions]):
         credential = message.credential
         session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
         return session.id
+
+    @NoteRefusal.handler
+    async def note_refusal(self, message: NoteRefusal) -> None:
+        """Ignore it: every request is answered anew here."""
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:

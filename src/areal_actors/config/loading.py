@@ -19,7 +19,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.config.documents import (
     ConfigPath,
@@ -147,7 +147,13 @@ class Schema(Generic[C]):
         try:
             config = create_converter(directory, self.resolvers).structure(data, self.cls)
         except Mistakes as mistakes:
-            found += [self._place(mistake, document, typed, used) for mistake in mistakes.found]
+            for mistake in mistakes.found:
+                texts = [text for path, text in typed.items() if mistake.path[: len(path)] == path]
+                place = f"command line, {texts[-1]}" if texts else document.locate(rename(mistake.path, used))
+                # An unknown key may be a setting of another section.
+                elsewhere = [path for path in paths_of(self.cls) if path.rpartition(".")[2] == mistake.unknown]
+                advice = f"is no setting; did you mean {' or '.join(elsewhere[:3])}?"
+                found.append(_format(evolve(mistake, text=advice) if elsewhere else mistake, place))
         if config is None or found:
             raise ConfigError(tuple(dict.fromkeys(found)))
         return config
@@ -192,23 +198,6 @@ class Schema(Generic[C]):
                 data = apply_override(_without(data, alias), name, value)
                 used[name] = alias
         return data, used, found
-
-    def _place(
-        self,
-        mistake: Mistake,
-        document: Document,
-        typed: Mapping[ConfigPath, str],
-        used: Mapping[ConfigPath, ConfigPath],
-    ) -> str:
-        """Format the mistake as a line that says where it was made."""
-        texts = [text for path, text in typed.items() if mistake.path[: len(path)] == path]
-        place = f"command line, {texts[-1]}" if texts else document.locate(rename(mistake.path, used))
-        # An unknown key may be a setting of another section.
-        elsewhere = [path for path in paths_of(self.cls) if path.rpartition(".")[2] == mistake.unknown]
-        if elsewhere:
-            text = f"is no setting; did you mean {' or '.join(elsewhere[:3])}?"
-            mistake = Mistake(path=mistake.path, text=text)
-        return _format(mistake, place)
 
     def _alias_paths(self) -> dict[ConfigPath, ConfigPath]:
         return {tuple(alias.split(".")): tuple(name.split(".")) for alias, name in self.aliases.items()}

@@ -57,8 +57,16 @@ def _lines(cls: type, *, indent: str) -> Iterator[str]:
             continue
         if name in explanations:
             yield from _comment(explanations[name], indent)
-        required = "required: " if setting.default is attrs.NOTHING else ""
-        yield f"{indent}{name}:{_default(setting)}  # {required}{describe_type(setting.type)}"
+        if setting.default is attrs.NOTHING:
+            yield f"{indent}{name}:  # required: {describe_type(setting.type)}"
+            continue
+        value = default_of(setting)
+        value = value.value if isinstance(value, Enum) else value
+        # The default directory is below the working directory, whose path differs from machine to machine.
+        value = "runs" if isinstance(value, Path) else value
+        # A list on one line; YAML writes lists below their key.
+        written = f"[{', '.join(map(_inline, value))}]" if isinstance(value, tuple) else _inline(value)
+        yield f"{indent}{name}: {written}  # {describe_type(setting.type)}"
 
 
 def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[str]:
@@ -73,17 +81,6 @@ def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[
         lines = [*purpose, *([""] if _explanations(section) else []), *tag, *_lines(section, indent=f"{indent}  ")]
         is_comment = is_left_out or len(sections) > 1
         yield from ("#" + line if is_comment and line else line for line in lines)
-
-
-def _default(setting: attrs.Attribute[Any]) -> str:
-    if setting.default is attrs.NOTHING:
-        return ""
-    value = default_of(setting)
-    value = value.value if isinstance(value, Enum) else value
-    value = "runs" if isinstance(value, Path) else value
-    if isinstance(value, tuple):  # on one line; YAML writes lists below their key
-        return f" [{', '.join(map(_inline, value))}]"
-    return f" {_inline(value)}"
 
 
 def _inline(value: object) -> str:

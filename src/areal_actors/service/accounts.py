@@ -242,7 +242,8 @@ def _connect(path: Path) -> sqlite3.Connection:
         connection.execute("PRAGMA foreign_keys = OFF")  # replacing a user's row would count as deleting it
         with _transaction(connection, "BEGIN IMMEDIATE"):
             _prepare(connection)
-        connection.execute("PRAGMA journal_mode = WAL")  # after _prepare, which rejects foreign files
+        # After _prepare, which rejects foreign files: this changes the file.
+        connection.execute("PRAGMA journal_mode = WAL")
     except BaseException:
         connection.close()
         raise

@@ -154,17 +154,15 @@ def format_keys(keys: Sequence[Shown]) -> str:
     rows: list[tuple[str, ...]] = [head]
     for key in keys:
         cells = ("-" if key[name] is None else str(key[name]) for name in _COLUMNS)
-        rows.append((*cells, str(key["tokens_today"]), _state(key)))
+        if key["revoked_at"] is not None:
+            state = f"revoked {_day(key['revoked_at'])}"
+        elif key["expires_at"] is None:
+            state = "valid"
+        else:
+            state = f"{'valid until' if key['expires_at'] > time.time() else 'expired'} {_day(key['expires_at'])}"
+        rows.append((*cells, str(key["tokens_today"]), state))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-
-
-def _state(key: Shown) -> str:
-    if key["revoked_at"] is not None:
-        return f"revoked {_day(key['revoked_at'])}"
-    if key["expires_at"] is None:
-        return "valid"
-    return f"{'valid until' if key['expires_at'] > time.time() else 'expired'} {_day(key['expires_at'])}"
 
 
 def _day(seconds: float) -> str:

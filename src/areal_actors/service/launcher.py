@@ -269,14 +269,28 @@ class Launcher(Actor[Hosting]):
         )
 
     def _push(self, service: _Service) -> None:
-        """Start the service if it is stopped. Raises if waiting would be pointless."""
+        """Start the service if it is stopped and there is a place. Raises if waiting would be pointless."""
         name = service.trial.name
         if self._is_closing:
             raise Unavailable("The host is stopping; ask again when it is back.")
         if service.state is ServiceState.FINISHED:
             raise SessionEnded(f"The training of {name} is finished; ask for a key of another trial.")
         if service.state is ServiceState.STOPPED:
-            self._begin(service)
+            placed = [other for other in self._services.values() if other.is_placed]
+            if len(placed) >= self._config.max_services:
+                # The service that was used longest ago leaves, of those without a request for ``make_room_seconds``.
+                latest = anyio.current_time() - self._config.make_room_seconds
+                idle = [other for other in placed if not other.num_users and other.last_used <= latest]
+                if not idle:
+                    raise Unavailable(
+                        f"All {self._config.max_services} places for services are in use; ask again later.",
+                        retry_after_seconds=_FULL_SECONDS,
+                    )
+                # It keeps the semaphore until it has saved; the new service waits for that in ``_keep``.
+                min(idle, key=lambda other: other.last_used).stop()
+            service.stopping, service.num_failures = anyio.Event(), 0
+            service.move(ServiceState.STARTING)
+            self._tasks.start_soon(self._keep, service)
         elif service.state is ServiceState.BACKING_OFF and service.num_failures >= _NUM_PATIENT:
             wait = max(service.retry_at - anyio.current_time(), 1.0)
             raise Unavailable(
@@ -285,41 +299,25 @@ class Launcher(Actor[Hosting]):
                 retry_after_seconds=wait,
             )
 
-    # -------------------------------------------------------------------------------------------------- places
-
-    def _begin(self, service: _Service) -> None:
-        """Reserve a place for the service and start it there.
-
-        If all are taken, the service that was used longest ago leaves, of those without a request for
-        ``make_room_seconds``.
-
-        Raises:
-            Unavailable: there is no such service.
-        """
-        placed = [other for other in self._services.values() if other.is_placed]
-        if len(placed) >= self._config.max_services:
-            latest = anyio.current_time() - self._config.make_room_seconds
-            idle = [other for other in placed if not other.num_users and other.last_used <= latest]
-            if not idle:
-                raise Unavailable(
-                    f"All {self._config.max_services} places for services are in use; ask again later.",
-                    retry_after_seconds=_FULL_SECONDS,
-                )
-            # The stopping service keeps the semaphore until it has saved; the new one waits for it in ``_keep``.
-            min(idle, key=lambda other: other.last_used).stop()
-        service.stopping, service.num_failures = anyio.Event(), 0
-        service.move(ServiceState.STARTING)
-        self._tasks.start_soon(self._keep, service)
-
     # --------------------------------------------------------------------------------------------- one service
 
     async def _keep(self, service: _Service) -> None:
-        """Run the service from its start until it is stopped. Failures inside do not propagate."""
+        """Run the service until it is stopped or its training has finished, and restart it after failures."""
         try:
             async with self._places, anyio.create_task_group() as tasks:  # the service that leaves may still be saving
                 tasks.start_soon(self._end_when_told, service, tasks.cancel_scope)
                 tasks.start_soon(self._end_when_idle, service)
-                await self._revive(service)
+                while not await self._run_once(service):
+                    service.num_failures += 1
+                    wait = self._config.wait_seconds(service.num_failures)
+                    service.retry_at = anyio.current_time() + wait
+                    name, error = service.trial.name, service.failure
+                    _log.warning("service_failed", trial=name, error=error, again_in_seconds=wait)
+                    service.move(ServiceState.BACKING_OFF)
+                    await anyio.sleep(wait)
+                    service.move(ServiceState.STARTING)
+                _log.info("service_finished", trial=service.trial.name)
+                service.move(ServiceState.FINISHED)
                 # The training has finished; end the two watchers.
                 tasks.cancel_scope.cancel()
         finally:
@@ -340,40 +338,24 @@ class Launcher(Actor[Hosting]):
                 return
             await anyio.sleep(limit - idle)
 
-    async def _revive(self, service: _Service) -> None:
-        """Run the service and restart it after failures, until its training has finished."""
-        while not await self._live(service):
-            service.num_failures += 1
-            wait = self._config.wait_seconds(service.num_failures)
-            service.retry_at = anyio.current_time() + wait
-            _log.warning("service_failed", trial=service.trial.name, error=service.failure, again_in_seconds=wait)
-            service.move(ServiceState.BACKING_OFF)
-            await anyio.sleep(wait)
-            service.move(ServiceState.STARTING)
-        _log.info("service_finished", trial=service.trial.name)
-        service.move(ServiceState.FINISHED)
-
-    async def _live(self, service: _Service) -> bool:
+    async def _run_once(self, service: _Service) -> bool:
         """Run the service once. Return whether its training has finished."""
         service.num_starts += 1
         try:
             async with self._provider.open(service.trial) as running:
-                return await self._watch(service, running)
+                began = anyio.current_time()
+                service.running = running
+                service.move(ServiceState.RUNNING)
+                _log.info("service_started", trial=service.trial.name, pid=running.pid)
+                try:
+                    service.failure = await running.wait()
+                finally:
+                    service.running = None
+                    service.move(ServiceState.STOPPING)
+                if anyio.current_time() - began >= _HEALTHY_SECONDS:
+                    service.num_failures = 0
+                return service.failure is None
         except Exception as error:  # noqa: BLE001 - any error belongs to this service alone
             cause = root_cause(error)
             service.failure = str(cause) if isinstance(cause, ArealError) else repr(cause)
             return isinstance(cause, SessionEnded)
-
-    async def _watch(self, service: _Service, running: RunningService) -> bool:
-        began = anyio.current_time()
-        service.running = running
-        service.move(ServiceState.RUNNING)
-        _log.info("service_started", trial=service.trial.name, pid=running.pid)
-        try:
-            service.failure = await running.wait()
-        finally:
-            service.running = None
-            service.move(ServiceState.STOPPING)
-        if anyio.current_time() - began >= _HEALTHY_SECONDS:
-            service.num_failures = 0
-        return service.failure is None

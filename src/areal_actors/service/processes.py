@@ -20,7 +20,6 @@ from urllib.parse import quote
 
 import anyio
 from anyio import to_thread
-from anyio.abc import ByteReceiveStream
 from attrs import field, frozen
 
 from areal_actors.dashboard import RunDirectory
@@ -139,14 +138,17 @@ class ServiceProcesses:
     async def _address(self, trial: TrialId, child: Child, directory: RunDirectory) -> str:
         """Return the URL at which the service listens, once it reports it. Raises the same errors as ``open``."""
         assert child.process.stdout is not None
-        line = None
+        line = b""
         # Loading the model comes before the address, so this may take minutes.
-        with anyio.move_on_after(self.max_start_seconds):
-            line = await _read_line(child.process.stdout)
-        if line is None:
+        with anyio.move_on_after(self.max_start_seconds) as scope:
+            # Output that ends before its first line is complete is read up to its end.
+            with suppress(anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+                while b"\n" not in line and len(line) < _LINE_BYTES:
+                    line += await child.process.stdout.receive()
+        if scope.cancelled_caught:
             raise Unavailable(f"{trial.name} did not listen within {self.max_start_seconds:g} s.")
         try:
-            return str(json.loads(line)["url"])
+            return str(json.loads(line.partition(b"\n")[0])["url"])
         except (ValueError, KeyError, TypeError):
             # Not an address: the process has printed something else, or has exited without any output.
             pass
@@ -168,17 +170,6 @@ async def _learn_status(child: Child) -> None:
 def _is_finished(child: Child, directory: RunDirectory) -> bool:
     """Return whether training is finished. A process that was told to stop also exits with 0, but leaves no weights."""
     return child.process.returncode == 0 and directory.model is not None
-
-
-async def _read_line(stream: ByteReceiveStream) -> bytes:
-    """Return the first line of the stream, or everything up to its end."""
-    line = b""
-    try:
-        while b"\n" not in line and len(line) < _LINE_BYTES:
-            line += await stream.receive()
-    except (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
-        pass
-    return line.partition(b"\n")[0]
 
 
 async def _listen(child: Child, scope: anyio.CancelScope) -> None:

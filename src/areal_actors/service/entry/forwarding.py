@@ -187,26 +187,23 @@ class EveryPath(BaseRoute):
                 await self.serve(exchange)
         except HungUp:
             return
-        except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
-            await _answer_failure(exchange, root_cause(error))
+        except Exception as raised:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
+            error = root_cause(raised)
+            failure = describe_failure(error, exchange.request_id)
+            if failure.is_unforeseen:
+                _log.error("request_failed", request=exchange.request_id, exc_info=error)
+            if exchange.is_started:
+                # If the response is not completed, the server closes the connection, as the proxy itself would do.
+                _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
+                return
+            # In the dialect of the client that asked.
+            is_anthropic = b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
+            words = format_anthropic_failure(failure) if is_anthropic else format_openai_failure(failure)
+            headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+            await exchange.send_json(failure.status, words, headers)
 
 
 def segments_of(exchange: Exchange) -> list[str]:
     """Return the non-empty segments of the path."""
     path: str = exchange.scope["path"]
     return [segment for segment in path.split("/") if segment]
-
-
-async def _answer_failure(exchange: Exchange, error: BaseException) -> None:
-    """Send an error in the dialect of the client that asked."""
-    failure = describe_failure(error, exchange.request_id)
-    if failure.is_unforeseen:
-        _log.error("request_failed", request=exchange.request_id, exc_info=error)
-    if exchange.is_started:
-        # If the response is not completed, the server closes the connection, as the proxy itself would do.
-        _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
-        return
-    is_anthropic = b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
-    words = format_anthropic_failure(failure) if is_anthropic else format_openai_failure(failure)
-    headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-    await exchange.send_json(failure.status, words, headers)

@@ -19,7 +19,7 @@ from attrs import field, frozen
 from starlette.applications import Starlette
 
 from areal_actors.cache.session import shard_of
-from areal_actors.domain import IssuedKey, ServiceView, TrialId
+from areal_actors.domain import ServiceView, TrialId
 from areal_actors.domain.accounts import is_user_key
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.kernel import Ref
@@ -160,8 +160,15 @@ class _Host(EveryPath):
     # ---------------------------------------------------------------------------------------------- forwarding
 
     async def _forward(self, exchange: Exchange, body: bytes) -> None:
-        key = read_key(exchange.headers)
-        names = _names(exchange, key, body)
+        # The texts that may name a session, in the order in which services look: path, ``session_id``, key.
+        key, segments = read_key(exchange.headers), segments_of(exchange)
+        named = [*segments, exchange.query.get("session_id")]
+        if segments and segments[-1] in _NAMING:
+            found = parse_object(body).get("session_id")
+            named.append(found if isinstance(found, str) else None)
+        if not is_user_key(key):
+            named.append(key)
+        names = [name for name in named if name]
         async with await self._lender(names, key) as items:
             service: ServiceInUse | None = await anext(items, None)
             if service is None:
@@ -182,22 +189,20 @@ class _Host(EveryPath):
             if (home := shard_of(name)) is not None:
                 return hosting.stream(VisitSession(home=home, name=name))
         if is_user_key(key):
-            issued = await self._peers.accounts.ask(IdentifyUser(secret=key or ""))
-            return hosting.stream(UseService(trial=self._trial_of(issued)))
+            user = (await self._peers.accounts.ask(IdentifyUser(secret=key or ""))).user
+            default = self._peers.default
+            try:
+                trial = TrialId(user.experiment or default.experiment, user.trial or default.trial)
+            except ValueError as error:
+                raise InvalidRequest(
+                    f"{error}. Ask the operator of this host to name the experiment of {user.name}."
+                ) from error
+            return hosting.stream(UseService(trial=trial))
         if self._gatekeeper.is_admin(key):
             raise InvalidRequest(
                 "The admin key names no trial; use the key of a user, or name a session. GET /services lists services."
             )
         raise _unknown(names, key)
-
-    def _trial_of(self, issued: IssuedKey) -> TrialId:
-        user, default = issued.user, self._peers.default
-        try:
-            return TrialId(user.experiment or default.experiment, user.trial or default.trial)
-        except ValueError as error:
-            raise InvalidRequest(
-                f"{error}. Ask the operator of this host to name the experiment of {user.name}."
-            ) from error
 
 
 def _service_families(services: tuple[ServiceView, ...]) -> Iterator[Metric]:
@@ -218,18 +223,6 @@ def _unknown(names: list[str], key: str | None) -> RequestError:
     if key is None:
         return Unauthorized("No key came with this request; send the key of a user, or of a session.")
     return Unauthorized("This key opens nothing here; send the key of a user, or of a session.")
-
-
-def _names(exchange: Exchange, key: str | None, body: bytes) -> list[str]:
-    """Return the texts that may name a session, in the order in which services look: path, ``session_id``, key."""
-    segments = segments_of(exchange)
-    named = [*segments, exchange.query.get("session_id")]
-    if segments and segments[-1] in _NAMING:
-        found = parse_object(body).get("session_id")
-        named.append(found if isinstance(found, str) else None)
-    if not is_user_key(key):
-        named.append(key)
-    return [name for name in named if name]
 
 
 _SCRAPE_SECONDS = 2.0

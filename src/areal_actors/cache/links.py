@@ -372,24 +372,20 @@ class ParentIndex:
             if messages[later].role != "assistant":
                 continue
             between = messages[position + 1 : later]
-            found = [other for other in self._entries if self._continues(other, entry, between, messages[later])]
+            found = []
+            for other in self._entries:
+                turn = self._lookup(other.id)
+                if turn.parent != entry.id or turn.completed_order is None or turn.output is None:
+                    continue
+                is_edit = turn.num_kept is not None or turn.num_instructions is not None
+                if is_edit or len(turn.messages) != len(between) or not is_echo(turn.output, messages[later]):
+                    continue
+                if all(map(is_echo, turn.messages, between)):
+                    found.append(other)
             if len(found) != 1:
                 break
             entry, position = found[0], later
         return entry, position
-
-    def _continues(self, entry: _Entry, parent: _Entry, between: Sequence[ChatMessage], answer: ChatMessage) -> bool:
-        interaction = self._lookup(entry.id)
-        return (
-            interaction.parent == parent.id
-            and interaction.completed_order is not None
-            and interaction.output is not None
-            and interaction.num_kept is None
-            and interaction.num_instructions is None
-            and is_echo(interaction.output, answer)
-            and len(interaction.messages) == len(between)
-            and all(map(is_echo, interaction.messages, between))
-        )
 
     def _is_ancestor(self, interaction: Interaction, entry: _Entry) -> bool:
         parent = self._lookup(entry.id).parent

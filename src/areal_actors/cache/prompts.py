@@ -87,7 +87,12 @@ def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Compl
     if request.prompt is not None:
         return _plan_text(tree, renderer, request, request.prompt)
     if request.prompt_ids:
-        return _plan_ids(tree, renderer, request)
+        ids = as_ints(request.prompt_ids)
+        found = tree.find_ids(ids)
+        if found is None:
+            return _plan(request, _match_raw(tree, request, None, renderer.decode(ids)), ids, fork=ForkReason.ROOT)
+        parent, suffix = found
+        return _extended(tree, request, _match_raw(tree, request, parent, renderer.decode(suffix)), parent, suffix)
     match = tree.match(request)
     base = match.base
     if base is None:
@@ -99,17 +104,17 @@ def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Compl
         and len(completion.token_ids) > 0
         and (int(completion.token_ids[-1]) in renderer.stop_token_ids)
     )
-    suffix = renderer.extend(
+    rendered = renderer.extend(
         history=tree.history(base),
         new=messages[len(messages) - match.num_beyond :],
         is_closed=is_closed,
         tools=request.tools,
         template_kwargs=request.template_kwargs,
     )
-    if isinstance(suffix, ForkReason):
-        return _rendered(tree, renderer, request, match, match.fork_hint or suffix)
-    ids = np.concatenate([tree.full_tokens(base), suffix])
-    return _plan(request, match, ids, start=len(ids) - len(suffix), token_parent=base.id, fork=match.fork_hint)
+    if isinstance(rendered, ForkReason):
+        return _rendered(tree, renderer, request, match, match.fork_hint or rendered)
+    ids = np.concatenate([tree.full_tokens(base), rendered])
+    return _plan(request, match, ids, start=len(ids) - len(rendered), token_parent=base.id, fork=match.fork_hint)
 
 
 def _rendered(
@@ -158,15 +163,6 @@ def _plan_text(tree: ConversationTree, renderer: PromptRenderer, request: Comple
             return _extended(tree, request, match, parent, suffix)
     ids = as_ints(renderer.encode(text, is_start=True))
     return _branch(tree, request, match, ids, ForkReason.CLIENT_EDITED_HISTORY)
-
-
-def _plan_ids(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest) -> PromptPlan:
-    ids = as_ints(request.prompt_ids)
-    found = tree.find_ids(ids)
-    if found is None:
-        return _plan(request, _match_raw(tree, request, None, renderer.decode(ids)), ids, fork=ForkReason.ROOT)
-    parent, suffix = found
-    return _extended(tree, request, _match_raw(tree, request, parent, renderer.decode(suffix)), parent, suffix)
 
 
 def _match_raw(tree: ConversationTree, request: CompletionRequest, parent: Interaction | None, new_text: str) -> Match:

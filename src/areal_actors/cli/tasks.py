@@ -46,8 +46,10 @@ def check(*, directory: Path, backend: str) -> None:
       areal-actors tasks check examples/tasks
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.datasets import find_task_directories, load_task
+    from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
 
-    config = _open_sandbox(backend)
+    config = SandboxConfig(backend=SandboxKind(backend))
+    create_sandbox(config.backend).check(config)
     found = [load_task(path) for path in find_task_directories(directory)]
     num_bad = 0
     for task in found:
@@ -76,12 +78,3 @@ async def _grade_both(task: TaskDirectory, config: SandboxConfig) -> tuple[float
             rewards.append(None)
             reason = reason or f"\n    {error}"
     return rewards[0], rewards[1], reason
-
-
-def _open_sandbox(backend: str) -> SandboxConfig:
-    """Return the settings of the sandbox. Raises ``SandboxError`` if it cannot be opened here."""
-    from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
-
-    config = SandboxConfig(backend=SandboxKind(backend))
-    create_sandbox(config.backend).check(config)
-    return config

@@ -104,12 +104,19 @@ def _render(template: str, directory: RunDirectory, **values: Any) -> str:
     config = ""
     if directory.config.exists():
         config = redact_settings(directory.config.read_text(encoding="utf-8", errors="replace"))[:_MAX_CONFIG]
+    # The count of each reason, and the first episode that had it.
+    counts: Counter[str] = Counter()
+    first: dict[str, dict[str, Any]] = {}
+    for record in read_records(directory.failures):
+        reason = str(record.get("failure"))
+        counts[reason] += 1
+        first.setdefault(reason, record)
     sessions, num_left_out = _sessions(directory, environment)
     return environment.get_template(template).render(
         title=f"{directory.path.parent.name} / {directory.path.name}",
         library_version=__version__,
         config=config,
-        failures=_failures(directory),
+        failures=[(reason, num, first[reason]) for reason, num in counts.most_common(_MAX_FAILURES)],
         sessions=sessions,
         num_left_out=num_left_out,
         num_shades=_SHADES,
@@ -118,17 +125,6 @@ def _render(template: str, directory: RunDirectory, **values: Any) -> str:
 
 
 # ------------------------------------------------------------------------------------------------ what is shown
-
-
-def _failures(directory: RunDirectory) -> list[tuple[str, int, dict[str, Any]]]:
-    """Return reasons, the count of each, and the first episode that had it, in descending order of counts."""
-    counts: Counter[str] = Counter()
-    first: dict[str, dict[str, Any]] = {}
-    for record in read_records(directory.failures):
-        reason = str(record.get("failure"))
-        counts[reason] += 1
-        first.setdefault(reason, record)
-    return [(reason, num, first[reason]) for reason, num in counts.most_common(_MAX_FAILURES)]
 
 
 def _sessions(directory: RunDirectory, environment: Any) -> tuple[list[str], int]:

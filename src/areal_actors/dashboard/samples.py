@@ -82,19 +82,13 @@ class SessionSampler:
         described = describe_session(news, version=version, decode=self._decode, masks_truncated=self._masks_truncated)
         self._file.append(described)
         self._versions.append(version)
-        if len(self._versions) > self._max:
-            self._thin()
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _thin(self) -> None:
-        """Keep every second version, every fourth, … until at least half of the records are free."""
+        if len(self._versions) <= self._max:
+            return
+        # Keep every second version, every fourth, … until at least half of the records are free. The stride is doubled,
+        # so that the versions to keep are among those that were kept so far.
         while sum(v % self._stride == 0 for v in self._versions) > self._max // 2 and self._stride <= max(
             self._versions
         ):
-            # Doubled, so that the versions to keep are among those that were kept so far.
             self._stride *= 2
         self._file.close()
         # One version alone may have more records than there is room for.
@@ -103,6 +97,10 @@ class SessionSampler:
             self._path, lambda record: record["version"] % self._stride == 0 and next(room, None) is not None
         )
         self._versions = [record["version"] for record in kept]
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
 
 
 def sampled_version(interactions: Iterable[Interaction]) -> int:

@@ -60,28 +60,39 @@ class RunState:
             case PhaseChanged():
                 return evolve(self, phase=f"{news.phase}: {news.detail}" if news.detail else news.phase)
             case EpisodeFinished():
-                return self._after_episode(news)
+                failure = news.episode.failure
+                if failure is None:
+                    return evolve(self, num_episodes=self.num_episodes + 1)
+                kind = _kind_of_failure(failure, news.episode.traceback)
+                # Messages that name random ids would otherwise be kept without end.
+                if kind not in self.num_by_failure and len(self.num_by_failure) >= _MAX_KINDS:
+                    kind = ""
+                return evolve(
+                    self,
+                    num_episodes=self.num_episodes + 1,
+                    num_failed=self.num_failed + 1,
+                    last_failure=failure,
+                    num_by_failure={**self.num_by_failure, kind: self.num_by_failure.get(kind, 0) + 1},
+                )
             case EvaluationFinished():
                 evaluation = Evaluation(version=news.version, reward=news.reward)
                 return evolve(self, evaluations=(*self.evaluations, evaluation), phase="training")
             case StepFinished():
-                return self._after_step(news, now)
+                rewards, steps, reward = self.rewards, self.steps, news.metrics.get("reward")
+                if reward is not None:
+                    rewards, steps = (*rewards, float(reward)), (*steps, {**news.metrics, "phase": news.phase})
+                if len(steps) > 2 * NUM_JUDGED_STEPS:
+                    steps = (*steps[:NUM_JUDGED_STEPS], *steps[-NUM_JUDGED_STEPS:])
+                return evolve(
+                    self,
+                    step=news.step,
+                    phase="training",
+                    metrics=dict(news.metrics),
+                    steps=steps,
+                    rewards=rewards,
+                    step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
+                )
         return self
-
-    def _after_episode(self, news: EpisodeFinished) -> RunState:
-        failure = news.episode.failure
-        if failure is None:
-            return evolve(self, num_episodes=self.num_episodes + 1)
-        kind = _kind_of_failure(failure, news.episode.traceback)
-        if kind not in self.num_by_failure and len(self.num_by_failure) >= _MAX_KINDS:
-            kind = ""  # messages that name random ids would otherwise be kept without end
-        return evolve(
-            self,
-            num_episodes=self.num_episodes + 1,
-            num_failed=self.num_failed + 1,
-            last_failure=failure,
-            num_by_failure={**self.num_by_failure, kind: self.num_by_failure.get(kind, 0) + 1},
-        )
 
     def describe_failure(self, news: Message[Progress, None]) -> str | None:
         """Describe the failed episode ``news``, the last event of this state; ``None`` if it needs no line.
@@ -99,18 +110,6 @@ class RunState:
         if times in _REPORTED_TIMES:
             return f"episodes failed ({self.num_failed} so far), {times} of them like this: {failure}"
         return None
-
-    def _after_step(self, news: StepFinished, now: float) -> RunState:
-        reward = news.metrics.get("reward")
-        return evolve(
-            self,
-            step=news.step,
-            phase="training",
-            metrics=dict(news.metrics),
-            steps=self.steps if reward is None else _trim((*self.steps, {**news.metrics, "phase": news.phase})),
-            rewards=self.rewards if reward is None else (*self.rewards, float(reward)),
-            step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
-        )
 
     @property
     def verdict(self) -> str | None:
@@ -130,11 +129,6 @@ class RunState:
         if pace is None:
             return None
         return max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
-
-
-def _trim(steps: tuple[Metrics, ...]) -> tuple[Metrics, ...]:
-    num = NUM_JUDGED_STEPS
-    return steps if len(steps) <= 2 * num else (*steps[:num], *steps[-num:])
 
 
 def _kind_of_failure(failure: str, traceback: str | None) -> str:

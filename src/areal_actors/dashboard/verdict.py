@@ -44,21 +44,21 @@ def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> str | None:
     # In the first steps of a run that learns, 30 of 40 groups may be equal; if all are, there was no update.
     if num_equal * (1 if len(latest) < NUM_JUDGED_STEPS else 2) >= num_groups > 0:
         equal = f"{num_equal:.0f} of {num_groups:.0f} groups had equal rewards {over}: nothing to learn from them."
-        return f"{equal} {_advise(latest)}"
+        rewards = [step["reward"] for step in latest]
+        if all(reward == 0 for reward in rewards):
+            advice = (
+                "No episode was rewarded: use easier problems, or show the model answers first (docs/warm_start.md)."
+            )
+        elif min(rewards) == max(rewards):
+            advice = f"Every step has the mean reward {rewards[-1]:.3g}: check that the reward depends on the answer."
+        else:
+            advice = "Use harder or easier problems, larger groups, or a reward with more levels."
+        return f"{equal} {advice}"
     num_cut = _sum(latest, "truncated_turns")
     num_turns = sum((step.get("drawn_turns_mean") or 0) * (step.get("episodes") or 0) for step in latest)
     if num_cut * 2 >= num_turns > 0:
         return f"{num_cut:.0f} of {num_turns:.0f} answers {over} were cut at their limit of tokens: raise max_tokens."
     return None
-
-
-def _advise(latest: Sequence[Metrics]) -> str:
-    rewards = [step["reward"] for step in latest]
-    if all(reward == 0 for reward in rewards):
-        return "No episode was rewarded: use easier problems, or show the model answers first (docs/warm_start.md)."
-    if min(rewards) == max(rewards):
-        return f"Every step has the mean reward {rewards[-1]:.3g}: check that the reward depends on the answer."
-    return "Use harder or easier problems, larger groups, or a reward with more levels."
 
 
 def _is_rising(steps: Sequence[Metrics]) -> bool:

@@ -35,7 +35,15 @@ def merge_numbers(kept: Mapping[str, float], new: Mapping[Any, Any]) -> dict[str
             raise InvalidRequest(
                 f"{name!r} cannot name a number; a name has 1 to 64 letters, digits and '_.-'.", param=str(name)[:64]
             )
-        result[name] = _finite(name, value)
+        item = getattr(value, "item", None)  # of a numpy or torch scalar
+        try:
+            scalar = value if isinstance(value, Real) or not callable(item) else item()
+            number = float(scalar) if isinstance(scalar, Real) else math.nan
+        except (TypeError, ValueError, RuntimeError, OverflowError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise InvalidRequest(f"{name} was logged as {shorten(value)}; log a finite number.", param=name)
+        result[name] = number
     if len(result) > MAX_NUMBERS:
         raise InvalidRequest(f"An episode logs at most {MAX_NUMBERS} names, and this would make {len(result)}.")
     return result
@@ -52,15 +60,3 @@ def average_numbers(episodes: Iterable[Mapping[str, float]], *, scope: str) -> d
         result[f"{scope}/{name}"] = math.fsum(value / len(found) for value in found)
         result[f"{scope}/{name}/count"] = len(found)
     return result
-
-
-def _finite(name: str, value: Any) -> float:
-    item = getattr(value, "item", None)
-    try:
-        scalar = value if isinstance(value, Real) or not callable(item) else item()
-        number = float(scalar) if isinstance(scalar, Real) else math.nan
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise InvalidRequest(f"{name} was logged as {shorten(value)}; log a finite number.", param=name)
-    return number

@@ -85,7 +85,13 @@ class CompletionEndpoint:
         attempt = read_attempt(exchange.headers, exchange.operation, raw)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
-        parsed = self.dialect.parse(body, tag=_read_role(exchange))
+        # The role that the URL names, or else the header.
+        role = exchange.role
+        if role is None:
+            role = exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
+        elif not re.fullmatch(ROLE_PATTERN, role):
+            raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
+        parsed = self.dialect.parse(body, tag=role)
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None
         if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
@@ -218,15 +224,6 @@ def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) ->
         number=int(number) if number.isdigit() and len(number) <= _MAX_DIGITS else 0,
         idempotency_key=key.decode("latin-1") or None,
     )
-
-
-def _read_role(exchange: Exchange) -> str | None:
-    """Return the role that the URL or the header names. Raises ``InvalidRequest`` for a URL with no valid name."""
-    if exchange.role is None:
-        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
-    if not re.fullmatch(ROLE_PATTERN, exchange.role):
-        raise InvalidRequest(f"The URL has the role {exchange.role!r}; use letters, digits, '.', '_' and '-'.")
-    return exchange.role
 
 
 @frozen(kw_only=True)

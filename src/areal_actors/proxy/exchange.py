@@ -144,27 +144,24 @@ class Operations(BaseRoute):
             self._meter.hang_ups[exchange.operation] += 1
             return
         except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
-            if exchange.is_started:
+            cause = root_cause(error)
+            failure = describe_failure(cause, exchange.request_id)
+            if failure.is_unforeseen:
+                _log.error(
+                    "request_failed",
+                    request=exchange.request_id,
+                    operation=exchange.operation,
+                    session=exchange.session,  # truncated by the log, because the whole id is a capability
+                    exc_info=cause,
+                )
+            if not exchange.is_started:
+                headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+                await exchange.send_json(failure.status, operation.format_failure(failure), headers)
+            else:
                 self._meter.failed_streams[exchange.operation] += 1
-            await _answer_failure(operation, exchange, root_cause(error))
+                if exchange.fail_stream is not None:
+                    await exchange.send_events(exchange.fail_stream(failure), is_last=True)
         self._meter.note_answer(exchange.operation, exchange.status, perf_counter() - exchange.started_at)
-
-
-async def _answer_failure(operation: Operation, exchange: Exchange, error: BaseException) -> None:
-    failure = describe_failure(error, exchange.request_id)
-    if failure.is_unforeseen:
-        _log.error(
-            "request_failed",
-            request=exchange.request_id,
-            operation=exchange.scope["areal.operation"],
-            session=exchange.session,  # truncated by the log, because the whole id is a capability
-            exc_info=error,
-        )
-    if not exchange.is_started:
-        headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-        await exchange.send_json(failure.status, operation.format_failure(failure), headers)
-    elif exchange.fail_stream is not None:
-        await exchange.send_events(exchange.fail_stream(failure), is_last=True)
 
 
 # ------------------------------------------------------------------------------------------------------ one request

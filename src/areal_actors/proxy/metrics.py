@@ -119,8 +119,24 @@ class MetricsEndpoint:
         return readings
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
-        yield from _http_families(self.meter, len(self.traffic))
-        yield from _actor_families(readings.mailboxes)
+        meter, mailboxes = self.meter, readings.mailboxes
+        counts: Values = {(operation, str(status)): number for (operation, status), number in meter.requests.items()}
+        yield _counter("http_requests", "Requests that were answered.", counts, labels=("operation", "status"))
+        yield _histogram("http_request_seconds", "From the request's head to the end of its answer.", meter.seconds)
+        meaning = "Streams: from the request's head to the first delta."
+        yield _histogram("http_first_token_seconds", meaning, meter.first_token_seconds)
+        yield gauge("http_requests_in_flight", "Requests that are being answered.", len(self.traffic))
+        counts = _by_operation(meter.hang_ups)
+        yield _counter("http_hang_ups", "Requests whose client left before the answer.", counts, labels=("operation",))
+        counts = _by_operation(meter.failed_streams)
+        yield _counter("http_failed_streams", "Streams that ended in an error.", counts, labels=("operation",))
+
+        counts = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
+        yield gauge("actor_up", "1 while the actor takes messages.", counts, labels=("actor",))
+        for create, name, meaning, attribute in _MAILBOXES:
+            counts = {(actor,): getattr(found, attribute) for actor, found in mailboxes.items()}
+            yield create(name, meaning, counts, labels=("actor",))
+
         yield gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
         for name, value in readings.run.items():
             yield gauge(name, "Of the run; see metrics.jsonl for those of the latest step.", value)
@@ -185,32 +201,6 @@ async def _ask(ref: Ref[P], message: Message[P, R]) -> R | None:
 # -------------------------------------------------------------------------------------------------- the families
 
 
-def _http_families(meter: Meter, in_flight: int) -> Iterator[Metric]:
-    requests: Values = {(operation, str(status)): number for (operation, status), number in meter.requests.items()}
-    yield _counter("http_requests", "Requests that were answered.", requests, labels=("operation", "status"))
-    yield _histogram("http_request_seconds", "From the request's head to the end of its answer.", meter.seconds)
-    yield _histogram(
-        "http_first_token_seconds", "Streams: from the request's head to the first delta.", meter.first_token_seconds
-    )
-    yield gauge("http_requests_in_flight", "Requests that are being answered.", in_flight)
-    hang_ups, failed = _by_operation(meter.hang_ups), _by_operation(meter.failed_streams)
-    yield _counter("http_hang_ups", "Requests whose client left before the answer.", hang_ups, labels=("operation",))
-    yield _counter("http_failed_streams", "Streams that ended in an error.", failed, labels=("operation",))
-
-
-def _actor_families(mailboxes: Mapping[str, ActorStatistics]) -> Iterator[Metric]:
-    def by_actor(name: str) -> dict[tuple[str, ...], int]:
-        return {(actor,): getattr(statistics, name) for actor, statistics in mailboxes.items()}
-
-    is_up: Values = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
-    yield gauge("actor_up", "1 while the actor takes messages.", is_up, labels=("actor",))
-    yield gauge("actor_queued", "Messages in its mailbox.", by_actor("num_queued"), labels=("actor",))
-    yield gauge("actor_running", "Handlers that run.", by_actor("num_running"), labels=("actor",))
-    yield _counter("actor_handled", "Handlers that ended.", by_actor("num_handled"), labels=("actor",))
-    yield _counter("actor_failed", "Of these, those that raised.", by_actor("num_failed"), labels=("actor",))
-    yield _counter("actor_cancelled", "Asks whose asker left.", by_actor("num_cancelled"), labels=("actor",))
-
-
 def _by_operation(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
     return {(operation,): number for operation, number in counts.items()}
 
@@ -247,6 +237,13 @@ def _histogram(name: str, meaning: str, values: Mapping[str, Histogram]) -> Metr
     return family
 
 
+_MAILBOXES: tuple[tuple[Callable[..., Metric], str, str, str], ...] = (
+    (gauge, "actor_queued", "Messages in its mailbox.", "num_queued"),
+    (gauge, "actor_running", "Handlers that run.", "num_running"),
+    (_counter, "actor_handled", "Handlers that ended.", "num_handled"),
+    (_counter, "actor_failed", "Of these, those that raised.", "num_failed"),
+    (_counter, "actor_cancelled", "Asks whose asker left.", "num_cancelled"),
+)
 _ENGINE = (
     (gauge, "engine_running", "Generations that are being sampled.", "statistics.running"),
     (gauge, "engine_waiting", "Generations that wait for a place.", "statistics.waiting"),

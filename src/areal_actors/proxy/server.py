@@ -111,7 +111,18 @@ def url_of(listener: socket.socket, public_host: str | None = None) -> str:
 async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[], Awaitable[None]]) -> None:
     """Serve on asyncio or trio until ``shutdown`` returns, which closes the listener."""
     framework = cast("ASGIFramework", app)  # Starlette and Hypercorn name the same interface differently
-    config = _hypercorn_config()
+    log = logging.getLogger("areal_actors.proxy.hypercorn")
+    log.setLevel(logging.WARNING)
+    config = Config()
+    config.accesslog = None  # paths name sessions, which are secrets
+    config.errorlog = log
+    config.backlog = _BACKLOG
+    config.keep_alive_timeout = 75.0  # longer than clients keep idle connections, so that they close first
+    config.keep_alive_max_requests = 2**31
+    config.h11_max_incomplete_size = 64 * 1024
+    config.include_server_header = False
+    config.alpn_protocols = ["http/1.1"]
+    config.graceful_timeout = 1.0
     config.bind = [f"fd://{listener.detach()}"]
     # Ask anyio which event loop runs: trio may be a guest on asyncio's loop, and then both are detectable.
     if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
@@ -156,26 +167,6 @@ async def _serve_shielded(
 ) -> None:
     with shield:
         await serve(app, listener, shutdown=stopping.wait)
-
-
-def _hypercorn_config() -> Config:
-    """Return a configuration for many agents over HTTP/1.1.
-
-    It has no access log, no limit of requests per connection, and a long keep-alive timeout.
-    """
-    log = logging.getLogger("areal_actors.proxy.hypercorn")
-    log.setLevel(logging.WARNING)
-    config = Config()
-    config.accesslog = None  # paths name sessions, which are secrets
-    config.errorlog = log
-    config.backlog = _BACKLOG
-    config.keep_alive_timeout = 75.0  # longer than clients keep idle connections, so that they close first
-    config.keep_alive_max_requests = 2**31
-    config.h11_max_incomplete_size = 64 * 1024
-    config.include_server_header = False
-    config.alpn_protocols = ["http/1.1"]
-    config.graceful_timeout = 1.0
-    return config
 
 
 class _ReleasingConnection:

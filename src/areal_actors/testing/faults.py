@@ -93,7 +93,12 @@ class FaultyEngine:
             if self._retokenise is not None and self._fault is Fault.RETOKENISED_IDS:
                 held.append(chunk)
                 if chunk.finish is not None:
-                    yield _join_retokenised(held, self._retokenise)
+                    # One chunk with the ids of the text; the values of the sampled ids are distributed over them.
+                    ids = list(self._retokenise([int(token_id) for each in held for token_id in each.token_ids]))
+                    names = ("logprobs", "raw_logprobs")
+                    columns = (np.concatenate([getattr(each, name) for each in held]) for name in names)
+                    logprobs, raw_logprobs = (np.resize(column, len(ids)) for column in columns)
+                    yield evolve(chunk, token_ids=ids, logprobs=logprobs, raw_logprobs=raw_logprobs, top_logprobs=())
             else:
                 for spoilt in spoiler.spoil(chunk):
                     yield spoilt
@@ -168,12 +173,3 @@ def _take(chunk: Chunk, places: np.ndarray[tuple[int], np.dtype[np.int64]]) -> C
         raw_logprobs=chunk.raw_logprobs[places],
         top_logprobs=tuple(chunk.top_logprobs[place] for place in places) if chunk.top_logprobs else (),
     )
-
-
-def _join_retokenised(chunks: Sequence[Chunk], retokenise: Retokenise) -> Chunk:
-    """Return one chunk with the ids of the text; the values of the sampled ids are distributed over them."""
-    sampled = [int(token_id) for chunk in chunks for token_id in chunk.token_ids]
-    ids = list(retokenise(sampled))
-    columns = (np.concatenate([getattr(chunk, name) for chunk in chunks]) for name in ("logprobs", "raw_logprobs"))
-    logprobs, raw_logprobs = (np.resize(column, len(ids)) for column in columns)
-    return evolve(chunks[-1], token_ids=ids, logprobs=logprobs, raw_logprobs=raw_logprobs, top_logprobs=())

@@ -217,7 +217,11 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
     by_id = {turn.id: turn for turn in earlier}
     completed = [turn for turn in earlier if turn.status is InteractionStatus.COMPLETED]
     parent = draw(st.sampled_from([None, *completed[-3:]]))
-    token_parent = draw(st.sampled_from([None, *_ancestors(parent, by_id)])) if draw(st.booleans()) else parent
+    ancestors, turn = [], parent
+    while turn is not None:
+        ancestors.append(turn)
+        turn = None if turn.parent is None else by_id[turn.parent]
+    token_parent = draw(st.sampled_from([None, *ancestors])) if draw(st.booleans()) else parent
     num_before = 0
     if token_parent is not None:
         sampled = token_parent.completion
@@ -246,14 +250,6 @@ def _interactions(draw: st.DrawFn, order: int, earlier: Sequence[Interaction]) -
         tag=draw(st.sampled_from([None, "planner"])),
         sampling=draw(st.none() | sampling_distributions()),
     )
-
-
-def _ancestors(turn: Interaction | None, by_id: Mapping[InteractionId, Interaction]) -> list[Interaction]:
-    path: list[Interaction] = []
-    while turn is not None:
-        path.append(turn)
-        turn = None if turn.parent is None else by_id[turn.parent]
-    return path
 
 
 @st.composite

@@ -191,7 +191,11 @@ class Codec:
             return msgspec.msgpack.Ext(int(_Code.TUPLE), self._encoder.encode(value.items))
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            dtype = _tensor_dtype(value)
+            dtype = str(value.dtype).removeprefix("torch.")
+            if dtype not in _TENSOR_DTYPES or value.layout != torch.strided:
+                raise ProtocolError(f"a tensor of {value.dtype}, {value.layout} has no form on a wire")
+            if value.device.type != "cpu":
+                raise ProtocolError(f"a tensor on {value.device} does not travel; move it with .cpu() first")
             raw: Buffer = b""
             if value.numel():
                 flat = value.detach().contiguous().reshape(-1)
@@ -234,15 +238,6 @@ class Codec:
 
 
 # ---------------------------------------------------------------------------------------------------- arrays
-
-
-def _tensor_dtype(tensor: Any) -> str:
-    name = str(tensor.dtype).removeprefix("torch.")
-    if name not in _TENSOR_DTYPES or tensor.layout != sys.modules["torch"].strided:
-        raise ProtocolError(f"a tensor of {tensor.dtype}, {tensor.layout} has no form on a wire")
-    if tensor.device.type != "cpu":
-        raise ProtocolError(f"a tensor on {tensor.device} does not travel; move it with .cpu() first")
-    return name
 
 
 def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:

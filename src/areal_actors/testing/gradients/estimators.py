@@ -154,23 +154,16 @@ class _Weights:
             num_tokens = row.trajectory.num_trained_tokens
             value[row.trajectory.loss_mask == 1] = remaining[:num_tokens]
             remaining = remaining[num_tokens:]
-        return cls(
-            values=_on_mask(group, values),
-            num_tokens=len(batch.weights),
-            denominator=_denominator(batch, aggregation),
-        )
-
-
-def _denominator(batch: Batch, aggregation: Aggregation) -> int:
-    match aggregation:
-        case Aggregation.TOKEN_MEAN:
-            return len(batch.weights)
-        case Aggregation.SEQUENCE_MEAN | Aggregation.FIXED_LENGTH:
-            return len(batch.rows)
-        case Aggregation.EPISODE_MEAN | Aggregation.EPISODE_SUM:
-            return len({row.episode for row in batch.rows})
-        case _:
-            return 1
+        match aggregation:
+            case Aggregation.TOKEN_MEAN:
+                denominator = len(batch.weights)
+            case Aggregation.SEQUENCE_MEAN | Aggregation.FIXED_LENGTH:
+                denominator = len(batch.rows)
+            case Aggregation.EPISODE_MEAN | Aggregation.EPISODE_SUM:
+                denominator = len({row.episode for row in batch.rows})
+            case _:
+                denominator = 1
+        return cls(values=_on_mask(group, values), num_tokens=len(batch.weights), denominator=denominator)
 
 
 @define(slots=False)
@@ -261,7 +254,10 @@ class Enumeration:
             once[size] += found.probability  # type: ignore[assignment]  # a distribution over denominators
         others: Mapping[int, float] = {0: 1.0}
         for _ in range(num_groups - 1):
-            others = _convolve(others, once)
+            sums: dict[int, float] = {}
+            for (a, p), (b, q) in itertools.product(others.items(), once.items()):
+                sums[a + b] = sums.get(a + b, 0.0) + p * q
+            others = sums
         return [
             found.probability * num_groups * sum(p * size / max(size + rest, 1) for rest, p in others.items())
             for found, size in zip(self.combinations, own, strict=True)
@@ -332,13 +328,6 @@ def _multinomial(chosen: Sequence[int], probabilities: Sequence[float]) -> float
     counts = Counter(chosen)
     orders = math.factorial(len(chosen)) // math.prod(math.factorial(count) for count in counts.values())
     return orders * math.prod(probabilities[index] ** count for index, count in counts.items())
-
-
-def _convolve(left: Mapping[int, float], right: Mapping[int, float]) -> Mapping[int, float]:
-    result: dict[int, float] = {}
-    for (a, p), (b, q) in itertools.product(left.items(), right.items()):
-        result[a + b] = result.get(a + b, 0.0) + p * q
-    return result
 
 
 def _cosine(left: Doubles, right: Doubles) -> float:

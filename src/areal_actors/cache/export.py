@@ -172,7 +172,8 @@ def _reason(
 
 def _individual_rows(source: Source) -> list[Trajectory]:
     rows: list[Trajectory] = []
-    ids: dict[InteractionId, Ints] = {}  # a child's prompt begins with the ids of its parent's row
+    # A child's prompt begins with the ids of its parent's row, so that work is linear in the length of the rows.
+    ids: dict[InteractionId, Ints] = {}
     for turn in source.trained:
         if turn.token_parent is None:
             prompt = turn.prompt_suffix
@@ -192,7 +193,8 @@ def _concat_rows(source: Source) -> list[Trajectory]:
     # The token paths to the trained turns that no other trained turn extends.
     inner: set[InteractionId] = set()
     paths: list[list[Interaction]] = []
-    for turn in reversed(source.trained):  # descendants first, so that an inner turn is known when it comes up
+    # Descendants first, so that an inner turn is known when it comes up.
+    for turn in reversed(source.trained):
         if turn.id not in inner:
             path = token_path(turn, source.lookup)
             inner.update(ancestor.id for ancestor in path)

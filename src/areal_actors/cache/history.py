@@ -77,8 +77,10 @@ ROOT_DIGEST = bytes(DIGEST_SIZE)
 """Digest of the empty history."""
 
 _INSTRUCTION_ROLES = frozenset({"system", "developer"})
-_EXACT_INTEGERS = 2.0**53  # beyond this, several integers share one float
-_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**64 - 1  # the range that JSON libraries read exactly
+# Beyond this, several integers share one float.
+_EXACT_INTEGERS = 2.0**53
+# Beyond this range, most JSON libraries read an integer as the nearest float.
+_SMALLEST_INTEGER, _LARGEST_INTEGER = -(2**63), 2**64 - 1
 
 
 def message_digest(message: ChatMessage) -> bytes:
@@ -124,7 +126,8 @@ def _parse_float(literal: str) -> float | int:
     value = float(literal)
     # JSON libraries of other languages write 2.0 as 2.
     if value in (float("inf"), float("-inf")):
-        _refuse_number(literal)  # 1e400 and 1e500 are not the same number
+        # Both are infinite as floats, but 1e400 and 1e500 are not the same number.
+        _refuse_number(literal)
     return int(value) if value.is_integer() and abs(value) < _EXACT_INTEGERS else value
 
 
@@ -372,7 +375,8 @@ def longest_token_ancestor(token_ids: Ints, parent: Interaction, lookup: Lookup)
     ``parent`` is tried first. Every interaction on the way is compared at most once, so the work is bounded by the ids
     that the ancestors store.
     """
-    lengths: dict[InteractionId, int] = {}  # how far the ids of an interaction agree to their end; -1 if they do not
+    # How far the ids of an interaction agree to their end; -1 if they do not.
+    lengths: dict[InteractionId, int] = {}
     ancestor: Interaction | None = parent
     while ancestor is not None:
         path: list[Interaction] = []

@@ -59,7 +59,8 @@ from areal_actors.domain import (
 
 __all__ = ["Frame", "History", "Match", "ParentIndex"]
 
-_MAX_RECENT = 4  # an agent and a few sub-agents that talk in turns
+# An agent and a few sub-agents that talk in turns.
+_MAX_RECENT = 4
 
 
 @frozen
@@ -144,11 +145,14 @@ class ParentIndex:
 
     def __init__(self, lookup: Lookup) -> None:
         self._lookup = lookup
-        self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}  # pending ones, with the digest of their prompt
-        self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}  # usually one entry; a tuple would cost 64 bytes
+        # Pending ones, with the digest of their prompt.
+        self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}
+        # Usually one entry: a tuple around it would cost 64 bytes.
+        self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
         self._prompts: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
         self._entries: list[_Entry] = []
-        self._clues: _Clues | None = None  # made on demand; most sessions never need it
+        # Made on demand; most sessions never need it.
+        self._clues: _Clues | None = None
         self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
 
@@ -181,7 +185,8 @@ class ParentIndex:
                     reason = reason or (None if origin is None else ForkReason.PARENT_UNFINISHED)
             hint = hint or reason
             if position and history.digest(position) in self._prompts:
-                hint = hint or ForkReason.CLIENT_EDITED_HISTORY  # an unknown answer to a known prompt
+                # An unknown answer to a known prompt.
+                hint = hint or ForkReason.CLIENT_EDITED_HISTORY
         if edited is not None:
             return self._edited(*edited, history, base=None)
         hint = hint or self._stray_reason(messages) or ForkReason.ROOT

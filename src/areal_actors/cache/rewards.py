@@ -183,7 +183,8 @@ class RewardTree:
             if parent is not None:
                 num_open[parent] += 1
         order = [position for position, num in enumerate(num_open) if num == 0]
-        for position in order:  # grows while it is read: an interaction follows the last of its children
+        # Grows while it is read: an interaction follows the last of its children.
+        for position in order:
             parent = self.parents[position]
             if parent is not None:
                 num_open[parent] -= 1
@@ -223,7 +224,8 @@ def _along_tree(combine: Callable[[list[float]], float]) -> Rule:
 
 
 def _mean(values: list[float]) -> float:
-    return math.fsum(values) / len(values)  # fsum rounds once, so that the order of siblings changes nothing
+    # Fsum rounds once, so that the order of siblings changes nothing.
+    return math.fsum(values) / len(values)
 
 
 def _creation_order(tree: RewardTree, discount: float) -> Sequence[float]:
@@ -355,7 +357,8 @@ class _Checked:
         returns: list[float] = []
         for name, value in zip(tree.ids, values, strict=True):
             scalar = None
-            with suppress(RewardError, OverflowError):  # an array of several numbers, an int that no float holds
+            # Raised for an array of several numbers, and for an int that no float holds.
+            with suppress(RewardError, OverflowError):
                 scalar = _item(value)
                 scalar = float(scalar) if isinstance(scalar, Real) else None
             if scalar is None or not _is_trainable(scalar):

@@ -104,7 +104,8 @@ class ConversationTree:
         self.logged: Mapping[str, float] = {}
         """Named numbers of the session, replaced as a whole."""
         self._interactions: dict[InteractionId, Interaction] = {}
-        self._known = self._interactions.__getitem__  # without an error message, for ids that the tree itself stored
+        # Without an error message, for ids that the tree itself stored.
+        self._known = self._interactions.__getitem__
         self._index = ParentIndex(self._known)
         self._texts = PrefixIndex()
         self._ids = PrefixIndex()
@@ -459,7 +460,8 @@ class Compactor:
         sampled, raw, versions = completion.logprobs, completion.raw_logprobs, completion.versions
         logprobs = own(sampled)
         has_one_version = len(versions) > 0 and bool((versions == versions[0]).all())
-        is_same = raw is sampled or np.array_equal(sampled, raw)  # true without truncation and penalties
+        # The two are the same without truncation and penalties, and are then stored once.
+        is_same = raw is sampled or np.array_equal(sampled, raw)
         return evolve(
             completion,
             token_ids=own(completion.token_ids),

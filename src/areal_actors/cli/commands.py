@@ -322,7 +322,8 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
     if admin_key is not None and loaded.host.admin_key is None:
         from attrs import evolve
 
-        loaded = evolve(loaded, host=evolve(loaded.host, admin_key=admin_key))  # written to no configuration of a trial
+        # The key is written to no configuration of a trial.
+        loaded = evolve(loaded, host=evolve(loaded.host, admin_key=admin_key))
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run.host import run_host
 

@@ -242,7 +242,8 @@ def _structure_choice(value: Any, kind: Any) -> Any:
             return choice
     if isinstance(kind, type) and isinstance(value, str):
         with suppress(ValueError):
-            return kind(str(value))  # an alias of a choice, resolved by its ``_missing_``
+            # An alias of a choice, resolved by its ``_missing_``.
+            return kind(str(value))
     close = nearest(value, [str(word) for word in choices]) if isinstance(value, str) else None
     meant = f"; did you mean {close}?" if close else ""
     raise Mistakes([Mistake(text=f"must be {describe_type(kind)}, not {show(value)}{meant}")])
@@ -357,7 +358,8 @@ def is_required(setting: attrs.Attribute[Any]) -> bool:
 
 def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
     if value is None:
-        value = {}  # a section whose lines are all commented out
+        # A section whose lines are all commented out is null in YAML.
+        value = {}
     short_form = getattr(cls, "short_form", None)
     if short_form is not None and isinstance(value, str):
         value = {short_form: value}
@@ -398,7 +400,8 @@ def _validate(cls: Any, made: Mapping[str, Any], *, given: Mapping[str, Any]) ->
         try:
             setting.validator(partial, setting, getattr(partial, setting.name))
         except AttributeError:
-            continue  # it needs a part that is missing or wrong; it runs again when that is corrected
+            # It needs a part that is missing or wrong; it runs again when that is corrected.
+            continue
         except (ValueError, TypeError, ArealError) as error:
             found += [Mistake(path=(name,), text=text) for text in _complaints(error, setting.name)]
     return found

@@ -71,7 +71,8 @@ def draw_curve(curve: LearningCurve, *, form: str) -> bytes:
         figure = Figure(figsize=(7.2, 3.6), layout="constrained")
         FigureCanvasAgg(figure)
         axes = figure.subplots()
-        axes.set_title(curve.title.replace("$", r"\$"), fontsize=11, loc="left")  # no formula of TeX
+        # Without the backslash, matplotlib reads a formula of TeX between two dollar signs.
+        axes.set_title(curve.title.replace("$", r"\$"), fontsize=11, loc="left")
         axes.set_xlabel("step")
         axes.set_ylabel("mean reward")
         axes.grid(axis="y", color="#dddddd", linewidth=0.6)

@@ -73,7 +73,8 @@ class ProgressReporter(Actor[Progress]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:  # noqa: ARG002
         """Open the listeners, and close them in any case."""
-        self._limiter = CapacityLimiter(1)  # a dedicated thread, so that other work cannot delay the display
+        # A dedicated thread, so that other work cannot delay the display.
+        self._limiter = CapacityLimiter(1)
         try:
             await self._on_thread(lambda listener: listener.open())
             yield

@@ -125,7 +125,8 @@ def describe_session(
     turns = []
     for turn in record.interactions[:_MAX_TURNS]:
         described = _describe_turn(turn, decode, budget)
-        mask = () if news.is_eval else masks.get(turn.id, ())  # rows of evaluations are not trained
+        # Rows of evaluations are not trained.
+        mask = () if news.is_eval else masks.get(turn.id, ())
         described |= {"return": returns.get(turn.id), "credit": credit_of.get(turn.id), "mask": _runs(mask)}
         budget -= len(described["tokens"])
         turns.append(described)

@@ -228,7 +228,8 @@ class Mlflow:
         name = self._options.get("experiment_name") or self._run.experiment
         experiment = self._client.get_experiment_by_name(name)
         if experiment is None:
-            is_local = uri.startswith("sqlite:")  # a server decides where its artifacts are
+            # A server decides where its artifacts are.
+            is_local = uri.startswith("sqlite:")
             place = (self._run.directory.path / "mlartifacts").as_uri() if is_local else None
             identity = self._client.create_experiment(name, artifact_location=place)
         else:

@@ -42,7 +42,8 @@ def _is_settled(values: Any, dtype: np.dtype[Any]) -> bool:
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
     if array.ndim == 1 and not array.flags.writeable:
-        return array  # a view of a read-only array would keep a chain of views alive in every evolved copy
+        # A view of a read-only array would keep a chain of views alive in every evolved copy.
+        return array
     view = array.reshape(-1).view()
     view.flags.writeable = False
     return view

@@ -1297,7 +1297,8 @@ async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
             parent.waits.discard(ask)
     if ask.error is not None:
         if type(ask.error) is DeadlineExceeded:
-            await checkpoint()  # a scope of the caller with the same deadline must expire first
+            # A scope of the caller with the same deadline must expire first.
+            await checkpoint()
         raise ask.claim_error()
     return ask.claim_reply()
 

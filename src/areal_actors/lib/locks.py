@@ -53,7 +53,8 @@ def hold(path: Path, complain: Callable[[str], Exception]) -> Iterator[None]:
     for _ in range(_NUM_LOOKS):
         if descriptor is not None:
             break
-        time.sleep(_LOOK_SECONDS)  # ``is_held`` of another process takes the lock for an instant
+        # ``is_held`` of another process takes the lock for an instant.
+        time.sleep(_LOOK_SECONDS)
         descriptor = take(path)
     if descriptor is None:
         raise complain(path.read_text(errors="replace")[:200].strip() or "another process")

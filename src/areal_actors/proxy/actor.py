@@ -91,7 +91,8 @@ class ProxyServer(Actor[Serving]):
             )
             yield
         finally:
-            listener.close()  # the server detaches the socket once it serves it, so this closes only an unserved one
+            # The server detaches the socket once it serves it, so this closes only an unserved one.
+            listener.close()
 
     @DescribeEndpoint.handler
     async def describe(self, message: DescribeEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all

@@ -110,14 +110,17 @@ def url_of(listener: socket.socket, public_host: str | None = None) -> str:
 
 async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[], Awaitable[None]]) -> None:
     """Serve on asyncio or trio until ``shutdown`` returns, which closes the listener."""
-    framework = cast("ASGIFramework", app)  # Starlette and Hypercorn name the same interface differently
+    # Starlette and Hypercorn name the same interface differently.
+    framework = cast("ASGIFramework", app)
     log = logging.getLogger("areal_actors.proxy.hypercorn")
     log.setLevel(logging.WARNING)
     config = Config()
-    config.accesslog = None  # paths name sessions, which are secrets
+    # Paths name sessions, which are secrets.
+    config.accesslog = None
     config.errorlog = log
     config.backlog = _BACKLOG
-    config.keep_alive_timeout = 75.0  # longer than clients keep idle connections, so that they close first
+    # Longer than clients keep idle connections, so that they close first.
+    config.keep_alive_timeout = 75.0
     config.keep_alive_max_requests = 2**31
     config.h11_max_incomplete_size = 64 * 1024
     config.include_server_header = False

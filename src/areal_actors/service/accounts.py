@@ -235,11 +235,13 @@ class AccountStore:
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))  # first, because SQLite would let all users read it
+    # Created first, because SQLite would let all users read it.
+    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
     connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
     try:
         connection.execute("PRAGMA synchronous = FULL")
-        connection.execute("PRAGMA foreign_keys = OFF")  # replacing a user's row would count as deleting it
+        # Replacing a user's row would count as deleting it.
+        connection.execute("PRAGMA foreign_keys = OFF")
         with _transaction(connection, "BEGIN IMMEDIATE"):
             _prepare(connection)
         # After _prepare, which rejects foreign files: this changes the file.

@@ -304,7 +304,8 @@ class Launcher(Actor[Hosting]):
     async def _keep(self, service: _Service) -> None:
         """Run the service until it is stopped or its training has finished, and restart it after failures."""
         try:
-            async with self._places, anyio.create_task_group() as tasks:  # the service that leaves may still be saving
+            # The service that leaves may still be saving.
+            async with self._places, anyio.create_task_group() as tasks:
                 tasks.start_soon(self._end_when_told, service, tasks.cancel_scope)
                 tasks.start_soon(self._end_when_idle, service)
                 while not await self._run_once(service):

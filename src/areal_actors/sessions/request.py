@@ -193,7 +193,8 @@ class PendingRequest:
             # No caller waits for these events, so they are handed over without waiting for the disk.
             wall_now, tree = self.journal.clock(), self.session.tree
             self.journal.note(*[self._event(tree.get(interaction), None, wall_now) for interaction in unanswered])
-        now = self.session.last_used_at = anyio.current_time()  # time spent on a long answer does not count as idle
+        # Time spent on a long answer does not count as idle.
+        now = self.session.last_used_at = anyio.current_time()
         if self.sending is not None:
             answers = tuple(choice.answer for choice in self.choices if choice.answer is not None)
             self.sending.end(answers if len(answers) == len(self.choices) else None, now)
@@ -370,7 +371,8 @@ class RequestPlanner:
         plan = plan_prompt(session.tree, self._renderer, request)
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
         keys = sample_keys.keys(request, plan.token_ids, asked)
-        first = f"{request.id_prefix}{self._token()}"  # the id that the client sees
+        # The id that the client sees.
+        first = f"{request.id_prefix}{self._token()}"
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
         requests = tuple(
             engine_request(

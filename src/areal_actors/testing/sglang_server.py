@@ -522,7 +522,8 @@ class FakeSGLang:
             if name not in self._remembered:
                 problem = f"The following requested LoRA adapters are not loaded: {name}"
                 return JSONResponse({"error": {"message": problem}}, status_code=400)
-            self.adapters[name] = self._remembered[name]  # real servers load again what was unloaded
+            # Real servers load again what was unloaded.
+            self.adapters[name] = self._remembered[name]
         return _Events(self, self._stream(body, fault))
 
     async def _stream(self, body: Mapping[str, Any], fault: Fault | None) -> AsyncGenerator[str]:

@@ -146,7 +146,8 @@ class VllmServer:
                 return _error(500, str(error))
         elif path == "/update_weight_version":
             self.label = self._labels[engine.version] = body["new_version"]
-        return JSONResponse({"status": "ok"})  # also a reset of the cache, which the engine dropped when it loaded
+        # Also a reset of the cache, which the engine dropped when it loaded.
+        return JSONResponse({"status": "ok"})
 
     def _change_adapters(self, path: str, body: Mapping[str, Any]) -> Response:
         name = body["lora_name"]
@@ -195,7 +196,8 @@ class VllmServer:
         return _Events(self._stream(body["request_id"], generation, is_cut=failure is Failure.CUT))
 
     async def _stream(self, name: str, request: EngineRequest, *, is_cut: bool) -> AsyncGenerator[str]:
-        self._running[request.id] = ABORT_PREFIX + name  # real servers know it by this name when it is aborted
+        # Real servers know it by this name when it is aborted.
+        self._running[request.id] = ABORT_PREFIX + name
         spans: list[dict[str, Any]] = []
         try:
             async with self.engine.generate(request) as chunks:

@@ -82,7 +82,8 @@ class Connection:
         try:
             is_written = self._flush(stream)
         except OSError:
-            is_written = False  # the writer will get the same error, and handles it
+            # The writer will get the same error, and handles it.
+            is_written = False
         if is_written:
             outbox.wake = wake
         else:
@@ -103,7 +104,8 @@ class Connection:
             self.cause = cause
             self._scope.cancel()
             self.closed.set()
-            self._tell_empty()  # wakes ``_drain``, which would wait forever otherwise
+            # Wakes ``_drain``, which would wait forever otherwise.
+            self._tell_empty()
             if self._owner is not None:
                 self._owner.on_cut(cause)
 
@@ -228,7 +230,8 @@ class Connection:
         while True:
             await anyio.sleep(limits.heartbeat_seconds)
             if self._silence() > limits.silence_seconds:
-                await checkpoint()  # after this process itself was suspended, first read what arrived meanwhile
+                # After this process itself was suspended, first read what arrived meanwhile.
+                await checkpoint()
             silent = self._silence()
             if silent > limits.silence_seconds:
                 self.cut(f"nothing was heard from the other side for {silent:.1f} s")

@@ -198,7 +198,8 @@ class Outbox:
         if not outgoing.is_sent and not outgoing.is_withdrawn:
             outgoing.is_withdrawn = True
             self.num_bytes -= outgoing.num_bytes
-            outgoing.parts = ()  # the entry stays in the queue, but its buffers are freed
+            # The entry stays in the queue, but its buffers are freed.
+            outgoing.parts = ()
         return outgoing.is_withdrawn
 
     def take(self) -> list[Buffer]:

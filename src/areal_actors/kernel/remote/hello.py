@@ -126,7 +126,8 @@ async def receive_hello(stream: ByteStream, own: Hello, secret: bytes) -> Hello:
     try:
         _check_version(own, other)
     except Unreachable as error:
-        await send_packet(stream, {"hello": asdict(own)})  # so that the other side can report the mismatch, too
+        # So that the other side can report the mismatch, too.
+        await send_packet(stream, {"hello": asdict(own)})
         raise ProtocolError(str(error)) from None
     sent = await send_packet(stream, {"hello": asdict(own)})
     transcript = received + sent

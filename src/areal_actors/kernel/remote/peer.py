@@ -461,7 +461,8 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         try:
             await call.signal.wait()
             if type(call.error) is DeadlineExceeded:
-                await checkpoint()  # a scope of the caller with the same deadline must expire first
+                # A scope of the caller with the same deadline must expire first.
+                await checkpoint()
         except BaseException:
             channel.withdraw(call)
             raise

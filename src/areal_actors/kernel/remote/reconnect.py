@@ -300,7 +300,8 @@ async def _kept(
             try:
                 yield connection
                 if not connection.is_connected:
-                    tasks.cancel_scope.cancel()  # a connected connection writes its queue first, then ends
+                    # A connected connection writes its queue first, then ends.
+                    tasks.cancel_scope.cancel()
             except BaseException as error:
                 body.append(error)
                 raise

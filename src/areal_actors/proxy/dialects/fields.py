@@ -195,7 +195,8 @@ class FieldTable:
                 self._check_unread(name, value)
         for each in self._required:
             if body.get(each.name) is None and each.kind is not None:
-                each.kind.read(None, each.name)  # raises an error that names the type that is missing
+                # Raises an error that names the type that is missing.
+                each.kind.read(None, each.name)
         return values
 
     def _check_unread(self, name: str, value: Any) -> None:

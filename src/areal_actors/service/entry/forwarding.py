@@ -109,7 +109,8 @@ async def _pass_on(exchange: Exchange, response: httpx.Response, backend: Backen
     except httpx.HTTPError as error:
         raise Unavailable(f"The answer of proxy {backend.name} broke off; ask again.") from error
     finally:
-        with anyio.CancelScope(shield=True):  # only closes a socket, which does not block
+        # Shielded, which is safe: it only closes a socket, and does not block.
+        with anyio.CancelScope(shield=True):
             await response.aclose()
 
 

@@ -102,7 +102,8 @@ async def _served(
             context.tasks.start_soon(serve)
             yield url
         finally:
-            listener.close()  # the server detaches the socket once it serves it, so this closes only an unserved one
+            # The server detaches the socket once it serves it, so this closes only an unserved one.
+            listener.close()
 
 
 def parse_backends(words: Iterable[str]) -> dict[str, str]:

@@ -196,7 +196,8 @@ class Enumeration:
     def measure(self, estimator: Estimator, *, num_groups: int | None = None) -> Bias:
         """Return the bias under this export; see the function ``measure``."""
         key = (estimator.aggregation, estimator.masks_truncated)
-        if key not in self._weights:  # the same for all advantages, and slower to compute than they are
+        # The same for all advantages, and slower to compute than they are.
+        if key not in self._weights:
             self._weights[key] = [
                 _Weights.create(found.group, estimator.aggregation, masks_truncated=estimator.masks_truncated)
                 for found in self.combinations

@@ -179,7 +179,8 @@ def _parse_result(block: Mapping[str, Any], where: str) -> ChatMessage:
         blocks = _blocks(content or [], f"{where}.content")
         content = "\n".join(_text_of(part, at) for part, at in blocks)
     if is_error and "error" not in content.lower():
-        content = f"Error: {content}"  # ``is_error`` must be said in the text, because the model reads nothing else
+        # ``is_error`` must be said in the text, because the model reads nothing else.
+        content = f"Error: {content}"
     return ChatMessage(role="tool", content=content, tool_call_id=call_id)
 
 

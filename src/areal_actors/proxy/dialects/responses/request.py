@@ -257,7 +257,8 @@ def _join_name(namespace: str, name: str) -> str:
 def _parse_previous(value: Any, name: str) -> InteractionId:
     previous = TEXT.read(value, name)
     if not previous.startswith(RESPONSE_PREFIX):
-        raise PreviousNotFound(previous)  # an id without the prefix cannot be a response's
+        # An id without the prefix cannot be a response's.
+        raise PreviousNotFound(previous)
     return InteractionId(previous)
 
 

@@ -105,6 +105,31 @@ class ToolboxTask(vf.Task[vf.TaskData]):
         return float(b"tick" in await runtime.read("ticks.log"))
 
     @vf.reward
+    async def talks_to_processes(self, runtime: vf.Runtime) -> float:
+        program = "import sys; [print(line.strip().upper(), flush=True) for line in sys.stdin]"
+        process = await runtime.open_process(["python3", "-c", program], {})
+        heard = []
+        for word in (b"one\n", b"two\n"):
+            await process.write(word)
+            heard.append(await anext(process.stdout))
+        before = await process.poll()
+        await process.terminate()
+        ended = await process.wait()
+        try:
+            await process.write(b"three\n")
+        except BrokenPipeError:
+            return float((heard, before, ended, await process.poll()) == ([b"ONE\n", b"TWO\n"], None, 143, 143))
+        return 0.0
+
+    @vf.reward
+    async def kills_processes(self, runtime: vf.Runtime) -> float:
+        process = await runtime.open_process(["sh", "-c", "echo ready; sleep 986"], {})
+        await anext(process.stdout)
+        await process.kill()
+        await runtime.open_process(["sh", "-c", "sleep 985"], {})  # left open: it ends with the box
+        return float(await process.wait() == 137)
+
+    @vf.reward
     async def tells_statuses(self, runtime: vf.Runtime) -> float:
         ended = await runtime.run(["sh", "-c", "echo out; echo err >&2; exit 3"], {"A": "b"})
         killed = await runtime.run(["sh", "-c", "kill -9 $$"], {})

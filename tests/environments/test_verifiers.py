@@ -320,7 +320,7 @@ async def test_a_box_keeps_the_contract_of_a_runtime(tmp_path: Path, backend: st
 
     assert played.error is None
     assert {1.0} == set(played.logged.values())
-    assert 5.0 == played.reward
+    assert 7.0 == played.reward
 
 
 @anyio_test

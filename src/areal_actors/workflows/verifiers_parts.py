@@ -8,6 +8,7 @@ Only ``verifiers`` of this package imports this module, when an environment is u
 
 from __future__ import annotations
 
+import asyncio
 import posixpath
 import re
 import sys
@@ -18,6 +19,7 @@ from contextvars import ContextVar
 from dataclasses import replace
 from hashlib import sha256
 from importlib import metadata
+from itertools import count
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -30,10 +32,12 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from areal_actors.errors import SandboxError
 from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox.base import Output
 
-__all__ = ["BoxRuntime", "ChatHarness", "Play", "attached", "create_http_client"]
+__all__ = ["BoxProcess", "BoxRuntime", "ChatHarness", "Play", "attached", "create_http_client"]
 
 _MAX_SAID = 4096
+_KILLED = 137
 _ID = re.compile(rb'"id": ?"([^"]+)"')
 _METADATA = re.compile(r"(?m)^# /// script\n((?:#.*\n)+?)# ///$")
 
@@ -141,6 +145,7 @@ class Play:
                 yield runtime
             finally:
                 runtime.stopped = True
+                await runtime.end_processes()
 
 
 class _SessionClient(EvalClient):  # type: ignore[misc]  # its base is Any here
@@ -185,6 +190,8 @@ class BoxRuntime(vf.Runtime):  # type: ignore[misc]
         super().__init__()
         self._box = box
         self._play = play
+        self._processes: list[BoxProcess] = []
+        self._numbers = count()  # of processes that are being opened, too: hooks of a rubric run at the same time
         self.has_host = config.backend in (SandboxKind.NONE, SandboxKind.BUBBLEWRAP)
         self.has_network = config.backend is SandboxKind.NONE or config.network is Network.HOST
         if config.backend is SandboxKind.NONE:
@@ -204,11 +211,20 @@ class BoxRuntime(vf.Runtime):  # type: ignore[misc]
         """Do nothing: the box is open."""
 
     async def run(
-        self, argv: Sequence[str], env: Mapping[str, str], *, stdin: bytes = b"", received: Any = None
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdin: bytes = b"",
+        on_stdout: Output | None = None,
+        on_stderr: Output | None = None,
     ) -> Any:
         """Run a command to its end."""
+        environment = self.process_env(dict(env))
         try:
-            ended = await self._box.run(argv, environment=self.process_env(dict(env)), stdin=stdin, on_stdout=received)
+            ended = await self._box.run(
+                argv, environment=environment, stdin=stdin, on_stdout=on_stdout, on_stderr=on_stderr
+            )
         except SandboxError as error:
             raise vf.SandboxError(str(error)) from error
         # As shells tell of signals; verifiers compares with 0.
@@ -227,10 +243,25 @@ class BoxRuntime(vf.Runtime):  # type: ignore[misc]
         if started.exit_code:
             raise vf.SandboxError(f"{argv[0]} cannot be started: {started.stderr.strip()}")
 
+    async def open_process(self, argv: Sequence[str], env: Mapping[str, str]) -> BoxProcess:
+        """Start a process whose input and output stay open, such as a harness that speaks ACP."""
+        directory = f"{self.scripts_dir}/process-{next(self._numbers)}"
+        made = await self.run(["sh", "-c", 'mkdir -p "$1" && mkfifo "$1/in"', "sh", directory], {})
+        if made.exit_code:
+            raise vf.SandboxError(f"{argv[0]} cannot be started: {made.stderr.strip()}")
+        process = BoxProcess(self, directory, argv, env)
+        self._processes.append(process)
+        return process
+
+    async def end_processes(self) -> None:
+        """Kill the processes that are still open."""
+        for process in self._processes:
+            await process.kill()
+
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
         found = bytearray()  # all of it: of its output, a command only returns the end
         command = ["cat", "--", path] if max_bytes is None else ["head", "-c", str(max_bytes), "--", path]
-        ended = await self.run(command, {}, received=found.extend)
+        ended = await self.run(command, {}, on_stdout=found.extend)
         if ended.exit_code:
             raise vf.SandboxError(f"read {path!r}: {ended.stderr.strip()[-500:]}")
         return bytes(found)
@@ -302,6 +333,72 @@ def _missing_dependencies(script: str) -> list[str]:
         parts = map(Requirement, metadata.requires(requirement.name) or ()) if extras else ()
         wanted += [part for part in parts if part.marker and any(map(part.marker.evaluate, extras))]
     return missing
+
+
+class BoxProcess(vf.RuntimeProcess):  # type: ignore[misc]
+    """A process in a box with its pipes open.
+
+    A box runs commands with an input that is complete. This one reads a named pipe, which each write opens anew; it
+    also holds the other end itself, so that its input does not end between two writes.
+    """
+
+    def __init__(self, runtime: BoxRuntime, directory: str, argv: Sequence[str], env: Mapping[str, str]) -> None:
+        self._runtime = runtime
+        self._directory = directory
+        self._chunks: tuple[asyncio.Queue[bytes | None], ...] = (asyncio.Queue(), asyncio.Queue())
+        self.stdout, self.stderr = map(_read_queue, self._chunks)
+        self._running = asyncio.create_task(self._run(argv, env))
+
+    async def _run(self, argv: Sequence[str], env: Mapping[str, str]) -> int:
+        script = 'echo $$ > "$1/pid"; exec 3<> "$1/in"; shift; exec "$@" <&3 3<&-'
+        out, err = (queue.put_nowait for queue in self._chunks)
+        command = ["sh", "-c", script, "sh", self._directory, *argv]
+        try:
+            ended = await self._runtime.run(command, env, on_stdout=out, on_stderr=err)
+        except asyncio.CancelledError:
+            return _KILLED
+        finally:
+            out(None)
+            err(None)
+        return int(ended.exit_code)
+
+    async def write(self, data: bytes) -> None:
+        """Write to the process's input. Raises ``BrokenPipeError`` if it has ended."""
+        command = ["sh", "-c", 'cat 1<> "$1/in"', "sh", self._directory]
+        writing = asyncio.create_task(self._runtime.run(command, {}, stdin=data))
+        # What a process does not read stays in the pipe, which holds 64 KiB; then the writer waits.
+        await asyncio.wait({writing, self._running}, return_when=asyncio.FIRST_COMPLETED)
+        if not writing.done() or self._running.done():
+            writing.cancel()
+            raise BrokenPipeError("the process has ended")
+        await writing
+
+    async def wait(self) -> int:
+        """Return its exit status, once it has ended."""
+        await asyncio.wait({self._running})
+        return self._status()
+
+    async def poll(self) -> int | None:
+        """Return its exit status, or ``None`` while it runs."""
+        return self._status() if self._running.done() else None
+
+    def _status(self) -> int:
+        # A task that is cancelled before its first step has no result.
+        return _KILLED if self._running.cancelled() else self._running.result()
+
+    async def terminate(self) -> None:
+        """Send it SIGTERM."""
+        await self._runtime.run(["sh", "-c", 'kill "$(cat "$1/pid")"', "sh", self._directory], {})
+
+    async def kill(self) -> None:
+        """Kill it, and what it has started."""
+        self._running.cancel()
+        await asyncio.wait({self._running})
+
+
+async def _read_queue(queue: asyncio.Queue[bytes | None]) -> AsyncIterator[bytes]:
+    while (chunk := await queue.get()) is not None:
+        yield chunk
 
 
 class ChatHarnessConfig(vf.HarnessConfig):  # type: ignore[misc]

@@ -534,13 +534,13 @@ async def _open_servers(
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
     async with AsyncExitStack() as stack:
-        urls, diagnose = config.urls, None
+        urls, launched = config.urls, None
         if not urls:
             logs = served.directory / "logs"
             launched = await stack.enter_async_context(
                 launch_servers(kind, config, model=files, logs=logs, adapters=served.adapters)
             )
-            urls, diagnose = launched.urls, launched.diagnose
+            urls = launched.urls
         opening = ServerEngine.open(
             kind.create_dialect(added_tokens, stream_interval=served.config.stream_interval),
             config,
@@ -548,7 +548,7 @@ async def _open_servers(
             model=files,
             snapshot=snapshot,
             publish_directory=served.directory / "published",
-            diagnose=diagnose,
+            processes=launched,
             find_weights=find_weights,
             adapters=served.adapters,
         )

@@ -72,7 +72,7 @@ async def check(kind: Backend, config: ServerConfig, directory: Path) -> None:
             model=path,
             snapshot=Snapshot(version=0, path=path),
             publish_directory=directory / "published",
-            diagnose=launched.diagnose,
+            processes=launched,
             adapters=slots,
         ) as engine,
     ):

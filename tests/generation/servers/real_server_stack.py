@@ -88,7 +88,7 @@ async def open_server_stack(
             model=path,
             snapshot=Snapshot(version=0, path=path),
             publish_directory=directory / "published",
-            diagnose=launched.diagnose,
+            processes=launched,
             find_weights=trainer.find,
         ) as engine,
     ):

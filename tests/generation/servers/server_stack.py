@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from attrs import define
+from tests.generation.servers.fake_process import script
 
 from areal_actors.domain import SampleKey, Sampling
 from areal_actors.errors import CheckpointError
@@ -24,11 +25,6 @@ from areal_actors.testing.sglang_server import FakeSGLang, open_sglang_server
 from areal_actors.training.weight_store import StorePublisher, WeightStore, WeightStoreActor
 
 CONFIG = ServerConfig(health_interval_seconds=0.05, start_timeout_seconds=20, health_timeout_seconds=2)
-
-
-def script(prompt) -> list[int]:
-    """Sixty tokens that count on from the last of the prompt, so that a gap or a repetition shows."""
-    return [3 + (int(prompt[-1]) - 3 + i + 1) % 300 for i in range(60)]
 
 
 WHOLE = script([5, 6, 7])[:40]

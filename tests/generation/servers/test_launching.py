@@ -54,7 +54,7 @@ async def test_a_server_that_dies_at_once_is_named_with_its_last_words(tmp_path:
                 model=model,
                 snapshot=Snapshot(version=0, path=model),
                 publish_directory=tmp_path / "published",
-                diagnose=launched.diagnose,
+                processes=launched,
             ),
         ):
             pass

@@ -53,8 +53,11 @@ class ServerConfig:
     """How long a server may send nothing during an answer; it does while weights are loaded."""
     health_interval_seconds: float = field(default=2.0, validator=gt(0))
     """Interval between health checks."""
-    health_timeout_seconds: float = field(default=10.0, validator=gt(0))
-    """How long a health check may take."""
+    health_timeout_seconds: float = field(default=3.5, validator=gt(0))
+    """How long a health check may take. After two that took longer, requests continue at other servers."""
+    hang_timeout_seconds: float = field(default=90.0, validator=gt(0))
+    """A server that was started here, has served, and has not answered health checks for this long is killed and
+    started again."""
     stream_interval: int = field(default=32, validator=ge(1))
     """Tokens per event of answers that no client streams; each event costs 40 µs on its way. A lost server loses the
     tokens of an incomplete event, which another one samples again."""

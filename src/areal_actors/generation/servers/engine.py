@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
 from uuid import uuid4
@@ -47,9 +47,9 @@ from areal_actors.generation.servers.broadcasting import FindWeights, open_broad
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
 from areal_actors.generation.servers.dialect import Attribution, ServerDialect
 from areal_actors.generation.servers.pool import (
-    Diagnose,
     Server,
     ServerPool,
+    ServerProcesses,
     leave_groups_at_end,
     open_gateway,
     open_servers,
@@ -80,7 +80,6 @@ class ServerEngine:
         self._config = config
         self._dialect = pool.dialect
         self._gateway: httpx.AsyncClient | None = None
-        self._diagnose: Diagnose = _diagnose_nothing
         self._running: dict[str, ServerGeneration] = {}
         self._placed: dict[ServerGeneration, Server] = {}
         # Numbers by the names of EngineStatistics, which is frozen: copying it for each chunk would take 10 µs.
@@ -99,7 +98,7 @@ class ServerEngine:
         model: Path,
         snapshot: Snapshot,
         publish_directory: Path,
-        diagnose: Diagnose | None = None,
+        processes: ServerProcesses | None = None,
         find_weights: FindWeights | None = None,
         adapters: AdapterSlots | None = None,
     ) -> AsyncIterator[ServerEngine]:
@@ -112,7 +111,8 @@ class ServerEngine:
             model: the directory of the model that they serve, for its vocabulary and its shapes.
             snapshot: the initial weights, loaded into every server whatever weights it has.
             publish_directory: where weights are written for the servers, which must see it under the same path.
-            diagnose: returns why a server's process ended; opening fails with that reason.
+            processes: the servers' processes, if they were started here. If one ends while it is opened, opening fails
+                with the reason; one that hangs is killed.
             find_weights: finds the weight store of snapshots with ``is_kept``.
             adapters: serve adapters of this size next to ``model``, whose weights the servers keep: snapshots after
                 the first one are adapters.
@@ -146,18 +146,18 @@ class ServerEngine:
                         weights=weights,
                         broadcasts=broadcasts,
                         adapters=loaded,
+                        processes=processes,
                     )
                 ) as pool,
                 leave_groups_at_end(pool),
                 unload_adapters_at_end(pool),
                 open_gateway(config) as gateway,
             ):
-                diagnose = diagnose or _diagnose_nothing
-                await wait_until_ready(pool, config, diagnose)
+                await wait_until_ready(pool, config)
                 info = _describe(pool, model)
                 publisher.dtype = info.dtype
                 engine = cls(pool, publisher, info, config)
-                engine._gateway, engine._diagnose = gateway, diagnose
+                engine._gateway = gateway
                 yield engine
         finally:
             with anyio.CancelScope(shield=True):
@@ -353,10 +353,13 @@ class ServerEngine:
             while not self._pool.serving:
                 await self._pool.changed.wait()
             return
-        reasons = "; ".join(
-            str(server.failure or f"{server.url} does not answer. {self._diagnose(server.url) or ''}").strip()
-            for server in self._pool.servers
-        )
+        processes = self._pool.processes
+
+        def explain(server: Server) -> str:
+            ended = None if processes is None else processes.diagnose(server.url)
+            return str(server.failure or f"{server.url} does not answer. {ended or ''}").strip()
+
+        reasons = "; ".join(map(explain, self._pool.servers))
         raise EngineError(
             f"No server of {self._info.name} was ready within {self._config.start_timeout_seconds:g} s: {reasons}"
         )
@@ -381,8 +384,9 @@ class ServerEngine:
         try:
             client = self._gateway or server.generating
             opening = self._dialect.generate(client, request, routing_key=routing_key, adapter=name)
-            async with opening as deltas:
-                async for delta in deltas:
+            async with AsyncExitStack() as stack:
+                deltas = await server.until_silent(stack.enter_async_context(opening))
+                while (delta := await server.until_silent(anext(deltas, None))) is not None:
                     has_ended = delta.finish is not None
                     if run.is_ending and not (has_ended or was_abort_repeated):
                         # The server may have received the abort before the request, and dropped it: repeat it once.
@@ -422,8 +426,9 @@ class ServerEngine:
         server = self._placed.get(run)
         if server is None or run.attempt_id is None:
             return
-        # Behind a gateway, any server may have the attempt.
+        # Behind a gateway, any server may have the attempt. A silent one would only cost time.
         asked = self._pool.servers if self._gateway is not None else (server,)
+        asked = tuple(each for each in asked if each.silent_since is None)
         with anyio.move_on_after(_ABORT_SECONDS, shield=True):
             for each in asked:
                 with suppress(EngineError):
@@ -438,10 +443,6 @@ class ServerEngine:
     @property
     def _busy_seconds(self) -> float:
         return anyio.current_time() - self._busy_since if self._placed else 0.0
-
-
-def _diagnose_nothing(_: str) -> None:
-    return None
 
 
 # ------------------------------------------------------------------------------------------------------- opening

@@ -9,10 +9,11 @@ and the start command of each kind.
 from __future__ import annotations
 
 import os
+import signal
 import socket
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import cast
@@ -64,6 +65,12 @@ class LaunchedServers:
     def diagnose(self, url: str) -> str | None:
         """Return how the last process of ``url`` ended, or ``None`` if none has."""
         return self.ends.get(url)
+
+    def kill(self, url: str) -> None:
+        """Kill the process group of ``url``, also if it is stopped. Another process is started in its place."""
+        if (group := self.processes.get(url)) is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
 
 
 def format_command(

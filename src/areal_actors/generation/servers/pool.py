@@ -1,14 +1,20 @@
 """The servers behind one engine: which of them are ready, with which weights, and how lost servers are replaced.
 
 A server is ready once it has answered, has the weights that were published last, and is paused exactly if the engine
-is. A server that does not answer, or fails a request, is removed at once. Its watcher brings it back after asking for
-the label of its weights: a server that was restarted has none of our labels.
+is. A server that refuses connections, or fails a request, is removed at once; one that is silent (its process is
+stopped or hangs) after two health checks. What waits for an answer of a silent server is cancelled, so that requests
+continue elsewhere and the other servers need not wait for it. A process that was started here and stays silent is
+killed.
+
+The watcher of a server brings it back after asking for the label of its weights: a server that was restarted has none
+of our labels.
 """
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Protocol, TypeVar
 
 import anyio
 import httpx
@@ -28,9 +34,9 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import ReplicaState
 
 __all__ = [
-    "Diagnose",
     "Server",
     "ServerPool",
+    "ServerProcesses",
     "leave_groups_at_end",
     "open_gateway",
     "open_servers",
@@ -41,6 +47,11 @@ __all__ = [
 ]
 
 _log = get_logger(__name__)
+
+_NUM_SILENT_CHECKS = 2
+"""Health checks in a row that a server leaves without an answer before it counts as silent: one may be unlucky."""
+
+T = TypeVar("T")
 
 
 @define(eq=False, kw_only=True)
@@ -54,6 +65,11 @@ class Server(ReplicaStatus):
     """Why the last attempt to prepare it failed."""
     may_be_outdated: bool = False
     """Whether it may answer with outdated weights: it was not checked yet, or is being prepared."""
+    silent_since: float | None = None
+    """When the first health check began that it left without an answer; ``None`` if it answered the last one."""
+    has_served: bool = False
+    """Whether its process has served: one that starts may be silent for minutes."""
+    _waiting: set[anyio.CancelScope] = field(factory=set, init=False)
 
     @property
     def url(self) -> str:
@@ -69,6 +85,21 @@ class Server(ReplicaStatus):
         """Take the server out until its watcher, which this wakes, has checked it and its weights."""
         self.state, self.may_be_outdated = ReplicaState.JOINING, True
         self.wakeup.set()
+
+    async def until_silent(self, answer: Awaitable[T]) -> T:
+        """Await an answer of the server. Raises ``EngineError`` if the server is silent before it comes."""
+        with anyio.CancelScope() as scope:
+            self._waiting.add(scope)
+            try:
+                return await answer
+            finally:
+                self._waiting.discard(scope)
+        raise EngineError(f"{self.url} does not answer any more.")
+
+    def give_up(self) -> None:
+        """Cancel everything that waits in ``until_silent``."""
+        for scope in self._waiting:
+            scope.cancel()
 
 
 @define(eq=False, kw_only=True)
@@ -86,6 +117,8 @@ class ServerPool(ReplicaRegistry[Server]):
     """Sends weights from the weight store to servers, if the run has a store."""
     adapters: Adapters | None = None
     """Loads adapters into servers, if they keep their weights and are given adapters."""
+    processes: ServerProcesses | None = None
+    """The processes of servers that were started here."""
     is_paused: bool = False
     is_loading: bool = False
     num_loads: int = 0
@@ -216,7 +249,7 @@ class ServerPool(ReplicaRegistry[Server]):
 
         async def act(server: Server) -> None:
             try:
-                await action(server)
+                await server.until_silent(action(server))
             except ModelError as error:
                 refusals.append(error)
             except EngineError as error:
@@ -235,28 +268,58 @@ class ServerPool(ReplicaRegistry[Server]):
         while True:
             server.wakeup = anyio.Event()
             # Servers that serve are asked as well: one that dies between two generations must not get the next one.
-            is_alive = False
-            with anyio.move_on_after(self.config.health_timeout_seconds):
-                is_alive = await self.dialect.is_ready(server.control)
-            if not is_alive:
+            if not await self._answers(server):
                 if server.is_serving:
                     _log.warning("server_lost", url=server.url, reason="it does not answer")
                 server.state = ReplicaState.JOINING
             elif not server.is_serving:
                 server.may_be_outdated = True
                 try:
-                    async with self.control:
-                        await self._prepare(server)
-                except ArealError as error:
-                    server.failure = error
-                    _log.warning("server_not_ready", url=server.url, reason=str(error))
+                    async with anyio.create_task_group() as tasks:
+                        # All servers wait for the one that holds ``control``.
+                        tasks.start_soon(self._check_while_preparing, server)
+                        async with self.control:
+                            await server.until_silent(self._prepare(server))
+                        tasks.cancel_scope.cancel()
+                except* ArealError as errors:
+                    server.failure = next(error for error in errors.exceptions if isinstance(error, ArealError))
+                    _log.warning("server_not_ready", url=server.url, reason=str(server.failure))
                 else:
-                    server.failure, server.state = None, ReplicaState.SERVING
+                    server.failure, server.state, server.has_served = None, ReplicaState.SERVING, True
                     _log.info("server_serves", url=server.url, version=self.weights.version)
             server.may_be_outdated = False
             self.notify()
             with anyio.move_on_after(self.config.health_interval_seconds):
                 await server.wakeup.wait()
+
+    async def _answers(self, server: Server) -> bool:
+        """Return whether a server answers. If it is silent, give up on what waits for it, and kill it in the end."""
+        began = anyio.current_time()
+        for _ in range(_NUM_SILENT_CHECKS):
+            with anyio.move_on_after(self.config.health_timeout_seconds):
+                is_ready = await self.dialect.is_ready(server.control)
+                server.silent_since = None
+                # A server that refuses connections is started again, or has not begun to listen.
+                server.has_served = server.has_served and is_ready
+                return is_ready
+        silent_since = server.silent_since = began if server.silent_since is None else server.silent_since
+        # Behind a gateway, any request may be at this server.
+        for each in (server,) if self.config.gateway_url is None else self.servers:
+            each.give_up()
+        silent_seconds = anyio.current_time() - silent_since
+        if self.processes is not None and server.has_served and silent_seconds >= self.config.hang_timeout_seconds:
+            _log.warning("server_killed", url=server.url, reason=f"it has not answered for {silent_seconds:.0f} s")
+            self.processes.kill(server.url)
+            server.has_served = False
+        return False
+
+    async def _check_while_preparing(self, server: Server) -> None:
+        """Give up on a server that is silent while it is prepared."""
+        # One that has just started may be silent for long while it loads its first weights.
+        is_alive = server.has_served
+        while is_alive:
+            await anyio.sleep(self.config.health_interval_seconds)
+            is_alive = await self._answers(server)
 
     async def _prepare(self, server: Server) -> None:
         """Load the current weights into a server, unless it has them, and pause or resume it as the engine is.
@@ -309,8 +372,14 @@ def read_key(config: ServerConfig) -> str | None:
         raise ConfigError(f"api_key_file: {config.api_key_file} cannot be read: {error.strerror}") from error
 
 
-Diagnose = Callable[[str], str | None]
-"""Returns why the server at a URL has no process; ``None`` while it has one, or if it was not started here."""
+class ServerProcesses(Protocol):
+    """The processes of servers that were started here, by URL."""
+
+    def diagnose(self, url: str) -> str | None:
+        """Return how the last process of a server ended; ``None`` if none has."""
+
+    def kill(self, url: str) -> None:
+        """Kill the process of a server. Another one is started in its place."""
 
 
 @asynccontextmanager
@@ -352,14 +421,16 @@ async def unload_adapters_at_end(pool: ServerPool) -> AsyncIterator[None]:
             await pool.unload_adapters()
 
 
-async def wait_until_ready(pool: ServerPool, config: ServerConfig, diagnose: Diagnose) -> None:
+async def wait_until_ready(pool: ServerPool, config: ServerConfig) -> None:
     """Wait until all servers are ready. Raises ``EngineError`` or ``ModelError`` for one that cannot become ready."""
+    processes = pool.processes
     with anyio.move_on_after(config.start_timeout_seconds):
         while len(pool.serving) < len(pool.servers):
             for server in pool.servers:
                 if server.failure is not None:
                     raise server.failure
-                if not server.is_serving and (reason := diagnose(server.url)) is not None:
+                reason = None if processes is None or server.is_serving else processes.diagnose(server.url)
+                if reason is not None:
                     raise EngineError(f"The server at {server.url} has ended before it was ready. {reason}")
             await pool.changed.wait()
         for server in () if pool.broadcasts is None else pool.servers:

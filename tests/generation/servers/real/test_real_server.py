@@ -213,7 +213,7 @@ async def test_a_killed_server_comes_back_and_nothing_is_lost(backend, config, p
             model=policy.directory,
             snapshot=policy.snapshot(0),
             publish_directory=tmp_path / "published",
-            diagnose=launched.diagnose,
+            processes=launched,
         ) as remote,
     ):
         await remote.load(policy.snapshot(1))

@@ -1,0 +1,103 @@
+"""Servers that hang: real processes that are stopped, as a deadlock or a lost GPU would stop them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import anyio
+import psutil
+import pytest
+from tests.generation.servers.server_stack import WHOLE, ask, ids_of
+
+from areal_actors.generation.base import Snapshot
+from areal_actors.generation.servers.config import Backend, ServerConfig
+from areal_actors.generation.servers.engine import ServerEngine
+from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
+from areal_actors.generation.servers.sglang import SGLangDialect
+from areal_actors.models.built_in import create_tiny
+
+pytestmark = pytest.mark.anyio
+ROOT = Path(__file__).parents[3]
+
+
+@asynccontextmanager
+async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tuple[ServerEngine, LaunchedServers]]:
+    """Two servers, each of which counts as silent after 0.6 to 0.65 s."""
+    model = create_tiny(tmp_path / "models")
+    config = ServerConfig(
+        num_servers=2,
+        command=(sys.executable, "-m", "tests.generation.servers.fake_process"),
+        environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        health_interval_seconds=0.05,
+        health_timeout_seconds=0.3,
+        **settings,
+    )
+    kind = KINDS[Backend.SGLANG]
+    with anyio.fail_after(60):
+        async with (
+            launch_servers(kind, config, model=model, logs=tmp_path / "logs") as launched,
+            ServerEngine.open(
+                SGLangDialect(stream_interval=4),
+                config,
+                urls=launched.urls,
+                model=model,
+                snapshot=Snapshot(version=0, path=model),
+                publish_directory=tmp_path / "published",
+                processes=launched,
+            ) as engine,
+        ):
+            try:
+                yield engine, launched
+            finally:
+                for process in launched.processes.values():
+                    os.killpg(process, signal.SIGCONT)
+
+
+async def test_answers_continue_elsewhere_when_a_server_hangs(tmp_path: Path) -> None:
+    """Each of two answers is at a server; one server is stopped after the first tokens of both. No token is missing."""
+    heard: dict[int, list] = {0: [], 1: []}
+    begun = [anyio.Event(), anyio.Event()]
+
+    async def read(engine: ServerEngine, number: int) -> None:
+        async with engine.generate(ask(number)) as chunks:
+            async for chunk in chunks:
+                heard[number].append(chunk)
+                begun[number].set()
+
+    async with open_processes(tmp_path) as (engine, launched):
+        async with anyio.create_task_group() as tasks:
+            for number in (0, 1):
+                tasks.start_soon(read, engine, number)
+            for event in begun:
+                await event.wait()
+            stopped = launched.processes[launched.urls[0]]
+            os.killpg(stopped, signal.SIGSTOP)
+        assert psutil.STATUS_STOPPED == psutil.Process(stopped).status()
+
+    assert [WHOLE, WHOLE] == [ids_of(chunks) for chunks in heard.values()]
+
+
+async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_path: Path) -> None:
+    """The other one serves the new weights; the stopped process is killed, and its successor has them, too."""
+    async with open_processes(tmp_path, hang_timeout_seconds=1.0) as (engine, launched):
+        first, second = launched.urls
+        stopped = launched.processes[first]
+        os.killpg(stopped, signal.SIGSTOP)
+        await engine.load(Snapshot(version=1, path=create_tiny(tmp_path / "models")))
+        async with engine.generate(ask(0)) as chunks:
+            updated = [chunk async for chunk in chunks]
+        while launched.processes.get(first) in (stopped, None):
+            await anyio.lowlevel.checkpoint()
+        assert not psutil.pid_exists(stopped)
+
+        os.killpg(launched.processes[second], signal.SIGSTOP)
+        async with engine.generate(ask(1)) as chunks:
+            replaced = [chunk async for chunk in chunks]
+
+    assert [WHOLE, WHOLE] == [ids_of(updated), ids_of(replaced)]
+    assert {1} == {chunk.version for chunk in (*updated, *replaced)}

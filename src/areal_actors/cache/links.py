@@ -335,6 +335,8 @@ class ParentIndex:
             answered = [message.tool_call_id for message in results if message.tool_call_id]
             called = {call.id for message in messages[:position] for call in message.tool_calls} if answered else ()
             ids = [name for name in answered if name not in called]
+        # Claude Code adds replace_all: false to the arguments of its own calls, the AI SDK fills in defaults of a
+        # schema: such an echo matches no answer word for word, but keeps the ids.
         output = None if parent is None else parent.output
         if not ids or (output is not None and {call.id for call in output.tool_calls}.issuperset(ids)):
             return None
@@ -402,6 +404,7 @@ class ParentIndex:
         """Return the match of a request that edits the answer of ``entry``, now at ``position``, or its history."""
         parent, messages = self._lookup(entry.id), history.messages
         stored, start = full_history(parent, self._lookup), num_leading_instructions(messages)
+        # Faithful echoes at the start stay the parent's own messages; everything after them is new.
         num_shared = 0
         for left, right in zip(without_instructions(stored), messages[start:], strict=False):
             if left != right and not (message_digest(left) == message_digest(right) and is_echo(left, right)):

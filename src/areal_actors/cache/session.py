@@ -189,6 +189,7 @@ class SessionStore:
         # Merged last below, so that metadata cannot replace the name of the user.
         owner_names = {} if user is None else {_USER: user, _USER_KEY: user_key}
         role_keys = {role: f"sk-{self._token()}" for role in roles}
+        # Digests, so that the journal, which stores the metadata, holds no key in plain text.
         digests = {role: _digest(role_key).hex() for role, role_key in role_keys.items()}
         role_names = {_ROLE_KEYS: digests} if digests else {}
         tree = ConversationTree(session_id, group=group, metadata={**(metadata or {}), **owner_names, **role_names})
@@ -271,7 +272,8 @@ class SessionStore:
             return _required(owner)
         named = self._sessions.get(credential.session)
         if named is not None and digest is not None and _opens(named, digest):
-            return named  # even if a later session uses the same key
+            # The key still opens this session, even if a later one uses it, too.
+            return named
         if not is_capability and _required(owner).id != credential.session:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
         session = self.get(credential.session)

@@ -164,6 +164,7 @@ class Schema(Generic[C]):
         The file is written completely or not at all; one that contains a key is readable by its owner only.
         """
         text = format_yaml(plain(create_converter(path.parent).unstructure(config, self.cls)))
+        # A file that only its owner can read stays so.
         is_secret = redact_settings(text) != text or (path.exists() and not path.stat().st_mode & 0o077)
         mode = 0o600 if is_secret else 0o666
         atomic_write(path, text, mode=mode)
@@ -191,6 +192,7 @@ class Schema(Generic[C]):
             value = _take(data, alias)
             if value is None:
                 continue
+            # Both names of one setting in a file: either value could be the one that was meant.
             if _take(data, name) is not None:
                 text = f"is another name of {format_path(name)}, which is given too; keep one of them"
                 found.append(_format(Mistake(path=alias, text=text), document.locate(alias)))

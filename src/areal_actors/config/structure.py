@@ -222,6 +222,7 @@ def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> 
             return float(value)
         except OverflowError:
             raise _wrong(value, "a number that fits into a float") from None
+    # Texts typed on the command line are of a subclass of str.
     if (str if isinstance(value, str) else type(value)) is not kind:
         raise _wrong(value, expected or describe_type(kind), kind)
     return kind(value)
@@ -374,6 +375,7 @@ def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
     for name, setting in settings.items():
         if name not in value and is_required(setting):
             found.append(Mistake(path=(name,), text=f"is missing; it must be {describe_type(setting.type)}"))
+    # Validators of the right parts run even if others are wrong, so that one list has all complaints.
     found += _validate(cls, made, given=value)
     if found:
         raise Mistakes(found)

@@ -162,7 +162,8 @@ def render(state: RunState, now: float) -> RenderableType:
     table.add_column(ratio=1)
     table.add_row(f"step {state.step}/{state.total_steps}", ProgressBar(total=state.total_steps, completed=state.step))
     for label, text in _rows(state, now):
-        is_verdict = label == "verdict"  # the only row that is worth several lines
+        # The only row that is worth several lines.
+        is_verdict = label == "verdict"
         table.add_row(
             label, Text(text, overflow="ellipsis", no_wrap=not is_verdict, style="bold" if is_verdict else "")
         )

@@ -69,6 +69,8 @@ def read_record(directory: RunDirectory) -> RunRecord | None:
         return None
     if record.status is RunStatus.SERVING and not _is_locked(directory):
         return RunRecord(**found | {"status": RunStatus.FINISHED})
+    # A killed process cannot write how it ended: the record still says running, while the lock of the directory is
+    # free.
     if record.status is RunStatus.RUNNING and not _is_locked(directory):
         return RunRecord(**found | {"status": RunStatus.KILLED, "reason": "its process ended without a word"})
     return record

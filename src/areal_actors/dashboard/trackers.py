@@ -242,7 +242,8 @@ class Mlflow:
         self._id = run.info.run_id
         self._run.remember("mlflow", run_id=run.info.run_id, tracking_uri=uri)
         found = [Param(name, str(value)[:_MAX_PARAMETER]) for name, value in _flatten(self._run.settings())]
-        for start in range(0, len(found), 100):  # the most that a request may have
+        # MLflow takes at most 100 parameters in one request.
+        for start in range(0, len(found), 100):
             self._client.log_batch(self._id, params=found[start : start + 100])
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -280,7 +281,8 @@ class Trackio:
             "resume": "allow" if self._run.recall("trackio") else "never",
             "embed": False,
         }
-        with redirect_stdout(sys.stderr):  # standard output belongs to the command
+        # Standard output belongs to the command.
+        with redirect_stdout(sys.stderr):
             self._trackio_run = trackio.init(**{**options, **self._options})
         self._run.remember("trackio", name=self._run.trial)
 

@@ -104,6 +104,7 @@ def estimate_mean(clusters: Sequence[Sequence[float]]) -> Estimate:
     if num_clusters < 2:  # noqa: PLR2004 - a variance needs two
         return Estimate(value=mean)
     squares = math.fsum(math.fsum(value - mean for value in cluster) ** 2 for cluster in clusters)
+    # Without the factor G / (G - 1), the error is too small for few problems.
     error = math.sqrt(squares * num_clusters / (num_clusters - 1)) / num_values
     return Estimate(value=mean, standard_error=error, low=mean - _Z_95 * error, high=mean + _Z_95 * error)
 

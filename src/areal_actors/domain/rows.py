@@ -329,6 +329,7 @@ def branch_ends(predecessors: Ints) -> Indices:
 def path_to(end: int, predecessors: Ints) -> Indices:
     """Return the ancestors of token ``end``, root first, and the token itself: int64 [depth + 1]."""
     starts = _run_starts(predecessors)
+    # One run of neighbours at a time, instead of one token: rows have few branches.
     parts: list[Indices] = []
     while end >= 0:
         start = int(starts[np.searchsorted(starts, end, side="right") - 1])
@@ -365,6 +366,7 @@ def unfold(row: Trajectory) -> tuple[Branch, ...]:
     """
     if row.predecessors is None:
         return (Branch(row=row, places=np.arange(row.num_tokens)),)
+    # A shared token is trained in the first branch that has it, so that each is trained once.
     is_done = np.zeros(row.num_tokens, np.bool_)
     branches: list[Branch] = []
     for end in branch_ends(row.predecessors).tolist():
@@ -382,6 +384,7 @@ def _branch(row: Trajectory, places: npt.NDArray[np.int64], is_done: npt.NDArray
     kept, turns = np.unique(row.turns[places][sampled], return_inverse=True)
     renumbered = np.full(len(places), -1, np.int32)
     renumbered[sampled] = turns
+    # The reward of a row is the return of its last turn, which differs from branch to branch.
     last = int(places[sampled][-1]) if sampled.any() else None
     is_whole = last is not None and int(row.turns[last]) == len(row.interactions) - 1
     return evolve(

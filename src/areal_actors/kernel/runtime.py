@@ -314,6 +314,7 @@ class StreamCall(Ask):
         self, message: Any, handler: Handler, cell: Cell, parent: Frame | None, deadline: float, *, limit: int
     ) -> None:
         super().__init__(message, handler, cell, parent, deadline)
+        # The consumer waits for the end of the handler when it leaves the block early.
         self.signal = cell.loop.new_signal()
         self.buffer: deque[Any] = deque()
         self.limit = limit
@@ -589,7 +590,8 @@ class Cell(Watched):
         if self._crash is not None:
             # Without this, an async context manager that suppresses the exception would turn a crash into a normal
             # stop.
-            raise self._crash  # a lifespan sees the error, but must not swallow it
+            # A lifespan sees the error, but must not swallow it.
+            raise self._crash
         if not self.born.is_set():
             raise ActorStopped(f"actor {self.name!r} was stopped before its lifespan was entered")
 
@@ -1130,6 +1132,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         return call
 
     async def _await_reply(self, ask: Ask) -> Any:
+        # Created before the message is sent, because a mailbox that closes refuses it at once.
         ask.signal = signal = self.cell.loop.new_signal()
         self._send(ask)
         try:

@@ -27,7 +27,8 @@ def take(path: Path) -> int | None:
     Raises:
         OSError: the file cannot be opened, or cannot be locked (``NO_LOCKS``).
     """
-    import fcntl  # does not exist on Windows, where this module must be importable
+    # Does not exist on Windows, where this module must be importable.
+    import fcntl
 
     # O_CLOEXEC: a child that inherited the descriptor would hold the lock after this process has ended.
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)

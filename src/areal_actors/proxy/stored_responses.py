@@ -46,6 +46,8 @@ class StoredResponses:
         Raises:
             InvalidRequest: a reference to an item that no answer of the session has.
         """
+        # The AI SDK's default OpenAI provider echoes text and reasoning as references, because answers say that they
+        # are stored.
         names = find_references(body)
         if not names:
             return body
@@ -66,6 +68,7 @@ class StoredResponses:
         if exchange.method == "GET":
             await exchange.send_json(200, format_stored_response(await self._find(exchange), model=self.model))
             return
+        # Not deleted from the session: an answer that the agent acted upon belongs to its episode.
         hidden = HideAnswer(credential=await self._credential(exchange), interaction=InteractionId(exchange.item))
         name = await self.sessions.ask(hidden)
         await exchange.send_json(200, {"id": name, "object": "response", "deleted": True})

@@ -256,6 +256,7 @@ class Launcher(Actor[Hosting]):
     async def _borrow(self, service: _Service) -> ServiceInUse:
         """Return the service once it listens. Raises as ``UseService`` documents."""
         name, seconds = service.trial.name, self._config.start_timeout_seconds
+        # The start goes on after this time; only the request that waits for it is answered.
         with anyio.move_on_after(seconds):
             while True:
                 running = service.running

@@ -126,6 +126,7 @@ class ServiceProcesses:
         own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.service_name": trial.home}
         settings = [str(self.settings), *(f"{path}={json.dumps(value)}" for path, value in own.items())]
         log = await to_thread.run_sync(BoundedLog, directory.service_log)
+        # A service continues from its journal, whether it was stopped or has died.
         resume = ["--resume"] if directory.has_run else []
         command = [sys.executable, "-m", "areal_actors", "serve", *settings]
         try:

@@ -102,6 +102,8 @@ class RetryCache(Generic[W]):
                     "This Idempotency-Key came with another request before; use a new key for a new request."
                 )
         elif attempt.number > 0:
+            # Equality alone proves nothing: parallel identical calls are siblings. Only a number above 0 declares a
+            # retry.
             candidates = [
                 sending
                 for sending in reversed(self._sendings.values())  # among equals, the latest

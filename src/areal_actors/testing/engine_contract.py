@@ -124,6 +124,7 @@ async def check_ends_at_max_new_tokens(subject: Subject) -> None:
 
 async def check_stop_token_is_delivered(subject: Subject) -> None:
     """A stop token ends a generation with STOP and is the last token delivered."""
+    # An engine whose samples do not follow keys repeats an answer only at temperature 0.
     temperature = 1.0 if subject.engine.info.samples_follow_keys else 0.0
     free = join_ids(await collect(subject.engine, create_request(subject, temperature=temperature)))
     stopping = create_request(subject, stop_token_ids=(free[2],), temperature=temperature)
@@ -152,6 +153,7 @@ async def check_samples_follow_the_key(subject: Subject) -> None:
 
 async def check_concurrent_requests_all_end(subject: Subject) -> None:
     """More requests than run at once are all served."""
+    # Three of them have to wait for a place, unless the engine runs more than 16 at once.
     number = min(subject.engine.info.max_concurrent, 16) + 3
     ended: list[FinishReason | None] = []
 

@@ -108,7 +108,8 @@ def _rewrite_arguments(message: ChatMessage, write: Callable[[object], str]) -> 
         try:
             return evolve(call, arguments=write(json.loads(call.arguments, parse_constant=_refuse)))
         except (ValueError, RecursionError):
-            return call  # clients cannot parse it either, and pass it on as text
+            # Clients cannot parse it either, and pass it on as text.
+            return call
 
     return evolve(message, tool_calls=tuple(map(rewrite, message.tool_calls)))
 

@@ -325,7 +325,8 @@ async def _listen_unix(path: Path) -> SocketListener[Any]:
     try:
         stream = await anyio.connect_unix(path)
     except OSError:
-        pass  # no listener: anyio replaces the file that a dead one left
+        # No listener: anyio replaces the file that a dead one left.
+        pass
     else:
         await anyio.aclose_forcefully(stream)
         raise ActorError(f"another process already listens at unix:{path}; choose another path")

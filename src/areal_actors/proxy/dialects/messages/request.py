@@ -206,7 +206,8 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
             case "thinking":
                 thoughts.append(_string(block, "thinking", at))
             case "redacted_thinking":
-                pass  # encrypted; only Anthropic can read it
+                # It is encrypted: only Anthropic can read it.
+                pass
             case _:
                 texts.append(_text_of(block, at))
     return ChatMessage(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,8 +13,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.stacks.inference_stack import encode, open_inference_stack
 
+from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.messages import DescribeEndpoint, OpenSession
-from areal_actors.proxy import ProxyServer
+from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.proxy.exchange import Histogram, Meter
 from areal_actors.testing.engines import EchoEngine
 
@@ -25,7 +27,7 @@ BODY = {"messages": [{"role": "user", "content": "why?"}]}
 
 
 @asynccontextmanager
-async def served(engine: EchoEngine | None = None):
+async def served(engine: EchoEngine | None = None, config: ProxyConfig | None = None):
     """The whole stack, an HTTP client and an open session."""
     engine = engine or EchoEngine(lambda _: encode("one two"))
     async with open_inference_stack(engine=engine, max_seconds=60) as inference:
@@ -34,6 +36,7 @@ async def served(engine: EchoEngine | None = None):
             exports=inference.exports,
             capacity=inference.capacity,
             generation=inference.generation,
+            config=config,
         )
         endpoint = await (await inference.system.spawn(proxy)).ask(DescribeEndpoint())
         session = await inference.sessions.ask(OpenSession(task="canary"))
@@ -157,3 +160,24 @@ def test_meters_are_apart():
 
     assert {("health", 200): 1} == one.requests
     assert not other.requests
+
+
+@pytest.mark.parametrize("is_on", [False, True])
+async def test_the_access_log_has_each_request_and_no_secret(tmp_path: Path, *, is_on: bool):
+    """One line of JSON with the id that the client got; neither a key nor the whole id of a session is in it."""
+    path = tmp_path / "log.jsonl"
+    with logging_to_file(path):
+        async with served(config=ProxyConfig(access_log=is_on)) as (_, http, session):
+            headers = {"authorization": f"Bearer {session.api_key}"}
+            answered = await http.post(f"/{session.session}{CHAT}", json=BODY, headers=headers)
+            refused = await http.post(CHAT, json=BODY, headers={"authorization": "Bearer sk-wrong"})
+    text = await anyio.Path(path).read_text()
+    lines = [line for line in map(json.loads, text.splitlines()) if line["event"] == "http_request"]
+
+    assert [answered.headers["x-request-id"], refused.headers["x-request-id"]] * is_on == [
+        line["request"] for line in lines
+    ]
+    assert [("chat/completions", 200), ("chat/completions", 401)] * is_on == [
+        (line["operation"], line["status"]) for line in lines
+    ]
+    assert not any(secret in text for secret in (session.api_key, session.session, "sk-wrong"))

@@ -379,7 +379,8 @@ def create_app(
         "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
     }
     return Starlette(
-        routes=[Operations(operations, traffic, meter)], exception_handlers={HTTPException: _answer_unrouted}
+        routes=[Operations(operations, traffic, meter, has_access_log=config.access_log)],
+        exception_handlers={HTTPException: _answer_unrouted},
     )
 
 

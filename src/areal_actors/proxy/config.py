@@ -49,5 +49,7 @@ class ProxyConfig:
     inert_parameters: tuple[str, ...] = ()
     """Names of request parameters, in addition to the known ones, to accept and ignore."""
     honour_store: HonourStore = field(factory=HonourStore)
+    access_log: bool = False
+    """Whether each request is logged: time, route, session (shortened), client, status and seconds; never a key."""
     unsupported_blocks: UnsupportedBlocks = field(factory=UnsupportedBlocks)
     """Images, files and tools that the model cannot use: refused, described in words, or left out."""

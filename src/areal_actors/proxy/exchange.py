@@ -91,12 +91,15 @@ class Operations(BaseRoute):
     all name one operation. A session cannot be called ``v1``, because session ids end in a random token.
     """
 
-    def __init__(self, table: Mapping[str, Operation], traffic: Traffic, meter: Meter) -> None:
+    def __init__(
+        self, table: Mapping[str, Operation], traffic: Traffic, meter: Meter, *, has_access_log: bool = False
+    ) -> None:
         # A table instead of one regular expression per spelling: the spellings multiply, and every request would try
         # them in turn.
         self._table = table
         self._traffic = traffic
         self._meter = meter
+        self._has_access_log = has_access_log
 
     def find(self, path: str) -> tuple[str, str | None] | None:
         """Return the name of the operation at ``path`` and the session before it, or ``None`` if there is no such path.
@@ -142,6 +145,7 @@ class Operations(BaseRoute):
         except HungUp:
             # Nothing was answered, so there is neither a status nor a latency to record.
             self._meter.hang_ups[exchange.operation] += 1
+            self._log_access(exchange, "hung_up")
             return
         except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
             cause = root_cause(error)
@@ -162,6 +166,22 @@ class Operations(BaseRoute):
                 if exchange.fail_stream is not None:
                     await exchange.send_events(exchange.fail_stream(failure), is_last=True)
         self._meter.note_answer(exchange.operation, exchange.status, perf_counter() - exchange.started_at)
+        self._log_access(exchange, "answered")
+
+    def _log_access(self, exchange: Exchange, outcome: str) -> None:
+        if self._has_access_log:
+            client: tuple[str, int] | None = exchange.scope.get("client")
+            _log.info(
+                "http_request",
+                request=exchange.request_id,
+                client=client and client[0],
+                method=exchange.method,
+                operation=exchange.operation,
+                session=exchange.session,
+                status=exchange.status or None,
+                outcome=outcome,
+                seconds=round(perf_counter() - exchange.started_at, 6),
+            )
 
 
 # ------------------------------------------------------------------------------------------------------ one request

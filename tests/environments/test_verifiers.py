@@ -176,6 +176,19 @@ async def test_each_seat_of_an_environment_is_a_role_with_its_own_reward(tmp_pat
 
 
 @anyio_test
+async def test_a_seat_with_a_client_of_its_own_is_no_part_of_the_session(tmp_path: Path) -> None:
+    """Here nothing listens where its model would be."""
+    client = {"type": "eval", "base_url": "http://127.0.0.1:9/v1", "api_key_var": "NO_SUCH_KEY"}
+    configured = settings("LoneTaskset", env="Pair", options={"second": {"client": client}})
+    async with open_played(configured, lambda _: "red", tmp_path) as play:
+        played = await play()
+
+    assert ["first"] == [turn.tag for turn in played.turns]
+    with pytest.raises(EpisodeError, match="ProviderError"):
+        raise played.error
+
+
+@anyio_test
 async def test_episodes_of_one_environment_run_at_the_same_time(tmp_path: Path) -> None:
     """Each has the reward of its own answer, and verifiers keeps no client of a session that is over."""
     import verifiers.v1.interception.server as module
@@ -359,6 +372,7 @@ async def test_the_null_harness_runs_without_a_sandbox(tmp_path: Path) -> None:
         (settings(harness={"id": "bash", "options": {"edits": True}}), "edits: .*did you mean edit"),
         (settings(harness="ScriptHarness"), "needs a container; set rollout.openai.sandbox: bubblewrap"),
         (settings(options={"agent": {"max_turn": 1}}), r"agent.max_turn"),
+        (settings(options={"interception": {}}), "set interception, which the run sets itself"),
         (settings(harness={"id": "default", "options": {"edit": True}}), "options and no id"),
     ],
 )

@@ -67,6 +67,10 @@ def create_environment(config: VerifiersConfig, sandbox: SandboxConfig) -> Any:
 
     from areal_actors.workflows import verifiers_parts as parts
 
+    if fixed := {"id", "taskset", "interception"} & set(config.env.options):
+        raise WorkflowError(
+            f"The options of env set {', '.join(sorted(fixed))}, which the run sets itself; remove them."
+        )
     taskset = plugin_id(config.taskset.id, vf.Taskset, error=WorkflowError)
     ident = "" if config.env.id == _DEFAULT else plugin_id(config.env.id, vf.Env, error=WorkflowError)
     try:
@@ -173,8 +177,8 @@ class VerifiersAgent:
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         self._log(traces, has_names=len({trace.agent.name for trace in traces}) > 1)
         _check(episode, play.last_output)
-        if len(traces) == 1:
-            return float(traces[0].reward)
+        if len(episode.traces) == 1:
+            return float(traces[0].reward) if traces else {}
         last = play.last_completions
         return {InteractionId(last[trace.id]): float(trace.reward) for trace in traces if trace.id in last}
 

@@ -70,7 +70,7 @@ class Play:
     http_client: httpx.AsyncClient
     sandbox: SandboxConfig
     given: Mapping[str, Any]
-    """The user's settings of the environment: a seat with a client or a runtime there keeps it."""
+    """The user's settings of the environment: a seat with a runtime there keeps it."""
     last_completions: dict[str, str] = field(factory=dict)
     """The id of the last completion of each trace."""
     last_output: str = ""
@@ -92,7 +92,7 @@ class Play:
         seats = [name for name, value in config if isinstance(value, vf.AgentConfig)]
         for seat in seats:
             agent, given = getattr(agents, seat), self.given.get(seat) or {}
-            if "client" not in given:
+            if getattr(config, seat).client is None:  # otherwise its author or the user has another model play it
                 # With api_key_var, the client would read a variable of this process, which runs many sessions.
                 role = {"x-areal-agent": seat} if len(seats) > 1 else {}
                 client = vf.EvalClientConfig(base_url=self.base_url, api_key_var="", headers=role)

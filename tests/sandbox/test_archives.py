@@ -88,3 +88,16 @@ def test_many_files_are_too_many(tmp_path: Path):
     with pytest.raises(OverflowError, match="more than 0 MiB"):
         unpack(archive(entries), str(tmp_path), max_bytes=99 * 4096)
     unpack(archive(entries), str(tmp_path), max_bytes=100 * 4096)
+
+
+@pytest.mark.parametrize("num_blocks", [12, 13, 14, 33])
+def test_an_archive_is_read_to_its_end(tmp_path, num_blocks):
+    """For one size of 20, the end of the files is the end of a record: a pipe's writer must not fail at the next one."""
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "file").write_bytes(bytes(512 * num_blocks))
+    stream = io.BytesIO()
+    pack(str(tmp_path / "source"), stream)
+    stream.seek(0)
+    unpack(stream, str(tmp_path / "target"))
+
+    assert b"" == stream.read()

@@ -10,11 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
+from areal_actors.bugs import FixFunction
 from areal_actors.config import load_config
 from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.lib.references import import_reference
 from areal_actors.run import Trainer
+from areal_actors.workflows import resolve_agent
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -120,6 +122,14 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
     assert (1, 1) == (summary.steps, summary.version)
     assert not failures.exists() or not failures.read_text()
     assert before == set(psutil.Process().children(recursive=True))
+
+
+def test_the_job_of_bugs_can_be_read(tmp_path):
+    """Its agent is found; to train it takes the pretrained model."""
+    config = load_config(EXAMPLES / "bugs.yaml")
+
+    assert "areal_actors.bugs.FixFunction" == config.rollout.workflow
+    assert isinstance(resolve_agent(config.rollout.workflow, workflow_kwargs={"sandbox": "none"}), FixFunction)
 
 
 def test_the_processes_of_a_machine_are_placed():

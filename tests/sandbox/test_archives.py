@@ -92,7 +92,7 @@ def test_many_files_are_too_many(tmp_path: Path):
 
 @pytest.mark.parametrize("num_blocks", [12, 13, 14, 33])
 def test_an_archive_is_read_to_its_end(tmp_path, num_blocks):
-    """For one size of 20, the end of the files is the end of a record: a pipe's writer must not fail at the next one."""
+    """For one size of 20, the files end where a record does: the writer of a pipe must not fail at the next one."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").write_bytes(bytes(512 * num_blocks))
     stream = io.BytesIO()

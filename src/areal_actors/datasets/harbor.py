@@ -71,6 +71,8 @@ class TaskDirectory:
     solution_environment: Mapping[str, str] = field(factory=dict)
     is_relocatable: bool = False
     """Whether its scripts find their files by ``$LOGS_DIR`` and their own location, so that it runs without a box."""
+    masks: Mapping[str, Path] = field(factory=dict)
+    """Files that the agent's box shows in the place of installed modules, by their paths below ``sys.path``."""
     metadata: Mapping[str, Any] = field(factory=dict)
 
     @property
@@ -150,6 +152,7 @@ def load_task(path: Path) -> TaskDirectory:
         verifier_environment=reader.texts("verifier", "env"),
         solution_environment=reader.texts("solution", "env"),
         is_relocatable=reader.table("metadata").get("relocatable") is True,
+        masks={name: path / file for name, file in reader.texts("metadata", "masks").items()},
         metadata=reader.table("metadata"),
     )
 

@@ -357,8 +357,8 @@ def unpack(
                 while content is not None and (chunk := content.read(_MIB)):
                     file.write(chunk)
             os.chmod(path, member.mode & 0o777 | 0o600)  # no setuid
-    # tarfile stops at the first block of zeros, which ends a record for one size of 20. A writer of the last record to a
-    # pipe that is closed by then is killed by SIGPIPE, and the copy fails.
+    # tarfile stops at the first block of zeros, which ends a record for one size of 20. A writer of the last record is
+    # killed by SIGPIPE if its pipe is closed by then, and the copy fails.
     stream.read(tarfile.RECORDSIZE)
     return (*refused, *_make_links(links, target))
 

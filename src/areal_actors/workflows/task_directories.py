@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
+from importlib.util import cache_from_source
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
@@ -127,7 +128,7 @@ async def open_task_box(
         config=config,
         proxy_url=proxy_url,
         readable=readable,
-        mounts=mounts or {},
+        mounts={**(_masks(task) if files is None else {}), **(mounts or {})},
         directories=(*task.directories, _LOGS),
         work_directory=task.work_directory,
     )
@@ -236,6 +237,20 @@ def load_task_of(data: Any, config: SandboxConfig) -> TaskDirectory:
     except DatasetError as error:
         raise EpisodeError(str(error)) from error
     return task
+
+
+def _masks(task: TaskDirectory) -> dict[str, Path]:
+    """Return what hides the installed modules that the task's files take the place of, and their compiled forms."""
+    found = {}
+    for name, shown in task.masks.items():
+        for entry in sys.path:
+            installed = Path(entry, name)
+            if entry and installed.is_file():
+                found[str(installed)] = shown
+                # Not valid as a compiled file, so that the interpreter compiles what is shown.
+                compiled = Path(cache_from_source(str(installed)))
+                found |= {str(compiled): shown} if compiled.is_file() else {}
+    return found
 
 
 def _carried(task: TaskDirectory, logs: str) -> Iterable[str]:

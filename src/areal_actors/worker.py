@@ -86,6 +86,9 @@ class _ControllerLost(Exception):
 def main() -> NoReturn:
     """Run the worker and exit with its status."""
     raise_open_files_limit()
+    # Until the worker listens for it: the default action of the signal would end a worker that is still starting. Not
+    # by blocking it, which would hold for this thread only, and a numeric library has started others.
+    signal.signal(signal.SIGUSR1, _note_early_warning)
     with logging_to_stream():
         line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
         rank = None
@@ -103,6 +106,13 @@ def main() -> NoReturn:
             _log.info("next_controller_is_awaited", worker=bootstrap.node, seconds=bootstrap.rejoin_seconds)
             rejoin_next_controller(bootstrap, "areal_actors.worker")
         sys.exit(code)
+
+
+_early_warnings: list[int] = []
+
+
+def _note_early_warning(number: int, frame: object) -> None:  # noqa: ARG001 - a signal handler
+    _early_warnings.append(number)
 
 
 async def _run(bootstrap: Bootstrap) -> int:
@@ -196,9 +206,20 @@ def _lost(bootstrap: Bootstrap, why: str) -> _ControllerLost:
 
 
 async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
+    # A cluster may warn that it will reclaim the node while models are loaded, which takes minutes.
+    with anyio.open_signal_receiver(signal.SIGUSR1) as warnings:
+        if _early_warnings:
+            signal.raise_signal(signal.SIGUSR1)
+        await _serve_until_warned(bootstrap, controller, warnings)
+
+
+async def _serve_until_warned(
+    bootstrap: Bootstrap, controller: ReconnectingConnection, warnings: AsyncIterator[signal.Signals]
+) -> None:
+    """Open the role and serve. After a warning, a trainer saves its state and raises ``_Preempted``."""
     from areal_actors.run.job import load_rendering
     from areal_actors.run.openers import RoleContext, open_role
-    from areal_actors.run.plan import dependencies_of
+    from areal_actors.run.plan import PREEMPTED, dependencies_of
     from areal_actors.run.ranks import SPEC_SECONDS, expect_ranks, open_ranks
 
     directory = controller.ref(Directory, "directory")
@@ -240,19 +261,9 @@ async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> No
         report = Report(address=listener.address, endpoint=opened.endpoint)
         await directory.ask(ReportReady(worker=bootstrap.name, incarnation=bootstrap.life, report=report))
         _log.info("worker_serves", worker=bootstrap.name, incarnation=bootstrap.life, address=listener.address)
-        await _until_warned(opened.actors.get("trainer"))
-
-
-async def _until_warned(training: Ref[Training] | None) -> None:
-    """Wait for SIGUSR1, by which a cluster warns that it will reclaim the node.
-
-    A trainer then saves its state and raises ``_Preempted``, to continue on another node. Other roles have nothing to
-    save, and continue until they are ended.
-    """
-    from areal_actors.run.plan import PREEMPTED
-
-    with anyio.open_signal_receiver(signal.SIGUSR1) as signals:
-        async for _ in signals:
+        training: Ref[Training] | None = opened.actors.get("trainer")
+        async for _ in warnings:
+            # Other roles have nothing to save, and continue until they are ended.
             if training is not None:
                 await training.tell(RequestStop(reason=PREEMPTED))
                 await training.ask(AwaitTraining())

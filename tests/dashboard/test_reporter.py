@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import errno
+import os
+import shutil
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -127,3 +131,31 @@ async def test_steps_are_in_the_file_when_the_system_ends(tmp_path):
     await report([MetricsWriter(path)], *map(step, range(1, 51)))
 
     assert [record["step"] for record in read_records(path)] == list(range(1, 51))
+
+
+def test_records_come_back_when_a_full_disk_has_space_again(tmp_path):
+    """On a real file system of 1 MiB. It is said once that records pause and once that they resume; no line is cut."""
+    root, marker = tmp_path / "disk", tmp_path / "mounted"
+    root.mkdir()
+    mounting = f"mount -t tmpfs -o size=1m tmpfs {root} && touch {marker} && "
+    program = f"{sys.executable} -m tests.dashboard.full_disk {root} && cp -r {root}/. {tmp_path}/kept"
+    unshare = shutil.which("unshare")
+    if unshare is None:
+        pytest.skip("needs unshare (util-linux)")
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [unshare, "-rm", "sh", "-c", mounting + program], env=environment, capture_output=True, text=True, check=False
+    )
+    if not marker.exists():
+        pytest.skip(f"a file system cannot be mounted in a user namespace here: {done.stderr}")
+
+    assert 0 == done.returncode, done.stderr
+    for name in ("sessions.jsonl", "failures.jsonl", "trajectory dumps"):
+        said = [line for line in done.stdout.splitlines() if f"listener={name}" in line]
+        assert ["records_pause", "records_resume"] == [line.split()[0] for line in said], done.stdout
+    sessions = [record["version"] for record in read_records(tmp_path / "kept" / "sessions.jsonl")]
+    failures = [record["version"] for record in read_records(tmp_path / "kept" / "failures.jsonl")]
+    assert {0, 1, 2, 6, 7, 8} <= set(sessions) < set(range(9))
+    assert {0, 1, 2, 6, 7, 8} <= set(failures) < set(range(9))
+    for path in (tmp_path / "kept").rglob("*.jsonl"):
+        assert path.read_text().endswith("\n") or not path.read_text()

@@ -114,3 +114,6 @@ def test_random_numbers_belong_to_the_key():
     assert len(set(firsts)) == len(keys)
     assert firsts[1] == again()
     assert all(0 <= u < 1 for u in firsts)
+    stream = create_uniforms(keys[0])
+    third = [stream() for _ in range(3)][2]
+    assert third == create_uniforms(SampleKey(seed=1, num_drawn=2))()  # as where it continues after two tokens

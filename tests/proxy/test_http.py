@@ -132,6 +132,7 @@ async def test_rewards_that_mean_nothing():
         nan_body = await http.post(path, content=b'{"reward": NaN}')
         nan_query = await http.post(path, params={"reward": "nan"})
         text = await http.post(path, json={"reward": "good"})
+        quoted, flag = [await http.post(path, json={"reward": value}) for value in ("0.5", True)]
         listed = await http.post(path, json={"reward": [1]})
         nothing = await http.post(path, json={})
         unknown = await http.post(path, json={"reward": 1, "completion_id": "chatcmpl-none"})
@@ -140,8 +141,8 @@ async def test_rewards_that_mean_nothing():
         settled = await http.post(path, json={"reward": 1})
 
     assert early.status_code == 404
-    assert [r.status_code for r in (nan_body, nan_query, text, listed, nothing)] == [400] * 5
-    assert {r.json()["error"]["param"] for r in (nan_query, text, listed, nothing)} == {"reward"}
+    assert [r.status_code for r in (nan_body, nan_query, text, quoted, flag, listed, nothing)] == [400] * 7
+    assert {r.json()["error"]["param"] for r in (nan_query, text, quoted, flag, listed, nothing)} == {"reward"}
     assert unknown.status_code == 404
     assert (two.status_code, two.json()["error"]["param"]) == (400, "completion_id")
     assert settled.status_code == 410

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -151,3 +154,41 @@ async def test_a_first_process_that_is_done_is_done(files, tmp_path, monkeypatch
         """Nothing."""
 
     assert 0 == await work(monkeypatch, "tcp://127.0.0.1:9", serve)
+
+
+@pytest.mark.parametrize("is_early", [False, True])
+async def test_a_warning_while_the_role_is_opened_is_kept(monkeypatch, is_early):
+    """Loading a model takes minutes; the signal would end the worker by default."""
+    heard = []
+    monkeypatch.setattr(worker, "_early_warnings", [signal.SIGUSR1] if is_early else [])
+
+    async def serve(_bootstrap, _controller, warnings) -> None:
+        if not is_early:
+            signal.raise_signal(signal.SIGUSR1)
+        await anyio.wait_all_tasks_blocked()  # as if it loaded
+        heard.append(await anext(warnings))
+
+    monkeypatch.setattr(worker, "_serve_until_warned", serve)
+    with anyio.fail_after(10):
+        await worker._serve(None, None)
+
+    assert [signal.SIGUSR1] == heard
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the handlers of a process are read from /proc")
+def test_a_warning_before_the_bootstrap_message_does_not_end_a_worker():
+    """It goes on to read the message, of which there is none here."""
+    command = [sys.executable, "-m", "areal_actors.worker"]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        status = Path(f"/proc/{process.pid}/status")
+        is_caught = False
+        while not is_caught and process.poll() is None:
+            time.sleep(0.01)
+            caught = next(line for line in status.read_text().splitlines() if line.startswith("SigCgt"))
+            is_caught = bool(int(caught.split()[1], 16) >> (signal.SIGUSR1 - 1) & 1)
+        process.send_signal(signal.SIGUSR1)
+        process.communicate(b"")
+
+    assert is_caught
+    assert 0 < process.returncode

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.records import format_record, open_records, rewrite_records
+from areal_actors.dashboard.records import append_lines, format_record, rewrite_records
 from areal_actors.domain import Ints, unfold
 from areal_actors.interchange import dump_path, dump_row, find_dumps, write_rows
 from areal_actors.kernel import Message
@@ -61,8 +61,7 @@ class RolloutDumper:
                 rewrite_records(written, lambda record: _without_versions(record) not in known)
         path = root / str(news.version) / f"{news.problem.task}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open_records(path, "a") as file:
-            file.writelines(lines)
+        append_lines(path, lines)
 
     def close(self) -> None:
         """Do nothing: no file is open between two episodes."""
@@ -177,8 +176,7 @@ class FailureWriter:
             # The same failure may have taken another time in an earlier process.
             same = {key: value for key, value in record.items() if key != "seconds"}
             rewrite_records(self._path, lambda written: any(written.get(key) != same[key] for key in same))
-        with open_records(self._path, "a") as file:
-            file.write(format_record(record))
+        append_lines(self._path, [format_record(record)])
 
     def close(self) -> None:
         """Do nothing: no file is open between two episodes."""

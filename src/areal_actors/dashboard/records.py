@@ -1,41 +1,64 @@
-"""Files of JSON lines that survive a crash: appended and flushed line by line, truncated when a run resumes.
+"""Files of JSON lines that survive a crash: appended line by line without a buffer, truncated when a run resumes.
 
-A killed process can leave a partial line at the end; readers skip it, and the next writer removes it.
+A killed process can leave a partial line at the end; readers skip it, and the next writer removes it. A full disk
+leaves none: what could not be written completely is cut off again.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from io import FileIO
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
 from areal_actors.lib.atomic_write import atomic_path
 
-__all__ = ["RecordFile", "format_record", "open_records", "read_records", "rewrite_records"]
+__all__ = ["RecordFile", "append_lines", "format_record", "open_records", "read_records", "rewrite_records"]
 
 
 class RecordFile:
-    """A file of JSON lines to append to. The first record opens it; every line is flushed."""
+    """A file of JSON lines to append to. The first record opens it; every line is written at once."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file: TextIO | None = None
+        self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Write one line. Raises ``OSError``."""
+        """Write one line, or nothing. Raises ``OSError``."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = open_records(self.path, "a")
-        self._file.write(format_record(record))
-        self._file.flush()
+            self._file = self.path.open("ab", buffering=0)
+        _append(self._file, format_record(record))
 
     def close(self) -> None:
         """Close the file; a later record opens it again."""
         file, self._file = self._file, None
         if file is not None:
             file.close()
+
+
+def append_lines(path: Path, lines: Iterable[str]) -> None:
+    """Append lines to a file: all of them, or none. Raises ``OSError``."""
+    with path.open("ab", buffering=0) as file:
+        _append(file, "".join(lines))
+
+
+def _append(file: FileIO, text: str) -> None:
+    # Without a buffer: one whose contents a full disk refuses would write them later, twice, or never.
+    data = memoryview(text.encode("utf-8", "backslashreplace"))
+    size = file.seek(0, os.SEEK_END)
+    try:
+        while data:
+            data = data[file.write(data) :]
+    except OSError:
+        # The next line must not continue a partial one. Cutting a file needs no space.
+        with suppress(OSError):
+            file.truncate(size)
+        raise
 
 
 def open_records(path: Path, mode: Literal["a", "w"]) -> TextIO:

@@ -6,17 +6,24 @@
 
 Listeners do blocking work, so they are called on a worker thread, one message at a time and in order. While they are
 busy the mailbox fills and the senders wait. A listener that fails and is not essential (a display, dumps) is switched
-off with one clear message, and the run continues. ``metrics.jsonl`` is essential: a run without a record of its steps
+off with one clear message, and the run continues. If the disk was full, it is switched on again when there is space,
+and the number of messages that it missed is logged. ``metrics.jsonl`` is essential: a run without a record of its steps
 is worthless, and a full disk will not take a checkpoint either, so the run ends with the reason.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Protocol
 
 from anyio import CapacityLimiter, to_thread
+from attrs import define
 
 from areal_actors.errors import RunDirectoryError
 from areal_actors.kernel import Actor, Context, Message
@@ -34,6 +41,11 @@ from areal_actors.messages import (
 __all__ = ["Listener", "ProgressReporter"]
 
 _log = get_logger(__name__)
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_PROBE_BYTES = 256 * 1024
+"""Space that must be free again before a listener is switched on. With less, it would fail again at once."""
+_PROBE_SECONDS = 1.0
 
 
 class Listener(Protocol):
@@ -62,12 +74,26 @@ class Listener(Protocol):
         ...
 
 
-class ProgressReporter(Actor[Progress]):
-    """Passes news to the listeners. Raises ``RunDirectoryError`` when an essential listener fails."""
+@define
+class _Outage:
+    """The state of a listener for which the disk was full. ``is_open`` says whether it had been opened."""
 
-    def __init__(self, listeners: Sequence[Listener]) -> None:
+    is_open: bool
+    num_missed: int = 0
+
+
+class ProgressReporter(Actor[Progress]):
+    """Passes news to the listeners. Raises ``RunDirectoryError`` when an essential listener fails.
+
+    ``directory`` is where they write. Without it, a listener that met a full disk stays switched off.
+    """
+
+    def __init__(self, listeners: Sequence[Listener], *, directory: Path | None = None) -> None:
         self._listeners = list(listeners)
+        self._directory = directory
         self._deaf: set[str] = set()
+        self._outages: dict[str, _Outage] = {}
+        self._probed_at = 0.0
         self._limiter: CapacityLimiter
 
     @asynccontextmanager
@@ -76,12 +102,15 @@ class ProgressReporter(Actor[Progress]):
         # A dedicated thread, so that other work cannot delay the display.
         self._limiter = CapacityLimiter(1)
         try:
-            await self._on_thread(lambda listener: listener.open())
+            await self._on_thread(lambda listener: listener.open(), is_news=False)
             yield
         finally:
             # A listener that was switched off is still closed.
             self._deaf.clear()
-            await self._on_thread(lambda listener: listener.close())
+            for name, outage in self._outages.items():
+                _log.warning("records_missing", listener=name, num_missed=outage.num_missed)
+            self._outages.clear()
+            await self._on_thread(lambda listener: listener.close(), is_news=False)
 
     @PhaseChanged.handler
     async def change_phase(self, message: PhaseChanged) -> None:
@@ -116,20 +145,31 @@ class ProgressReporter(Actor[Progress]):
     async def _tell_all(self, news: Message[Progress, None]) -> None:
         await self._on_thread(lambda listener: listener.hear(news))
 
-    async def _on_thread(self, action: Callable[[Listener], None]) -> None:
-        await to_thread.run_sync(self._each, action, limiter=self._limiter)
+    async def _on_thread(self, action: Callable[[Listener], None], *, is_news: bool = True) -> None:
+        await to_thread.run_sync(self._each, action, is_news, limiter=self._limiter)
 
-    def _each(self, action: Callable[[Listener], None]) -> None:
+    def _each(self, action: Callable[[Listener], None], is_news: bool) -> None:  # noqa: FBT001 - for ``run_sync``
         """Call all active listeners, and raise the first error of an essential one afterwards.
 
         A listener that fails does not keep the others from being called or closed.
         """
         failed: RunDirectoryError | None = None
+        if self._outages:
+            self._end_outages()
         # A listener that fails does not keep the others from being called or closed.
         for listener in [listener for listener in self._listeners if listener.name not in self._deaf]:
+            outage = self._outages.get(listener.name)
+            if outage is not None:
+                outage.num_missed += is_news
+                continue
             try:
                 action(listener)
             except Exception as error:  # noqa: BLE001 - reported, and for an essential listener raised
+                is_full = isinstance(error, OSError) and error.errno in _FULL
+                if is_full and not listener.is_essential and self._directory is not None:
+                    self._outages[listener.name] = _Outage(is_open=is_news, num_missed=int(is_news))
+                    _log.warning("records_pause", listener=listener.name, reason=str(error), until="there is space")
+                    continue
                 self._deaf.add(listener.name)
                 if not listener.is_essential:
                     # No error of a display may end a run of several hours.
@@ -144,3 +184,25 @@ class ProgressReporter(Actor[Progress]):
                 failed = failed or failure
         if failed is not None:
             raise failed
+
+    def _end_outages(self) -> None:
+        """Switch the listeners for which the disk was full on again, if there is space by now."""
+        assert self._directory is not None
+        if time.monotonic() < self._probed_at + _PROBE_SECONDS:
+            return
+        try:
+            with TemporaryFile(dir=self._directory) as file:
+                file.write(bytes(_PROBE_BYTES))
+                file.flush()
+                os.fsync(file.fileno())  # file systems of a network notice only now that they are full
+            for listener in self._listeners:
+                outage = self._outages.get(listener.name)
+                if outage is not None and not outage.is_open:
+                    listener.open()
+                    outage.is_open = True
+        except OSError:
+            self._probed_at = time.monotonic()
+            return
+        for name, outage in self._outages.items():
+            _log.warning("records_resume", listener=name, num_missed=outage.num_missed)
+        self._outages.clear()

@@ -124,11 +124,14 @@ class SampleKey:
     """The seed of one generation's random numbers, so that the order of arrival does not change any sample.
 
     ``seed`` is that of the run or of the request; ``path`` names the generation within it: problem, group member, turn,
-    choice. Two generations with equal keys, prompts, weights and settings sample equal tokens.
+    choice. Two generations with equal keys, prompts, weights and settings sample equal tokens. ``num_drawn`` is the
+    number of tokens that the generation has sampled elsewhere: it continues with the random numbers after theirs, and
+    so with the tokens that it would have sampled there.
     """
 
     seed: int
     path: tuple[int | str, ...] = ()
+    num_drawn: int = 0
 
 
 class FinishReason(StrEnum):

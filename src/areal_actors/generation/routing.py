@@ -93,7 +93,7 @@ class ReroutableGeneration:
             id=f"{request.id}.{self.num_attempts}",
             prompt=np.concatenate([request.prompt, *self._sampled]),
             sampling=sampling,
-            key=evolve(request.key, path=(*request.key.path, "after", self.num_sampled)),
+            key=evolve(request.key, num_drawn=request.key.num_drawn + self.num_sampled),
         )
 
     def add(self, chunk: Chunk) -> Chunk:

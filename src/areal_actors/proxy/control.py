@@ -58,6 +58,7 @@ _SETTLE_SECONDS = 5.0
 _MAX_GROUP = 4096
 """Maximum number of sessions in a group."""
 _MAX_ROLES = 16
+_NUMBERS = frozenset({"reward", "final_reward", "discount"})
 _COUNTS = {
     "group_size": integer(1, _MAX_GROUP),
     "position": integer(0, 2**31 - 1),
@@ -291,7 +292,12 @@ class ControlEndpoints:
     async def _arguments(self, exchange: Exchange) -> dict[str, Any]:
         limits = self.config
         body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
-        return {**exchange.query, **body}
+        query: dict[str, Any] = dict(exchange.query)
+        for name in _NUMBERS & query.keys():
+            # Query parameters are text. In a body, only a JSON number is a number.
+            with suppress(ValueError):
+                query[name] = float(query[name])
+        return {**query, **body}
 
     async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
         key = read_key(exchange.headers)

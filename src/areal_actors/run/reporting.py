@@ -52,7 +52,7 @@ def create_reporter(
     listeners += further
     if not further:
         listeners += _listeners_of_steps(config, directory, decode=decode, resumed_step=resumed_step, page=page)
-    return ProgressReporter(listeners)
+    return ProgressReporter(listeners, directory=directory.path)
 
 
 def _listeners_of_steps(

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from areal_actors.errors import (
     Unreachable,
 )
 from areal_actors.kernel import Actor, ActorSystem, Down, DownReason
-from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
+from areal_actors.kernel.remote import Limits, connect, connect_stream, listen, transport
 from areal_actors.testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
@@ -231,6 +232,29 @@ async def test_silence_is_not_waited_for():
                 tasks.start_soon(listener.serve, far)
                 async with connect_stream(near, secret=SECRET, limits=Limits(heartbeat_seconds=1000)) as peer:
                     assert "closed" in await peer.wait_closed() or "lost" in await peer.wait_closed()
+
+
+async def test_silent_connections_make_room(monkeypatch, caplog):
+    """As many as there may be in the handshake do not hold up the next one until their time is over."""
+    monkeypatch.setattr(transport, "_SILENT_SECONDS", 0.0)
+    async with (
+        listen(None, secret=SECRET, limits=Limits(hello_seconds=1000)) as listener,
+        anyio.create_task_group() as tasks,
+        AsyncExitStack() as stack,
+    ):
+        for _ in range(transport._MAX_STRANGERS):
+            near, far = memory_pair()
+            await stack.enter_async_context(near)
+            tasks.start_soon(listener.serve, far)
+        await anyio.wait_all_tasks_blocked()
+        near, far = memory_pair()
+        tasks.start_soon(listener.serve, far)
+        with anyio.fail_after(10):
+            async with connect_stream(near, secret=SECRET, node="next") as peer:
+                assert peer.is_connected
+        tasks.cancel_scope.cancel()
+
+    assert 1 == caplog.text.count("it was silent")
 
 
 async def test_a_wrong_secret_is_refused_on_both_sides():

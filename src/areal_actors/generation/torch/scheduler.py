@@ -73,7 +73,9 @@ def create_uniforms(key: SampleKey) -> Callable[[], float]:
     """
     text = repr((int(key.seed), tuple(key.path))).encode()
     seed = int.from_bytes(hashlib.blake2b(text, digest_size=16).digest(), "little")
-    return np.random.Generator(np.random.Philox(key=seed)).random
+    generator = np.random.Generator(np.random.Philox(key=seed))
+    generator.random(key.num_drawn)
+    return generator.random
 
 
 class StopScanner:

@@ -151,7 +151,7 @@ class Connection:
         except ProtocolError as error:
             self.cut(f"the other side broke the protocol: {error}")
         except _LOST as error:
-            self.cut(f"the connection was lost ({str(error) or type(error).__name__})")
+            self.cut(_describe_loss(error))
 
     def _receive(self, stream: SocketStream) -> None:
         assembler, num_bytes, num_wanted = self.assembler, 0, 0
@@ -189,7 +189,7 @@ class Connection:
                 self._on_next(arrival.set)
                 await arrival.wait()
         except _LOST as error:
-            self.cut(f"the connection was lost ({str(error) or type(error).__name__})")
+            self.cut(_describe_loss(error))
 
     def _flush(self, stream: SocketStream) -> bool:
         """Write what can be written without waiting, at most 8 chunks. Return whether everything was written."""
@@ -248,3 +248,10 @@ def _without(buffers: list[Buffer], num_bytes: int) -> list[Buffer]:
             return [memoryview(buffer)[num_bytes:], *buffers[number + 1 :]]
         num_bytes -= len(buffer)
     return []
+
+
+def _describe_loss(error: BaseException) -> str:
+    """Return the cause in words for people, who see it when a worker has died."""
+    if isinstance(error, (anyio.EndOfStream, anyio.BrokenResourceError, ConnectionError)):
+        return "the connection was lost: the process on the other side has ended, or has closed it"
+    return f"the connection was lost: {str(error) or 'this side has closed it'}"

@@ -33,7 +33,15 @@ __all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
 logger = logging.getLogger(__name__)
 
 _MAX_STRANGERS = 64
-"""Connections that may be in the handshake at once; further ones are closed."""
+"""Connections that may be in the handshake at once.
+
+A further one takes the place of one that is silent, or is closed.
+"""
+_SILENT_SECONDS = 1.0
+"""Age at which a connection in the handshake counts as silent.
+
+A handshake takes milliseconds, and a thousand workers that connect at once must not throw each other out.
+"""
 
 _LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
@@ -49,7 +57,7 @@ class Listener:
         self._secret, self._exposed, self._limits = secret, exposed, limits
         self._peers: dict[str, Peer] = {}
         self._newest: dict[str, int] = {}
-        self._num_strangers = 0
+        self._strangers: dict[anyio.CancelScope, float] = {}
         self._arrival = ChangeSignal()
 
     @property
@@ -77,13 +85,21 @@ class Listener:
 
     async def serve(self, stream: ByteStream) -> None:
         """Accept one connection and serve it until it is cut. Errors of the handshake are logged, not raised."""
+        now = anyio.current_time()
         # Bounds the resources that unauthenticated clients can occupy.
-        if self._num_strangers >= _MAX_STRANGERS:
-            await anyio.aclose_forcefully(stream)
-            return
-        self._num_strangers += 1
+        if len(self._strangers) >= _MAX_STRANGERS:
+            oldest, began_at = next(iter(self._strangers.items()))
+            if now - began_at < _SILENT_SECONDS:
+                await anyio.aclose_forcefully(stream)
+                return
+            del self._strangers[oldest]
+            oldest.cancel()
+        peer: Peer | None = None
+        scope = anyio.CancelScope()
+        self._strangers[scope] = now
         try:
-            peer = await self._introduced(stream)
+            with scope:
+                peer = await self._introduced(stream)
         except (ProtocolError, TimeoutError, *_LOST) as error:
             logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
             await anyio.aclose_forcefully(stream)
@@ -92,7 +108,11 @@ class Listener:
             await anyio.aclose_forcefully(stream)
             raise
         finally:
-            self._num_strangers -= 1
+            self._strangers.pop(scope, None)
+        if peer is None:
+            logger.warning("a connection was refused: it was silent, and others want to connect")
+            await anyio.aclose_forcefully(stream)
+            return
         try:
             async with anyio.create_task_group() as tasks:
                 peer.connection.start(peer, tasks)

@@ -161,17 +161,6 @@ def render(state: RunState, now: float) -> RenderableType:
     table.add_column(style="dim", no_wrap=True)
     table.add_column(ratio=1)
     table.add_row(f"step {state.step}/{state.total_steps}", ProgressBar(total=state.total_steps, completed=state.step))
-    for label, text in _rows(state, now):
-        # The only row that is worth several lines.
-        is_verdict = label == "verdict"
-        table.add_row(
-            label, Text(text, overflow="ellipsis", no_wrap=not is_verdict, style="bold" if is_verdict else "")
-        )
-    # Text, not markup: titles and failures may contain brackets.
-    return Panel(table, title=Text(state.title), subtitle=Text(state.phase), border_style="cyan")
-
-
-def _rows(state: RunState, now: float) -> list[tuple[str, str]]:
     rows = [("time", f"{format_seconds(now - state.started_at)}  left {format_seconds(state.seconds_left(now))}")]
     if state.rewards:
         rows.append(("reward", f"{state.rewards[-1]:.3f}  {sparkline(state.rewards, width=48)}"))
@@ -186,4 +175,11 @@ def _rows(state: RunState, now: float) -> list[tuple[str, str]]:
         rows.append(("page", state.page))
     failures = f", {state.num_failed} failed: {state.last_failure}" if state.num_failed else ""
     rows.append(("episodes", f"{state.num_episodes}{failures}"))
-    return rows
+    for label, text in rows:
+        # The only row that is worth several lines.
+        is_verdict = label == "verdict"
+        table.add_row(
+            label, Text(text, overflow="ellipsis", no_wrap=not is_verdict, style="bold" if is_verdict else "")
+        )
+    # Text, not markup: titles and failures may contain brackets.
+    return Panel(table, title=Text(state.title), subtitle=Text(state.phase), border_style="cyan")

@@ -172,7 +172,12 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
     Raises ``OSError`` if the file cannot be read; a run without steps has none.
     """
     # A record without a step, or with texts for numbers, is no record of ours: the file was damaged there.
-    records = [record for record in read_records(directory.metrics) if _is_whole(record)]
+    records = [
+        record
+        for record in read_records(directory.metrics)
+        if isinstance(record.get("step"), int)
+        and all(isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase")
+    ]
     rewards = [record["reward"] for record in records if record.get("reward") is not None]
     evaluations = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
     last: Mapping[str, Any] = records[-1] if records else {}
@@ -187,13 +192,6 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
         version=int(last.get("version") or 0),
         model=directory.model,
         verdict=find_verdict(records),
-    )
-
-
-def _is_whole(record: Mapping[str, Any]) -> bool:
-    numbers = (record.get(key) for key in STEP_KEYS if key != "phase")
-    return isinstance(record.get("step"), int) and all(
-        value is None or isinstance(value, (int, float)) for value in numbers
     )
 
 

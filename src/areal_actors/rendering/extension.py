@@ -113,14 +113,8 @@ class ParityProbe:
         # The sampled answer ends with this token, so a tail that begins with any other does not continue it.
         if self.vocabulary.encode(tail)[0] not in self.stop_token_ids:
             return Verdict(faithful=frozenset())
-        return Verdict(faithful=self._faithful(shape, case, tail), needs_tools=tail != tail_without_tools)
-
-    def _faithful(self, shape: Shape, case: _Case, tail: str) -> frozenset[ThoughtAt]:
-        """Return the places of earlier reasoning for which the tail is faithful.
-
-        Each place is judged only if the weaker one passed: first a history without reasoning, then with reasoning
-        before the last question, then since.
-        """
+        # Each place of earlier reasoning is judged only if the weaker one passed: first a history without reasoning,
+        # then with reasoning before the last question, then since.
         contexts = create_contexts(shape.opening, is_after_result=shape.is_after_result)
         faithful: set[ThoughtAt] = set()
         for place in (ThoughtAt.NOWHERE, ThoughtAt.BEFORE, ThoughtAt.SINCE):
@@ -129,7 +123,7 @@ class ParityProbe:
             if not any(verdicts) or False in verdicts:
                 break
             faithful.add(place)
-        return frozenset(faithful)
+        return Verdict(faithful=frozenset(faithful), needs_tools=tail != tail_without_tools)
 
     def _agrees(self, context: Sequence[ChatMessage], case: _Case, tail: str) -> bool | None:
         """Return whether both renderings agree after ``context``; ``None`` if the template refuses ``context``."""
@@ -199,7 +193,16 @@ class SuffixRenderer:
         Raises:
             RenderError: the template refuses the stand-in, or does not close it with an end-of-turn token.
         """
-        text = self.formatter.format([_QUESTION, _stand_in(answer), *new], tools=tools, options=options)
+        stand_in = _ANSWER
+        if answer.tool_calls:
+            # An answer of the same kind. Calls keep ids and names, which templates look up; the last has the mark, and
+            # the arguments of the others are not needed.
+            *others, last = answer.tool_calls
+            calls = [ToolCall(id=call.id, name=call.name, arguments="{}") for call in others]
+            calls.append(ToolCall(id=last.id, name=last.name, arguments=_MARKED_ARGUMENTS))
+            content = "text" if answer.content else None
+            stand_in = ChatMessage(role=answer.role, content=content, tool_calls=tuple(calls))
+        text = self.formatter.format([_QUESTION, stand_in, *new], tools=tools, options=options)
         closing = self.find_closing(text, text.find(_MARK))
         if closing is None:
             raise RenderError("The chat template does not end the assistant's turn with an end-of-turn token.")
@@ -212,20 +215,6 @@ class SuffixRenderer:
         """
         found = self.closing.search(text, start) if start >= 0 else None
         return found.start() if found else None
-
-
-def _stand_in(answer: ChatMessage) -> ChatMessage:
-    """Return an answer of the same kind.
-
-    Calls keep ids and names, which templates look up; the last contains the mark.
-    """
-    if not answer.tool_calls:
-        return _ANSWER
-    *others, last = answer.tool_calls
-    # Only ids and names of the other calls matter, so their arguments are not rendered.
-    calls = [ToolCall(id=call.id, name=call.name, arguments="{}") for call in others]
-    calls.append(ToolCall(id=last.id, name=last.name, arguments=_MARKED_ARGUMENTS))
-    return ChatMessage(role=answer.role, content="text" if answer.content else None, tool_calls=tuple(calls))
 
 
 def find_end_of_turn(formatter: PromptFormatter, vocabulary: Vocabulary) -> int | None:

@@ -20,6 +20,7 @@ import json
 import re
 import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any, NoReturn, TypeAlias
 
@@ -30,7 +31,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_actors.domain import ChatMessage, Tool, ToolCall
+from areal_actors.domain import ChatMessage, Tool
 from areal_actors.errors import ModelError, RenderError
 from areal_actors.rendering.parsers import ToolFormat
 from areal_actors.rendering.tokens import Vocabulary
@@ -116,7 +117,17 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     content = spelling.empty_content if not message.content and message.tool_calls else message.content or ""
     plain: PlainMessage = {"role": message.role, "content": guard(content) if content is not None else None}
     if message.tool_calls:
-        plain["tool_calls"] = [_to_plain_call(call, guard, spelling) for call in message.tool_calls]
+        calls: list[dict[str, Any]] = []
+        for call in message.tool_calls:
+            # An object, which most templates print as JSON, or text if the arguments are no object.
+            arguments: object = call.arguments
+            if not spelling.has_text_arguments:
+                # A client can send JSON that is nested deeply enough to exceed the recursion limit.
+                with suppress(ValueError, RecursionError):
+                    arguments = json.loads(call.arguments)
+            function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
+            calls.append({"id": guard(call.id), "type": "function", "function": guard_all(function, guard)})
+        plain["tool_calls"] = calls
     # Templates differ in the name of this key, so all names that the template may read are set.
     if message.reasoning is not None:
         plain |= dict.fromkeys(spelling.thought_keys, guard(message.reasoning))
@@ -125,22 +136,6 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     if message.name is not None:
         plain["name"] = guard(message.name)
     return plain
-
-
-def _to_plain_call(call: ToolCall, guard: Guard, spelling: Spelling) -> dict[str, Any]:
-    """Return the data of a call.
-
-    Arguments are an object, which most templates print as JSON, or text if they are not an object.
-    """
-    arguments: object = call.arguments
-    if not spelling.has_text_arguments:
-        try:
-            arguments = json.loads(call.arguments)
-        # A client can send JSON that is nested deeply enough to exceed the recursion limit.
-        except (ValueError, RecursionError):
-            arguments = call.arguments
-    function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
-    return {"id": guard(call.id), "type": "function", "function": guard_all(function, guard)}
 
 
 def to_plain_tool(tool: Tool, *, guard: Guard) -> dict[str, Any]:

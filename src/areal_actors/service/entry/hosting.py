@@ -77,7 +77,9 @@ class _Host(EveryPath):
         """Answer the host's own routes, and forward all other requests."""
         match exchange.method, *(segment for segment in segments_of(exchange) if segment != "v1"):
             case "GET", "health":
-                await self._report_health(exchange)
+                services = await self._peers.hosting.ask(ListServices())
+                counts = Counter(service.state.value for service in services)
+                await exchange.send_json(200, {"status": "ok", "services": dict(sorted(counts.items()))})
             case "GET", "services":
                 await self._list_services(exchange)
             case "GET", "metrics":
@@ -94,12 +96,6 @@ class _Host(EveryPath):
                 await exchange.until_hang_up(lambda: self._forward(exchange, body))
 
     # ---------------------------------------------------------------------------------------------- own routes
-
-    async def _report_health(self, exchange: Exchange) -> None:
-        services = await self._peers.hosting.ask(ListServices())
-        states = [service.state.value for service in services]
-        counts = {state: states.count(state) for state in sorted(set(states))}
-        await exchange.send_json(200, {"status": "ok", "services": counts})
 
     async def _list_services(self, exchange: Exchange) -> None:
         self._gatekeeper.require_admin(read_key(exchange.headers))

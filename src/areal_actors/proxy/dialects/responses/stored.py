@@ -6,10 +6,10 @@ body before that is parsed, so that a history of references and one of items are
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_actors.domain import Answer, ChatMessage, FinishReason, InteractionId, Usage
+from areal_actors.domain import Answer, FinishReason, InteractionId, Usage
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.messages import StoredAnswer
 from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
@@ -111,35 +111,24 @@ def _answer(stored: StoredAnswer) -> Answer:
 def format_input_items(stored: StoredAnswer) -> list[dict[str, Any]]:
     """Return the items of the request that was answered, in their order. Their ids are made up."""
     tail = InteractionId(f"in-{stored.interaction.id.removeprefix(RESPONSE_PREFIX)}")
-    items = [item for message in stored.messages for item in _format_message(message)]
+    items: list[dict[str, Any]] = []
+    for message in stored.messages:
+        text, call_id, state = message.content or "", message.tool_call_id or "", {"status": "completed"}
+        if message.role == "tool":
+            items.append({"type": "function_call_output", "call_id": call_id, "output": text, **state})
+            continue
+        if message.reasoning:
+            content = [{"type": "reasoning_text", "text": message.reasoning}]
+            items.append({"type": "reasoning", "summary": [], "content": content, **state})
+        if text or not message.tool_calls:
+            part: dict[str, Any] = {"type": "input_text", "text": text}
+            if message.role == "assistant":
+                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+            items.append({"type": "message", "role": message.role, "content": [part], **state})
+        for call in message.tool_calls:
+            named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
+            items.append({"type": "function_call", **named, **state})
     return [{"id": format_item_id("in", index, tail), **item} for index, item in enumerate(items)]
-
-
-def _format_message(message: ChatMessage) -> Iterator[dict[str, Any]]:
-    if message.role == "tool":
-        yield {
-            "type": "function_call_output",
-            "call_id": message.tool_call_id or "",
-            "output": message.content or "",
-            "status": "completed",
-        }
-        return
-    if message.reasoning:
-        content = [{"type": "reasoning_text", "text": message.reasoning}]
-        yield {"type": "reasoning", "summary": [], "content": content, "status": "completed"}
-    if message.content or not message.tool_calls:
-        part: dict[str, Any] = {"type": "input_text", "text": message.content or ""}
-        if message.role == "assistant":
-            part = {"type": "output_text", "text": message.content or "", "annotations": [], "logprobs": []}
-        yield {"type": "message", "role": message.role, "content": [part], "status": "completed"}
-    for call in message.tool_calls:
-        yield {
-            "type": "function_call",
-            "call_id": call.id,
-            "name": call.name,
-            "arguments": call.arguments,
-            "status": "completed",
-        }
 
 
 STORED_ANSWERS: Mapping[str, Schema] = {

@@ -34,6 +34,9 @@ from areal_actors.domain import (
     Tool,
     TurnEnded,
     VersionSaved,
+    digest_tokens,
+    digest_turn,
+    is_turn_digest,
 )
 from areal_actors.errors import RewardError
 from areal_actors.journal import MemoryJournal, SqliteJournal, as_of, read_journal, recover, restate
@@ -185,6 +188,47 @@ def test_what_was_pending_was_never_asked(new_talk: Any, data: st.DataObject) ->
     for style in STYLES:
         rows, again = (export_trajectories(r, style=style, discount=0.9).trajectories for r in (expected, record))
         assert repr(rows) == repr(again)
+
+
+@given(data=st.data(), version=st.integers(0, 1))
+@settings(max_examples=40, deadline=None)
+def test_answers_keep_their_digests_through_recovery_and_rows(new_talk: Any, data: st.DataObject, version: int) -> None:
+    """Before and after a restart, each covers the whole prompt and the answer; a restated one contains the first."""
+    session = data.draw(histories(new_talk))
+    events = [of_version(event, 2) if event is not STARTED else event for event in session.events]
+    events = [_with_digest(event, session.tree) for event in events]
+    tree = restored([as_of(event, version) for event in events])
+    first = {e.interaction.id: e.interaction.digest for e in events if isinstance(e, TurnEnded)}
+    request = CompletionRequest(messages=(*data.draw(requests(tree)).messages,))
+    plan = plan_prompt(tree, session.talk.renderer, request)
+    answer = ChatMessage(role="assistant", content="later")
+    tree.begin(InteractionId("later"), plan)
+    tree.complete(InteractionId("later"), session.talk.completion(answer), answer)
+
+    for turn in tree.snapshot().interactions:
+        done = turn.completion
+        if turn.status is not InteractionStatus.COMPLETED or done is None:
+            assert turn.digest is None
+            continue
+        assert turn.digest is not None
+        assert turn.digest.startswith(first.get(turn.id) or "")
+        assert turn.digest.split(":")[0] == digest_tokens(tree.full_tokens(turn))
+        assert is_turn_digest(
+            turn.digest, turn.id, logprobs=done.logprobs, versions=done.versions, raw_logprobs=done.raw_logprobs
+        )
+    for style in STYLES:
+        for row in export_trajectories(tree.snapshot(), style=style, discount=0.9).trajectories:
+            assert [tree.get(name).digest for name in row.interactions] == [info.digest for info in row.turn_infos]
+
+
+def _with_digest(event: JournalEvent, tree: ConversationTree) -> JournalEvent:
+    """The turn with the digest of its changed versions."""
+    if not isinstance(event, TurnEnded) or event.interaction.digest is None:
+        return event
+    turn = event.interaction
+    assert turn.completion is not None
+    digest = digest_turn(turn.id, digest_tokens(tree.full_tokens(turn)), turn.completion)
+    return evolve(event, interaction=evolve(turn, digest=digest))
 
 
 def test_the_order_of_requests_goes_on_behind_what_was_lost(new_talk: Any) -> None:

@@ -424,6 +424,7 @@ def infos_of(spans: Sequence[Span], source: Source) -> tuple[TurnInfo, ...]:
             finish=span.completion.finish,
             credit=source.credits.get(span.turn.id),
             sampling=span.turn.sampling,
+            digest=span.turn.digest,
         )
         for span in spans
     )

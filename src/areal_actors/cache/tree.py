@@ -35,8 +35,11 @@ from areal_actors.domain import (
     SamplingDistribution,
     SessionId,
     SessionRecord,
+    TokenHash,
     TurnEnded,
     as_ints,
+    create_token_hash,
+    digest_turn,
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
 
@@ -46,6 +49,7 @@ __all__ = ["RAW_ROLE", "Compactor", "ConversationTree", "PrefixIndex", "PromptPl
 RAW_ROLE = "prompt"
 """The role of a raw prompt in a history. Conversations never use it, so none is taken to continue a raw prompt."""
 
+_MAX_HASHES = 8
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 
 
@@ -118,6 +122,8 @@ class ConversationTree:
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
         self._latest: _Latest | None = None
+        self._hashes: dict[InteractionId, TokenHash] = {}
+        """Of the prompts and outputs of the answers that were completed last."""
 
     @classmethod
     def restore(
@@ -298,13 +304,33 @@ class ConversationTree:
         Raises as ``complete`` does.
         """
         order, self._next_completed = self._next_completed, self._next_completed + 1
+        pending, compact = self._pending(interaction_id), self._compact(completion)
         return evolve(
-            self._pending(interaction_id),
-            completion=self._compact(completion),
+            pending,
+            completion=compact,
+            digest=self._digest(pending, compact),
             output=output,
             status=InteractionStatus.COMPLETED,
             completed_order=order,
         )
+
+    def _digest(self, interaction: Interaction, completion: Completion) -> str:
+        """Return the digest of an answer, in time linear in the tokens beyond those of its token parent."""
+        if interaction.token_parent is None:
+            digest = create_token_hash()
+        elif (known := self._hashes.get(interaction.token_parent)) is not None:
+            digest = known.copy()
+        else:
+            # A restored parent, or one that others have pushed out, is hashed again from its ids.
+            digest = create_token_hash()
+            digest.update(self.full_tokens(self._known(interaction.token_parent)).data)
+        digest.update(interaction.prompt_suffix.data)
+        digest.update(completion.token_ids.data)
+        self._hashes[interaction.id] = digest
+        # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
+        if len(self._hashes) > _MAX_HASHES:
+            del self._hashes[next(iter(self._hashes))]
+        return digest_turn(interaction.id, digest.hexdigest(), completion)
 
     def record(self, interaction: Interaction) -> Interaction:
         """Replace the pending interaction by a prepared one. Raises as ``complete`` does."""

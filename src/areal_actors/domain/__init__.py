@@ -28,6 +28,14 @@ from areal_actors.domain.chat import (
     ToolChoice,
     Usage,
 )
+from areal_actors.domain.digests import (
+    TokenHash,
+    create_token_hash,
+    digest_tokens,
+    digest_turn,
+    is_turn_digest,
+    restate_digest,
+)
 from areal_actors.domain.evaluation import Estimate, Outcome, SetResult, pass_at_k, summarize_outcomes, to_outcome
 from areal_actors.domain.events import (
     GroupConsumed,
@@ -176,6 +184,7 @@ __all__ = [
     "Snapshot",
     "StreamItem",
     "TextDelta",
+    "TokenHash",
     "Tool",
     "ToolArgumentsDelta",
     "ToolCall",
@@ -198,12 +207,17 @@ __all__ = [
     "as_floats",
     "as_ints",
     "average_numbers",
+    "create_token_hash",
+    "digest_tokens",
+    "digest_turn",
     "find_truncated",
     "is_model_identifier",
     "is_tree_order",
+    "is_turn_digest",
     "mask_truncated",
     "merge_numbers",
     "pass_at_k",
+    "restate_digest",
     "summarize_outcomes",
     "to_outcome",
     "tree_attention_mask",

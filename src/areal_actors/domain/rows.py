@@ -97,7 +97,8 @@ class TurnInfo:
     conversation tree, not the index within the row, so that it is the same in every export style. ``tag`` names the
     requesting agent (``x-areal-agent``). ``finish`` is the engine's reason for stopping, ``None`` if unknown.
     ``sampling`` is the distribution that the tokens were sampled from, ``None`` if unknown. ``credit`` is the reward
-    that its return draws on, ``None`` if unknown.
+    that its return draws on, ``None`` if unknown. ``digest`` is that of the recorded turn (see ``domain.digests``),
+    ``None`` if it has none.
     """
 
     depth: int = 0
@@ -105,6 +106,7 @@ class TurnInfo:
     finish: FinishReason | None = None
     sampling: SamplingDistribution | None = None
     credit: Credit | None = None
+    digest: str | None = None
 
 
 @frozen(kw_only=True)

@@ -65,7 +65,8 @@ class Interaction:
     ``num_kept`` messages (``None``: all of them). With ``has_instructions``, the first message of the whole history
     applied to this request alone. ``order`` counts requests, ``completed_order`` counts completions in a session.
     ``reward`` is the number that was set, ``reward_scope`` its target. ``failure`` is the reason of a failed
-    interaction. ``sampling`` is the distribution that the answer is sampled from, ``None`` if unknown.
+    interaction. ``sampling`` is the distribution that the answer is sampled from, ``None`` if unknown. ``digest`` binds
+    a completed answer to its tokens (see ``domain.digests``); ``None`` in records of earlier releases.
     """
 
     id: InteractionId
@@ -89,6 +90,7 @@ class Interaction:
     tag: str | None = None
     failure: str | None = None
     sampling: SamplingDistribution | None = None
+    digest: str | None = None
 
 
 @frozen(kw_only=True)

@@ -99,6 +99,7 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
                         finish=None if finish is None else FinishReason(finish),
                         credit=None if credit is None else Credit(credit),
                         sampling=None if sampling is None else SamplingDistribution(**sampling),
+                        digest=info.get("digest"),
                     )
                 )
             rows.append(

@@ -245,7 +245,7 @@ TURN_COLUMNS = (
     *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
     *("ended_at", "tag", "reward", "stop_sequence", "failure", "num_prompt_tokens", "num_cached_tokens", "is_stored"),
     *("has_instructions", "num_instructions", "messages", "output", "attempt", "siblings", "frame", "prompt_suffix"),
-    *("prompt_digest", "asked", "sampling", "reward_scope", "num_kept"),
+    *("prompt_digest", "asked", "sampling", "reward_scope", "num_kept", "digest"),
     *_COMPLETION_COLUMNS,
 )
 """All columns except the row's number."""
@@ -275,6 +275,7 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
         "has_instructions": turn.has_instructions,
         "num_instructions": turn.num_instructions,
         "num_kept": turn.num_kept,
+        "digest": turn.digest,
         "messages": dump_messages(turn.messages),
         "output": None if turn.output is None else dump_messages((turn.output,)),
         "attempt": None if attempt is None else dump_json(asdict(attempt)),
@@ -340,6 +341,7 @@ def to_turn(row: Mapping[str, Any]) -> TurnEnded:
         tag=to_text(row["tag"]),
         failure=to_text(row["failure"]),
         sampling=None if row["sampling"] is None else SamplingDistribution(**load_json(row["sampling"])),
+        digest=row["digest"],
     )
     return TurnEnded(
         session=to_text(row["session"]),

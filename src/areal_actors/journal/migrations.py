@@ -105,7 +105,12 @@ _SEVENTH = """
 ALTER TABLE turns ADD COLUMN num_kept INTEGER;
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH)
+# Turns of earlier versions have no digest.
+_EIGHTH = """
+ALTER TABLE turns ADD COLUMN digest TEXT;
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH)
 """All steps; their number is the version that this program writes."""
 
 

@@ -28,6 +28,7 @@ from areal_actors.domain import (
     SessionStarted,
     TurnEnded,
     VersionSaved,
+    restate_digest,
 )
 from areal_actors.journal.base import Journal
 
@@ -140,7 +141,7 @@ def as_of(event: JournalEvent, version: int) -> JournalEvent:
     """Return ``event`` for a process that resumes from the weights of ``version``, so that newer weights are lost.
 
     Tokens sampled by newer weights are attributed to ``version``, from which those were made. The lost version numbers
-    will be used again, for other weights.
+    will be used again, for other weights. The digest of such a turn is extended, not replaced.
     """
     if not isinstance(event, TurnEnded) or event.interaction.completion is None:
         return event
@@ -148,7 +149,9 @@ def as_of(event: JournalEvent, version: int) -> JournalEvent:
     if not len(completion.versions) or int(completion.versions.max()) <= version:
         return event
     known = evolve(completion, versions=np.minimum(completion.versions, version))
-    return evolve(event, interaction=evolve(event.interaction, completion=known))
+    turn = event.interaction
+    digest = None if turn.digest is None else restate_digest(turn.digest, turn.id, known)
+    return evolve(event, interaction=evolve(turn, completion=known, digest=digest))
 
 
 def restate(events: Iterable[JournalEvent], recovered: Recovered, *, version: int) -> tuple[JournalEvent, ...]:

@@ -117,6 +117,8 @@ def _interactions() -> st.SearchStrategy[Interaction]:
         tag=_optional_texts(),
         failure=_optional_texts(),
         sampling=st.none() | sampling_distributions(),
+        digest=st.none()
+        | st.binary(min_size=1, max_size=8).map(lambda part: f"{part.hex()}:{part.hex()}:{part.hex()}"),
     )
 
 

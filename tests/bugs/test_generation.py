@@ -81,18 +81,16 @@ def test_tested_modules_are_found(installed):
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 async def test_a_bug_fails_some_tests_and_not_others(seen):
     """Of those that pass without it; a function that no test calls has none, and equal seeds give equal bugs."""
-    config = BugConfig(max_per_function=1, num_workers=3)
-    found, counts = await generate("tiny_shapes", config)
-    again, _ = await generate("tiny_shapes", BugConfig(max_per_function=1, num_workers=1))
+    found, counts = await generate("tiny_shapes", BugConfig(max_per_function=1, num_workers=3), num=4)
+    again, _ = await generate("tiny_shapes", BugConfig(max_per_function=1, num_workers=1), num=4)
 
     assert [(one.function, one.source) for one in found] == [(one.function, one.source) for one in again]
-    assert {"area", "clamp", "Path.add", "Path.length", "Path.__init__"} >= {one.function for one in found} > {"area"}
+    assert {"area", "clamp", "Path.add", "Path.length", "Path.__init__"} >= {one.function for one in found}
+    assert 4 == len({one.function for one in found})
     assert all(one.failing and one.passing and not set(one.failing) & set(one.passing) for one in found)
     assert all("test_that_fails" not in name for one in found for name in (*one.failing, *one.passing))
-    assert counts.qualified >= len(found)
     assert counts.tried == counts.qualified + counts.survived + counts.broke_all
-    # A mutation of clamp that cannot be seen, since the value is never between the bounds' neighbours.
-    assert counts.survived > 0
+    assert counts.qualified >= 4
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
@@ -210,15 +208,14 @@ async def test_an_agent_without_a_bug_says_so(tmp_path):
 async def test_only_a_repaired_file_is_rewarded(tmp_path):
     """The installed module has the same bug in the agent's box, and no other file is graded."""
     require_bubblewrap()
-    (bug,), _ = await generate("colorsys", BugConfig(num_workers=1, is_one_line=True), num=1, sandbox=BOXED)
+    (bug,), _ = await generate("colorsys", BugConfig(num_workers=1, is_one_line=True), num=1)
     write_task(bug, Level.PACKAGE, tmp_path / "task")
     task = load_task(tmp_path / "task")
     scripts = {
-        "nothing": "true",
-        "a look at the installed module": (
-            "python3 -c 'import colorsys; print(end=open(colorsys.__file__).read())' | cmp - colorsys.py"
+        "a look at the installed module, and other files": (
+            "python3 -c 'import colorsys; print(end=open(colorsys.__file__).read())' | cmp - colorsys.py && "
+            "echo '{}' > tests.json && mkdir tests && echo '{\"reward\": 1}' > tests/bug.json && cp tests/* ."
         ),
-        "other files": "echo '{}' > tests.json; mkdir tests; echo '{\"reward\": 1}' > tests/bug.json; cp tests/* .",
         "modules of the grader": "echo 'import os; os._exit(0)' > unittest.py; cp unittest.py json.py; : > colorsys.py",
     }
 

@@ -23,7 +23,7 @@ from areal_actors.workflows import (
     check_tasks,
     workflow_context,
 )
-from areal_actors.workflows.task_directories import grade_solution
+from areal_actors.workflows.task_directories import grade_files, grade_solution
 
 pytestmark = pytest.mark.anyio
 
@@ -124,9 +124,12 @@ REWARDS = {
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(("test", "reward", "numbers"), REWARDS.values(), ids=REWARDS.keys())
-async def test_the_reward_is_what_the_verifier_wrote(write_task, test, reward, numbers):
+async def test_the_reward_is_what_the_verifier_wrote(write_task, tmp_path, test, reward, numbers):
     """reward.json before reward.txt, whatever the exit status; a verifier that exceeds its limit gives 0."""
-    assert (reward, numbers) == await run("true", write_task(test, settings="[verifier]\ntimeout_sec = 0.5"))
+    task = load_task(write_task(test, settings="[verifier]\ntimeout_sec = 0.5"))
+    verdict = await grade_files(task, tmp_path / "no files", BOXED)
+
+    assert (reward, numbers) == (verdict.reward, verdict.numbers)
 
 
 MALFORMED = {
@@ -145,10 +148,10 @@ MALFORMED = {
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(("test", "reason"), MALFORMED.values(), ids=MALFORMED.keys())
-async def test_a_missing_or_malformed_reward_fails_the_episode(write_task, test, reason):
+async def test_a_missing_or_malformed_reward_fails_the_episode(write_task, tmp_path, test, reason):
     """With the reason and the end of the verifier's output."""
     with pytest.raises(EpisodeError, match=reason):
-        await run("true", write_task(test))
+        await grade_files(load_task(write_task(test)), tmp_path / "no files", BOXED)
 
 
 FORGE = "echo 1 > /logs/verifier/reward.txt"

@@ -79,7 +79,9 @@ def find_modules(name: str) -> tuple[TestedModule, ...]:
 
 
 def _version(package: str) -> str:
-    for distribution in metadata.packages_distributions().get(package, ()):
+    # To look up the distribution of a package reads the files of all, a second here.
+    distributions = () if package in sys.stdlib_module_names else metadata.packages_distributions().get(package, ())
+    for distribution in distributions:
         return f"{distribution} {metadata.version(distribution)}"
     return f"Python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
 

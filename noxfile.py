@@ -159,7 +159,7 @@ def verifiers(session: nox.Session) -> None:
     constraints.write_text("\n".join(pin for pin in ours if normalise(pin) not in pinned), encoding="utf-8")
     session.install("-c", str(constraints), "-e", ".[verifiers]", "-r", "tests/environments/requirements.txt")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-    session.run("pytest", "-n", "0", "tests/environments", *session.posargs, env=environment)
+    session.run("pytest", "tests/environments", *session.posargs, env=environment)
 
 
 @nox.session

@@ -126,7 +126,7 @@ FAILURES = [
     (return_text, "returned 1.0 of type str"),
     (reward_a_stranger, "has no interaction chatcmpl-nobody"),
     (reward_nothing, "it is empty; return a number"),
-    (never_ask, "no completed interaction"),
+    (never_ask, "never called the model"),
     (never_ask_and_reward_nothing, "never called the model"),
     (hang, "took longer than 60 s"),
 ]

@@ -53,6 +53,37 @@ class Override:
     value: Any
 
 
+_OTHER_NAMES = {
+    "lr": ("trainer.optimizer.learning_rate",),
+    "model_name": ("model",),
+    "model_path": ("model",),
+    "model_name_or_path": ("model",),
+    "max_steps": ("total_steps",),
+    "num_steps": ("total_steps",),
+    "num_train_epochs": ("total_steps",),
+    "train_batch_size": ("batch_size",),
+    "per_device_train_batch_size": ("batch_size",),
+    "num_generations": ("rollout.group_size",),
+    "rollouts_per_example": ("rollout.group_size",),
+    "n_samples": ("rollout.group_size",),
+    "beta": ("trainer.objective.kl.coefficient",),
+    "kl_coef": ("trainer.objective.kl.coefficient",),
+    "kl_ctl": ("trainer.objective.kl.coefficient",),
+    "eps_clip": ("trainer.objective.clip_low", "trainer.objective.clip_high"),
+    "clip_ratio": ("trainer.objective.clip_low", "trainer.objective.clip_high"),
+    "epsilon": ("trainer.objective.clip_low", "trainer.objective.clip_high"),
+    "max_completion_length": ("gconfig.max_new_tokens",),
+    "output_dir": ("fileroot",),
+    "save_dir": ("fileroot",),
+    "report_to": ("logging.trackers",),
+    "wandb": ("logging.trackers",),
+    "max_async_level": ("rollout.max_head_offpolicyness",),
+    "environment": ("rollout.workflow",),
+    "env": ("rollout.workflow",),
+}
+"""Names of settings in TRL, verl, prime-rl, verifiers and AReaL, and the paths that mean the same here."""
+
+
 def parse_override(text: str) -> Override:
     """Parse ``key.sub=value``. Raises ``Mistakes`` for text of another form."""
     key, equals, value = text.partition("=")
@@ -60,9 +91,9 @@ def parse_override(text: str) -> Override:
     if not equals or not all(path):
         raise Mistakes([Mistake(text=f"{text!r} is no override; write key=value, as in rollout.group_size=4")])
     try:
-        parsed = parse_yaml(value, source=f"{key}=")
+        parsed = parse_yaml(value, source="its value")
     except ConfigError as error:
-        raise Mistakes([Mistake(path=path, text=problem) for problem in error.problems]) from error
+        raise Mistakes([Mistake(text=f"{text!r}: {problem}") for problem in error.problems]) from error
     # Marked, because paths typed on the command line are relative to the working directory, not to the file.
     return Override(path=path, value=_typed(parsed.data))
 
@@ -150,8 +181,12 @@ class Schema(Generic[C]):
             for mistake in mistakes.found:
                 texts = [text for path, text in typed.items() if mistake.path[: len(path)] == path]
                 place = f"command line, {texts[-1]}" if texts else document.locate(rename(mistake.path, used))
-                # An unknown key may be a setting of another section.
-                elsewhere = [path for path in paths_of(self.cls) if path.rpartition(".")[2] == mistake.unknown]
+                # An unknown key may be a setting of another section, or the name that another trainer gives it.
+                known = paths_of(self.cls)
+                elsewhere = [path for path in known if path.rpartition(".")[2] == mistake.unknown]
+                elsewhere += [path for path in _OTHER_NAMES.get(mistake.unknown or "", ()) if path in known]
+                # Those in the section that was named come first.
+                elsewhere.sort(key=lambda path: not path.startswith(f"{mistake.path[0]}."))
                 advice = f"is no setting; did you mean {' or '.join(elsewhere[:3])}?"
                 found.append(_format(evolve(mistake, text=advice) if elsewhere else mistake, place))
         if config is None or found:

@@ -657,7 +657,8 @@ class Cell(Watched):
                 num_dropped += 1
         self.counters.dropped += num_dropped
         if num_dropped:
-            logger.warning("actor %r ended with %d told messages unhandled", self.name, num_dropped)
+            # ``told`` means that their senders do not wait for them; the counter keeps the number.
+            logger.debug("actor %r ended with %d told messages unhandled", self.name, num_dropped)
         if error is not None and not self._is_escalating():
             logger.error("actor %r crashed", self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED

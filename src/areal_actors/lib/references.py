@@ -103,7 +103,10 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
     # A file that calls sys.exit() when it is imported must not end the run.
     except (Exception, SystemExit) as failure:
         del sys.modules[module_name]
-        raise error(f"Importing {path} raised {type(failure).__name__}: {failure}") from failure
+        hint = ""
+        if isinstance(failure, ModuleNotFoundError):
+            hint = f"; install the package that has {failure.name} for {sys.executable}, which runs this"
+        raise error(f"Importing {path} raised {type(failure).__name__}: {failure}{hint}") from failure
     return module
 
 

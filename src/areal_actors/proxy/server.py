@@ -23,7 +23,7 @@ from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Traffic
 
-__all__ = ["bind", "listen", "serve", "serve_until_cancelled", "url_of"]
+__all__ = ["bind", "check_access", "listen", "serve", "serve_until_cancelled", "url_of"]
 
 _BACKLOG = 4096
 _CLOSE_SECONDS = 3.0
@@ -32,13 +32,8 @@ _VANISHED_SECONDS = 60
 """Approximate time after which a client whose machine has disappeared is noticed."""
 
 
-def bind(config: ProxyConfig) -> socket.socket:
-    """Return a listening socket for the configured address.
-
-    Raises:
-        ConfigError: the address is in use, not allowed or not of this machine; or it can be reached from other machines
-            while no admin key is set or sessions are open to all.
-    """
+def check_access(config: ProxyConfig) -> None:
+    """Raise ``ConfigError`` for an address that other machines can reach without a key, or with open sessions."""
     if not is_loopback(config.host) and not config.admin_key:
         raise ConfigError(
             f"proxy.host: {config.host} can be reached from other machines; set proxy.admin_key, or listen on 127.0.0.1"
@@ -48,6 +43,15 @@ def bind(config: ProxyConfig) -> socket.socket:
             f"proxy.open_sessions: {config.host} can be reached from other machines, where a session takes a key; "
             "listen on 127.0.0.1, or create keys with 'areal-actors keys create'"
         )
+
+
+def bind(config: ProxyConfig) -> socket.socket:
+    """Return a listening socket for the configured address.
+
+    Raises:
+        ConfigError: the address is in use, not allowed or not of this machine; or as ``check_access``.
+    """
+    check_access(config)
     return listen(config.host, config.port, section="proxy", is_shared=config.num_processes > 1)
 
 

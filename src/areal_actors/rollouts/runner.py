@@ -379,6 +379,7 @@ class RolloutRunner(Actor[Rollouts]):
                 f"{self._agent_name}.run took longer than {seconds:g} s; "
                 "raise rollout.episode_timeout_seconds if episodes need more."
             )
+        never_called = f"{self._agent_name}.run never called the model; use the base_url and api_key that it is given."
         try:
             episode = await self._conclude(member, opened.session, reward)
             record = (
@@ -396,11 +397,12 @@ class RolloutRunner(Actor[Rollouts]):
         except (ActorError, CustomFunctionError):
             raise
         except ArealError as error:
+            record = await self._peers.sessions.ask(CollectSession(session=opened.session))
+            if not record.interactions:  # a reward has no answer to go to
+                raise EpisodeError(never_called) from error
             raise EpisodeError(f"{self._agent_name}.run returned a reward that cannot be kept: {error}") from error
         if episode.num_turns == 0:
-            raise EpisodeError(
-                f"{self._agent_name}.run never called the model; use the base_url and api_key that it is given."
-            )
+            raise EpisodeError(never_called)
         untrained = {entry.reason for entry in episode.untrained}
         if member.is_training and not episode.trajectories and untrained == {UntrainedReason.OTHER_ROLE}:
             wanted = ", ".join(self._config.train_roles or ())

@@ -366,7 +366,10 @@ def _place(model: Any, config: TrainerConfig) -> Any:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"trainer.device: the model cannot be moved to {device!r}: {reason}") from error
+        raise ConfigError(
+            f"trainer.device: the model cannot be moved to {device!r}: {reason}. Use auto or cpu, or install a build "
+            "of torch for that device."
+        ) from error
 
 
 def prepare_agent(

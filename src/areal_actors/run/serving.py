@@ -15,6 +15,7 @@ from pathlib import Path
 
 import anyio
 from anyio import to_thread
+from attrs import evolve
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
@@ -24,6 +25,7 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Endpoint
+from areal_actors.proxy.server import check_access
 from areal_actors.run.checks import log_functions, try_functions
 from areal_actors.run.controller import run_plan
 from areal_actors.run.job import directory_of, log_advice, prepare_agent, prepared_directory
@@ -99,6 +101,8 @@ class Server:
                 f"phases: a service trains in the phase rl only, not [{', '.join(config.phases)}]; run the others with "
                 "train, then set model to the weights of that run"
             )
+        if not resume:  # a resumed service may have its key in its directory
+            check_access(evolve(config.proxy, admin_key=config.proxy.admin_key or self._admin_key))
         functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed
         # An agent whose role is placed in a worker is prepared there.

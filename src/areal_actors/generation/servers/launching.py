@@ -64,7 +64,10 @@ class LaunchedServers:
 
     def diagnose(self, url: str) -> str | None:
         """Return how the last process of ``url`` ended, or ``None`` if none has."""
-        return self.ends.get(url)
+        end = self.ends.get(url)
+        if end is not None and "No module named" in end:
+            return f"{end}\nName the Python in which the server is installed: sglang.python or vllm.python."
+        return end
 
     def kill(self, url: str) -> None:
         """Kill the process group of ``url``, also if it is stopped. Another process is started in its place."""

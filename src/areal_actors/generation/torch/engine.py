@@ -373,7 +373,10 @@ def _move(model: Any, device: str) -> Any:
         return model.to(device)
     except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without this device
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"engine.device: the model cannot be moved to {device!r}: {reason}") from error
+        raise ConfigError(
+            f"engine.device: the model cannot be moved to {device!r}: {reason}. Use auto or cpu, or install a build of "
+            "torch for that device."
+        ) from error
 
 
 @frozen(kw_only=True)

@@ -1,0 +1,125 @@
+"""Mistakes that users make: each is one clear message that says what to do, and nothing is left on disk."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from areal_actors.__main__ import cli
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+AGENTS = """
+class NoRun:
+    pass
+
+
+class Broken:
+    def __init__(self):
+        raise ValueError("no database")
+
+
+class Blocking:
+    def run(self, data, **kwargs):
+        return 1.0
+
+
+class Idle:
+    async def run(self, data, **kwargs):
+        return 1.0
+"""
+FILES = {
+    "agents.py": AGENTS,
+    "absent.py": "import a_package_that_is_not_there",
+    "empty.yaml": "",
+    "broken.yaml": "a: [1\n",
+    "empty.jsonl": "",
+    "bad.jsonl": '{"a": 1}\n{oops\n',
+}
+TRAIN = ("train", "tiny.yaml")
+
+MISTAKES = [
+    # In the configuration
+    ((*TRAIN, "trainer.lr=0.1"), "trainer.lr is no setting; did you mean trainer.optimizer.learning_rate?"),
+    ((*TRAIN, "num_generations=4"), "did you mean rollout.group_size?"),
+    ((*TRAIN, "trainer.learning_rate=0.1"), "did you mean trainer.optimizer.learning_rate"),
+    ((*TRAIN, "rolout.group_size=4"), "rolout is no setting; did you mean rollout?"),
+    ((*TRAIN, "batch_size=many"), "batch_size must be a whole number, not 'many'"),
+    ((*TRAIN, "batch_size=-4"), "batch_size must be >= 1, not -4"),
+    ((*TRAIN, "total_steps"), "'total_steps' is no override; write key=value"),
+    ((*TRAIN, "rollout={a: [}"), "'rollout={a: [}': its value:1:6 is not valid YAML"),
+    ((*TRAIN, "trainer.optimizer.name=adamw8bit"), "did you mean adamw_8bit?"),
+    ((*TRAIN, "rollout.openai.reward_rule=median"), "must be one of mean, sum, max, creation-order, or a function"),
+    ((*TRAIN, "phases=[sft, rl]"), "there is no section sft; add it, or leave the phase out"),
+    ((*TRAIN, "gconfig.temperature=-1"), "gconfig.temperature must be >= 0.0, not -1.0"),
+    # Files
+    (("train", "nothere.yaml"), "There is no file nothere.yaml; . has broken.yaml, empty.yaml, tiny.yaml."),
+    (("train", "empty.yaml"), "experiment_name is missing; it must be text"),
+    (("train", "broken.yaml"), "broken.yaml:2:1 is not valid YAML: expected ',' or ']'"),
+    ((*TRAIN, "dataset={jsonl: nothere.jsonl}"), "nothere.jsonl cannot be read: No such file"),
+    ((*TRAIN, "dataset={jsonl: empty.jsonl}"), "The dataset has no problems; check its source"),
+    ((*TRAIN, "dataset={jsonl: bad.jsonl}"), "bad.jsonl, line 2 is not JSON"),
+    ((*TRAIN, "dataset={python: 'tiny_agent.py:problem'}"), "did you mean problems?"),
+    ((*TRAIN, "dataset=null"), "dataset is missing: the problems to train on"),
+    ((*TRAIN, "--resume"), "to resume; leave --resume out, or check --run-dir."),
+    (("eval", "tiny.yaml", "eval_dataset=null"), "eval_dataset is missing: the problems to evaluate on"),
+    (("view", "nothere"), "nothere holds no run"),
+    # The agent
+    ((*TRAIN, "rollout.workflow=my_agent.py:Agent"), "paths in a configuration are relative to its file."),
+    ((*TRAIN, "rollout.workflow=tiny_agent.py:TinyAgnt"), "did you mean TinyAgent?"),
+    ((*TRAIN, "rollout.workflow=absent.py:Agent"), "install the package that has a_package_that_is_not_there for"),
+    ((*TRAIN, "rollout.workflow=agents.py:NoRun"), "has no method 'run'; an agent has 'async def run(self, data"),
+    ((*TRAIN, "rollout.workflow=agents.py:Broken"), "Broken() raised ValueError: no database"),
+    ((*TRAIN, "rollout.workflow=agents.py:Blocking"), "one that blocks needs rollout.openai.mode: subprocess"),
+    ((*TRAIN, "rollout.openai.sandbox=bubblewrap"), "bubblewrap isolates agents that are commands"),
+    # What is not here
+    ((*TRAIN, "model=llama-3"), "There is no model 'llama-3', neither a directory nor one of"),
+    ((*TRAIN, "model=./nothing"), "nothing"),
+    ((*TRAIN, "model=owner/name"), "run 'hf download owner/name --local-dir DIRECTORY'"),
+    ((*TRAIN, "trainer.lora={rank: 4, target_modules: [q_prj]}"), "did you mean q_proj or v_proj?"),
+    # The service
+    (("serve", "tiny.yaml", "proxy.host=0.0.0.0"), "set proxy.admin_key, or listen on 127.0.0.1"),
+    # The command line
+    (("trian", "tiny.yaml"), "No such command 'trian'. Did you mean 'train'?"),
+    ((*TRAIN, "--resum"), "No such option '--resum'. Did you mean '--resume'?"),
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a job that runs, and files that do not."""
+    place = tmp_path_factory.mktemp("mistakes")
+    for name in ("tiny.yaml", "tiny_agent.py"):
+        shutil.copy(EXAMPLES / name, place)
+    for name, text in FILES.items():
+        (place / name).write_text(text)
+    return place
+
+
+@pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[" ".join(command) for command, _ in MISTAKES])
+def test_a_mistake_is_explained(
+    place: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], message: str
+) -> None:
+    """In words that lead to the remedy, without a traceback; no run is begun."""
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    result = CliRunner().invoke(cli, command)
+
+    assert message in result.stderr
+    assert result.exit_code in (1, 2)
+    assert "Traceback" not in result.stderr
+    assert [] == [path for path in place.glob("runs/*/*/*") if path.is_file()]
+
+
+def test_an_agent_that_never_calls_the_model_is_told_so_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every episode fails in the same words, which are shown once, and counted."""
+    monkeypatch.chdir(place)
+    quick = ("total_steps=1", "logging.page=false", "eval_dataset=null", "rollout.group_size=2")
+    result = CliRunner().invoke(cli, [*TRAIN, "rollout.workflow=agents.py:Idle", *quick, "--run-dir", "idle"])
+
+    assert 1 == result.exit_code
+    assert "Error: Every episode of the last 16 groups failed" in result.stderr
+    assert result.stderr.count("Idle.run never called the model; use the base_url and api_key that it is given.") <= 3
+    assert "unhandled" not in result.stderr

@@ -345,11 +345,7 @@ class ParentIndex:
         return found.pop() if len(found) == 1 else None
 
     def _answered_once(self, history: History, position: int) -> _Entry | None:
-        """Return the only interaction that can have been answered at ``position``: by the prompt, or its questions.
-
-        A request that ended without an answer does not count, since its client asks again; one that is still pending
-        does.
-        """
+        """Return the only interaction that can have been answered at ``position``: by the prompt, or its questions."""
         asked: Sequence[_Entry] = _entries(self._prompts, history.digest(position))
         if not asked:
             # The questions are compared only if this prompt was never asked: a prompt that was asked and has several
@@ -358,6 +354,8 @@ class ParentIndex:
         same = []
         for entry in asked:
             interaction = self._lookup(entry.id)
+            # A request that ended without an answer does not count, since its client asks again; one that is still
+            # pending does.
             has_answer = interaction.output is not None or interaction.status is InteractionStatus.PENDING
             if has_answer and entry.frame.system == history.frame.system:
                 same.append(entry)

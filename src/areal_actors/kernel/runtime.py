@@ -550,10 +550,7 @@ class Cell(Watched):
             raise error
 
     async def _incarnate(self) -> Exception | None:
-        """Run one incarnation. Return the error that crashed it, or ``None`` if it was stopped or failed to start.
-
-        An error at the first start is stored in ``birth_error``, so that ``spawn`` raises it.
-        """
+        """Run one incarnation. Return the error that crashed it, or ``None`` if it was stopped or failed to start."""
         self.incarnation += 1
         self._crash = None
         try:
@@ -562,6 +559,7 @@ class Cell(Watched):
             cause = self._crash or root_cause(error)
             crash = cause if isinstance(cause, Exception) else error
             if not self.born.is_set():
+                # ``spawn`` raises it.
                 self.birth_error = crash
             elif not isinstance(crash, ActorStopped) or not (self.mailbox.closed or self.system.is_closing):
                 # An ``ActorStopped`` while this actor or the system is stopping, too, follows from that, and is no
@@ -755,15 +753,13 @@ class Serving:
             pass
 
     async def _serve_under_one_scope(self) -> bool:
-        """Handle messages until an ask in the loop is cancelled (returns ``False``), or to the end (returns ``True``).
-
-        Serial handlers share one cancel scope, because only one of them runs at a time; a cancelled scope is replaced.
-        A separate scope for each ask would cost as much as the rest of its handling.
-        """
+        """Handle messages until an ask in the loop is cancelled (return ``False``), or to the end (return ``True``)."""
         cell, mailbox, actor, counters = self._cell, self._mailbox, self._actor, self._counters
         data, control, serial = mailbox.data, mailbox.control, cell.serial
         cell.occupying = cell.frame
         current_frame.set(cell.frame)
+        # Serial handlers share one cancel scope, because only one of them runs at a time; a cancelled scope is
+        # replaced. A separate scope for each ask would cost as much as the rest of its handling.
         with cell.loop.new_scope() as scope:
             while True:
                 for _ in range(FAIRNESS):

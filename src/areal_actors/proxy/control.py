@@ -348,15 +348,13 @@ def _read_count(arguments: Mapping[str, Any], name: str) -> int | None:
 
 
 def _read_float(arguments: Mapping[str, Any], name: str) -> float | None:
-    """Return a number. ``true`` and text are refused: as a reward they would hide a mistake of the client.
-
-    Values that are not finite pass: the sessions reject them.
-    """
+    """Return a number. ``true`` and text are refused: as a reward they would hide a mistake of the client."""
     value = arguments.get(name)
     if value is None:
         return None
     with suppress(OverflowError):
         if isinstance(value, (int, float)) and not isinstance(value, bool):
+            # Values that are not finite pass: the sessions reject them.
             return float(value)
     raise wrong(name, "a number", value)
 

@@ -153,17 +153,15 @@ class ParityProbe:
 
 
 def _find_answer(whole: str, start: int, case: _Case) -> int | None:
-    """Return the position where the answer's text, which begins at ``start``, ends; ``None`` if it is not as expected.
-
-    The sampled text precedes the tail unchanged, so only additions and omissions of the template matter: only white
-    space may precede content without reasoning, whereas a block must precede it if the reasoning was empty.
-    """
+    """Return where the answer's text, which begins at ``start``, ends; ``None`` if it is not as expected."""
     end = start
     for mark in case.marks:
         at = whole.find(mark, end)
         if at < 0:
             return None
         end = at + len(mark)
+    # The sampled text precedes the tail unchanged, so only additions and omissions of the template matter: only white
+    # space may precede content without reasoning, whereas a block must precede it if the reasoning was empty.
     if case.trait.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED}:
         return end
     if not case.trait.has_content:

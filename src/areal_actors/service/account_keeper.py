@@ -153,11 +153,9 @@ class AccountKeeper(Actor[Accounts]):
 
     @asynccontextmanager
     async def _at_file(self) -> AsyncIterator[None]:
-        """Hold the file lock, shielded from cancellation.
-
-        A cancellation between writing the file and updating the book would leave the two inconsistent.
-        """
+        """Hold the file lock, shielded from cancellation."""
         async with self._using:
+            # A cancellation between writing the file and updating the book would leave the two inconsistent.
             with anyio.CancelScope(shield=True):
                 yield
 

@@ -160,10 +160,8 @@ class ServiceProcesses:
 
 
 async def _learn_status(child: Child) -> None:
-    """Wait for the exit status of an exited process, for a bounded time.
-
-    A daemon that the process left behind may keep its pipes open, and ``wait`` would not return.
-    """
+    """Wait for the exit status of an exited process, for a bounded time."""
+    # A daemon that the process left behind may keep its pipes open, and ``wait`` would not return.
     with anyio.move_on_after(LAST_WORDS_SECONDS):
         await child.process.wait()
 

@@ -335,16 +335,15 @@ class SessionManager(Actor[Sessions]):
         return self._store.resolve(credential, is_capability=credential.is_capability)
 
     async def _settle(self, session: SessionId) -> None:
-        """Return the permit that was claimed for this session alone, if there is one.
-
-        It never counts as accepted: the rows that an external agent exports go to the client that asked for them. They
-        do not enter the trainer's queue, which would otherwise wait forever for a group to fill the accepted place.
-        """
+        """Return the permit that was claimed for this session alone, if there is one."""
         extras = self._extras.get(session)
         if self._capacity is None or extras is None or extras.permit is None:
             return
         # Cleared before the await, so that ending the session twice settles the permit once.
         permit, extras.permit = extras.permit, None
+        # It never counts as accepted: the rows that an external agent exports go to the client that asked for them.
+        # They do not enter the trainer's queue, which would otherwise wait forever for a group to fill the accepted
+        # place.
         await self._capacity.tell(SettlePermit(permit=permit, is_accepted=False))
 
     async def _expire_idle(self) -> None:
@@ -356,11 +355,9 @@ class SessionManager(Actor[Sessions]):
             expired = [session for session in expired if not await self._end_expired(session)]
 
     async def _end_expired(self, session: SessionId) -> bool:
-        """Write and announce the end of an expired session; return whether that succeeded.
-
-        The end is announced only after it is in the journal: otherwise a process that is killed and restarted would
-        announce it again.
-        """
+        """Write and announce the end of an expired session; return whether that succeeded."""
+        # The end is written before it is announced: otherwise a process that is killed and restarted would announce it
+        # again.
         extras = self._extras.get(session)
         if extras is not None and extras.journal is not None:
             try:

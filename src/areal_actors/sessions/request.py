@@ -252,17 +252,15 @@ class RequestExecutor:
 async def _finish_adopted(
     turn: PendingRequest, streams: Streams, scope: anyio.CancelScope, stack: AsyncExitStack
 ) -> None:
-    """Finish an adopted turn.
-
-    Errors are logged and not raised, so that they do not fail the actor: callers that joined sample again and meet the
-    error themselves.
-    """
+    """Finish an adopted turn."""
     with scope:
         try:
             async with stack:
                 await _read(turn, streams)
                 await turn.complete(*[choice for choice in turn.choices if not choice.is_ended])
         except Exception as error:  # noqa: BLE001 - any error; it is recorded with the interactions
+            # Errors are logged and not raised, so that they do not fail the actor: callers that joined sample again and
+            # meet the error themselves.
             _log.info("adopted_turn_failed", error=repr(error))
 
 
@@ -321,15 +319,14 @@ def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answ
 
 
 def _buffer_size(request: EngineRequest, turn: PendingRequest) -> int:
-    """Return how many chunks a choice's stream may buffer.
-
-    Choices are delivered one after another, so a later one gets a buffer for its whole answer: it must not block while
-    it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure. An answer without
-    streaming reads its chunks at once and needs no buffer. Without a buffer a stream ends with the task that reads it
-    and cannot be adopted, so only a request with an idempotency key can count on adoption.
-    """
+    """Return how many chunks a choice's stream may buffer."""
+    # Choices are delivered one after another, so a later one gets a buffer for its whole answer: it must not block
+    # while it waits for its turn.
     if len(turn.requests) > 1:
         return request.sampling.max_new_tokens + 1
+    # A single streamed choice gets a small buffer, which gives back-pressure. An answer without streaming reads its
+    # chunks at once and needs none. Without a buffer a stream ends with the task that reads it and cannot be adopted,
+    # so only a request with an idempotency key can count on adoption.
     return 16 if turn.is_movable else 0
 
 
@@ -685,8 +682,6 @@ def _join(parts: Sequence[npt.NDArray[ScalarT]]) -> npt.NDArray[ScalarT]:
 
 
 def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:
-    """Return the tools whose calls are parsed.
-
-    The prompt shows all tools in any case, so that it extends the prompt of the previous turn.
-    """
+    """Return the tools whose calls are parsed."""
+    # The prompt shows all tools in any case, so that it extends the prompt of the previous turn.
     return () if request.tool_choice is ToolChoice.NONE else request.tools

@@ -169,8 +169,6 @@ class RetryCache(Generic[W]):
 
 
 def _is_old(sending: CachedRequest[W], now: float) -> bool:
-    """Return whether a numbered request ended too long ago to be repeated.
-
-    Requests with an idempotency key are kept while there is room, because their clients may return much later.
-    """
+    """Return whether a numbered request ended too long ago to be repeated."""
+    # Requests with an idempotency key are kept while there is room, because their clients may return much later.
     return sending.key is None and sending.ended_at is not None and now - sending.ended_at > RETRY_SECONDS

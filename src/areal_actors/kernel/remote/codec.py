@@ -307,10 +307,7 @@ class _Choice:
 
 
 def _any_to_data(value: Any) -> Any:
-    """Convert a value of a field of type ``Any``: JSON data, tuples, arrays and tensors.
-
-    Other classes are refused, because the receiver could not restore them.
-    """
+    """Convert a value of a field of type ``Any``: JSON data, tuples, arrays and tensors."""
     kind = type(value)
     if kind is list:
         return [_any_to_data(inner) for inner in value]
@@ -328,6 +325,7 @@ def _any_to_data(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
         return value
+    # Other classes are refused, because the receiver could not restore them.
     raise ProtocolError(
         f"a {kind.__qualname__} in a field of type Any has no form on a wire; send data of JSON, or arrays"
     )

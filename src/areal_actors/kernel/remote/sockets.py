@@ -324,10 +324,8 @@ class _AsyncioWriter:
 
 
 def _retrieve(failed: asyncio.Future[None]) -> None:
-    """Mark the error as retrieved.
-
-    If its waiter was cancelled at the same moment, asyncio would log it as never retrieved.
-    """
+    """Mark the error as retrieved."""
+    # If its waiter was cancelled at the same moment, asyncio would log it as never retrieved.
     if failed.done() and not failed.cancelled():
         failed.exception()
 

@@ -118,10 +118,8 @@ class _Host(EveryPath):
         await exchange.send_json(200, {"object": "list", "data": described})
 
     async def _report_metrics(self, exchange: Exchange) -> None:
-        """Answer with the numbers of the host, and those of every running service with the label ``trial``.
-
-        Only the administrator may read them, since they name users and trials.
-        """
+        """Answer with the numbers of the host, and those of every running service with the label ``trial``."""
+        # The numbers name users and trials.
         self._gatekeeper.require_admin(read_key(exchange.headers))
         services = await self._peers.hosting.ask(ListServices())
         families: dict[str, Metric] = {}

@@ -90,6 +90,22 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop):
     assert expected == actual
 
 
+@given(num_earlier=st.integers(0, 5))
+def test_a_stop_string_is_found_across_a_move(num_earlier):
+    """Its first tokens were sampled by an engine that died; they are at the end of the prompt of the next one."""
+    text = [*map(ord, "xySTOP")]
+    key = SampleKey(seed=1, num_drawn=num_earlier)
+    request = EngineRequest(id="a", prompt=[1, *text[:num_earlier]], sampling=Sampling(stop=("STOP",)), key=key)
+    decode = lambda ids: "".join(map(chr, ids))  # noqa: E731
+    generation = Generation.create(request, context_length=99, decode=decode)
+    finishes = []
+    for token in text[num_earlier:]:
+        generation.append(token)
+        finishes.append(generation.finish)
+
+    assert [None] * (5 - num_earlier) + [FinishReason.STOP] == finishes
+
+
 def test_the_window_stays_small():
     """A long output is not decoded again and again."""
     sizes = []

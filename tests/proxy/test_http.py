@@ -120,6 +120,17 @@ async def test_session_urls_can_be_switched_off():
         assert (await http.post(path, json=BODY, headers=bearer(mine["api_key"]))).status_code == 200
 
 
+async def test_the_admin_key_is_no_key_of_a_session():
+    """Every request of the administrator would become one of its turns."""
+    async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        body = {"api_key": proxy.endpoint.admin_key}
+        answer = await http.post("/rl/start_session", json=body, headers=proxy.admin_headers)
+
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "api_key"
+    assert proxy.endpoint.admin_key not in answer.text
+
+
 async def test_rewards_that_mean_nothing():
     """NaN, text, nothing, an unknown completion, and a session that is settled."""
     settings = SessionSettings(grace_seconds=0.0)

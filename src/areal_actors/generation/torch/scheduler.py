@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -82,13 +82,14 @@ class StopScanner:
     """Finds the first token that completes one of the ``stop`` strings, by decoding a window of the last tokens.
 
     A stop string of L characters is searched in the text of at least the last 4 L + 16 tokens, because a token may be a
-    third of a character.
+    third of a character. ``earlier`` are the tokens of the answer that another engine has sampled: a stop string may
+    begin with them.
     """
 
-    def __init__(self, stop: tuple[str, ...], decode: Decode) -> None:
+    def __init__(self, stop: tuple[str, ...], decode: Decode, earlier: Iterable[int] = ()) -> None:
         self._stop = stop
         self._decode = decode
-        self._window: list[int] = []
+        self._window = list(earlier)
         self._keep = 4 * max(map(len, stop)) + 16
 
     def is_complete(self, token_id: int) -> bool:
@@ -144,7 +145,7 @@ class Generation:
         limit = min(num_prompt + request.sampling.max_new_tokens, context_length)
         tokens = np.empty(limit, dtype=np.int32)
         tokens[:num_prompt] = request.prompt
-        stop = request.sampling.stop
+        stop, earlier = request.sampling.stop, request.prompt[num_prompt - request.key.num_drawn :]
         return cls(
             request=request,
             tokens=tokens,
@@ -152,7 +153,7 @@ class Generation:
             limit=limit,
             stop_ids=find_stop_ids(request),
             uniform=create_uniforms(request.key),
-            scanner=StopScanner(stop, decode) if stop and decode is not None else None,
+            scanner=StopScanner(stop, decode, earlier.tolist()) if stop and decode is not None else None,
             constraint=constraint,
             is_plain=constraint is None and is_neutral(request.sampling) and not request.sampling.top_logprobs,
             needs_output=constraint is not None or has_penalties(request.sampling),

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from attrs import evolve
 
 from areal_actors.bugs import (
     Bug,
@@ -94,11 +95,51 @@ async def test_a_bug_fails_some_tests_and_not_others(seen):
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
+async def test_a_mutant_that_ends_its_box_is_no_bug(installed, seen):
+    """It exceeds a limit of the sandbox; another box takes the place of that one."""
+    require_bubblewrap()
+    (installed / "greedy.py").write_text(GREEDY)
+    (installed / "tests").mkdir()
+    (installed / "tests" / "test_greedy.py").write_text(GREEDY_TESTS)
+    config = evolve(BOXED, memory_mib=128, readable=(installed,), environment=("PYTHONPATH",))
+    found, counts = await generate("greedy", BugConfig(num_workers=1, max_per_function=9), sandbox=config)
+
+    # The mutants that start two and three children, and the one that returns nothing.
+    assert 2 == counts.broke_all
+    assert {"start", "other"} == {bug.function for bug in found}
+
+
+@pytest.mark.parametrize("anyio_backend", ["trio"])
 async def test_several_mutations_are_several_bugs(seen):
     """Each is noticed alone, so that repairing one of them is not enough."""
     found, _ = await generate("tiny_shapes", BugConfig(num_mutations=2, num_workers=2), num=2)
     assert found
     assert all(len(set(one.lines)) == len(one.kinds) == 2 for one in found)
+
+
+GREEDY = """import subprocess
+import sys
+
+
+def start(count):
+    words = [sys.executable, "-c", "x = bytearray(b'1') * (60 << 20); import time; time.sleep(0.4)"]
+    started = [subprocess.Popen(words) for _ in range(count - 1)]
+    return sum(one.wait() for one in started)
+
+
+def other(value):
+    return value + 1
+"""
+GREEDY_TESTS = """from greedy import other, start
+
+
+def test_start():
+    assert start(2) == 0
+
+
+def test_other():
+    assert other(1) == 2
+"""
 
 
 def require_bubblewrap() -> None:

@@ -10,7 +10,7 @@ import json
 import random
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from itertools import islice
 from pathlib import Path
@@ -36,7 +36,7 @@ _MAX_TESTS = 400
 
 @frozen(kw_only=True)
 class BugConfig:
-    """What bugs are generated."""
+    """Settings of the generation."""
 
     seed: int = 0
     num_mutations: int = field(default=1, validator=ge(1))
@@ -58,7 +58,7 @@ class BugConfig:
 
 @frozen(kw_only=True)
 class Bug:
-    """A mutated function, with the tests that say so."""
+    """A mutated function, with the tests that fail and those that pass."""
 
     module: TestedModule
     function: str
@@ -79,7 +79,7 @@ class Bug:
 
 @define
 class Counts:
-    """What became of the mutants."""
+    """Numbers of mutants by outcome."""
 
     qualified: int = 0
     survived: int = 0
@@ -106,11 +106,13 @@ async def open_bugs(
     counts = Counts() if counts is None else counts
     backend = create_sandbox(sandbox.backend)
     async with AsyncExitStack() as stack:
-        boxes = []
-        for _ in range(config.num_workers):
+
+        async def open_box() -> Sandbox:
             box = await stack.enter_async_context(backend.open(BoxRequest(config=sandbox)))
             await box.copy_in(PROGRAM, ".")
-            boxes.append(box)
+            return box
+
+        boxes = _Boxes(opened=[await open_box() for _ in range(config.num_workers)], open_box=open_box)
         order = sorted(modules, key=lambda one: one.name)
         random.Random(config.seed).shuffle(order)  # noqa: S311 - not for secrets
         searches = [_Search(module, config, boxes, counts).bugs() for module in order]
@@ -131,10 +133,26 @@ async def _take_turns(waiting: Sequence[AsyncIterator[Bug]]) -> AsyncGenerator[B
         waiting = remaining
 
 
+@define
+class _Boxes:
+    """The boxes in which mutants run."""
+
+    opened: list[Sandbox]
+    open_box: Callable[[], Awaitable[Sandbox]]
+    ended: set[int] = field(factory=set)
+    """The numbers of boxes that ended, because a mutant exceeded a limit of the sandbox."""
+
+    async def replace_ended(self) -> None:
+        """Open others. To be called by the task that opened the boxes, which closes them, too."""
+        for number in sorted(self.ended):
+            self.opened[number] = await self.open_box()
+        self.ended.clear()
+
+
 class _Search:
     """The search for bugs in one module."""
 
-    def __init__(self, module: TestedModule, config: BugConfig, boxes: Sequence[Sandbox], counts: Counts) -> None:
+    def __init__(self, module: TestedModule, config: BugConfig, boxes: _Boxes, counts: Counts) -> None:
         self._module = module
         self._config = config
         self._boxes = boxes
@@ -156,17 +174,16 @@ class _Search:
             return
         candidates = self._candidates(parsed)
         found: Counter[str] = Counter()
-        while batch := list(islice(candidates, len(self._boxes))):
-            results: dict[int, Bug | SandboxError | None] = {}
+        while batch := list(islice(candidates, len(self._boxes.opened))):
+            results: dict[int, Bug | None] = {}
             async with anyio.create_task_group() as tasks:
                 for number, (function, chosen) in enumerate(batch):
                     if found[function.name] < self._config.max_per_function:
                         tasks.start_soon(self._attempt, number, results, parsed, function, chosen)
+            await self._boxes.replace_ended()
             # In the order of the batch, whichever mutant was tested first.
             for number, (function, _) in enumerate(batch):
                 bug = results.get(number)
-                if isinstance(bug, SandboxError):
-                    raise bug
                 if bug is not None and found[function.name] < self._config.max_per_function:
                     found[function.name] += 1
                     yield bug
@@ -174,12 +191,13 @@ class _Search:
     async def _find_tests(self, source: str) -> bool:
         """Run all tests without a bug, twice, and return whether there are enough to tell a bug."""
         with anyio.move_on_after(self._config.module_seconds):
-            first = await self._run(self._boxes[0], source, covers=True)
+            first = await self._run(0, source, covers=True)
             names = tuple(name for name, result in first.items() if result["failure"] is None)
-            second = await self._run(self._boxes[0], source, only=names) if names else {}
+            second = await self._run(0, source, only=names) if names else {}
             passing = [name for name in names if name in second and second[name]["failure"] is None]
             self._tests = tuple(passing[:_MAX_TESTS])
             self._calls = {name: frozenset(first[name]["calls"]) for name in self._tests}
+        await self._boxes.replace_ended()
         return len(self._tests) >= 2  # noqa: PLR2004 - one that fails, and one that passes
 
     def _covering(self, function: Function) -> tuple[str, ...]:
@@ -212,17 +230,14 @@ class _Search:
     async def _attempt(
         self,
         number: int,
-        results: dict[int, Bug | SandboxError | None],
+        results: dict[int, Bug | None],
         parsed: Module,
         function: Function,
         chosen: tuple[Mutation, ...],
     ) -> None:
-        try:
-            results[number] = await self._try(self._boxes[number], parsed, function, chosen)
-        except SandboxError as error:  # the task group would wrap it
-            results[number] = error
+        results[number] = await self._try(number, parsed, function, chosen)
 
-    async def _try(self, box: Sandbox, parsed: Module, function: Function, chosen: tuple[Mutation, ...]) -> Bug | None:
+    async def _try(self, box: int, parsed: Module, function: Function, chosen: tuple[Mutation, ...]) -> Bug | None:
         """Test a mutant, and return it if some tests fail and others pass."""
         source = apply(parsed.source, chosen)
         results = await self._run(box, source, only=self._covering(function))
@@ -257,14 +272,12 @@ class _Search:
             seconds=self._config.test_seconds,
         )
 
-    async def _is_noticed(self, box: Sandbox, parsed: Module, function: Function, mutation: Mutation) -> bool:
+    async def _is_noticed(self, box: int, parsed: Module, function: Function, mutation: Mutation) -> bool:
         """Return whether a mutation of several is a bug alone, so that all of them have to be repaired."""
         results = await self._run(box, apply(parsed.source, [mutation]), only=self._covering(function))
         return any(result["failure"] is not None for result in results.values())
 
-    async def _run(
-        self, box: Sandbox, source: str, *, only: tuple[str, ...] = (), covers: bool = False
-    ) -> dict[str, Any]:
+    async def _run(self, box: int, source: str, *, only: tuple[str, ...] = (), covers: bool = False) -> dict[str, Any]:
         """Run tests on a source; return no results if it cannot be imported, or ends the process."""
         request = {
             "module": self._module.name,
@@ -276,17 +289,18 @@ class _Search:
             "covers": covers,
         }
         self._counts.tests_run += len(only)
+        opened = self._boxes.opened[box]
         try:
-            ended = await box.run(
-                [sys.executable, *_FLAGS, f"{box.work_directory}/{PROGRAM.name}", "run"],
+            ended = await opened.run(
+                [sys.executable, *_FLAGS, f"{opened.work_directory}/{PROGRAM.name}", "run"],
                 environment={"PYTHONHASHSEED": "0"},
                 stdin=json.dumps(request).encode(),
                 timeout_seconds=self._config.module_seconds,
             )
             results: dict[str, Any] = json.loads(ended.stdout).get("results", {})
-        except SandboxLimit as limit:
-            if limit.limit != "timeout_seconds":
-                raise
+        except SandboxError as error:
+            if not (isinstance(error, SandboxLimit) and error.limit == "timeout_seconds"):
+                self._boxes.ended.add(box)
             return {}
         except ValueError:
             return {}

@@ -221,7 +221,7 @@ _REFUSED_MODULES = frozenset((
 
 
 def find_forbidden(original: str, answer: str) -> str | None:
-    """Return what in the answer could reach the program that grades it; ``None`` if there is nothing.
+    """Return a part of the answer that could reach the program that grades it; ``None`` if there is none.
 
     Its tests run in one process with it, so an answer may not import what the original does not, nor use names with two
     underscores, or functions and modules of the interpreter, that the original does not use. Raises ``SyntaxError``.

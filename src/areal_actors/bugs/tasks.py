@@ -1,4 +1,4 @@
-"""Task directories of bugs, and what is told at each level of difficulty.
+"""Task directories of bugs, and the information given at each level of difficulty.
 
 A directory is one in Harbor's format (``datasets/harbor.py``). Its ``tests/`` has the runner, the original, and
 ``bug.json``, which an agent does not see.
@@ -30,7 +30,7 @@ _FENCE = re.compile(r"```[a-zA-Z]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 class Level(IntEnum):
-    """How much is told. Numbers grow with the difficulty."""
+    """The information given about a bug; numbers grow with the difficulty."""
 
     CHOICE = 0
     """The function with four of its lines lettered, of which one is wrong: the answer is its letter."""
@@ -136,7 +136,7 @@ cp "$here/original.py" "$(cat "$here/path")"
 
 
 def _describe(bug: Bug, level: Level, seed: int) -> dict[str, Any]:
-    """Return all that is known of a bug, as JSON."""
+    """Return the description of a bug for the verifier, as JSON."""
     parsed = Module(bug.source)
     function = next(one for one in parsed.functions if one.name == bug.function)
     lines = bug.source.splitlines()
@@ -178,7 +178,7 @@ def _settings(bug: Bug, level: Level) -> str:
 
 
 def _instruction(bug: Mapping[str, Any], level: Level) -> str:
-    """Return what an agent with tools is asked."""
+    """Return the instruction of an agent with tools."""
     if level is Level.CHOICE:
         return f"{_question(bug, level)}\n\nWrite the letter to `answer.txt` in the working directory.\n"
     told = [f"`{bug['path']}` in the working directory has a bug."]

@@ -56,7 +56,7 @@ Write = Callable[[bytes], None]
 
 @frozen(kw_only=True)
 class Verdict:
-    """What a verifier wrote."""
+    """The reward and the numbers that a verifier wrote."""
 
     reward: float
     numbers: Mapping[str, float] = field(factory=dict)
@@ -156,7 +156,7 @@ async def open_task_box(
 
 
 async def take_files(opened: TaskBox, task: TaskDirectory, target: Path) -> tuple[str, ...]:
-    """Copy what an agent left in the directories of the environment and in /logs/artifacts to ``target``.
+    """Copy the directories of the environment and /logs/artifacts to ``target``.
 
     Returns the names that were left out: devices, and links that lead out of these directories.
     """
@@ -200,7 +200,7 @@ async def grade_files(
 async def grade_solution(
     task: TaskDirectory, config: SandboxConfig, *, is_solved: bool = True, write: Write = lambda _: None
 ) -> Verdict:
-    """Grade what the reference solution leaves; with ``is_solved=False``, the environment as it is.
+    """Grade the result of the reference solution; with ``is_solved=False``, the environment as it is.
 
     Raises ``DatasetError`` for a task without a solution, or whose solution fails, and what ``grade_files`` raises.
     """
@@ -240,7 +240,7 @@ def load_task_of(data: Any, config: SandboxConfig) -> TaskDirectory:
 
 
 def _masks(task: TaskDirectory) -> dict[str, Path]:
-    """Return what hides the installed modules that the task's files take the place of, and their compiled forms."""
+    """Return the mounts that hide installed modules and their compiled forms behind files of the task."""
     found = {}
     for name, shown in task.masks.items():
         for entry in sys.path:

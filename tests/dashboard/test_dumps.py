@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter
 from functools import partial
 
@@ -191,3 +193,24 @@ def test_an_earlier_run_is_set_aside(tmp_path):
     assert [path.name for path in moved] == ["trial.1", "trial.2", "trial.3"]
     assert [(path / "metrics.jsonl").read_text() for path in moved] == ["0", "1", "2"]
     assert directory.set_aside() is None
+
+
+def test_only_the_owner_reads_conversations(tmp_path, news, decode):
+    """Whatever the umask of the process is, and after a resumption, too."""
+    directory = RunDirectory(path=tmp_path)
+    old = os.umask(0)
+    try:
+        for step in (None, 9):
+            for listener in (
+                SessionSampler(directory.sessions, decode=decode, resumed_step=step),
+                FailureWriter(directory.failures, resumed_step=step),
+                RolloutDumper(directory, decode=decode, resumed_step=step),
+            ):
+                hear(listener, news.session(1), news.episode(1), news.episode(2, failure="it broke"))
+    finally:
+        os.umask(old)
+    paths = [directory.sessions, directory.failures, *directory.rollouts.rglob("*"), directory.rollouts]
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in paths}
+
+    assert len(paths) >= 5
+    assert {(True, 0o700), (False, 0o600)} == modes

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
+import stat
 import threading
 
 import anyio
@@ -73,6 +75,20 @@ async def test_a_disk_that_hangs_fails_the_journal_at_a_bound(path):
         await journal.write(create_start("s7"))
 
     assert [] == await sessions_of(path)
+
+
+async def test_only_the_owner_reads_the_journal(path):
+    """Nor the files that SQLite puts beside it, whatever the umask of the process is."""
+    old = os.umask(0)
+    try:
+        async with SqliteJournal.open(path) as journal:
+            await journal.write(create_start("a"))
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in path.parent.glob(f"{path.name}*")}
+    finally:
+        os.umask(old)
+
+    assert {path.name, f"{path.name}-wal", f"{path.name}-shm"} <= set(modes)
+    assert {0o600} == {mode for name, mode in modes.items() if not name.endswith(".lock")}
 
 
 async def test_a_second_opener_is_refused(path):

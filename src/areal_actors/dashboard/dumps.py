@@ -60,7 +60,8 @@ class RolloutDumper:
             for written in root.glob(f"*/{news.problem.task}.jsonl"):
                 rewrite_records(written, lambda record: _without_versions(record) not in known)
         path = root / str(news.version) / f"{news.problem.task}.jsonl"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        for folder in (root, path.parent):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         append_lines(path, lines)
 
     def close(self) -> None:
@@ -129,6 +130,7 @@ class RowDumper:
             dump_row(trained, self._decode, step=news.step, row=index, pieces=self._pieces)
             for index, trained in enumerate(news.rows)
         ]
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_rows(dump_path(self._root, news.step), rows)
         if self._num_kept is not None:
             for path in list(find_dumps(self._root).values())[: -self._num_kept]:

@@ -21,17 +21,21 @@ __all__ = ["RecordFile", "append_lines", "format_record", "open_records", "read_
 
 
 class RecordFile:
-    """A file of JSON lines to append to. The first record opens it; every line is written at once."""
+    """A file of JSON lines to append to. The first record opens it; every line is written at once.
 
-    def __init__(self, path: Path) -> None:
+    A private file, which holds conversations, is readable only by its owner, whatever the umask.
+    """
+
+    def __init__(self, path: Path, *, is_private: bool = False) -> None:
         self.path = path
+        self._mode = 0o600 if is_private else 0o666
         self._file: FileIO | None = None
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Write one line, or nothing. Raises ``OSError``."""
         if self._file is None:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("ab", buffering=0)
+            self._file = _open_to_append(self.path, self._mode)
         _append(self._file, format_record(record))
 
     def close(self) -> None:
@@ -42,9 +46,13 @@ class RecordFile:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append lines to a file: all of them, or none. Raises ``OSError``."""
-    with path.open("ab", buffering=0) as file:
+    """Append lines to a file that only its owner can read: all of them, or none. Raises ``OSError``."""
+    with _open_to_append(path, 0o600) as file:
         _append(file, "".join(lines))
+
+
+def _open_to_append(path: Path, mode: int) -> FileIO:
+    return FileIO(path, "a", opener=lambda name, flags: os.open(name, flags, mode))
 
 
 def _append(file: FileIO, text: str) -> None:
@@ -99,6 +107,7 @@ def rewrite_records(path: Path, keep: Callable[[dict[str, Any]], bool]) -> list[
     """Keep the records for which ``keep`` is true, replacing the file atomically; return them. Raises ``OSError``."""
     kept = [record for record in read_records(path) if keep(record)]
     if path.exists():
-        with atomic_path(path, is_durable=True) as partial, open_records(partial, "w") as file:
+        mode = path.stat().st_mode & 0o777
+        with atomic_path(path, mode=mode, is_durable=True) as partial, open_records(partial, "w") as file:
             file.writelines(map(format_record, kept))
     return kept

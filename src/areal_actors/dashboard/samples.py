@@ -57,7 +57,7 @@ class SessionSampler:
         self._max = max_sessions
         self._num_per_version = num_per_version
         self._resumed_step = resumed_step
-        self._file = RecordFile(path)
+        self._file = RecordFile(path, is_private=True)
         self._stride = 1
         self._versions: list[int] = []
         self._seen: Counter[tuple[int, bool, bool]] = Counter()

@@ -282,6 +282,8 @@ class Store:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         self._stack.enter_context(hold(path.with_name(f"{path.name}.lock"), partial(_in_use, path)))
+        # Conversations and the digests of keys. SQLite gives its further files the mode of this one.
+        os.close(os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, cached_statements=64)
         self._stack.callback(self._connection.close)
         self._set_up(is_shared=is_shared)

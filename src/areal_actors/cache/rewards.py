@@ -136,26 +136,19 @@ class RewardTree:
         outcome = record.outcome
         if outcome is None or outcome.reward is None or unrewarded is Unrewarded.ZERO:
             return tree
-        named = {positions[t.id] for t in completed if t.reward is not None and t.id != outcome.id}
-        return tree._bequeath(outcome.reward, at=positions[outcome.id], named=named)
-
-    def _bequeath(self, outcome: float, *, at: int, named: set[int]) -> RewardTree:
-        """Return the tree in which leaves inherit ``outcome``, in conversations without rewards at ``named``.
-
-        ``at`` is the answer that stores the outcome; leaves that continue it do not inherit.
-        """
-        roots = self.roots()
-        closed = {roots[position] for position in named}
-        # Answers that continue ``at`` came when the outcome was known.
+        # Leaves inherit in conversations where no answer but that with the outcome was rewarded.
+        roots, at = tree.roots(), positions[outcome.id]
+        closed = {roots[positions[t.id]] for t in completed if t.reward is not None and t.id != outcome.id}
+        # Answers that continue the one with the outcome came when it was known, and do not inherit it.
         later: set[int] = set()
-        for position in reversed(self.leaves_first()):
-            parent = self.parents[position]
+        for position in reversed(tree.leaves_first()):
+            parent = tree.parents[position]
             if parent is not None and (parent == at or parent in later):
                 later.add(position)
-        leaves = set(range(len(self.ids))) - set(self.parents)
+        leaves = set(range(len(tree.ids))) - set(tree.parents)
         heirs = frozenset(leaf for leaf in leaves - later if leaf != at and roots[leaf] not in closed)
-        rewards = tuple(outcome if position in heirs else own for position, own in enumerate(self.rewards))
-        return evolve(self, rewards=rewards, heirs=heirs)
+        rewards = tuple(outcome.reward if position in heirs else own for position, own in enumerate(tree.rewards))
+        return evolve(tree, rewards=rewards, heirs=heirs)
 
     def roots(self) -> list[int]:
         """Return for each interaction the position of the root of its conversation."""

@@ -80,29 +80,27 @@ class _Entry(EveryPath):
         if segments_of(exchange)[-1:] == ["health"]:
             await exchange.until_hang_up(lambda: self._report_health(exchange))
         else:
+            # The proxy of the session that the request names, else the proxies that may serve it, in order.
+            key, segments = read_key(exchange.headers), segments_of(exchange)
+            home = self._targets.home(*segments, exchange.query.get("session_id"), key)
+            if home is None and segments[-1:] == ["export_trajectories"]:
+                session = parse_object(body).get("session_id")
+                home = self._targets.home(session if isinstance(session, str) else None)
+            if home is not None:
+                backends: tuple[Backend, ...] = (home,)
+            elif key is None or segments[-1:] == ["start_session"]:
+                backends = self._targets.in_turn(anyio.current_time())
+            else:
+                backends = self._targets.by_key(key, anyio.current_time())
             work = partial(
                 forward,
                 exchange,
                 body=body,
-                backends=self._choose(exchange, body),
+                backends=backends,
                 client=self._client,
                 on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
             )
             await exchange.until_hang_up(work)
-
-    def _choose(self, exchange: Exchange, body: bytes) -> tuple[Backend, ...]:
-        """Return the proxy of the session that the request names, else the proxies that may serve it, in order."""
-        key = read_key(exchange.headers)
-        segments = segments_of(exchange)
-        home = self._targets.home(*segments, exchange.query.get("session_id"), key)
-        if home is None and segments[-1:] == ["export_trajectories"]:
-            session = parse_object(body).get("session_id")
-            home = self._targets.home(session if isinstance(session, str) else None)
-        if home is not None:
-            return (home,)
-        now = anyio.current_time()
-        is_new = key is None or segments[-1:] == ["start_session"]
-        return self._targets.in_turn(now) if is_new else self._targets.by_key(key or "", now)
 
     async def _report_health(self, exchange: Exchange) -> None:
         """Answer 200 while at least one proxy can serve, 503 otherwise."""

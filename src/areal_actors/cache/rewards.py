@@ -350,15 +350,15 @@ class _Checked:
         # Converted one by one, so that the error names the interaction whose return is no number.
         returns: list[float] = []
         for name, value in zip(tree.ids, values, strict=True):
-            scalar = None
+            number: float | None = None
             # Raised for an array of several numbers, and for an int that no float holds.
             with suppress(RewardError, OverflowError):
                 scalar = _item(value)
-                scalar = float(scalar) if isinstance(scalar, Real) else None
-            if scalar is None or not _is_trainable(scalar):
+                number = float(scalar) if isinstance(scalar, Real) else None
+            if number is None or not _is_trainable(number):
                 wanted = "a return is a number that fits into a float32"
                 raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; {wanted}.")
-            returns.append(scalar)
+            returns.append(number)
         return returns
 
 

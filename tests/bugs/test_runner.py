@@ -97,6 +97,7 @@ def test_a_test_that_does_not_end_fails(installed):
     ]
     assert "took too long" in results[f"{PREFIX}.test_clamp"]["failure"]
     assert results[f"{PREFIX}.TestPath.test_length"]["failure"] is None
+    assert "took too long" in ask(installed, loop, seconds=0.2, stops_at_hang=True)["error"]
 
 
 POWERS = {

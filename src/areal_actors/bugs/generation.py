@@ -287,6 +287,7 @@ class _Search:
             "source": source,
             "only": list(only),
             "covers": covers,
+            "stops_at_hang": True,
         }
         self._counts.tests_run += len(only)
         opened = self._boxes.opened[box]

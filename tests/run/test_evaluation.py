@@ -197,7 +197,7 @@ def test_every_episode_failed_is_an_error_with_results(tmp_path):
     config = create_config(
         SETTINGS | {"fileroot": str(tmp_path), "rollout": {"workflow": f"{AGENTS}:Silent"}}, directory=tmp_path
     )
-    with pytest.raises(EpisodeError, match="no completed interaction"):
+    with pytest.raises(EpisodeError, match="never called the model"):
         evaluate(config, output=tmp_path / "silent")
 
     assert {True} == {one["failed"] for one in read(tmp_path / "silent" / "episodes.jsonl")}

@@ -21,6 +21,7 @@ from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
+from areal_actors.run.verifying import Verification, verify_turns
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = [
@@ -173,6 +174,15 @@ async def test_an_episode_goes_on_when_the_service_is_killed(loses: bool):  # no
     assert [2, 2 if loses else 1] == [len(first.engine.requests), len(second.engine.requests)]
     assert first.engine.requests[1].key == second.engine.requests[0].key or not loses
     assert (1, 3) == (len(rows["trajectories"]), rows["num_turns"])
+    assert is_verified(second.journal, num_turns=3)
+
+
+def is_verified(journal: MemoryJournal, *, num_turns: int) -> bool:
+    """Whether every turn has a digest that fits it and those before it."""
+    found = Verification(run="")
+    turns = (event for event in journal.events if isinstance(event, TurnEnded))
+    assert len(list(verify_turns(turns, found, where="journal"))) == num_turns, found
+    return not found.differences and not found.num_turns_without_digest
 
 
 async def test_a_streamed_episode_goes_on_after_a_restart():
@@ -191,6 +201,7 @@ async def test_a_streamed_episode_goes_on_after_a_restart():
 
     assert episode.ids == [turn.id for turn in record.interactions]
     assert [None, episode.ids[0]] == [turn.token_parent for turn in record.interactions]
+    assert is_verified(second.journal, num_turns=2)
 
 
 async def test_sessions_of_the_embedding_app_are_not_restored():

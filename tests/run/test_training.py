@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import areal_actors
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import RunDirectory
+from areal_actors.run.verifying import verify_run
 from areal_actors.training.checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -129,7 +130,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, 
     """``kill -9`` between two checkpoints: the resumed run equals the uninterrupted one, number by number."""
     expected, _ = whole_run
     run_dir = tmp_path / "run"
-    options = ("total_steps=6", "checkpoint.every_steps=2")
+    options = ("total_steps=6", "checkpoint.every_steps=2", "logging.row_dumps.every_steps=1")
     with run_elsewhere(run_dir, *options) as process:
         wait_for_step(process, run_dir, 3)
         process.kill()
@@ -141,6 +142,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, 
     assert checkpoint.step in (2, 4)
     assert essence(expected) == essence(run_dir)
     assert rollouts(expected) == rollouts(run_dir)
+    verified = verify_run(run_dir)
+    assert (6, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
 def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import append_lines, format_record, rewrite_records
 from areal_actors.domain import Ints, unfold
-from areal_actors.interchange import dump_path, dump_row, find_dumps, write_rows
+from areal_actors.interchange import dump_path, dump_row, find_dumps, open_seal_key, seal_row, write_rows
 from areal_actors.kernel import Message
 from areal_actors.messages import EpisodeFinished, Progress, RowsTrained
 
@@ -115,6 +116,8 @@ class RowDumper:
         self._num_kept = num_kept
         self._resumed_step = resumed_step
         self._pieces: dict[int, str] = {}
+        self._key_path = directory.rows_key
+        self._key = b""
 
     def open(self) -> None:
         """Remove the files of steps that will be repeated."""
@@ -126,12 +129,14 @@ class RowDumper:
         """Write the rows of a step. Raises ``OSError``."""
         if not isinstance(news, RowsTrained):
             return
+        self._key = self._key or open_seal_key(self._key_path)
         rows = [
             dump_row(trained, self._decode, step=news.step, row=index, pieces=self._pieces)
             for index, trained in enumerate(news.rows)
         ]
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_rows(dump_path(self._root, news.step), rows)
+        sealed = [evolve(row, seal=seal_row(row, self._key, num_rows=len(rows))) for row in rows]
+        write_rows(dump_path(self._root, news.step), sealed)
         if self._num_kept is not None:
             for path in list(find_dumps(self._root).values())[: -self._num_kept]:
                 path.unlink()

@@ -18,6 +18,7 @@
       logs/              run.jsonl: log of the run; agents/<n>.log: output of agents in processes; service.log: output
                          of a service of a host; workers/<name>.log: output of workers
       rows/              step-<n>.parquet: the rows of training steps with all numbers, if logging.row_dumps is set
+      rows.key           the key that seals them, readable by its owner only
       tensorboard/       scalars
       trackers.json      the names of the run in other trackers
       report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
@@ -103,6 +104,11 @@ class RunDirectory:
     def rows(self) -> Path:
         """Training rows with all numbers, one parquet file per step."""
         return self.path / "rows"
+
+    @property
+    def rows_key(self) -> Path:
+        """The key that seals the training rows."""
+        return self.path / "rows.key"
 
     @property
     def exports(self) -> Path:

@@ -17,18 +17,23 @@ from areal_actors.interchange.rows import (
     read_rows,
     write_rows,
 )
+from areal_actors.interchange.seals import changed_columns, open_seal_key, read_seal_key, seal_row
 
 __all__ = [
     "FORMATS",
     "INSTALL_PARQUET",
     "DumpedRow",
     "RowExport",
+    "changed_columns",
     "dump_path",
     "dump_row",
     "export_rows",
     "find_dumps",
     "has_parquet",
+    "open_seal_key",
     "read_rows",
+    "read_seal_key",
     "require_format",
+    "seal_row",
     "write_rows",
 ]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import field, fields, frozen
+from attrs import NOTHING, field, fields, frozen
 
 from areal_actors.domain import FinishReason, Floats, Ints, TrainedRow, array_equality, as_floats, as_ints
 from areal_actors.errors import ExportError
@@ -84,6 +84,10 @@ class DumpedRow:
     """The version of the weights that sampled the token; -1 on tokens that were not sampled."""
     turns: Ints = field(converter=as_ints, eq=array_equality)
     """The index of the turn that sampled the token; -1 elsewhere."""
+    turn_digests: tuple[str, ...] = ()
+    """The digests of the turns as they were recorded; an empty text for a turn that has none."""
+    seal: str = ""
+    """The authentication code of the other columns; empty in dumps of earlier releases."""
 
     @property
     def response_length(self) -> int:
@@ -133,6 +137,7 @@ def dump_row(trained: TrainedRow, decode: Decode, *, step: int, row: int, pieces
         temperatures=temperatures,
         versions=trajectory.versions,
         turns=trajectory.turns,
+        turn_digests=tuple(info.digest or "" for info in infos),
     )
 
 
@@ -186,12 +191,15 @@ def read_rows(path: Path) -> list[DumpedRow]:
         table = pq.read_table(path)
     except pa.ArrowInvalid as error:
         raise ExportError(f"{path} is not a dump of rows: {error}") from error
-    if missing := [name for name in _schema().names if name not in table.column_names]:
+    # Dumps of earlier releases lack the columns with a default.
+    known = [name for name in _schema().names if name in table.column_names]
+    needed = [column.name for column in fields(DumpedRow) if column.default is NOTHING]
+    if missing := [name for name in needed if name not in known]:
         raise ExportError(f"{path} is not a dump of rows: it lacks the columns {', '.join(missing)}.")
     rows = []
-    for record in table.select(_schema().names).to_pylist():
+    for record in table.select(known).to_pylist():
         logprobs = [np.nan if value is None else value for value in record["trainer_logprobs"]]
-        texts = {name: tuple(record[name]) for name in ("turn_names", "pieces")}
+        texts = {name: tuple(record[name]) for name in ("turn_names", "pieces", "turn_digests") if name in record}
         rows.append(DumpedRow(**{**record, **texts, "trainer_logprobs": logprobs}))
     return rows
 

@@ -1,0 +1,287 @@
+"""Rows are verified against the digests of their turns, their seals and the journal."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy as np
+import pytest
+from attrs import evolve, fields
+from click.testing import CliRunner
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+from tests.cache.conftest import new_talk
+from tests.interchange.conftest import dumped, row_batches, trained_rows
+from tests.run.trained import train
+
+from areal_actors.__main__ import cli
+from areal_actors.cache import ConversationTree
+from areal_actors.dashboard import RunDirectory
+from areal_actors.domain import ChatMessage, JournalEvent, SampleKey, SessionId, SessionStarted, TurnEnded
+from areal_actors.interchange import (
+    DumpedRow,
+    changed_columns,
+    dump_path,
+    find_dumps,
+    open_seal_key,
+    read_rows,
+    seal_row,
+    write_rows,
+)
+from areal_actors.journal import SqliteJournal, as_of
+
+__all__ = ["new_talk"]
+
+KEY = bytes(32)
+
+
+def verify(run: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    """The exit code and the counts of the command."""
+    result = CliRunner().invoke(cli, ["verify", str(run), "--json", *options])
+    return result.exit_code, json.loads(result.stdout)
+
+
+def sealed(rows: list[DumpedRow]) -> list[DumpedRow]:
+    """The rows with seals."""
+    return [evolve(row, seal=seal_row(row, KEY, num_rows=len(rows))) for row in rows]
+
+
+def other(value: Any, data: st.DataObject) -> Any:
+    """A value that differs in one place."""
+    if isinstance(value, np.ndarray):
+        changed = value.copy()
+        at = data.draw(st.integers(0, len(changed) - 1))
+        changed[at] = 7 if np.isnan(changed[at]) else changed[at] + 1
+        return changed
+    if isinstance(value, tuple):
+        return (*value[:-1], f"{value[-1]}x")
+    return f"{value}x" if isinstance(value, str | None) else value + 1
+
+
+@given(rows=row_batches(), data=st.data())
+@settings(max_examples=80, deadline=None)
+def test_any_change_of_any_field_breaks_the_seal(rows: list[DumpedRow], data: st.DataObject):
+    """It names the changed column, and nothing else."""
+    assume(rows)
+    rows = sealed(rows)
+    row = data.draw(st.sampled_from(rows))
+    name = data.draw(st.sampled_from([column.name for column in fields(DumpedRow) if column.name != "seal"]))
+    value = getattr(row, name)
+    assume(value is None or not hasattr(value, "__len__") or len(value))
+    changed = evolve(row, **{name: other(value, data)})
+
+    assert changed_columns(row, KEY, num_rows=len(rows)) is None
+    assert changed_columns(changed, KEY, num_rows=len(rows)) == (name,)
+    assert changed_columns(row, KEY, num_rows=len(rows) + 1) == ()
+    assert changed_columns(row, bytes([1] * 32), num_rows=len(rows))
+
+
+def test_the_key_is_readable_by_its_owner_only(tmp_path: Path):
+    """It is made once, and kept by a resumed run."""
+    path = tmp_path / "run" / "rows.key"
+    key = open_seal_key(path)
+
+    assert open_seal_key(path) == key
+    assert len(key) == 32
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.write_text("00")
+    with pytest.raises(OSError, match="no valid key"):
+        open_seal_key(path)
+
+
+@pytest.fixture(scope="module")
+def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the rows of two steps."""
+    root = tmp_path_factory.mktemp("verified")
+    result = train(root, "rows/one", "logging.row_dumps.every_steps=1", "total_steps=2", "checkpoint.every_steps=1")
+    assert result.exit_code == 0, result.output
+    return root / "rows" / "one"
+
+
+def test_a_run_is_verified(trained_run: Path):
+    """Every trained token is bound to its turn, and every row is sealed; a resumed run is verified as well."""
+    code, found = verify(trained_run, "--strict")
+
+    assert code == 0, found["differences"]
+    assert found["is_complete"]
+    assert found["num_dumps"] == 2
+    assert found["num_checked_tokens"] == found["num_trained_tokens"] > 0
+
+    resumed = train(
+        trained_run.parents[1],
+        "rows/one",
+        *("logging.row_dumps.every_steps=1", "total_steps=3", "checkpoint.every_steps=1", "--resume"),
+    )
+    assert resumed.exit_code == 0, resumed.output
+    code, found = verify(trained_run, "--strict")
+    assert (code, found["num_dumps"]) == (0, 3), found["differences"]
+
+
+@pytest.mark.parametrize(
+    "column", ["token_ids", "logprobs", "versions", "loss_mask", "reward", "returns", "advantages"]
+)
+@pytest.mark.parametrize("has_key", [True, False])
+def test_a_changed_number_is_found(trained_run: Path, column: str, *, has_key: bool):
+    """With the key all columns; without it, those that the digests of the turns bind."""
+    directory = RunDirectory(path=trained_run)
+    path = next(iter(find_dumps(directory.rows).values()))
+    rows, key = read_rows(path), directory.rows_key.read_bytes()
+    row = rows[1]
+    token = int(np.flatnonzero(row.loss_mask)[0])
+    value = getattr(row, column)
+    if isinstance(value, np.ndarray):
+        value = value.copy()
+        value[token] = 1 - value[token] if column == "loss_mask" else value[token] + 1
+    else:
+        value += 1
+    try:
+        write_rows(path, [rows[0], evolve(row, **{column: value}), *rows[2:]])
+        if not has_key:
+            directory.rows_key.unlink()
+        code, found = verify(trained_run)
+        text = CliRunner().invoke(cli, ["verify", str(trained_run)]).stdout
+    finally:
+        write_rows(path, rows)
+        directory.rows_key.write_bytes(key)
+
+    is_bound = column not in ("reward", "returns", "advantages")
+    assert code == int(has_key or is_bound)
+    if has_key:
+        first = found["differences"][0]
+        assert (first["row"], first["column"], first["where"]) == (1, column, path.name)
+        assert f"{path.name}, row 1, column {column}" in text
+    elif is_bound:
+        assert {difference["row"] for difference in found["differences"]} == {1}
+
+
+def test_a_removed_a_repeated_and_an_unsealed_row_are_found(trained_run: Path):
+    """The seals count the rows; a turn is trained by one row; rows without seals are counted, and strictly refused."""
+    directory = RunDirectory(path=trained_run)
+    path = next(iter(find_dumps(directory.rows).values()))
+    rows = read_rows(path)
+    try:
+        write_rows(path, rows[:-1])
+        removed = verify(trained_run)
+        write_rows(path, [*rows[:-1], evolve(rows[0], row=len(rows) - 1)])
+        repeated = verify(trained_run)
+        write_rows(path, [evolve(row, seal="", turn_digests=()) for row in rows])
+        old, strict = verify(trained_run), verify(trained_run, "--strict")
+        path.write_bytes(b"no parquet")
+        damaged = verify(trained_run)
+    finally:
+        write_rows(path, rows)
+
+    assert removed[0] == 1
+    assert "another number of rows" in json.dumps(removed[1])
+    assert "row 0 trains the same turn" in json.dumps(repeated[1])
+    assert (0, 1) == (old[0], strict[0])
+    assert old[1]["num_unsealed_rows"] == len(rows)
+    assert old[1]["num_turns_without_digest"] >= len(rows)
+    assert "cannot be read" in damaged[1]["differences"][0]["what"]
+
+
+def test_a_directory_without_a_run_is_named(tmp_path: Path):
+    """There is nothing to verify."""
+    result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
+
+    assert result.exit_code == 1
+    assert "There is no run" in result.output
+
+
+# ------------------------------------------------------------------------------------------------------- journal
+
+
+def write_run(path: Path, events: Sequence[JournalEvent]) -> None:
+    """A run directory with a journal, and the rows of its session as a dump."""
+
+    async def write() -> None:
+        async with SqliteJournal.open(directory.journal) as journal:
+            await journal.write(*events)
+
+    directory = RunDirectory(path=path)
+    path.mkdir(parents=True)
+    directory.config.write_text("")
+    anyio.run(write)
+    turns = [event for event in events if isinstance(event, TurnEnded)]
+    tree = ConversationTree.restore(SessionId("s"), turns)
+    rows = dumped(trained_rows(tree.snapshot(), "concat"))
+    key = open_seal_key(directory.rows_key)
+    write_rows(dump_path(directory.rows, 1), [evolve(row, seal=seal_row(row, key, num_rows=len(rows))) for row in rows])
+
+
+def told(new_talk: Any, version: int | None = None) -> list[JournalEvent]:
+    """Three turns, a tool's answer among them, of which the last one forks; sampled by version 3."""
+    talk = new_talk()
+    messages = [ChatMessage(role="user", content="go")]
+    for index, role in enumerate(("tool", "user", "user")):
+        turn = talk.turn(f"t{index}", messages, "yes") if index < 2 else talk.turn("t2", messages[:1], "no")
+        messages += [ChatMessage(role="assistant", content="yes"), ChatMessage(role=role, content="ok")]
+        assert turn.digest is not None
+    started = SessionStarted(
+        session=SessionId("s"), key_digest=b"k", sample_key=SampleKey(seed=1, path=("s",)), started_at=0.0
+    )
+    turns = [
+        TurnEnded(session=SessionId("s"), interaction=turn, frame=None, ended_at=1.0)
+        for turn in talk.tree.snapshot().interactions
+    ]
+    events: list[JournalEvent] = [started, *turns]
+    return events if version is None else [as_of(event, version) for event in events]
+
+
+@pytest.mark.parametrize("version", [None, -1])
+def test_rows_are_compared_with_the_journal(tmp_path: Path, new_talk: Any, version: int | None):
+    """Also after a resume from older weights; versions before it are bound by the chain."""
+    write_run(tmp_path / "run", told(new_talk, version))
+    code, found = verify(tmp_path / "run", "--strict")
+
+    assert code == 0, found["differences"]
+    assert found["num_recorded_tokens"] == found["num_trained_tokens"] > 0
+    assert found["num_turns"] == 3
+    assert found["num_restated_turns"] == (0 if version is None else 3)
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ("prompt_suffix = CAST(x'05000000' || substr(prompt_suffix, 5) AS BLOB)", "its ids, or those before it"),
+        ("token_ids = CAST(x'05000000' || substr(token_ids, 5) AS BLOB)", "its ids, or those before it"),
+        ("logprobs = CAST(x'000000bf' || substr(logprobs, 5) AS BLOB)", "its log-probabilities or versions"),
+        ("raw_logprobs = CAST(x'000000bf' || substr(logprobs, 5) AS BLOB)", "its log-probabilities or versions"),
+        ("head_version = 9", "its log-probabilities or versions"),
+        ("token_ids = x'05'", "cannot be read"),
+    ],
+)
+def test_a_changed_journal_is_found(tmp_path: Path, new_talk: Any, change: str, what: str):
+    """The turn is named; where the row shows the change as well, also the token with both values."""
+    write_run(tmp_path / "run", told(new_talk))
+    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection, connection:
+        connection.execute(f"UPDATE turns SET {change} WHERE interaction = 't0'")
+    code, found = verify(tmp_path / "run")
+    first = found["differences"][0]
+
+    assert (code, first["turn"], first["where"]) == (1, "t0", "journal.sqlite")
+    assert what in first["what"]
+    in_row = [entry for entry in found["differences"] if entry["where"].startswith("step") and entry["token"]]
+    if change.startswith(("token_ids = CAST", "logprobs")):
+        assert {entry["column"] for entry in in_row} == {change.split(maxsplit=1)[0]}
+        assert in_row[0]["there"] != in_row[0]["here"]
+
+
+def test_turns_of_earlier_releases_have_no_digest(tmp_path: Path, new_talk: Any):
+    """They are counted, and no difference."""
+    events = [
+        evolve(event, interaction=evolve(event.interaction, digest=None)) if isinstance(event, TurnEnded) else event
+        for event in told(new_talk)
+    ]
+    write_run(tmp_path / "run", events)
+
+    assert verify(tmp_path / "run")[0] == 0
+    code, found = verify(tmp_path / "run", "--strict")
+    assert (code, found["differences"]) == (1, [])
+    assert found["num_turns_without_digest"] >= 3

@@ -24,7 +24,10 @@ from areal_actors.domain import (
     InteractionId,
     Ints,
     SessionId,
+    TokenHash,
     as_ints,
+    create_token_hash,
+    digest_turn,
 )
 
 _RANDOM = np.random.default_rng(7)
@@ -204,6 +207,26 @@ def _concat(num_turns: int, *, repeats: int) -> list[Result]:
     ]
 
 
+def _digests() -> list[Result]:
+    """What binds rows to the answers costs per turn: the hash of the parent's ids goes on, then that of the columns."""
+    results = []
+    for num_prompt, num_output, gate in ((20, 10, 10.0), (4000, 300, 40.0)):
+        suffix, completion = as_ints(_RANDOM.integers(3, 50_000, num_prompt)), _completion(num_output)
+        parent = create_token_hash()
+
+        def digest(suffix: Ints = suffix, completion: Completion = completion, parent: TokenHash = parent) -> None:
+            for _ in range(2000):
+                tokens = parent.copy()
+                tokens.update(suffix.data)
+                tokens.update(completion.token_ids.data)
+                digest_turn(InteractionId("chatcmpl-0"), tokens.hexdigest(), completion)
+
+        cost = cpu_us_per_operation(digest, num_operations=2000, rounds=5)
+        name = f"digest of a turn, {num_prompt} + {num_output} tokens"
+        results.append(Result(benchmark="cache", name=name, value=cost, unit="µs/turn", gate=gate))
+    return results
+
+
 def run(quick: bool) -> list[Result]:  # noqa: FBT001
     """All figures; ``quick`` takes a fifth of the calls."""
     fan_out, chain = (1000, 100) if quick else (5000, 400)
@@ -213,6 +236,7 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001
         *_insertions(f"insert, chain of {chain}", _chain(chain), gate=gate),
         *_concat(chain, repeats=5),
         *_memory(400),
+        *_digests(),
     ]
 
 

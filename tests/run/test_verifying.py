@@ -23,7 +23,16 @@ from tests.run.trained import train
 from areal_actors.__main__ import cli
 from areal_actors.cache import ConversationTree
 from areal_actors.dashboard import RunDirectory
-from areal_actors.domain import ChatMessage, JournalEvent, SampleKey, SessionId, SessionStarted, TurnEnded
+from areal_actors.domain import (
+    ChatMessage,
+    InteractionId,
+    JournalEvent,
+    RewardSet,
+    SampleKey,
+    SessionId,
+    SessionStarted,
+    TurnEnded,
+)
 from areal_actors.interchange import (
     DumpedRow,
     changed_columns,
@@ -237,7 +246,8 @@ def told(new_talk: Any, version: int | None = None) -> list[JournalEvent]:
 @pytest.mark.parametrize("version", [None, -1])
 def test_rows_are_compared_with_the_journal(tmp_path: Path, new_talk: Any, version: int | None):
     """Also after a resume from older weights; versions before it are bound by the chain."""
-    write_run(tmp_path / "run", told(new_talk, version))
+    reward = RewardSet(session=SessionId("s"), interaction=InteractionId("t1"), reward=1.0)
+    write_run(tmp_path / "run", [*told(new_talk, version), reward])
     code, found = verify(tmp_path / "run", "--strict")
 
     assert code == 0, found["differences"]
@@ -273,12 +283,22 @@ def test_a_changed_journal_is_found(tmp_path: Path, new_talk: Any, change: str, 
         assert in_row[0]["there"] != in_row[0]["here"]
 
 
+def test_a_reward_that_is_not_in_the_journal_is_found(tmp_path: Path, new_talk: Any):
+    """The rows of the session have 1.0, and its turns nothing."""
+    write_run(tmp_path / "run", told(new_talk))
+    code, found = verify(tmp_path / "run")
+
+    assert code == 1
+    assert {(one["column"], one["there"], one["here"]) for one in found["differences"]} == {("reward", "0.0", "1.0")}
+
+
 def test_turns_of_earlier_releases_have_no_digest(tmp_path: Path, new_talk: Any):
     """They are counted, and no difference."""
     events = [
         evolve(event, interaction=evolve(event.interaction, digest=None)) if isinstance(event, TurnEnded) else event
         for event in told(new_talk)
     ]
+    events.append(RewardSet(session=SessionId("s"), interaction=InteractionId("t1"), reward=1.0))
     write_run(tmp_path / "run", events)
 
     assert verify(tmp_path / "run")[0] == 0

@@ -7,20 +7,24 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import asdict, define, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 
+from areal_actors.cache import total_reward
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import (
+    Interaction,
     InteractionId,
     InteractionStatus,
     SessionId,
+    SessionRecord,
     TurnEnded,
     create_token_hash,
     digest_tokens,
@@ -111,10 +115,12 @@ def verify_run(path: Path) -> Verification:
         raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
     found = Verification(run=str(path))
     turns: dict[InteractionId, list[TurnEnded]] = defaultdict(list)
+    rewards: dict[SessionId, float] = {}
     if directory.journal.exists():
         events = _read_turns(directory.journal, found)
         for turn in verify_turns(events, found, where=directory.journal.name):
             turns[turn.interaction.id].append(turn)
+        rewards = _total_rewards(turns.values())
     dumps = find_dumps(directory.rows)
     if dumps and not has_parquet():
         raise ConfigError(f"Rows are stored as parquet, which needs pyarrow: {INSTALL_PARQUET}")
@@ -131,7 +137,7 @@ def verify_run(path: Path) -> Verification:
         except (ExportError, ValueError, TypeError) as error:
             found.differences.append(Difference(where=file.name, what=f"it cannot be read: {error}"))
             continue
-        verify_rows(rows, found, where=file.name, step=step, key=key, recorded=turns)
+        verify_rows(rows, found, where=file.name, step=step, key=key, recorded=turns, rewards=rewards)
     return found
 
 
@@ -146,6 +152,7 @@ def verify_rows(
     step: int,
     key: bytes | None = None,
     recorded: Mapping[InteractionId, Sequence[TurnEnded]] | None = None,
+    rewards: Mapping[SessionId, float] | None = None,
 ) -> None:
     """Check the rows of one step, and add counts and differences to ``found``."""
     trained: dict[tuple[int, int, str, str], int] = {}
@@ -170,9 +177,10 @@ def verify_rows(
             report(problem)
             continue
         _verify_spans(row, found, report, recorded or {})
+        _verify_reward(row, report, recorded or {}, rewards or {})
         for position in np.unique(row.turns[row.loss_mask == 1]).tolist():
-            turn = row.task, row.member, row.session, row.turn_names[position]
-            if (first := trained.setdefault(turn, index)) != index:
+            place = row.task, row.member, row.session, row.turn_names[position]
+            if (first := trained.setdefault(place, index)) != index:
                 report(f"row {first} trains the same turn", turn=row.turn_names[position])
 
 
@@ -223,6 +231,19 @@ def _verify_spans(
                 found.num_recorded_tokens += len(where) if turn is not None else 0
 
 
+def _verify_reward(
+    row: DumpedRow,
+    report: Report,
+    recorded: Mapping[InteractionId, Sequence[TurnEnded]],
+    rewards: Mapping[SessionId, float],
+) -> None:
+    turn = _find_turn(recorded.get(InteractionId(row.turn_names[-1]), ()), row.session) if row.turn_names else None
+    total = None if turn is None else rewards.get(turn.session)
+    if total is not None and np.float32(total) != np.float32(row.reward):
+        what = "it is not the sum of the session's rewards in the journal"
+        report(what, column="reward", there=str(total), here=str(row.reward))
+
+
 def _span_problem(row: DumpedRow, span: slice, position: int, turn: TurnEnded | None) -> dict[str, Any] | None:
     """Return the first difference of a row's turn, as arguments of a ``Difference``; ``None`` if there is none."""
     digest, name = row.turn_digests[position], InteractionId(row.turn_names[position])
@@ -244,6 +265,18 @@ def _find_turn(turns: Sequence[TurnEnded], session: str) -> TurnEnded | None:
     """Return the turn of the session that a row names by the beginning of its id."""
     named = [turn for turn in turns if redact(f"session {turn.session}").removeprefix("session ") == session]
     return named[0] if len(named) == 1 else None
+
+
+def _total_rewards(turns: Iterable[Sequence[TurnEnded]]) -> dict[SessionId, float]:
+    """Return the reward of each session in the journal of which no turn is missing."""
+    sessions: dict[SessionId, dict[InteractionId, Interaction]] = defaultdict(dict)
+    for turn in chain.from_iterable(turns):
+        sessions[turn.session][turn.interaction.id] = turn.interaction
+    return {
+        session: total_reward(SessionRecord(id=session, interactions=tuple(known.values())))
+        for session, known in sessions.items()
+        if all(turn.parent is None or turn.parent in known for turn in known.values())
+    }
 
 
 def _journal_problem(row: DumpedRow, span: slice, position: int, turn: TurnEnded) -> dict[str, Any] | None:
@@ -274,6 +307,9 @@ def _journal_problem(row: DumpedRow, span: slice, position: int, turn: TurnEnded
 # ------------------------------------------------------------------------------------------------------ journal
 
 
+_REWARDS = "SELECT session, interaction, reward FROM rewards"
+
+
 def _read_turns(path: Path, found: Verification) -> Iterator[TurnEnded]:
     """Yield the completed turns of a journal of any version, which may be in use."""
     try:
@@ -282,11 +318,16 @@ def _read_turns(path: Path, found: Verification) -> Iterator[TurnEnded]:
             known = {row["name"] for row in connection.execute("PRAGMA table_info(turns)")}
             columns = ", ".join(name for name in TURN_COLUMNS if name in known)
             nothing = dict.fromkeys(TURN_COLUMNS)
-            # Turns of forgotten sessions are deleted in steps, so that a part of them may be gone.
-            query = f"SELECT {columns} FROM turns WHERE session NOT IN (SELECT session FROM forgotten)"  # noqa: S608
+            # A session is deleted as a whole; turns that arrive later are removed when the journal is opened.
+            query = f"SELECT {columns} FROM turns WHERE session IN (SELECT session FROM sessions)"  # noqa: S608
+            connection.execute("BEGIN")  # one state of all tables, while a service writes
+            set_later = {(row[0], row[1]): row for row in connection.execute(_REWARDS)}
             for row in connection.execute(f"{query} ORDER BY request_order"):
                 try:
-                    yield to_turn(nothing | dict(row))
+                    turn = to_turn(nothing | dict(row))
+                    if (reward := set_later.get((row["session"], row["interaction"]))) is not None:
+                        turn = evolve(turn, interaction=evolve(turn.interaction, reward=float(reward["reward"])))
+                    yield turn
                 except (ValueError, TypeError, KeyError, IndexError) as error:
                     what = f"it cannot be read: {error}"
                     found.differences.append(Difference(where=path.name, turn=str(row["interaction"]), what=what))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -122,6 +123,15 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
     assert (1, 1) == (summary.steps, summary.version)
     assert not failures.exists() or not failures.read_text()
     assert before == set(psutil.Process().children(recursive=True))
+
+
+def test_the_job_of_several_sources_trains(tmp_path):
+    """A step of it trains groups of both."""
+    overrides = ["total_steps=1", "eval_datasets={}", "logging.display=none", "logging.tensorboard=false"]
+    Trainer(load_config(EXAMPLES / "sources.yaml", overrides)).train(run_dir=tmp_path)
+    row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+
+    assert (4, 2) == (row["source/short/groups"], row["source/long/groups"])
 
 
 def test_the_job_of_bugs_can_be_read(tmp_path):

@@ -34,6 +34,25 @@ def one_turn_group(make_group, make_row):
     )
 
 
+@given(batch=st.lists(st.tuples(rewards, st.sampled_from(["a", "b"])), min_size=1, max_size=5))
+@pytest.mark.parametrize("normalisation", list(Normalisation))
+def test_sources_have_their_own_statistics(one_turn_group, batch, normalisation):
+    """In a step of several sources, the groups of each have the advantages of a step of that source alone."""
+    groups = [one_turn_group(values, name=f"g{i}") for i, (values, _) in enumerate(batch)]
+    groups = [
+        evolve(group, problem=evolve(group.problem, source=source))
+        for group, (_, source) in zip(groups, batch, strict=True)
+    ]
+    config = AdvantageConfig(normalisation=normalisation)
+
+    together = dict(zip([group.id for group in groups], compute_advantages(groups, config), strict=True))
+
+    for source in ("a", "b"):
+        own = [group for group in groups if group.problem.source == source]
+        for group, alone in zip(own, compute_advantages(own, config), strict=True):
+            assert all(np.array_equal(a, b) for a, b in zip(alone.rows, together[group.id].rows, strict=True))
+
+
 @given(values=rewards)
 def test_grpo(one_turn_group, values):
     """Reward minus mean, over the population's standard deviation."""

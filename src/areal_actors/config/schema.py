@@ -249,6 +249,45 @@ class RolloutConfig:
 
 
 @frozen(kw_only=True)
+class SourceConfig:
+    """One of several sources of problems, with its agent and limits."""
+
+    dataset: DatasetConfig | None = None
+    """Its problems; by default the taskset of an environment of verifiers."""
+    weight: float = field(default=1.0, validator=and_(gt(0.0), lt(math.inf)))
+    """Its share of the groups, in relation to the weights of the others."""
+    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = None
+    """Its agent; by default rollout.workflow."""
+    workflow_kwargs: Mapping[str, Any] = field(factory=dict)
+    """Arguments of its class."""
+    group_size: int | None = field(default=None, validator=optional(ge(1)))
+    """By default rollout.group_size."""
+    episode_timeout_seconds: float | None = field(default=None, validator=optional(gt(0)))
+    """By default rollout.episode_timeout_seconds."""
+    sandbox: SandboxConfig | None = None
+    """By default rollout.openai.sandbox."""
+
+    @property
+    def problems(self) -> DatasetConfig | None:
+        """The source of its problems: ``dataset``, or the taskset of its agent."""
+        if self.dataset is None and isinstance(self.workflow, VerifiersWorkflow):
+            return DatasetConfig(verifiers=self.workflow.verifiers.taskset)
+        return self.dataset
+
+    def configure(self, rollout: RolloutConfig) -> RolloutConfig:
+        """Return the settings of its episodes: its own, and for all others those of ``rollout``."""
+        is_own = self.workflow is not None
+        return evolve(
+            rollout,
+            workflow=self.workflow if is_own else rollout.workflow,
+            workflow_kwargs=self.workflow_kwargs if is_own else rollout.workflow_kwargs,
+            group_size=self.group_size or rollout.group_size,
+            episode_timeout_seconds=self.episode_timeout_seconds or rollout.episode_timeout_seconds,
+            openai=evolve(rollout.openai, sandbox=self.sandbox or rollout.openai.sandbox),
+        )
+
+
+@frozen(kw_only=True)
 class ServeConfig:
     """How serve combines the sessions of external agents into groups, and when it ends."""
 
@@ -390,6 +429,27 @@ def _check_scheduler(run: RunConfig, _: object, scheduler: SchedulerConfig) -> N
         )
 
 
+def _check_sources(run: RunConfig, _: object, sources: Mapping[str, SourceConfig]) -> None:
+    """Reject names that cannot be parts of keys, and sources that lack something."""
+    if sources and run.dataset is not None:
+        raise ValueError("are given, and there is dataset; make it one of them")
+    for name, source in sources.items():
+        if not re.fullmatch(_NAME, name):
+            raise ValueError(f"has the name {name!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+        if source.problems is None:
+            raise ValueError(f"has no dataset for {name}")
+        if source.workflow is None and source.workflow_kwargs:
+            raise ValueError(f"has workflow_kwargs for {name}, and no workflow")
+    for name in run.held_out_sets if sources and run.rollout.workflow is None else ():
+        if name not in sources:
+            raise ValueError(
+                f"has no agent for the held-out problems {name or 'of eval_dataset'}; name them like a source in "
+                "eval_datasets, or give rollout.workflow"
+            )
+    if sources and run.rollout.difficulty.enabled:
+        raise ValueError("are given, and rollout.difficulty draws from one dataset; turn it off")
+
+
 def _check_eval_datasets(run: RunConfig, _: object, named: Mapping[str, DatasetConfig]) -> None:
     """Reject names that cannot be part of a file's name, and named sets next to the one without a name."""
     wrong = [name for name in named if not re.fullmatch(_NAME, name)]
@@ -472,6 +532,9 @@ class RunConfig:
     """The held-out problems, which are never trained on."""
     eval_datasets: Mapping[str, DatasetConfig] = field(factory=dict, validator=_check_eval_datasets)
     """Several sets of held-out problems by their names, each reported separately; instead of eval_dataset."""
+    sources: Mapping[str, SourceConfig] = field(factory=dict, validator=_check_sources)
+    """Several datasets by their names, each with its agent and its share of the groups; instead of dataset. The set of
+    eval_datasets with the name of a source is run by its agent."""
     rollout: RolloutConfig = field(factory=RolloutConfig)
     journal: JournalConfig = field(factory=JournalConfig)
     serve: ServeConfig = field(factory=ServeConfig)
@@ -499,12 +562,29 @@ class RunConfig:
         return RunDirectory(path=self.fileroot / self.experiment_name / self.trial_name)
 
     @property
-    def training_dataset(self) -> DatasetConfig | None:
-        """The source of the problems that train works on: ``dataset``, or the taskset of the agent."""
-        agent = self.rollout.workflow
-        if self.dataset is None and isinstance(agent, VerifiersWorkflow):
-            return DatasetConfig(verifiers=agent.verifiers.taskset)
-        return self.dataset
+    def training_sets(self) -> Mapping[str, DatasetConfig]:
+        """The problems that train works on, by source; those of ``dataset`` or the agent's taskset have no name."""
+        if self.sources:
+            named = self.sources.items()
+            return {name: found for name, source in named if (found := source.problems) is not None}
+        agent, found = self.rollout.workflow, self.dataset
+        if found is None and isinstance(agent, VerifiersWorkflow):
+            found = DatasetConfig(verifiers=agent.verifiers.taskset)
+        return {} if found is None else {"": found}
+
+    @property
+    def agents(self) -> Mapping[str, RolloutConfig]:
+        """The settings of episodes by source; those of problems without a source have the empty name."""
+        named = {name: source.configure(self.rollout) for name, source in self.sources.items()}
+        return named if self.sources and self.rollout.workflow is None else {"": self.rollout} | named
+
+    @property
+    def runners(self) -> Mapping[str, RolloutsConfig]:
+        """The rollout runner's part of the settings in ``agents``, and of those without an agent."""
+        return {
+            name: evolve(rollout.runner, max_concurrent_evaluations=self.evaluation.max_concurrent)
+            for name, rollout in {"": self.rollout, **self.agents}.items()
+        }
 
     @property
     def held_out_sets(self) -> Mapping[str, DatasetConfig]:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from attrs import evolve
 
 from areal_actors.domain import Problem
 from areal_actors.errors import DatasetError
 
-__all__ = ["Problems", "find_overlap"]
+__all__ = ["MixedProblems", "Problems", "TrainingProblems", "find_overlap"]
 
 _ABOUT_THE_SOURCE = "metadata"
 """Key under which generators describe how they made a problem; it is ignored when problems are compared."""
@@ -66,7 +68,49 @@ class Problems:
         return order
 
 
-def find_overlap(train: Problems, held_out: Problems) -> int:
+class MixedProblems:
+    """The problems of several sources, each in its own epochs; ``weights`` are their shares of the positions.
+
+    A position goes to the source that is furthest behind its share. So after n positions the number of a source
+    differs from its share of n by less than the number of sources, and a resumed run draws as an uninterrupted one.
+    """
+
+    def __init__(self, sources: Mapping[str, Problems], weights: Mapping[str, float]) -> None:
+        self._sources = dict(sources)
+        total = math.fsum(weights[name] for name in sources)
+        self._shares = {name: weights[name] / total for name in sources}
+        self._counts = dict.fromkeys(sources, 0)
+        self._places: list[tuple[str, int]] = []
+        """The source of each position so far, and the position within it."""
+
+    def __len__(self) -> int:
+        """Return the number of problems of all sources."""
+        return sum(map(len, self._sources.values()))
+
+    def at(self, position: int, row: int | None = None) -> Problem:
+        """Return the problem at ``position``, with the name of its source. Raises ``IndexError`` for a negative one."""
+        assert row is None, "problems of several sources are run in their order"
+        if position < 0:
+            raise IndexError(f"Problems are counted from 0; there is none at {position}.")
+        while len(self._places) <= position:
+            num = len(self._places) + 1
+            name = max(self._shares, key=lambda name: self._shares[name] * num - self._counts[name])
+            self._places.append((name, self._counts[name]))
+            self._counts[name] += 1
+        name, index = self._places[position]
+        return evolve(self._sources[name].at(index), position=position, source=name)
+
+    def all(self) -> tuple[Problem, ...]:
+        """Return every problem of every source once."""
+        return tuple(
+            evolve(problem, source=name) for name, problems in self._sources.items() for problem in problems.all()
+        )
+
+
+TrainingProblems = Problems | MixedProblems
+
+
+def find_overlap(train: TrainingProblems, held_out: Problems) -> int:
     """Return how many held-out problems are also trained on.
 
     Two problems are the same if their JSON is equal without ``metadata``; values that JSON cannot represent are

@@ -7,8 +7,10 @@ siblings continue. A group is delivered when all of its episodes are over.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -72,12 +74,14 @@ from areal_actors.workflows import (
 from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
-__all__ = ["Peers", "ProxyProbe", "RolloutRunner", "RolloutsConfig", "WorkflowEpisode"]
+__all__ = ["Agents", "Peers", "ProxyProbe", "RolloutRunner", "RolloutsConfig", "WorkflowEpisode"]
 
 _log = get_logger(__name__)
 
 _FORGET_SECONDS = 5.0
 
+Agents = Mapping[str, Agent | RolloutWorkflow]
+"""Agents by the name of the source whose problems they run; that of all other problems has the empty name."""
 ProblemAt = Callable[[int, int | None], Problem]
 
 
@@ -139,8 +143,25 @@ class _Member:
         return EpisodeContext(task_id=self.problem.task, member=self.index, is_eval=self.is_eval)
 
 
+@frozen(kw_only=True)
+class RolloutSource:
+    """The agent that runs the problems of one source, and its settings."""
+
+    agent: Agent | RolloutWorkflow
+    config: RolloutsConfig
+
+    @classmethod
+    def of(cls, agent: Agent | RolloutWorkflow, config: RolloutsConfig) -> RolloutSource:
+        """Return the source of an agent; a grouped workflow brings the size of its groups."""
+        if isinstance(agent, GroupedRolloutWorkflow):
+            return cls(agent=agent.workflow, config=evolve(config, group_size=agent.group_size))
+        return cls(agent=agent, config=config)
+
+
 class RolloutRunner(Actor[Rollouts]):
     """Runs training groups as capacity allows, and evaluations on request.
+
+    Problems of a source in ``sources`` are run by its agent, all others by ``agent``.
 
     ``problem_at`` maps a position, and its row if that was drawn, to its problem, one of ``num_problems``. If it is
     ``None``, no training groups are run; only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs the
@@ -163,14 +184,16 @@ class RolloutRunner(Actor[Rollouts]):
         seed: int = 0,
         teacher: GroupTeacher | None = None,
         max_staleness: int = 0,
+        sources: Mapping[str, tuple[Agent | RolloutWorkflow, RolloutsConfig]] = MappingProxyType({}),
     ) -> None:
         config = config or RolloutsConfig()
-        if isinstance(agent, GroupedRolloutWorkflow):
-            config = evolve(config, group_size=agent.group_size)
-            agent = agent.workflow
-        if isinstance(agent, RolloutWorkflow) and engine is None:
-            raise ConfigError(f"{type(agent).__name__} is a rollout workflow, and there is no engine for its episodes.")
-        self._agent = agent
+        self._default = RolloutSource.of(agent, config)
+        self._sources = {name: RolloutSource.of(*source) for name, source in sources.items()}
+        for source in (self._default, *self._sources.values()):
+            if isinstance(source.agent, RolloutWorkflow) and engine is None:
+                raise ConfigError(
+                    f"{type(source.agent).__name__} is a rollout workflow, and there is no engine for its episodes."
+                )
         self._engine = engine
         self._peers = peers
         self._endpoint = endpoint
@@ -184,7 +207,8 @@ class RolloutRunner(Actor[Rollouts]):
         self._teacher = teacher
         self._max_staleness = max_staleness
         self._num_by_hand = 0
-        self._num_failed_groups = 0
+        self._num_failed_groups: Counter[str] = Counter()
+        """Groups in a row in which every episode failed, by source."""
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -209,7 +233,8 @@ class RolloutRunner(Actor[Rollouts]):
                 groups.start_soon(self._produce_group, problem_at(draw.position, draw.row), permit)
 
     async def _produce_group(self, problem: Problem, permit: Permit) -> None:
-        members = self._create_members(problem, self._config.group_size, purpose="train", version=permit.version)
+        config = self._source(problem).config
+        members = self._create_members(problem, config.group_size, purpose="train", version=permit.version)
         group = await self._run_group(problem, members)
         if self._teacher is not None:
             group = await self._teacher.teach(group, version=permit.version, max_staleness=self._max_staleness)
@@ -220,12 +245,17 @@ class RolloutRunner(Actor[Rollouts]):
         if any(episode.num_empty_turns for episode in group.episodes):
             return  # not the agent's fault; the trainer's gate reports it
         has_success = len(failures) < len(group.episodes)
-        self._num_failed_groups = 0 if has_success else self._num_failed_groups + 1
-        if self._num_failed_groups == self._config.max_failed_groups:
+        num_failed = 0 if has_success else self._num_failed_groups[problem.source] + 1
+        self._num_failed_groups[problem.source] = num_failed
+        if num_failed == self._config.max_failed_groups:
+            of_source = f" of source {problem.source}" if problem.source else ""
             raise EpisodeError(
-                f"Every episode of the last {self._num_failed_groups} groups failed, so nothing can be learnt. "
+                f"Every episode of the last {num_failed} groups{of_source} failed, so nothing can be learnt. "
                 f"The last failure: {failures[-1]}"
             )
+
+    def _source(self, problem: Problem) -> RolloutSource:
+        return self._sources.get(problem.source, self._default)
 
     @Evaluate.handler(concurrency=2)
     async def evaluate(self, message: Evaluate) -> tuple[Group, ...]:
@@ -291,14 +321,15 @@ class RolloutRunner(Actor[Rollouts]):
                 await run_member(member)
 
         async def run_member(member: _Member) -> None:
-            if isinstance(self._agent, RolloutWorkflow):
-                episodes[member.index] = await self._run_workflow(self._agent, member)
+            agent = self._source(member.problem).agent
+            if isinstance(agent, RolloutWorkflow):
+                episodes[member.index] = await self._run_workflow(agent, member)
                 return
-            episode = await self._run_once(self._agent, member)
+            episode = await self._run_once(agent, member)
             # An episode that failed because the proxy was unreachable is run again.
             while episode is None:
                 await self._proxy.wait_reachable(max_seconds=self._config.max_unreachable_seconds)
-                episode = await self._run_once(self._agent, member)
+                episode = await self._run_once(agent, member)
             episodes[member.index] = (episode,)
 
         async with anyio.create_task_group() as tasks:
@@ -323,7 +354,7 @@ class RolloutRunner(Actor[Rollouts]):
             session=SessionId(f"{member.group}-{member.index}"),
             group_size=member.num_members,
             is_training=member.is_training,
-            timeout_seconds=self._config.episode_timeout_seconds,
+            timeout_seconds=self._source(member.problem).config.episode_timeout_seconds,
         ).run()
         seconds = anyio.current_time() - started
         episodes = tuple(evolve(episode, seconds=seconds) for episode in played)
@@ -370,16 +401,17 @@ class RolloutRunner(Actor[Rollouts]):
             api_key=opened.api_key if self._config.agents_may_reward else opened.completion_key,
             http_client=self._http_client,
         )
-        seconds, reward = self._config.episode_timeout_seconds, None
+        seconds, reward = self._source(member.problem).config.episode_timeout_seconds, None
+        name = name_of(agent)
         async with acquire_agent(agent) as acquired:  # the wait for a free process is not the agent's time
             with anyio.move_on_after(seconds):
                 reward = await run_agent(acquired, dict(member.problem.data), injected)
         if reward is None:
             raise EpisodeError(
-                f"{self._agent_name}.run took longer than {seconds:g} s; "
+                f"{name}.run took longer than {seconds:g} s; "
                 "raise rollout.episode_timeout_seconds if episodes need more."
             )
-        never_called = f"{self._agent_name}.run never called the model; use the base_url and api_key that it is given."
+        never_called = f"{name}.run never called the model; use the base_url and api_key that it is given."
         try:
             episode = await self._conclude(member, opened.session, reward)
             record = (
@@ -400,7 +432,7 @@ class RolloutRunner(Actor[Rollouts]):
             record = await self._peers.sessions.ask(CollectSession(session=opened.session))
             if not record.interactions:  # a reward has no answer to go to
                 raise EpisodeError(never_called) from error
-            raise EpisodeError(f"{self._agent_name}.run returned a reward that cannot be kept: {error}") from error
+            raise EpisodeError(f"{name}.run returned a reward that cannot be kept: {error}") from error
         if episode.num_turns == 0:
             raise EpisodeError(never_called)
         untrained = {entry.reason for entry in episode.untrained}
@@ -421,10 +453,6 @@ class RolloutRunner(Actor[Rollouts]):
             await self._peers.sessions.ask(SetReward(credential=credential, reward=value, interaction=interaction))
         await self._peers.sessions.ask(EndSession(credential=credential))
         return await self._peers.exports.ask(ExportSession(session=session, member=member.index))
-
-    @property
-    def _agent_name(self) -> str:
-        return name_of(self._agent)
 
     async def _fail(self, member: _Member, session: SessionId, failed: EpisodeError) -> Episode:
         """Return a rejected episode: its session ends and its turns are counted, but none is trained.

@@ -423,7 +423,7 @@ class _Attempt:
             spec=self._begin(role, "controller"),
             renderer=renderer,
             find=self.find,
-            agent=plan.agent,
+            agents=plan.agents,
             supervised=plan.supervised,
         )
         async with open_role(context) as opened:

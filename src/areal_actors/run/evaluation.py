@@ -40,15 +40,15 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Endpoint, Evaluate, Progress
 from areal_actors.models import resolve_model
-from areal_actors.rollouts.runner import Peers, RolloutRunner
+from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.inference import InferenceConfig, open_actors, open_engine, settings_of
-from areal_actors.run.job import load_held_out, load_rendering, prepare_agent, prepared_directory
+from areal_actors.run.job import load_held_out, load_rendering, prepare_agents, prepared_directory
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
 from areal_actors.run.upstream import Upstream, find_served_name, open_upstream
 from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow, VerifiersWorkflow
+from areal_actors.workflows import EpisodeEngine, RolloutWorkflow, VerifiersWorkflow
 
 __all__ = ["EvaluationSummary", "evaluate", "format_evaluation", "run_evaluation"]
 
@@ -125,7 +125,7 @@ def evaluate(
     if num_samples is not None:
         config = evolve(config, evaluation=evolve(config.evaluation, num_samples=num_samples))
     missing = []
-    if config.rollout.workflow is None:
+    if any(config.agents.get(name, config.rollout).workflow is None for name in config.held_out_sets):
         missing.append("rollout.workflow is missing: the agent to evaluate")
     if not config.held_out_sets:
         missing.append("eval_dataset is missing: the problems to evaluate on; or several sets, as eval_datasets")
@@ -242,21 +242,30 @@ def _identify(config: RunConfig, held_out: Mapping[str, Problems], *, fingerprin
 
     The number of samples is not part of it, so that more can be added to an evaluation.
     """
-    agent = config.rollout.workflow
     sets = {}
     for name, problems in held_out.items():
         sets[name or "held out"] = f"{len(problems)} problems, {_digest([dict(one.data) for one in problems.all()])}"
     return {
         "model": fingerprint,
         "seed": config.seed,
-        # Hashed: arguments may contain keys, and this is printed.
-        "rollout.workflow": f"verifiers {_digest(agent)}" if isinstance(agent, VerifiersWorkflow) else str(agent),
-        "rollout.workflow_kwargs": _digest(dict(config.rollout.workflow_kwargs)),
+        **_identify_agents(config),
         "engine": f"{config.rollout.backend} {config.engine.dtype}",
         "gconfig": repr(config.gconfig),
         "renderer": repr(config.renderer),
         **{f"problems of {name}": told for name, told in sets.items()},
     }
+
+
+def _identify_agents(config: RunConfig) -> dict[str, str]:
+    told: dict[str, str] = {}
+    for name, rollout in config.agents.items():
+        agent, where = rollout.workflow, f"sources.{name}" if name else "rollout"
+        # Hashed: arguments may contain keys, and this is printed.
+        told[f"{where}.workflow"] = (
+            f"verifiers {_digest(agent)}" if isinstance(agent, VerifiersWorkflow) else str(agent)
+        )
+        told[f"{where}.workflow_kwargs"] = _digest(dict(rollout.workflow_kwargs))
+    return told
 
 
 def _digest(value: object) -> str:
@@ -311,7 +320,7 @@ async def _open_local(
     files = await to_thread.run_sync(resolve_model, model)
     reporter = create_reporter(config, directory, decode=renderer.decode, resumed_step=_KEEP_ALL, further=listeners)
     async with AsyncExitStack() as stack:
-        agent = await stack.enter_async_context(prepare_agent(config.rollout, logs=directory.agent_logs))
+        agents = await stack.enter_async_context(prepare_agents(config, logs=directory.agent_logs))
         opening = open_engine(served or config.engine, model=files.path, renderer=renderer)
         engine = await stack.enter_async_context(opening)
         actors = open_actors(settings, engine=engine, renderer=renderer, progress=reporter)
@@ -319,7 +328,7 @@ async def _open_local(
         runner = await _create_runner(
             config,
             held_out,
-            agent,
+            agents,
             stack,
             peers=Peers(
                 sessions=inference.sessions,
@@ -348,12 +357,13 @@ async def _open_served(
 
     reporter = create_reporter(config, directory, decode=decode, resumed_step=_KEEP_ALL, further=listeners)
     async with AsyncExitStack() as stack:
-        agent = await stack.enter_async_context(prepare_agent(config.rollout, logs=directory.agent_logs))
-        if isinstance(agent, RolloutWorkflow):
-            raise ConfigError(
-                f"rollout.workflow: {type(agent).__name__} samples tokens itself, and a model at a URL has none; "
-                "evaluate an agent that sends requests, or a model directory"
-            )
+        agents = await stack.enter_async_context(prepare_agents(config, logs=directory.agent_logs))
+        for agent in agents.values():
+            if isinstance(agent, RolloutWorkflow):
+                raise ConfigError(
+                    f"rollout.workflow: {type(agent).__name__} samples tokens itself, and a model at a URL has none; "
+                    "evaluate an agent that sends requests, or a model directory"
+                )
         proxy = evolve(config.proxy, port=0, num_processes=1)
         actors = await stack.enter_async_context(open_upstream(upstream, proxy))
         system = await stack.enter_async_context(ActorSystem.open(name="evaluation"))
@@ -361,7 +371,7 @@ async def _open_served(
         runner = await _create_runner(
             config,
             held_out,
-            agent,
+            agents,
             stack,
             peers=Peers(sessions=actors.sessions, exports=actors.exports, capacity=None, progress=progress),
             endpoint=actors.endpoint,
@@ -373,7 +383,7 @@ async def _open_served(
 async def _create_runner(
     config: RunConfig,
     held_out: Mapping[str, Problems],
-    agent: Agent | RolloutWorkflow,
+    agents: Agents,
     stack: AsyncExitStack,
     *,
     peers: Peers,
@@ -381,12 +391,12 @@ async def _create_runner(
     engine: EpisodeEngine | None,
 ) -> RolloutRunner:
     return create_runner(
-        agent,
+        agents,
         peers=peers,
         endpoint=endpoint,
         http_client=await stack.enter_async_context(create_agent_http_client()),
         engine=engine,
-        config=evolve(config.rollout.runner, max_concurrent_evaluations=config.evaluation.max_concurrent),
+        configs=config.runners,
         seed=config.seed,
         held_out=held_out,
     )

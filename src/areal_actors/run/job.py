@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,7 +16,14 @@ from attrs import field, frozen
 
 from areal_actors.config import AgentMode, RolloutConfig, RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
-from areal_actors.datasets import DatasetConfig, Problems, find_overlap, load_problems
+from areal_actors.datasets import (
+    DatasetConfig,
+    MixedProblems,
+    Problems,
+    TrainingProblems,
+    find_overlap,
+    load_problems,
+)
 from areal_actors.domain import ChatMessage, as_ints
 from areal_actors.errors import (
     CheckpointError,
@@ -36,6 +43,7 @@ from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger, redact_settings
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
 from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
+from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import SandboxKind, create_sandbox
 from areal_actors.training.advice import doubtful_settings, inert_settings
@@ -72,11 +80,13 @@ __all__ = [
     "load_rendering",
     "load_set",
     "load_supervised",
+    "load_training_problems",
     "local_teacher",
     "log_advice",
     "no_checkpoint",
     "open_group_teacher",
     "prepare_agent",
+    "prepare_agents",
     "prepared_directory",
     "require_packages",
 ]
@@ -93,7 +103,7 @@ _PLAIN_TEXT = "The answer is 42: two plus 40, (a) \"yes\" or 'no'. def sum_of(a,
 class ProblemSets:
     """The problems that agents are run on. ``train`` is ``None`` if external agents bring their own."""
 
-    train: Problems | None = None
+    train: TrainingProblems | None = None
     held_out: Mapping[str, Problems] = field(factory=dict)
     """The sets of held-out problems by name."""
 
@@ -295,22 +305,29 @@ def load_rendering(config: RunConfig) -> TemplateRenderer:
 
 def load_held_out(config: RunConfig) -> dict[str, Problems]:
     """Load the sets of held-out problems by name. Blocks."""
-    return {name: load_set(config, one) for name, one in config.held_out_sets.items()}
+    return {name: load_set(config, one, name=name) for name, one in config.held_out_sets.items()}
 
 
-def load_set(config: RunConfig, dataset: DatasetConfig) -> Problems:
-    """Load one dataset, and check that its task directories can run in the sandbox of the agent. Blocks."""
+def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "") -> Problems:
+    """Load the dataset of this name, and check that its task directories can run in its agent's sandbox. Blocks."""
     problems = load_problems(dataset, import_reference=import_reference, shuffle_seed=config.seed)
-    if isinstance(config.rollout.workflow, CommandConfig):
-        check_tasks(problems, config.rollout.openai.sandbox)
+    rollout = config.agents.get(name, config.rollout)
+    if isinstance(rollout.workflow, CommandConfig):
+        check_tasks(problems, rollout.openai.sandbox)
     return problems
+
+
+def load_training_problems(config: RunConfig) -> TrainingProblems | None:
+    """Load the problems to train on; return ``None`` if none are named. Blocks."""
+    found = {name: load_set(config, one, name=name) for name, one in config.training_sets.items()}
+    if not config.sources:
+        return found.get("")
+    return MixedProblems(found, {name: source.weight for name, source in config.sources.items()})
 
 
 def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
     """Load the datasets. If ``is_external``, only the held-out ones, since agents bring the problems to train on."""
-    problems = None
-    if (source := config.training_dataset) is not None and not is_external:
-        problems = load_set(config, source)
+    problems = None if is_external else load_training_problems(config)
     held_out = load_held_out(config)
     for name, found in held_out.items():
         num_shared = 0 if problems is None else find_overlap(problems, found)
@@ -418,6 +435,29 @@ def prepare_agent(
     if rollout.openai.mode is AgentMode.SUBPROCESS:
         return AgentPool.open(serialize_agent(target, kwargs), pool)
     return _open_inline(resolve_workflow(target, workflow_kwargs=kwargs))
+
+
+def prepare_agents(
+    config: RunConfig, *, workflow: Any = None, workflow_kwargs: Mapping[str, Any] | None = None, logs: Path
+) -> AbstractAsyncContextManager[Agents]:
+    """Return a context manager that opens all agents of a run; see ``prepare_agent``."""
+    prepared = {
+        name: prepare_agent(
+            rollout,
+            workflow=None if name else workflow,
+            workflow_kwargs=None if name else workflow_kwargs,
+            logs=logs / name if name else logs,
+        )
+        for name, rollout in config.agents.items()
+        if name or workflow is not None or rollout.workflow is not None
+    }
+
+    @asynccontextmanager
+    async def open_all() -> AsyncIterator[Agents]:
+        async with AsyncExitStack() as stack:
+            yield {name: await stack.enter_async_context(opening) for name, opening in prepared.items()}
+
+    return open_all()
 
 
 @asynccontextmanager

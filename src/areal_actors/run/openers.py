@@ -47,7 +47,7 @@ from areal_actors.messages import (
 )
 from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
-from areal_actors.rollouts.runner import Peers
+from areal_actors.rollouts.runner import Agents, Peers
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.control_plane import receive_fd
 from areal_actors.run.exporting import load_trained, save_weights
@@ -65,13 +65,13 @@ from areal_actors.run.job import (
     load_problem_sets,
     load_supervised,
     open_group_teacher,
-    prepare_agent,
+    prepare_agents,
 )
 from areal_actors.run.plan import REPLICA, Finder, needs_weights
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
 from areal_actors.training.config import PublishBy
-from areal_actors.workflows import Agent, EpisodeEngine, RolloutWorkflow
+from areal_actors.workflows import EpisodeEngine
 
 if TYPE_CHECKING:
     from areal_actors.run.conversations import SupervisedData
@@ -90,7 +90,7 @@ _MIB = 1 << 20
 class RoleContext:
     """The settings and surroundings of a role that is opened.
 
-    ``name`` is the node name of its actors. ``agent`` and ``supervised`` are those passed in by the caller of the run;
+    ``name`` is the node name of its actors. ``agents`` and ``supervised`` are those passed in by the caller of the run;
     otherwise the role loads what the configuration names.
     """
 
@@ -99,7 +99,7 @@ class RoleContext:
     spec: RoleSpec
     renderer: Renderer
     find: Finder
-    agent: Agent | RolloutWorkflow | None = None
+    agents: Agents | None = None
     supervised: SupervisedData | None = None
     open_ranks: RankOpener = open_ranks
     """Starts or awaits the other processes of a training gang."""
@@ -212,18 +212,18 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
 async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
     config, spec, find = context.config, context.spec, context.find
     problems = await to_thread.run_sync(lambda: load_problem_sets(config, is_external=spec.has_intake))
-    if context.agent is not None:
-        opening: AbstractAsyncContextManager[Agent | RolloutWorkflow] = nullcontext(context.agent)
+    if context.agents is not None:
+        opening: AbstractAsyncContextManager[Agents] = nullcontext(context.agents)
     else:
-        opening = prepare_agent(config.rollout, logs=context.directory.agent_logs)
+        opening = prepare_agents(config, logs=context.directory.agent_logs)
     async with (
-        opening as agent,
+        opening as agents,
         create_agent_http_client() as http_client,
         open_group_teacher(config, context.renderer) as teacher,
         ActorSystem.open(name=context.name) as system,
     ):
         runner = create_runner(
-            agent,
+            agents,
             peers=Peers(
                 sessions=await find(Sessions, "sessions"),
                 exports=await find(Exports, "exports"),
@@ -233,7 +233,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
             endpoint=await (await find(Directory, "directory")).ask(AwaitEndpoint()),
             http_client=http_client,
             engine=EpisodeEngine(await find(Generation, "generation"), context.renderer, gconfig=config.gconfig),
-            config=evolve(config.rollout.runner, max_concurrent_evaluations=config.evaluation.max_concurrent),
+            configs=config.runners,
             seed=config.seed,
             train=problems.train,
             held_out=problems.held_out,

@@ -17,10 +17,10 @@ from areal_actors.domain import Role
 from areal_actors.kernel import Ref
 from areal_actors.messages import Endpoint
 from areal_actors.proxy import ProxyConfig
+from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData
 from areal_actors.schedulers.config import RoleConfig
 from areal_actors.training.config import PublishBy
-from areal_actors.workflows import Agent, RolloutWorkflow
 
 __all__ = [
     "ACTOR_ROLES",
@@ -93,7 +93,7 @@ def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:
 
     A service has one only to evaluate on held-out problems, and so has a run that only trains on conversations.
     """
-    can_evaluate = bool(config.held_out_sets) and config.rollout.workflow is not None
+    can_evaluate = bool(config.held_out_sets) and any(each.workflow is not None for each in config.agents.values())
     return can_evaluate or (config.has_rollouts and not is_service)
 
 
@@ -109,15 +109,15 @@ class PlacedRole:
 class RunPlan:
     """A run: its settings, the objects of the caller, and where each role runs.
 
-    ``agent`` is run in the controller process, if the rollout role is there. ``supervised`` are the conversations of a
-    phase sft, if they are loaded already. ``admin_key`` is used if the configuration has none. ``announce`` is called
+    ``agents`` are run in the controller process, if the rollout role is there. ``supervised`` are the conversations of
+    a phase sft, if they are loaded already. ``admin_key`` is used if the configuration has none. ``announce`` is called
     once agents are answered. Only with ``is_handling_signals`` does the run own its process: it then handles SIGINT and
     SIGTERM, and tunes the garbage collector.
     """
 
     config: RunConfig
     directory: RunDirectory
-    agent: Agent | RolloutWorkflow | None = None
+    agents: Agents | None = None
     supervised: SupervisedData | None = None
     is_service: bool = False
     resume: bool = False
@@ -128,7 +128,7 @@ class RunPlan:
     @property
     def has_rollouts(self) -> bool:
         """Whether the run has a runner of agents: one passed in by the caller, or one that the configuration names."""
-        return self.agent is not None or has_rollouts(self.config, is_service=self.is_service)
+        return self.agents is not None or has_rollouts(self.config, is_service=self.is_service)
 
     @property
     def placed(self) -> dict[Role, PlacedRole]:

@@ -17,19 +17,17 @@ from attrs import evolve
 
 from areal_actors.cache import to_tensors
 from areal_actors.client import create_agent_http_client
-from areal_actors.datasets import Problems
+from areal_actors.datasets import Problems, TrainingProblems
 from areal_actors.domain import Group, Problem
 from areal_actors.errors import ArealError, ConfigError, EpisodeError
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import Endpoint, Generation, RunProblem
 from areal_actors.rendering import Renderer
-from areal_actors.rollouts.runner import Peers, RolloutRunner, RolloutsConfig
+from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner, RolloutsConfig
 from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
-    Agent,
     EpisodeEngine,
     GenerationConfig,
-    RolloutWorkflow,
     placeholder_keys,
     resolve_workflow,
 )
@@ -146,7 +144,7 @@ class RolloutEngine(EpisodeEngine):
         if group_size < 1:
             raise ConfigError(f"group_size must be at least 1, not {group_size}.")
         resolved = resolve_workflow(workflow, workflow_kwargs=workflow_kwargs)
-        runner = self._create_runner(resolved, engine=self, seed=self.key.seed)
+        runner = self._create_runner({"": resolved}, engine=self, seed=self.key.seed)
         handle = RolloutHandle(self._num_submitted)
         self._num_submitted += 1
         problem = Problem(position=handle.position, data=data)
@@ -156,34 +154,39 @@ class RolloutEngine(EpisodeEngine):
 
 
 def create_runner(
-    agent: Agent | RolloutWorkflow,
+    agents: Agents,
     *,
     peers: Peers,
     endpoint: Endpoint,
     http_client: httpx.AsyncClient,
     engine: EpisodeEngine | None,
-    config: RolloutsConfig,
+    configs: Mapping[str, RolloutsConfig],
     seed: int,
-    train: Problems | None = None,
+    train: TrainingProblems | None = None,
     held_out: Mapping[str, Problems] | None = None,
     teacher: GroupTeacher | None = None,
     max_staleness: int = 0,
 ) -> RolloutRunner:
-    """Create the runner of the agent, on the training problems, if there are any, and on sets of held-out ones."""
+    """Create the runner of the agents, on the training problems, if there are any, and on sets of held-out ones.
+
+    ``configs`` has the settings of episodes by the names of the agents.
+    """
     named = (held_out or {}).items()
+    default = "" if "" in agents else next(iter(agents))
     return RolloutRunner(
-        agent=agent,
+        agent=agents[default],
         peers=peers,
         endpoint=endpoint,
         http_client=http_client,
         engine=engine,
-        config=config,
+        config=configs[default],
         problem_at=None if train is None else train.at,
         num_problems=None if train is None else len(train),
         held_out=tuple(evolve(problem, source=name) for name, found in named for problem in found.all()),
         seed=seed,
         teacher=teacher,
         max_staleness=max_staleness,
+        sources={name: (agent, configs[name]) for name, agent in agents.items() if name},
     )
 
 
@@ -201,7 +204,11 @@ async def open_rollouts(
     """Open an engine for rollouts that are submitted to it. Leaving the block cancels the rollouts that still run."""
     async with create_agent_http_client() as http_client, anyio.create_task_group() as tasks:
         create = partial(
-            create_runner, peers=peers, endpoint=endpoint, http_client=http_client, config=config or RolloutsConfig()
+            create_runner,
+            peers=peers,
+            endpoint=endpoint,
+            http_client=http_client,
+            configs={"": config or RolloutsConfig()},
         )
         with placeholder_keys():
             yield RolloutEngine(generation, renderer, system=system, tasks=tasks, create_runner=create, gconfig=gconfig)

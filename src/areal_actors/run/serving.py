@@ -28,7 +28,7 @@ from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
 from areal_actors.run.checks import log_functions, try_functions
 from areal_actors.run.controller import run_plan
-from areal_actors.run.job import directory_of, log_advice, prepare_agent, prepared_directory
+from areal_actors.run.job import directory_of, log_advice, prepare_agents, prepared_directory
 from areal_actors.run.plan import RunPlan, has_rollouts
 from areal_actors.training.config import Normalisation
 from areal_actors.training.phases import PhaseName
@@ -107,7 +107,7 @@ class Server:
         placed = config.scheduler.roles.placed
         # An agent whose role is placed in a worker is prepared there.
         is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
-        opening = prepare_agent(config.rollout, logs=directory.agent_logs) if is_run_here else nullcontext()
+        opening = prepare_agents(config, logs=directory.agent_logs) if is_run_here else nullcontext()
         started = time.monotonic()
 
         async def tell(endpoint: Endpoint) -> None:
@@ -122,11 +122,11 @@ class Server:
             log_advice(config)
             _warn_of_singletons(config)
             known = directory.admin_key.read_text(encoding="utf-8").strip() if directory.admin_key.exists() else None
-            async with opening as agent:
+            async with opening as agents:
                 plan = RunPlan(
                     config=config,
                     directory=directory,
-                    agent=agent,
+                    agents=agents,
                     is_service=True,
                     resume=resume,
                     admin_key=self._admin_key or known,  # that of before a restart, which agents know

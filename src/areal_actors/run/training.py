@@ -23,7 +23,7 @@ from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.run.checks import check_teacher, log_functions, try_functions
 from areal_actors.run.controller import run_plan
-from areal_actors.run.job import directory_of, load_supervised, log_advice, prepare_agent, prepared_directory
+from areal_actors.run.job import directory_of, load_supervised, log_advice, prepare_agents, prepared_directory
 from areal_actors.run.plan import RunPlan
 
 __all__ = ["RunSummary", "Trainer", "train"]
@@ -79,23 +79,25 @@ class Trainer:
         await check_teacher(config)
         directory = directory_of(config, run_dir)
         is_rollout_apart = Role.ROLLOUT in config.scheduler.roles.placed
+        if config.sources and workflow is not None:
+            raise ConfigError("sources: each names its agent; leave workflow out, or the sources")
         if is_rollout_apart and workflow is not None:
             raise ConfigError(
                 "scheduler.roles.rollout: the agent is run in another process, which cannot be given an object of this "
                 "one; name it in rollout.workflow, or leave the role in the controller process"
             )
-        prepare = partial(prepare_agent, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs)
-        has_agent = workflow is not None or config.rollout.workflow is not None
-        opening = nullcontext() if is_rollout_apart or not has_agent else prepare(config.rollout)
+        prepare = partial(prepare_agents, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs)
+        has_agent = workflow is not None or any(rollout.workflow is not None for rollout in config.agents.values())
+        opening = nullcontext() if is_rollout_apart or not has_agent else prepare(config)
         started = time.monotonic()
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
             log_functions(functions)
             log_advice(config)
-            async with opening as agent:
+            async with opening as agents:
                 plan = RunPlan(
                     config=config,
                     directory=directory,
-                    agent=agent,
+                    agents=agents,
                     supervised=supervised,
                     resume=resume,
                     is_handling_signals=is_handling_signals,
@@ -109,9 +111,9 @@ def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:
     if not config.has_rollouts:
         return
     missing = []
-    if config.training_dataset is None:
+    if not config.training_sets:
         missing.append("dataset is missing: the problems to train on; to train on what external agents do, use serve")
-    if config.rollout.workflow is None and not has_workflow:
+    if not has_workflow and any(rollout.workflow is None for rollout in config.agents.values()):
         missing.append("rollout.workflow is missing: the agent to train; to train agents that run elsewhere, use serve")
     if missing:
         raise ConfigError(tuple(missing))

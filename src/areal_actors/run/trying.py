@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -132,9 +133,9 @@ def try_agent(
     removed again. Raises ``ConfigError`` if the configuration names no agent or no problems.
     """
     missing = []
-    if config.rollout.workflow is None:
+    if any(rollout.workflow is None for rollout in config.agents.values()):
         missing.append("rollout.workflow is missing: the agent to try")
-    if config.training_dataset is None:
+    if not config.training_sets:
         missing.append("dataset is missing: the problems to try the agent on")
     if missing:
         raise ConfigError(tuple(missing))
@@ -152,16 +153,18 @@ def try_agent(
 async def _try(
     config: RunConfig, model: EvaluatedModel, directory: RunDirectory, num_problems: int, output: Path | None
 ) -> TrialSummary:
-    source = config.training_dataset
-    assert source is not None
-    everything = await to_thread.run_sync(load_set, config, source)
-    chosen = [dict(problem.data) for problem in islice(everything.all(), num_problems)]
+    chosen: dict[str, Problems] = {}
+    for name, source in config.training_sets.items():
+        everything = await to_thread.run_sync(partial(load_set, config, source, name=name))
+        # The same number of each source, at least one.
+        num = max(1, num_problems // len(config.training_sets))
+        rows = [dict(problem.data) for problem in islice(everything.all(), num)]
+        chosen[name] = Problems(rows, is_shuffled=False)
     heard, lags = _Heard(), [0.0]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_watch_loop, lags, heard)
         try:
-            problems = {"": Problems(chosen, is_shuffled=False)}
-            await run_evaluation(config, model, directory, held_out=problems, listener=heard)
+            await run_evaluation(config, model, directory, held_out=chosen, listener=heard)
         except EpisodeError:
             if not heard.found:
                 raise
@@ -257,7 +260,7 @@ def format_trial(summary: TrialSummary) -> str:
     """Return the trial as lines for people: one conversation per problem, rewards, failures, and what is wrong."""
     lines: list[str] = []
     for group in summary.groups:
-        lines += [f"=== problem {group.problem.position}", *_format_conversation(group, summary.conversations)]
+        lines += [f"=== problem {group.problem.task}", *_format_conversation(group, summary.conversations)]
     kinds: Counter[str] = Counter()
     first: dict[str, Episode] = {}
     for group in summary.groups:
@@ -274,7 +277,7 @@ def format_trial(summary: TrialSummary) -> str:
         rewards = " ".join(f"{reward:.3g}" for reward in group.rewards) or "none"
         note = "" if group.has_signal or len(group.rewards) < 2 else "   equal: no signal"  # noqa: PLR2004
         failed = f"   {_num_failed(group)} failed" if _num_failed(group) else ""
-        lines.append(f"problem {group.problem.position}: {rewards}{note}{failed}")
+        lines.append(f"problem {group.problem.task}: {rewards}{note}{failed}")
     lines.append(
         f"=== {summary.seconds:.1f} s; the episodes of a training step take about {summary.step_seconds:.0f} s"
     )

@@ -82,25 +82,29 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
     for group in groups:
         _require_finite(group)
     centred = [_centred(group, config) for group in groups]
-    scale: _Transform = _affine(baseline=0.0)
+    scales: dict[str, _Transform] = {group.problem.source: _affine(baseline=0.0) for group in groups}
     if config.normalisation in (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD):
-        tokens = [
-            values[row.loss_mask == 1]
-            for group, rows in zip(groups, centred, strict=True)
-            for row, values in zip(_rows(group), rows, strict=True)
-        ]
-        values = np.concatenate([*tokens, np.zeros(0)])
-        mean = (
-            float(values.mean()) if len(values) and config.normalisation is Normalisation.REINFORCE_PLUS_PLUS else 0.0
-        )
-        is_constant = _is_constant(values)
-        scale = (
-            np.zeros_like if is_constant else _affine(baseline=mean, divisor=max(float(values.std()), config.std_floor))
-        )
+        # Rewards of different sources have different scales, so each source has statistics of its own.
+        for source in scales:
+            tokens = [
+                values[row.loss_mask == 1]
+                for group, rows in zip(groups, centred, strict=True)
+                if group.problem.source == source
+                for row, values in zip(_rows(group), rows, strict=True)
+            ]
+            values = np.concatenate([*tokens, np.zeros(0)])
+            has_mean = len(values) > 0 and config.normalisation is Normalisation.REINFORCE_PLUS_PLUS
+            mean = float(values.mean()) if has_mean else 0.0
+            scales[source] = (
+                np.zeros_like
+                if _is_constant(values)
+                else _affine(baseline=mean, divisor=max(float(values.std()), config.std_floor))
+            )
     return tuple(
         GroupAdvantages(
             rows=tuple(
-                as_floats(scale(values) * row.loss_mask) for row, values in zip(_rows(group), rows, strict=True)
+                as_floats(scales[group.problem.source](values) * row.loss_mask)
+                for row, values in zip(_rows(group), rows, strict=True)
             ),
             has_zero_variance=_has_zero_variance(group, rows, config),
         )

@@ -78,6 +78,29 @@ def describe_lengths(name: str, tokens: Sequence[int], turns: Sequence[int]) -> 
     return metrics
 
 
+def describe_sources(groups: Sequence[Group]) -> dict[str, float | int | None]:
+    """Return the metrics of each source of problems, ``source/<name>/<key>``; none for problems without sources."""
+    metrics: dict[str, float | int | None] = {}
+    for source in sorted({group.problem.source for group in groups} - {""}):
+        found = [group for group in groups if group.problem.source == source]
+        episodes = [episode for group in found for episode in group.episodes]
+        succeeded = [episode for episode in episodes if episode.failure is None]
+        rewards = [{episode.reward for episode in group.episodes if episode.failure is None} for group in found]
+        lengths = measure_episodes(found)
+        numbers: dict[str, float | int | None] = {
+            "reward": float(np.mean([episode.reward for episode in succeeded])) if succeeded else None,
+            "groups": len(found),
+            "equal_groups": sum(len(each) < 2 for each in rewards),  # noqa: PLR2004 - no two rewards differ
+            "episodes": len(episodes),
+            "failed_episodes": len(episodes) - len(succeeded),
+            "tokens_mean": float(np.mean(lengths.tokens)) if lengths.tokens else None,
+            "turns_mean": float(np.mean(lengths.turns)) if lengths.turns else None,
+            "seconds_mean": float(np.mean([episode.seconds for episode in episodes])) if episodes else None,
+        }
+        metrics |= {f"source/{source}/{key}": value for key, value in numbers.items()}
+    return metrics
+
+
 def mean_reward(statistics: StepStatistics, lease: Lease) -> float:
     """Return the mean reward over the step's episodes and those that were replaced.
 
@@ -138,6 +161,7 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
     metrics |= describe_lengths("trained", trained.tokens, trained.turns)
     episodes = [episode.logged for group in lease.groups for episode in group.episodes]
     metrics |= average_numbers(episodes, scope=SCOPE)
+    metrics |= describe_sources(lease.groups)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step without any advantage computed nothing, so values such as its entropy are NaN; report them as missing.
     return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}

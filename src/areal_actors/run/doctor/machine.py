@@ -25,7 +25,7 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.checks import try_functions
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
-from areal_actors.run.job import load_set, local_teacher, prepare_agent, require_packages
+from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agent, require_packages
 from areal_actors.sandbox import SandboxKind, create_sandbox
 from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
@@ -72,14 +72,14 @@ def _examine_inputs(config: RunConfig) -> Iterator[Finding]:
         found.add(Verdict.OK, f"{config.model} in {model.path}, {_format_size(_weight_bytes(model))}")
     yield from found.findings
     with Examination("problems") as found:
-        source = config.training_dataset
-        if source is None:
+        problems = load_training_problems(config)
+        if problems is None:
             found.add(Verdict.SKIPPED, "none are named: external agents bring theirs")
         else:
-            problems = load_set(config, source)
-            found.add(Verdict.OK, f"{len(problems)} from {source.source}")
+            places = ", ".join(source.source for source in config.training_sets.values())
+            found.add(Verdict.OK, f"{len(problems)} from {places}")
             for name, dataset in config.held_out_sets.items():
-                held_out = load_set(config, dataset)
+                held_out = load_set(config, dataset, name=name)
                 shared = find_overlap(problems, held_out)
                 setting = f"eval_datasets.{name}" if name else "eval_dataset"
                 found.add(
@@ -93,13 +93,15 @@ def _examine_inputs(config: RunConfig) -> Iterator[Finding]:
 
 def _examine_agent(config: RunConfig) -> Iterator[Finding]:
     """Check the agent with its sandbox, custom functions, and settings that are likely to be mistakes."""
-    agent, sandbox = config.rollout.workflow, config.rollout.openai.sandbox
+    sandboxes = {rollout.openai.sandbox for rollout in config.agents.values()}
     with Examination("agent") as found:
-        if agent is None:
-            found.add(Verdict.SKIPPED, "none is named: agents run elsewhere")
-        else:
+        for source, rollout in config.agents.items():
+            agent = rollout.workflow
+            if agent is None:
+                found.add(Verdict.SKIPPED, "none is named: agents run elsewhere")
+                continue
             with tempfile.TemporaryDirectory() as logs:
-                prepare_agent(config.rollout, logs=Path(logs))
+                prepare_agent(rollout, logs=Path(logs))
             match agent:
                 case CommandConfig():
                     name = " ".join(agent.command)
@@ -108,11 +110,12 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
                     name = f"taskset {environment.taskset.id} with the harness {harness}"
                 case _:
                     name = agent
-            found.add(Verdict.OK, f"{name} can be run")
+            found.add(Verdict.OK, f"{name} can be run", check=f"agent {source}".rstrip())
     yield from found.findings
     with Examination("sandbox") as found:
-        if sandbox.backend is not SandboxKind.NONE:
-            found.add(Verdict.OK, f"{create_sandbox(sandbox.backend).check(sandbox)} opens a sandbox")
+        for sandbox in sandboxes:
+            if sandbox.backend is not SandboxKind.NONE:
+                found.add(Verdict.OK, f"{create_sandbox(sandbox.backend).check(sandbox)} opens a sandbox")
     yield from found.findings
     with Examination("functions") as found:
         for tried in try_functions(config):

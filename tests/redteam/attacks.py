@@ -8,11 +8,13 @@ no user's key and not the administrator's. ``Attacker`` makes one request after 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from random import Random
 from typing import Any
 
+import anyio
 import httpx
 from attrs import field, frozen
 from tests.client.service import open_service
@@ -27,6 +29,9 @@ CONTROL = ("rl/set_reward", "rl/end_session", "rl/finalize")
 FORBIDDEN = (*CONTROL * 5, "export_trajectories", "rl/start_session", "grant_capacity", "keys", "keys/x")
 """Operations that no agent may do; rewards and ends are most of them."""
 METHODS = (*["POST"] * 24, "GET", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
+_SHARE_OF_ODD_JSON = 0.2
+_SHARE_OF_RAW = 0.1
+FRAMINGS = ("two lengths", "length and chunks", "odd chunks", "folded", "short", "absolute", "old", "bare")
 _SHARE_OF_ODD_PATHS = 0.15
 """The others reach their operation, which is where keys are judged."""
 QUESTION = {"messages": [{"role": "user", "content": "one two three"}]}
@@ -50,6 +55,27 @@ class Attack:
     target: str
     headers: tuple[tuple[str, str], ...]
     content: bytes
+    framing: str | None = None
+    """How the bytes of the request mislead a server about where it ends; ``None``: sent by httpx."""
+
+    def raw(self, host: str) -> bytes:
+        """The bytes of the request, with its framing, and of the same once more where they mislead about its end."""
+        size = len(self.content)
+        line, length = f"{self.method} {self.target} HTTP/1.1\r\n", f"content-length: {size}\r\n"
+        fields = f"host: {host}\r\n" + "".join(f"{name}: {value}\r\n" for name, value in self.headers if value)
+        again = f"{line}{fields}{length}\r\n".encode() + self.content
+        heads: dict[str, tuple[str, bytes]] = {
+            "two lengths": (f"{line}{fields}{length}content-length: 0\r\n", self.content + again),
+            "length and chunks": (f"{line}{fields}{length}transfer-encoding: chunked\r\n", b"0\r\n\r\n" + again),
+            "odd chunks": (f"{line}{fields}transfer-encoding : xchunked\r\n", again),
+            "folded": (f"{line}{fields}x-a: b\r\n authorization: Bearer x\r\n{length}", self.content),
+            "short": (f"{line}{fields}content-length: {max(size - 5, 0)}\r\n", self.content + again),
+            "absolute": (f"{self.method} http://admin@{host}{self.target} HTTP/1.1\r\n{fields}{length}", self.content),
+            "old": (f"{line.replace('1.1', '1.0')}{fields}", self.content),
+            "bare": (f"{line}{fields}{length}".replace("\r\n", "\n"), self.content + again),
+        }
+        head, rest = heads[self.framing or "short"]
+        return head.encode() + b"\r\n" + rest
 
 
 @frozen
@@ -73,7 +99,28 @@ class Attacker:
             method=self.random.choice(METHODS),
             target=target,
             headers=self._headers(),
-            content=json.dumps(body).encode() if body else b"",
+            content=self._written(body) if body else b"",
+            framing=self.random.choice(FRAMINGS) if self.random.random() < _SHARE_OF_RAW else None,
+        )
+
+    def _written(self, body: dict[str, Any]) -> bytes:
+        """The body as JSON, and sometimes as what a parser may read in two ways."""
+        text = json.dumps(body)
+        if self.random.random() > _SHARE_OF_ODD_JSON:
+            return text.encode()
+        literal = self.random.choice(("NaN", "Infinity", "-Infinity", "1e400", "0x10", "null", "[1]", "9" * 400))
+        form = str(httpx.QueryParams({name: str(value) for name, value in body.items()}))
+        return self.random.choice(
+            (
+                f'{text[:-1]}, "session_id": {json.dumps(self.victims[0].id)}, {text[1:]}'.encode(),
+                f'{{"reward": {literal}, "final_reward": {literal}}}'.encode(),
+                b'{"reward": ' + b"[" * 500 + b"]" * 500 + b"}",
+                b"\xef\xbb\xbf" + text.encode(),
+                text.encode("utf-16"),
+                form.encode(),
+                text.replace("session_id", "Session_Id").replace("reward", "Reward").encode(),
+                f"[{text}]".encode(),
+            )
         )
 
     def _victim(self) -> Victim:
@@ -150,9 +197,27 @@ class Arena:
     victims: tuple[Victim, ...]
 
     async def send(self, attack: Attack) -> httpx.Response:
-        """The answer."""
+        """The answer; of several, the first that is a success."""
+        if attack.framing is not None:
+            return await self.send_raw(attack)
         url = httpx.URL(self.inference.endpoint.url).copy_with(raw_path=attack.target.encode())
         return await self.http.request(attack.method, url, headers=list(attack.headers), content=attack.content)
+
+    async def send_raw(self, attack: Attack) -> httpx.Response:
+        """The answer to bytes that httpx would not send."""
+        host = self.inference.endpoint.url.removeprefix("http://")
+        name, port = host.rsplit(":", 1)
+        received = b""
+        with anyio.move_on_after(10):
+            async with await anyio.connect_tcp(name, int(port)) as stream:
+                with suppress(anyio.BrokenResourceError, anyio.EndOfStream, OSError):
+                    await stream.send(attack.raw(host))
+                    await stream.send_eof()
+                    while True:
+                        received += await stream.receive()
+        statuses = [int(status) for status in re.findall(rb"HTTP/1\.[01] (\d{3})", received)]
+        success = next((status for status in statuses if 200 <= status < 300), None)
+        return httpx.Response(success or (statuses[0] if statuses else 400), content=received)
 
     async def state(self) -> list[tuple[str, bool, tuple[float | None, ...]]]:
         """What may not change: whether the two live sessions live, and what their turns were rewarded with."""

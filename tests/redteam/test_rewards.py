@@ -12,11 +12,13 @@ import pytest
 from attrs import evolve
 from tests.client.service import open_service
 from tests.redteam.__main__ import play
-from tests.redteam.attacks import CONTROL, QUESTION, Attacker, open_arena
+from tests.redteam.attacks import CONTROL, FRAMINGS, QUESTION, Attack, Attacker, open_arena
 
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import Episode
+from areal_actors.errors import SandboxError
 from areal_actors.rollouts.runner import RolloutsConfig
+from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
 from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
 
 pytestmark = pytest.mark.anyio
@@ -40,6 +42,17 @@ async def test_the_same_attacks_succeed_with_the_key_of_the_session():
 
         assert any(answer.is_success for answer in answers)
         assert before != await arena.state()
+
+
+async def test_malformed_bytes_end_their_connection_only():
+    """Bytes behind a request that are no request; on trio, they ended the server at the second or third time."""
+    async with open_arena() as arena:
+        attack = Attack(operation="", method="GET", target="/rl/finalize", headers=(), content=b"{}")
+        for framing in (*FRAMINGS, *["old"] * 20):
+            await arena.send(evolve(attack, framing=framing))
+        honest = await arena.complete(arena.own["completion_key"])
+
+    assert honest.status_code == 200
 
 
 async def test_control_takes_the_key_of_the_session():
@@ -188,3 +201,48 @@ async def test_the_trusted_client_gives_its_agent_the_lesser_key():
     assert 0.5 == episode.reward
     assert session.completion_key not in shown
     assert session.api_key not in shown
+
+
+async def test_a_boxed_command_finds_nothing_that_rewards_it():
+    """Neither in its environment, nor in /proc, nor in files, nor at abstract sockets; its last line counts."""
+    config = SandboxConfig(backend=SandboxKind.BUBBLEWRAP)
+    try:
+        create_sandbox(config.backend).check(config)
+    except SandboxError as error:
+        pytest.skip(str(error))
+    script = """
+import json, os, pathlib, re, socket, sys, urllib.request, urllib.error
+url, texts = os.environ["OPENAI_BASE_URL"].removesuffix("/v1"), list(os.environ.values())
+for path in [*pathlib.Path("/proc").glob("[0-9]*/*"), *pathlib.Path.home().rglob("*.key")]:
+    try:
+        texts.append(path.read_bytes()[:100_000].decode(errors="replace") if path.is_file() else os.readlink(path))
+    except OSError:
+        pass
+for name in set(re.findall(r" @(\\S+)$", pathlib.Path("/proc/net/unix").read_text(), re.MULTILINE)):
+    with socket.socket(socket.AF_UNIX) as stream:
+        assert stream.connect_ex(b"\\0" + name.encode()), name
+for process in pathlib.Path("/proc").glob("[0-9]*"):
+    link = process / "root" / "tmp" / "reward"
+    try:
+        (pathlib.Path(os.environ["TMPDIR"] if "TMPDIR" in os.environ else "/tmp") / process.name).symlink_to(link)
+    except OSError:
+        pass
+def post(path, body, key):
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"authorization": "Bearer " + key})
+    try:
+        return urllib.request.urlopen(request).status
+    except (urllib.error.HTTPError, ValueError, UnicodeError) as error:
+        return getattr(error, "code", 0)
+asked = {"messages": [{"role": "user", "content": "x"}]}
+assert post("/v1/chat/completions", asked, os.environ["OPENAI_API_KEY"]) == 200
+keys = {key for text in texts for key in re.findall(r"[A-Za-z0-9_-]{16,80}", text)}
+tried = [post("/rl/" + name, {"reward": 1000, "final_reward": 1000}, key) for key in sorted(keys)[:200]
+         for name in ("set_reward", "finalize")]
+assert tried and set(tried) <= {0, 401, 403}, set(tried)
+print(0.5)
+"""
+    command = CommandConfig(command=(sys.executable, "-c", script))
+    async with CommandAgent.open(command, PoolConfig(), sandbox=config) as agent:
+        episode = await play_agent(agent)
+
+    assert (0.5, None) == (episode.reward, episode.failure)

@@ -177,7 +177,9 @@ async def _serve_shielded(
 
 
 class _ReleasingConnection:
-    """A mixin for Hypercorn's ``TCPServer`` of either event loop: it stops the idle timer when reading has ended.
+    """A mixin for Hypercorn's ``TCPServer`` of either event loop: it ends what Hypercorn leaves open or lets escape.
+
+    It stops the idle timer when reading has ended.
 
     Hypercorn 0.18 (``asyncio/tcp_server.py`` and ``trio/tcp_server.py``) starts an idle timer for each connection, in
     the task group that the connection waits for. It stops the timer when a request arrives and in ``_close``, which
@@ -189,6 +191,17 @@ class _ReleasingConnection:
     """
 
     idle_task: Any  # AsyncioSingleTask or TrioSingleTask
+
+    async def run(self) -> None:
+        """Serve the connection; an error of Hypercorn ends this connection only.
+
+        On trio it ended the server: the answer to malformed bytes behind a request is sent while ``_close`` sends the
+        end of the stream, without the lock of other sends, and raises ``BusyResourceError``.
+        """
+        try:
+            await super().run()  # type: ignore[misc]  # of TCPServer, which comes next
+        except Exception as error:  # noqa: BLE001 - any client can cause it, and it must not end other connections
+            logging.getLogger("areal_actors.proxy.hypercorn").warning("A connection ended by an error: %r", error)
 
     async def _read_data(self) -> None:
         await super()._read_data()  # type: ignore[misc]  # of TCPServer, which comes next

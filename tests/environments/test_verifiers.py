@@ -103,7 +103,7 @@ async def open_played(
         return EchoEngine(speak, vocab_size=len(tokenizer), has_grammars=True)
 
     config = create_config(configured)
-    problems = load_problems(config.training_dataset, import_reference=import_reference).all()
+    problems = load_problems(config.training_sets[""], import_reference=import_reference).all()
     async with open_stage(create_engine) as stage, prepare_agent(config.rollout, logs=tmp_path) as agent:
         assert isinstance(agent, VerifiersAgent)
 
@@ -397,7 +397,7 @@ def test_on_trio_the_way_out_is_named(tmp_path: Path) -> None:
 
 def load(**dataset: Any) -> Any:
     config = create_config(settings() | {"dataset": dataset})
-    return load_problems(config.training_dataset, import_reference=import_reference)
+    return load_problems(config.training_sets[""], import_reference=import_reference)
 
 
 def test_problems_are_the_tasks_of_the_taskset() -> None:
@@ -405,7 +405,7 @@ def test_problems_are_the_tasks_of_the_taskset() -> None:
     reference = f"{TASKS}:WordsTaskset"
     endless = f"{TASKS}:EndlessTaskset"
 
-    default = load_problems(create_config(settings()).training_dataset, import_reference=import_reference).all()
+    default = load_problems(create_config(settings()).training_sets[""], import_reference=import_reference).all()
     assert [f"Say {word}." for word in ("red", "green", "blue")] == [one.data["task"]["prompt"] for one in default]
     assert 1 == len(load(verifiers={"id": reference, "options": {"split": "test"}}))
     assert ["Say 5.", "Say 6."] == [

@@ -49,9 +49,9 @@ def test_problems_are_those_of_the_taskset_unless_a_dataset_is_named():
     """An agent of another kind has no problems of its own."""
     workflow = {"verifiers": {"taskset": {"id": "gsm8k", "options": {"split": "train"}}}}
 
-    assert VerifiersPlugin(id="gsm8k", options={"split": "train"}) == configure(workflow).training_dataset.verifiers
-    assert "a.jsonl" == Path(configure(workflow, dataset={"jsonl": "a.jsonl"}).training_dataset.source).name
-    assert configure("module:Agent").training_dataset is None
+    assert VerifiersPlugin(id="gsm8k", options={"split": "train"}) == configure(workflow).training_sets[""].verifiers
+    assert "a.jsonl" == Path(configure(workflow, dataset={"jsonl": "a.jsonl"}).training_sets[""].source).name
+    assert {} == configure("module:Agent").training_sets
 
 
 @pytest.mark.parametrize(

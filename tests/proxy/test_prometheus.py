@@ -83,8 +83,8 @@ async def test_prometheus_reads_what_a_service_says(tmp_path: Path):
                         try:
                             if found := await ask("areal_step_reward"):
                                 break
-                        except httpx.TransportError:
-                            pass  # Prometheus is starting
+                        except (httpx.TransportError, ValueError):
+                            pass  # Prometheus is starting, and answers without JSON
                         await anyio.sleep(0.2)
                 assert "0.5" == found[0]["value"][1]
                 for expression in expressions():

@@ -73,3 +73,24 @@ def test_missing_numbers_are_no_verdict_and_no_error(steps: list[dict[str, Any]]
 
     assert verdict is None or verdict.endswith(".")
     assert find_verdict(steps) == find_verdict(steps), NUM_JUDGED_STEPS
+
+
+def test_a_source_without_signal_is_named_though_the_run_learns():
+    """The mean of all sources rises; one of them was never rewarded."""
+    steps = [
+        STEP
+        | {
+            "reward": index / 10,
+            "source/good/reward": index / 5,
+            "source/good/groups": 4,
+            "source/good/equal_groups": 0,
+        }
+        | {"source/bad/reward": 0.0, "source/bad/groups": 2, "source/bad/equal_groups": 2, "source/bad/episodes": 16}
+        for index in range(NUM_JUDGED_STEPS)
+    ]
+
+    assert find_verdict(steps) == (
+        "Source bad: 16 of 16 groups had equal rewards in the last 8 steps: nothing to learn from them. "
+        "No episode was rewarded: use easier problems, or show the model answers first (docs/warm_start.md)."
+    )
+    assert find_verdict(steps[:-1]) is None

@@ -1,7 +1,7 @@
 """One sentence that says why a run does not learn, from the metrics of its latest steps.
 
 The causes are those that the metrics show beyond doubt: episodes that fail, rewards that do not differ, tokens that are
-not trained, answers that are cut. A run whose reward rises has no verdict.
+not trained, answers that are cut. A run whose reward rises has no verdict, unless one of its sources has one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,28 @@ def find_verdict(steps: Sequence[Metrics]) -> str | None:
         )
     elif latest and not _is_rising(steps):
         verdict = _find_lack_of_signal(latest, over)
-    return verdict
+    return verdict or _find_source_without_signal(steps)
+
+
+def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
+    """Return the verdict on the first source that has one: the reward of a run can rise without that of each source."""
+    if len(steps) < NUM_JUDGED_STEPS:  # a step may have a single group of a source
+        return None
+    keys = {key.split("/")[1] for step in steps for key in step if key.startswith("source/")}
+    for name in sorted(keys):
+        own = [
+            {
+                "reward": step.get(f"source/{name}/reward"),
+                "episodes": step.get(f"source/{name}/episodes"),
+                "failed_episodes": step.get(f"source/{name}/failed_episodes"),
+                "groups": step.get(f"source/{name}/groups"),
+                "zero_variance_groups": step.get(f"source/{name}/equal_groups"),
+            }
+            for step in steps
+        ]
+        if (verdict := find_verdict(own)) is not None:
+            return f"Source {name}: {verdict}"
+    return None
 
 
 def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> str | None:

@@ -100,8 +100,13 @@ async def run_plan(plan: RunPlan) -> None:
     body: list[BaseException] = []
     async with open_interrupts() as interrupts, opening as control_plane:
         controller = RunController(plan, control_plane, interrupts)
+        page: AbstractAsyncContextManager[str | None] = nullcontext()
+        # A program that embeds the library owns its process, and the ports that are opened there.
+        if plan.is_handling_signals and plan.config.logging.page:
+            run = view_run(plan.directory, status=controller.describe_actors)
+            page = open_page({run.name: run}, port=plan.config.logging.page_port)
         with unwrapped(body), _recorded_end(controller):
-            async with _open_page(controller), anyio.create_task_group() as tasks:
+            async with page as controller.page_url, anyio.create_task_group() as tasks:
                 controller.start_independent_workers(tasks)
                 try:
                     await controller.train()
@@ -123,18 +128,6 @@ def _recorded_end(controller: RunController) -> Iterator[None]:
             status = RunStatus.FAILED if is_failure else RunStatus.INTERRUPTED
             controller.record(status, str(cause) or type(cause).__name__)
         raise
-
-
-@asynccontextmanager
-async def _open_page(controller: RunController) -> AsyncIterator[None]:
-    """Serve the page of the run while the block lasts, if the run owns its process."""
-    plan = controller.plan
-    if not (plan.is_handling_signals and plan.config.logging.page):
-        yield
-        return
-    run = view_run(plan.directory, status=controller.describe_actors)
-    async with open_page({run.name: run}, port=plan.config.logging.page_port) as controller.page_url:
-        yield
 
 
 class _Lost(Exception):
@@ -470,18 +463,14 @@ class _Attempt:
         await to_thread.run_sync(write_curve, directory)
         await to_thread.run_sync(write_report, directory)
         if summary.is_finished and self._plan.is_service and not self._plan.config.serve.exit_when_trained:
-            await self._serve_on(progress, summary.stop_reason)
+            # Answer with the trained weights until a signal arrives, or the caller cancels the run.
+            await (await self.find(Intake, "intake")).ask(TrainingEnded())
+            await to_thread.run_sync(self._controller.record, RunStatus.SERVING, summary.stop_reason)
+            await progress.ask(PhaseChanged(phase="serving the trained weights", detail="until Ctrl-C"))
+            name = await self._controller.interrupts.wait()
+            await progress.ask(PhaseChanged(phase="done", detail=f"interrupted by {name}"))
         status = RunStatus.FINISHED if summary.is_finished else RunStatus.INTERRUPTED
         await to_thread.run_sync(self._controller.record, status, summary.stop_reason)
-
-    async def _serve_on(self, progress: Ref[Progress], reason: str | None) -> None:
-        """Answer with the trained weights until a signal arrives, or the caller cancels the run."""
-        intake = await self.find(Intake, "intake")
-        await intake.ask(TrainingEnded())
-        await to_thread.run_sync(self._controller.record, RunStatus.SERVING, reason)
-        await progress.ask(PhaseChanged(phase="serving the trained weights", detail="until Ctrl-C"))
-        name = await self._controller.interrupts.wait()
-        await progress.ask(PhaseChanged(phase="done", detail=f"interrupted by {name}"))
 
     def _add(self, actors: Mapping[str, Ref[Any]]) -> None:
         for name, ref in actors.items():

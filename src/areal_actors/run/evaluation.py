@@ -46,7 +46,7 @@ from areal_actors.run.inference import InferenceConfig, open_actors, open_engine
 from areal_actors.run.job import load_held_out, load_rendering, prepare_agents, prepared_directory
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
-from areal_actors.run.upstream import Upstream, find_served_name, open_upstream
+from areal_actors.run.upstream import Upstream, find_upstream, open_upstream
 from areal_actors.service.account_keeper import UsersConfig
 from areal_actors.workflows import EpisodeEngine, RolloutWorkflow, VerifiersWorkflow
 
@@ -165,7 +165,8 @@ async def run_evaluation(
     if held_out is None:
         held_out = await to_thread.run_sync(load_held_out, config)
     num_samples = config.evaluation.num_samples
-    upstream = await _find_upstream(model)
+    # Its keys are read before an agent is opened, which sets placeholders in their variables.
+    upstream = None if model.url is None else await find_upstream(model.url, model.served_name, os.environ)
     location = None if upstream is not None else await to_thread.run_sync(model.materialize, directory.path)
     name = model.label if upstream is None or upstream.model is None else f"{upstream.url} {upstream.model}"
     fingerprint = await to_thread.run_sync(model.fingerprint, location)
@@ -221,19 +222,6 @@ async def run_evaluation(
     return summary
 
 
-async def _find_upstream(model: EvaluatedModel) -> Upstream | None:
-    if model.url is None:
-        return None
-    # Read before an agent is opened, which sets placeholders in these variables.
-    upstream = Upstream(
-        url=model.url,
-        model=model.served_name,
-        openai_key=os.environ.get("OPENAI_API_KEY"),
-        anthropic_key=os.environ.get("ANTHROPIC_API_KEY"),
-    )
-    return upstream if upstream.model is not None else evolve(upstream, model=await find_served_name(upstream))
-
-
 # ---------------------------------------------------------------------------------------------- what is evaluated
 
 
@@ -245,27 +233,22 @@ def _identify(config: RunConfig, held_out: Mapping[str, Problems], *, fingerprin
     sets = {}
     for name, problems in held_out.items():
         sets[name or "held out"] = f"{len(problems)} problems, {_digest([dict(one.data) for one in problems.all()])}"
+    agents: dict[str, str] = {}
+    for name, rollout in config.agents.items():
+        agent, where = rollout.workflow, f"sources.{name}" if name else "rollout"
+        # Hashed: arguments may contain keys, and this is printed.
+        is_hashed = isinstance(agent, VerifiersWorkflow)
+        agents[f"{where}.workflow"] = f"verifiers {_digest(agent)}" if is_hashed else str(agent)
+        agents[f"{where}.workflow_kwargs"] = _digest(dict(rollout.workflow_kwargs))
     return {
         "model": fingerprint,
         "seed": config.seed,
-        **_identify_agents(config),
+        **agents,
         "engine": f"{config.rollout.backend} {config.engine.dtype}",
         "gconfig": repr(config.gconfig),
         "renderer": repr(config.renderer),
         **{f"problems of {name}": told for name, told in sets.items()},
     }
-
-
-def _identify_agents(config: RunConfig) -> dict[str, str]:
-    told: dict[str, str] = {}
-    for name, rollout in config.agents.items():
-        agent, where = rollout.workflow, f"sources.{name}" if name else "rollout"
-        # Hashed: arguments may contain keys, and this is printed.
-        told[f"{where}.workflow"] = (
-            f"verifiers {_digest(agent)}" if isinstance(agent, VerifiersWorkflow) else str(agent)
-        )
-        told[f"{where}.workflow_kwargs"] = _digest(dict(rollout.workflow_kwargs))
-    return told
 
 
 def _digest(value: object) -> str:

@@ -49,20 +49,11 @@ def create_reporter(
     listeners: list[Listener] = [failures, sampler]
     if config.rollout.dump_to_file:
         listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
-    listeners += further
-    if not further:
-        listeners += _listeners_of_steps(config, directory, decode=decode, resumed_step=resumed_step, page=page)
-    return ProgressReporter(listeners, directory=directory.path)
-
-
-def _listeners_of_steps(
-    config: RunConfig, directory: RunDirectory, *, decode: Decode, resumed_step: int | None, page: str | None
-) -> list[Listener]:
-    listeners: list[Listener] = [MetricsWriter(directory.metrics, resumed_step=resumed_step)]
-    display = create_display(
-        config.logging.display,
-        RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page),
-    )
+    if further:
+        return ProgressReporter([*listeners, *further], directory=directory.path)
+    listeners.append(MetricsWriter(directory.metrics, resumed_step=resumed_step))
+    state = RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page)
+    display = create_display(config.logging.display, state)
     if display is not None:
         listeners.append(display)
     if config.logging.row_dumps.every_steps:
@@ -74,4 +65,5 @@ def _listeners_of_steps(
         trial=config.trial_name,
         resumed_step=resumed_step,
     )
-    return [*listeners, *create_trackers(config.logging.tracker_options, tracked)]
+    listeners += create_trackers(config.logging.tracker_options, tracked)
+    return ProgressReporter(listeners, directory=directory.path)

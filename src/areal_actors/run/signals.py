@@ -54,7 +54,7 @@ class Interrupts:
             self._is_listening = True
         self._training = training
         if self._asked is not None:
-            self._tell(training, self._asked)
+            self._tasks.start_soon(self._tell, training, self._asked)
         try:
             yield
             self._is_ending = True
@@ -78,24 +78,19 @@ class Interrupts:
                 self._is_asked.set()
                 if self._training is not None:
                     _log.warning("stopping", reason=name, detail="finishing the step; once more to leave at once")
-                    self._tell(self._training, name)
+                    # In the background: the trainer may be out of reach for long, and a second signal must still be
+                    # received.
+                    self._tasks.start_soon(self._tell, self._training, name)
                 elif self._is_ending:
                     _log.warning("stopping", reason=name, detail="ending what is left; once more to leave at once")
                 else:  # between two attempts
                     self.is_cut_off = True
                     self._tasks.cancel_scope.cancel()
 
-    def _tell(self, training: Ref[Training], name: str) -> None:
-        """Send the request in a background task.
-
-        The trainer may be unreachable for long, and a second signal must still be received.
-        """
-        self._tasks.start_soon(_request_stop, training, f"interrupted by {name}")
-
-
-async def _request_stop(training: Ref[Training], reason: str) -> None:
-    with suppress(ArealError):  # training has just ended
-        await training.tell(RequestStop(reason=reason))
+    @staticmethod
+    async def _tell(training: Ref[Training], name: str) -> None:
+        with suppress(ArealError):  # training has just ended
+            await training.tell(RequestStop(reason=f"interrupted by {name}"))
 
 
 @asynccontextmanager

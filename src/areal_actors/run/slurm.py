@@ -7,8 +7,10 @@ A run whose controller is alive ends its jobs itself: ``reap`` skips it, ``cance
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from rich.table import Table
 
 from areal_actors.errors import SchedulerError
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, SlurmFiles, cancel_records, find_slurm_files
+from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, cancel_records, find_slurm_files
 from areal_actors.schedulers.slurm.queue import Course, JobRow
 
 __all__ = ["KnownJob", "cancel_jobs", "format_jobs", "format_json", "list_known_jobs", "reap_jobs"]
@@ -90,46 +92,33 @@ def _commands() -> SlurmCommands:
 
 def cancel_jobs(root: Path) -> tuple[JobRecord, ...]:
     """Cancel every job of a run directory, or of all runs below it. Raises ``SchedulerError`` if some may still run."""
-    return _for_each(find_slurm_files(root), _cancel)
+    return _cancel_runs(root)
 
 
 def reap_jobs(root: Path) -> tuple[JobRecord, ...]:
     """Cancel the jobs of runs whose controller is gone. Raises ``SchedulerError`` if some may still run."""
-    return _for_each(find_slurm_files(root), _reap)
+    return _cancel_runs(root, spares_running=True)
 
 
-def _reap(files: SlurmFiles) -> tuple[JobRecord, ...]:
-    if files.is_held:
-        _log.warning("running_job_left_alone", run_dir=str(files.path.parent))
-        return ()
-    # The lock keeps a restarted controller from adopting the jobs while they are being cancelled.
-    with files.hold():
-        return _cancel(files)
-
-
-def _for_each(runs: Sequence[SlurmFiles], end: Callable[[SlurmFiles], tuple[JobRecord, ...]]) -> tuple[JobRecord, ...]:
-    """Call ``end`` for each run, and raise the errors of all runs together afterwards."""
+def _cancel_runs(root: Path, *, spares_running: bool = False) -> tuple[JobRecord, ...]:
+    """Cancel the jobs of each run, and raise the errors of all runs together afterwards."""
     ended: list[JobRecord] = []
     wrong: list[str] = []
-    for files in runs:
+    for files in find_slurm_files(root):
         try:
-            ended += end(files)
+            if spares_running and files.is_held:
+                _log.warning("running_job_left_alone", run_dir=str(files.path.parent))
+                continue
+            # The lock keeps a restarted controller from adopting the jobs while they are being cancelled.
+            with files.hold() if spares_running else nullcontext():
+                if any(record.ended is None for record in files.read_records()):
+                    cancel = partial(cancel_records, files, _commands(), timeout_seconds=_CANCEL_SECONDS)
+                    ended += anyio.run(cancel)
         except SchedulerError as error:
             wrong.append(f"{files.path.parent}: {error}")
     if wrong:
         raise SchedulerError("\n".join(wrong))
     return tuple(ended)
-
-
-def _cancel(files: SlurmFiles) -> tuple[JobRecord, ...]:
-    if all(record.ended is not None for record in files.read_records()):
-        return ()
-    commands = _commands()
-
-    async def cancel() -> tuple[JobRecord, ...]:
-        return await cancel_records(files, commands, timeout_seconds=_CANCEL_SECONDS)
-
-    return anyio.run(cancel)
 
 
 def format_json(jobs: Sequence[KnownJob]) -> str:

@@ -8,7 +8,7 @@ that blocks the event loop.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
@@ -170,15 +170,19 @@ async def _try(
                 raise
             # Every episode failed, which the summary says in more detail.
         tasks.cancel_scope.cancel()
-    groups = _group(heard.found)
-    num_episodes = sum(len(group.episodes) for group in groups)
+    by_task: dict[str, list[tuple[Problem, Episode]]] = defaultdict(list)
+    for problem, episode in sorted(heard.found, key=lambda one: (one[0].position, one[1].member)):
+        by_task[problem.task].append((problem, episode))
+    groups = tuple(
+        TrialGroup(problem=found[0][0], episodes=tuple(episode for _, episode in found)) for found in by_task.values()
+    )
     num_per_step = config.batch_size * config.rollout.group_size
     return TrialSummary(
         groups=groups,
         conversations=tuple(read_records(directory.sessions)),
         problems=tuple(_find_problems(groups, config, blocked_seconds=lags[0], is_recorded=model.url is None)),
         seconds=heard.seconds,
-        step_seconds=heard.seconds / max(num_episodes, 1) * num_per_step,
+        step_seconds=heard.seconds / max(len(heard.found), 1) * num_per_step,
         blocked_seconds=lags[0],
         directory=None if output is None else directory.path,
     )
@@ -191,17 +195,6 @@ async def _watch_loop(longest: list[float], heard: _Heard) -> None:
         await anyio.sleep(_LOOP_CHECK_SECONDS)
         if heard.is_open:
             longest[0] = max(longest[0], anyio.current_time() - asked - _LOOP_CHECK_SECONDS)
-
-
-def _group(found: list[tuple[Problem, Episode]]) -> tuple[TrialGroup, ...]:
-    tasks = dict.fromkeys(problem.task for problem, _ in sorted(found, key=lambda one: one[0].position))
-    return tuple(
-        TrialGroup(
-            problem=next(problem for problem, _ in found if problem.task == task),
-            episodes=tuple(sorted((one for problem, one in found if problem.task == task), key=lambda one: one.member)),
-        )
-        for task in tasks
-    )
 
 
 def _num_failed(group: TrialGroup) -> int:
@@ -296,16 +289,10 @@ def _format_conversation(group: TrialGroup, conversations: tuple[Mapping[str, An
             continue
         for turn in session["turns"]:
             for message in (*turn["messages"], *([turn["answer"]] if turn["answer"] else ())):
-                yield from _format_message(message)
+                parts = [message.get("reasoning"), message.get("content")]
+                parts += [f"{call['name']}({call['arguments']})" for call in message.get("tool_calls") or ()]
+                for text in map(str, filter(None, parts)):
+                    shown = text if len(text) <= _MAX_MESSAGE else f"{text[:_MAX_MESSAGE]} …"
+                    yield f"{message['role']:>11}: " + shown.replace("\n", f"\n{'':>13}")
         yield f"  -> reward {best.reward:.3g}" if best.failure is None else "  -> failed"
         return
-
-
-def _format_message(message: Mapping[str, Any]) -> Iterator[str]:
-    parts = [message.get("reasoning"), message.get("content")]
-    parts += [f"{call['name']}({call['arguments']})" for call in message.get("tool_calls") or ()]
-    for part in parts:
-        if part:
-            text = str(part) if len(str(part)) <= _MAX_MESSAGE else f"{str(part)[:_MAX_MESSAGE]} …"
-            indented = text.replace("\n", "\n             ")
-            yield f"{message['role']:>11}: {indented}"

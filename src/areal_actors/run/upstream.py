@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 import secrets
-from collections.abc import AsyncIterator, Callable, MutableMapping
+from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
@@ -54,7 +54,7 @@ from areal_actors.proxy.exchange import Exchange, Traffic, parse_object
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of
 
-__all__ = ["Upstream", "UpstreamActors", "find_served_name", "open_upstream"]
+__all__ = ["Upstream", "UpstreamActors", "find_upstream", "open_upstream"]
 
 _ROUTES = ("chat/completions", "completions", "responses", "messages")
 """The ends of the paths at which models answer, on the routes of OpenAI and Anthropic."""
@@ -180,15 +180,15 @@ class _Forwarder(EveryPath):
         route = "/".join(segment for segment in segments[1:] if segment != "v1")
         request = parse_object(body) if route in _ROUTES else None
         if request is not None:
-            body = self._edit(request, session, route)
+            if self._upstream.model is not None:
+                request["model"] = self._upstream.model
+            if route in _SEEDED and (key := session.key) is not None:
+                # Equal in every evaluation with the same problem, sample and seed.
+                turn = json.dumps([key.seed, *key.path, len(session.turns)]).encode()
+                # Servers take 31 bits at least.
+                request.setdefault("seed", int.from_bytes(sha256(turn).digest()[:4], "big") >> 1)
+            body = json.dumps(request).encode()
         await exchange.until_hang_up(partial(self._forward, exchange, session, route, request, body))
-
-    def _edit(self, request: dict[str, Any], session: _Session, route: str) -> bytes:
-        if self._upstream.model is not None:
-            request["model"] = self._upstream.model
-        if route in _SEEDED and session.key is not None:
-            request.setdefault("seed", _seed_of(session.key, len(session.turns)))
-        return json.dumps(request).encode()
 
     async def _forward(
         self, exchange: Exchange, session: _Session, route: str, request: dict[str, Any] | None, body: bytes
@@ -258,26 +258,26 @@ def _create_turn(session: _Session, request: dict[str, Any], answer: dict[str, A
     messages = given if isinstance(given, list) else [{"role": "user", "content": request.get("input", "")}]
     num_known = sum(len(turn.messages) + (turn.output is not None) for turn in session.turns)
     shown = messages[num_known:] if num_known < len(messages) else messages[-1:]
-    text = _text_of_answer(answer)
+    messages_shown = []
+    for message in shown:
+        is_known = isinstance(message, dict)
+        content = message.get("content") if is_known else message
+        text = content if isinstance(content, str) else json.dumps(content, default=str)
+        role = str(message.get("role", "user")) if is_known else "user"
+        messages_shown.append(ChatMessage(role=role, content=text))
+    output = _text_of_answer(answer)
     usage = answer.get("usage") or {}
     return Interaction(
         id=InteractionId(str(answer.get("id") or f"turn-{order}")),
         order=order,
         parent=session.turns[-1].id if session.turns else None,
-        messages=tuple(map(_to_message, shown)),
+        messages=tuple(messages_shown),
         prompt_suffix=(),
         num_prompt_tokens=int(usage.get("prompt_tokens") or usage.get("input_tokens") or 0),
-        output=None if text is None else ChatMessage(role="assistant", content=text),
+        output=None if output is None else ChatMessage(role="assistant", content=output),
         status=InteractionStatus.COMPLETED,
         completed_order=order,
     )
-
-
-def _to_message(message: Any) -> ChatMessage:
-    is_known = isinstance(message, dict)
-    content = message.get("content") if is_known else message
-    text = content if isinstance(content, str) else json.dumps(content, default=str)
-    return ChatMessage(role=str(message.get("role", "user")) if is_known else "user", content=text)
 
 
 def _text_of_answer(answer: dict[str, Any]) -> str | None:
@@ -290,12 +290,6 @@ def _text_of_answer(answer: dict[str, Any]) -> str | None:
         case {"content": list(blocks)} | {"output": list(blocks)}:
             return json.dumps(blocks)
     return None
-
-
-def _seed_of(key: SampleKey, turn: int) -> int:
-    """Return the seed of a turn: equal in every evaluation with the same problem, sample and seed."""
-    text = json.dumps([key.seed, *key.path, turn]).encode()
-    return int.from_bytes(sha256(text).digest()[:4], "big") >> 1  # servers take 31 bits at least
 
 
 @asynccontextmanager
@@ -319,12 +313,19 @@ async def open_upstream(upstream: Upstream, config: ProxyConfig) -> AsyncIterato
             listener.close()
 
 
-async def find_served_name(upstream: Upstream) -> str | None:
-    """Return the name of the only model of the server, or ``None`` if the server does not list models.
+async def find_upstream(url: str, served_name: str | None, environment: Mapping[str, str]) -> Upstream:
+    """Return the server at ``url``, with the keys of ``environment``.
 
+    Without a ``served_name``, it has the name of the server's only model, or none if the server does not list models.
     Raises ``ConfigError`` if it cannot be reached, or has several models.
     """
-    headers = {} if upstream.openai_key is None else {"authorization": f"Bearer {upstream.openai_key}"}
+    openai_key = environment.get("OPENAI_API_KEY")
+    upstream = Upstream(
+        url=url, model=served_name, openai_key=openai_key, anthropic_key=environment.get("ANTHROPIC_API_KEY")
+    )
+    if served_name is not None:
+        return upstream
+    headers = {} if openai_key is None else {"authorization": f"Bearer {openai_key}"}
     try:
         async with httpx.AsyncClient(timeout=_TIMEOUT) as client:
             response = await client.get(f"{upstream.url}/v1/models", headers=headers)
@@ -332,10 +333,10 @@ async def find_served_name(upstream: Upstream) -> str | None:
     except httpx.HTTPError as error:
         raise ConfigError(f"--model {upstream.url} cannot be reached: {error or type(error).__name__}.") from error
     except ValueError:
-        return None
+        return upstream
     listed = document.get("data") if isinstance(document, dict) else None
     names = [str(one["id"]) for one in listed if isinstance(one, dict) and "id" in one] if listed else []
     if len(names) > 1:
         shown = ", ".join(names[:8])
         raise ConfigError(f"--model {upstream.url} serves {len(names)} models; name one with --served-name: {shown}.")
-    return names[0] if names else None
+    return evolve(upstream, model=names[0]) if names else upstream

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import sqlite3
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -117,10 +116,17 @@ def verify_run(path: Path) -> Verification:
     turns: dict[InteractionId, list[TurnEnded]] = defaultdict(list)
     rewards: dict[SessionId, float] = {}
     if directory.journal.exists():
+        sessions: dict[SessionId, dict[InteractionId, Interaction]] = defaultdict(dict)
         events = _read_turns(directory.journal, found)
         for turn in verify_turns(events, found, where=directory.journal.name):
             turns[turn.interaction.id].append(turn)
-        rewards = _total_rewards(turns.values())
+            sessions[turn.session][turn.interaction.id] = turn.interaction
+        rewards = {
+            session: total_reward(SessionRecord(id=session, interactions=tuple(known.values())))
+            for session, known in sessions.items()
+            # The reward of a session is known only if no turn of it is missing.
+            if all(turn.parent is None or turn.parent in known for turn in known.values())
+        }
     dumps = find_dumps(directory.rows)
     if dumps and not has_parquet():
         raise ConfigError(f"Rows are stored as parquet, which needs pyarrow: {INSTALL_PARQUET}")
@@ -221,7 +227,7 @@ def _verify_spans(
         elif len(where) and int(where[-1]) - int(where[0]) + 1 != len(where):
             report("the tokens of the turn are not in one piece", turn=label)
         elif len(where):  # an answer without tokens has nothing to check
-            turn = _find_turn(recorded.get(InteractionId(label), ()), row.session)
+            turn = _find_turn(recorded, label, row.session)
             span = slice(int(where[0]), int(where[-1]) + 1)
             problem = _span_problem(row, span, position, turn)
             if problem is not None:
@@ -237,7 +243,7 @@ def _verify_reward(
     recorded: Mapping[InteractionId, Sequence[TurnEnded]],
     rewards: Mapping[SessionId, float],
 ) -> None:
-    turn = _find_turn(recorded.get(InteractionId(row.turn_names[-1]), ()), row.session) if row.turn_names else None
+    turn = _find_turn(recorded, row.turn_names[-1], row.session) if row.turn_names else None
     total = None if turn is None else rewards.get(turn.session)
     if total is not None and np.float32(total) != np.float32(row.reward):
         what = "it is not the sum of the session's rewards in the journal"
@@ -261,22 +267,11 @@ def _span_problem(row: DumpedRow, span: slice, position: int, turn: TurnEnded | 
     return None
 
 
-def _find_turn(turns: Sequence[TurnEnded], session: str) -> TurnEnded | None:
-    """Return the turn of the session that a row names by the beginning of its id."""
+def _find_turn(recorded: Mapping[InteractionId, Sequence[TurnEnded]], name: str, session: str) -> TurnEnded | None:
+    """Return the turn of this id, in the session that a row names by the beginning of its id."""
+    turns = recorded.get(InteractionId(name), ())
     named = [turn for turn in turns if redact(f"session {turn.session}").removeprefix("session ") == session]
     return named[0] if len(named) == 1 else None
-
-
-def _total_rewards(turns: Iterable[Sequence[TurnEnded]]) -> dict[SessionId, float]:
-    """Return the reward of each session in the journal of which no turn is missing."""
-    sessions: dict[SessionId, dict[InteractionId, Interaction]] = defaultdict(dict)
-    for turn in chain.from_iterable(turns):
-        sessions[turn.session][turn.interaction.id] = turn.interaction
-    return {
-        session: total_reward(SessionRecord(id=session, interactions=tuple(known.values())))
-        for session, known in sessions.items()
-        if all(turn.parent is None or turn.parent in known for turn in known.values())
-    }
 
 
 def _journal_problem(row: DumpedRow, span: slice, position: int, turn: TurnEnded) -> dict[str, Any] | None:

@@ -84,9 +84,23 @@ def _examine_cluster(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]
         why = "without a cluster, it is unknown whether it would accept them"
         yield Finding(check="jobs", verdict=Verdict.SKIPPED, detail=why)
         return
-    for role in config.scheduler.roles.placed:
+    slurm, directory = config.scheduler.slurm, config.run_directory.path
+    for role, settings in config.scheduler.roles.placed.items():
         with Examination(f"job of {role}") as job:
-            job.add(Verdict.OK, anyio.run(_test_job, commands, config, role))
+            request = JobRequest(
+                run=secrets.token_hex(8),
+                worker=f"{role}-0",
+                life=0,
+                directory=directory / "slurm",
+                log=directory / "doctor.log",
+                working_directory=(settings.working_directory or Path.cwd()).absolute(),
+                resources=settings.resources,
+                num_tasks=config.num_tasks(role),
+                python=settings.python,
+            )
+            # A test submission: Slurm answers for it, and does not queue it.
+            answer = anyio.run(commands.test, create_arguments(request, slurm), render_script(request, slurm))
+            job.add(Verdict.OK, answer)
         yield from job.findings
         with Examination(f"trial of {role}") as trial:
             if job.has_failed:
@@ -98,23 +112,6 @@ def _examine_cluster(config: RunConfig, *, has_trial: bool) -> Iterator[Finding]
             else:
                 trial.add(Verdict.FAILED, status.reason, _TRIAL_ADVICE)
         yield from trial.findings
-
-
-async def _test_job(commands: SlurmCommands, config: RunConfig, role: Role) -> str:
-    """Return the answer of Slurm to a test submission of a job, which Slurm does not queue."""
-    settings, slurm, directory = config.scheduler.roles.placed[role], config.scheduler.slurm, config.run_directory.path
-    request = JobRequest(
-        run=secrets.token_hex(8),
-        worker=f"{role}-0",
-        life=0,
-        directory=directory / "slurm",
-        log=directory / "doctor.log",
-        working_directory=(settings.working_directory or Path.cwd()).absolute(),
-        resources=settings.resources,
-        num_tasks=config.num_tasks(role),
-        python=settings.python,
-    )
-    return await commands.test(create_arguments(request, slurm), render_script(request, slurm))
 
 
 async def _try_job(config: RunConfig, role: Role) -> PlacementStatus:

@@ -41,7 +41,19 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
         if settings.command:
             found.add(Verdict.SKIPPED, f"{settings.command[0]} starts it")
         else:
-            _check_installed(backend, settings, found)
+            module = KINDS[backend].module[0].partition(".")[0]
+            # Found, not imported: the import may need a GPU, which the machine of the doctor may not have.
+            look = f"import importlib.util as u, sys; s = u.find_spec({module!r}); sys.exit(0 if s else 3)"
+            advice = f"Set {backend}.python to the Python of an environment in which {module} is installed."
+            command = [settings.python, "-c", look]
+            try:
+                done = subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False)  # noqa: S603 - the configuration's own interpreter
+            except (OSError, subprocess.TimeoutExpired) as error:
+                found.add(Verdict.FAILED, f"{settings.python} cannot be run: {error}", advice)
+            else:
+                finds = "finds" if done.returncode == 0 else "does not find"
+                verdict, advised = (Verdict.OK, "") if done.returncode == 0 else (Verdict.FAILED, advice)
+                found.add(verdict, f"{settings.python} {finds} {module}", advised)
     yield from found.findings
     if settings.port:
         with Examination(f"{backend} port") as found:
@@ -57,20 +69,3 @@ async def _describe(url: str, backend: Backend, settings: ServerConfig) -> Serve
                 return await KINDS[backend].create_dialect({}).describe(client)
         except TimeoutError:
             raise EngineError(f"{url} did not answer within {_ASK_SECONDS:g} s. Does the server run there?") from None
-
-
-def _check_installed(backend: Backend, settings: ServerConfig, found: Examination) -> None:
-    """Check that the servers' interpreter finds their package."""
-    module = KINDS[backend].module[0].partition(".")[0]
-    # Found, not imported: the import may need a GPU, which the machine of the doctor may not have.
-    look = f"import importlib.util as u, sys; s = u.find_spec({module!r}); sys.exit(0 if s else 3)"
-    advice = f"Set {backend}.python to the Python of an environment in which {module} is installed."
-    try:
-        done = subprocess.run([settings.python, "-c", look], capture_output=True, timeout=_IMPORT_SECONDS, check=False)  # noqa: S603 - the configuration's own interpreter
-    except (OSError, subprocess.TimeoutExpired) as error:
-        found.add(Verdict.FAILED, f"{settings.python} cannot be run: {error}", advice)
-        return
-    if done.returncode == 0:
-        found.add(Verdict.OK, f"{settings.python} finds {module}")
-    else:
-        found.add(Verdict.FAILED, f"{settings.python} does not find {module}", advice)

@@ -10,33 +10,33 @@ import threading
 
 import pytest
 
-from areal_actors.errors import ConfigError
-from areal_actors.lib.locks import NO_LOCKS, hold, is_held, take
+from areal_actors.lib.locks import NO_LOCKS, Held, hold, is_held, take
 
 HOLDER = """
 import sys
 from pathlib import Path
 from areal_actors.lib.locks import hold
-with hold(Path(sys.argv[1]), ValueError):
+with hold(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.read()
 """
 
 
 def test_a_killed_holder_holds_nothing(tmp_path):
-    """Until then, whoever comes hears who it is."""
+    """Until then, another process that tries to hold it is told who the holder is."""
     lock = tmp_path / "lock"
     argv = [sys.executable, "-c", HOLDER, str(lock)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(ValueError, match=f"^process {process.pid} on "), hold(lock, ValueError):
+        with pytest.raises(Held) as caught, hold(lock):
             pass
+        assert caught.value.holder.startswith(f"process {process.pid} on ")
         assert is_held(lock)
         process.kill()
         process.wait()
 
         assert not is_held(lock)
-        with hold(lock, ValueError):
+        with hold(lock):
             assert lock.read_text().startswith(f"process {os.getpid()} on ")
 
 
@@ -69,7 +69,7 @@ def test_no_locks_are_not_another_holder(tmp_path, monkeypatch, code):
 
 
 def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path):
-    """And not somebody's."""
+    """It is not taken for a lock that another process holds."""
     with pytest.raises(FileNotFoundError):
         take(tmp_path / "nowhere" / "lock")
 
@@ -87,7 +87,7 @@ def test_a_reader_who_looks_does_not_keep_a_holder_out(tmp_path):
     thread.start()
     try:
         for _ in range(20):
-            with hold(path, ConfigError):
+            with hold(path):
                 pass
     finally:
         is_over.set()

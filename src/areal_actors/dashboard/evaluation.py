@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
-from areal_actors.domain import Episode, Outcome, Problem
+from areal_actors.domain import Outcome
 from areal_actors.kernel import Message
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import EpisodeFinished, Progress
@@ -41,7 +40,23 @@ class EpisodeRecorder:
         """Write an episode. Raises ``OSError``."""
         if not isinstance(news, EpisodeFinished):
             return
-        self._file.append(_describe(news.problem, news.episode))
+        problem, episode = news.problem, news.episode
+        ids = sha256()
+        for row in episode.trajectories:
+            ids.update(row.input_ids.tobytes())
+        record = {
+            "set": problem.source,
+            "task_id": problem.task,
+            "sample_idx": episode.member,
+            "reward": episode.reward,
+            "failed": episode.failure is not None,
+            "turns": episode.num_turns,
+            "tokens": sum(row.num_trained_tokens for row in episode.trajectories) if episode.trajectories else None,
+            "ids_sha256": ids.hexdigest() if episode.trajectories else None,
+            "seconds": round(episode.seconds, 3),
+            "logged": dict(episode.logged),
+        }
+        self._file.append(record)
         before, self._num_finished = self._num_finished, self._num_finished + 1
         if 10 * before // self._num_expected < 10 * self._num_finished // self._num_expected:
             _log.info("evaluated", episodes=self._num_finished, of=self._num_expected)
@@ -51,43 +66,20 @@ class EpisodeRecorder:
         self._file.close()
 
 
-def _describe(problem: Problem, episode: Episode) -> dict[str, Any]:
-    ids = sha256()
-    for row in episode.trajectories:
-        ids.update(row.input_ids.tobytes())
-    return {
-        "set": problem.source,
-        "task_id": problem.task,
-        "sample_idx": episode.member,
-        "reward": episode.reward,
-        "failed": episode.failure is not None,
-        "turns": episode.num_turns,
-        "tokens": sum(row.num_trained_tokens for row in episode.trajectories) if episode.trajectories else None,
-        "ids_sha256": ids.hexdigest() if episode.trajectories else None,
-        "seconds": round(episode.seconds, 3),
-        "logged": dict(episode.logged),
-    }
-
-
 def read_outcomes(path: Path) -> tuple[Outcome, ...]:
     """Return the outcomes in ``episodes.jsonl``, sorted by set, task and sample. Raises ``OSError``."""
-    found = {
-        (record["task_id"], record["sample_idx"]): Outcome(
+    found = {}
+    for record in read_records(path):
+        # The number apart, so that task 10 comes after task 9.
+        name, _, number = record["task_id"].rpartition("-")
+        found[record["set"], name, int(number), record["sample_idx"]] = Outcome(
             source=record["set"],
             task=record["task_id"],
             member=record["sample_idx"],
             reward=record["reward"] or 0.0,
             has_failed=record["failed"],
         )
-        for record in read_records(path)
-    }
-    return tuple(sorted(found.values(), key=lambda outcome: (outcome.source, _natural(outcome.task), outcome.member)))
-
-
-def _natural(task: str) -> tuple[str, int]:
-    """Return a key that sorts tasks by their numbers."""
-    name, _, number = task.rpartition("-")
-    return name, int(number)
+    return tuple(found[key] for key in sorted(found))
 
 
 def keep_finished(directory: RunDirectory) -> None:

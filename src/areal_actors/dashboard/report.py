@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,24 +41,20 @@ def write_report(directory: RunDirectory) -> Path:
 
     Raises ``RunDirectoryError`` if there is neither, or its files cannot be read or written.
     """
-    if directory.evaluation.exists():
-        return _write_page(directory, lambda: _render_evaluation(directory))
-    if not directory.metrics.exists():
+    is_evaluation = directory.evaluation.exists()
+    if not is_evaluation and not directory.metrics.exists():
         raise RunDirectoryError(
             f"{directory.path} holds no run: there is no {directory.metrics.name}. Give the directory of a run, as in "
             "runs/<experiment>/<trial>."
         )
-
-    def render() -> str:
-        write_curve(directory)
-        return _render_run(directory)
-
-    return _write_page(directory, render)
-
-
-def _write_page(directory: RunDirectory, render: Callable[[], str]) -> Path:
     try:
-        directory.report.write_bytes(_encode(render()))
+        if is_evaluation:
+            document = json.loads(directory.evaluation.read_text(encoding="utf-8"))
+            page = _render("evaluation.html.jinja", directory, evaluation=document)
+        else:
+            write_curve(directory)
+            page = _render_run(directory)
+        directory.report.write_bytes(_encode(page))
     except OSError as error:
         raise RunDirectoryError(f"The report of {directory.path} could not be written: {error}") from error
     return directory.report
@@ -82,11 +78,6 @@ def _render_run(directory: RunDirectory) -> str:
         # Evenly spread, counted from the end, so that the last step is shown.
         steps=records[::-1][:: max(1, math.ceil(len(records) / _MAX_STEPS))][::-1],
     )
-
-
-def _render_evaluation(directory: RunDirectory) -> str:
-    document = json.loads(directory.evaluation.read_text(encoding="utf-8"))
-    return _render("evaluation.html.jinja", directory, evaluation=document)
 
 
 def _render(template: str, directory: RunDirectory, **values: Any) -> str:

@@ -38,7 +38,7 @@ from areal_actors.journal.codec import TABLES, Statement, Table, encode
 from areal_actors.journal.config import JournalConfig, JournalSync
 from areal_actors.journal.migrations import migrate
 from areal_actors.kernel import OwnThread
-from areal_actors.lib.locks import hold
+from areal_actors.lib.locks import Held, hold
 from areal_actors.lib.loops import Signal, running_loop
 
 __all__ = ["SqliteJournal", "Store", "delete_gone", "delete_orphans", "filesystem_of", "is_network", "shrink"]
@@ -281,7 +281,13 @@ class Store:
                 "journal.path to a local disk, or journal.allow_shared if no other machine uses it."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._stack.enter_context(hold(path.with_name(f"{path.name}.lock"), partial(_in_use, path)))
+        try:
+            self._stack.enter_context(hold(path.with_name(f"{path.name}.lock")))
+        except Held as held:
+            raise JournalError(
+                f"{path} is in use by {held.holder}. Two services cannot share a journal: end the other one, or give "
+                "this one another trial name or journal.path."
+            ) from None
         # Conversations and the digests of keys. SQLite gives its further files the mode of this one.
         os.close(os.open(path, os.O_CREAT | os.O_RDONLY | os.O_CLOEXEC, 0o600))
         self._connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None, cached_statements=64)
@@ -442,13 +448,6 @@ def _advice(name: str) -> str:
     if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
         return _WRITABLE
     return "Free some space, or look after the disk; then start the service again, which goes on from what was written."
-
-
-def _in_use(path: Path, holder: str) -> JournalError:
-    return JournalError(
-        f"{path} is in use by {holder}. Two services cannot share a journal: end the other one, or give this one a "
-        "trial name or a journal.path of its own."
-    )
 
 
 _BATCH = 64

@@ -13,6 +13,7 @@ import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import PIPE
 from typing import IO, Any
@@ -147,6 +148,11 @@ class Child:
         assert self.process.stderr is not None
         await read_all(self.process.stderr, self.log.write)
         self._is_silent.set()
+
+    async def drain(self) -> None:
+        """Log the child's stdout, where libraries print, until its pipe is closed; a full one would block the child."""
+        assert self.process.stdout is not None
+        await read_all(self.process.stdout, partial(self.log.write, is_last_words=False))
 
     async def wait_for_leader(self) -> None:
         """Wait until the leader has ended, even if other processes of its group still hold its pipes.

@@ -6,16 +6,24 @@ import errno
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["NO_LOCKS", "hold", "is_held", "take"]
+__all__ = ["NO_LOCKS", "Held", "hold", "is_held", "take"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems that do not support locks."""
 _NUM_LOOKS, _LOOK_SECONDS = 4, 0.02
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+
+
+class Held(Exception):
+    """Another process holds the file. ``holder`` describes that process."""
+
+    def __init__(self, holder: str) -> None:
+        super().__init__(f"held by {holder}")
+        self.holder = holder
 
 
 def take(path: Path) -> int | None:
@@ -43,11 +51,11 @@ def take(path: Path) -> int | None:
 
 
 @contextmanager
-def hold(path: Path, complain: Callable[[str], Exception]) -> Iterator[None]:
+def hold(path: Path) -> Iterator[None]:
     """Lock ``path`` for the block, and write the holder's process and host into it.
 
     Raises:
-        Exception: the result of ``complain`` for the text of the holder, if another process holds the file.
+        Held: another process holds the file.
         OSError: as in ``take``.
     """
     descriptor = take(path)
@@ -58,7 +66,7 @@ def hold(path: Path, complain: Callable[[str], Exception]) -> Iterator[None]:
         time.sleep(_LOOK_SECONDS)
         descriptor = take(path)
     if descriptor is None:
-        raise complain(path.read_text(errors="replace")[:200].strip() or "another process")
+        raise Held(path.read_text(errors="replace")[:200].strip() or "another process")
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
@@ -38,7 +37,7 @@ from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.servers.teacher import Probe, open_teacher
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.lib.atomic_write import atomic_write
-from areal_actors.lib.locks import NO_LOCKS, hold
+from areal_actors.lib.locks import NO_LOCKS, Held, hold
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger, redact_settings
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
@@ -172,19 +171,17 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
 def _lock(directory: RunDirectory, stack: ExitStack) -> None:
     """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run."""
     try:
-        stack.enter_context(hold(directory.lock, partial(_in_use, directory.path)))
+        stack.enter_context(hold(directory.lock))
+    except Held as held:
+        raise ConfigError(
+            f"{directory.path} is in use by {held.holder}, which runs there; end that run, or give this one another "
+            "trial_name or --run-dir"
+        ) from None
     except OSError as error:
         # A file system that cannot lock is not a directory in use.
         if error.errno not in NO_LOCKS:
             raise
         _log.warning("run_directory_not_locked", path=str(directory.path), reason=error.strerror)
-
-
-def _in_use(path: Path, holder: str) -> ConfigError:
-    return ConfigError(
-        f"{path} is in use by {holder}, which runs there; end that run, or give this one another trial_name or "
-        "--run-dir"
-    )
 
 
 @contextmanager

@@ -33,7 +33,7 @@ from areal_actors.errors import ActorError, GangError, Unreachable
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote import Listener, Peer, ReconnectingConnection, connect, listen
 from areal_actors.kernel.remote.sockets import parse_address
-from areal_actors.lib.child_process import BoundedLog, Child, read_all
+from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, Ranks, ReportGang
 from areal_actors.models import resolve_model
@@ -113,7 +113,7 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
             tasks.start_soon(child.listen)
             # All ranks wait for one that is stopped, in a collective operation without a deadline.
             tasks.start_soon(child.kill_when_stopped)
-            tasks.start_soon(_read_output, child)
+            tasks.start_soon(child.drain)
         yield await _await_children(listener, spec, children)
 
 
@@ -152,12 +152,6 @@ async def expect_ranks(
             for rank in range(1, len(refs) + 1)
         ),
     )
-
-
-async def _read_output(child: Child) -> None:
-    """Read standard output, where libraries print, into the log; a full pipe would block the rank."""
-    assert child.process.stdout is not None
-    await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
 
 
 async def _await_children(listener: Listener, spec: _RankSpec, children: Mapping[str, Child]) -> GangMembers:

@@ -203,7 +203,21 @@ class AccountStore:
     def _open(self, *, create: bool) -> sqlite3.Connection | None:
         if self._connection is None and (create or self.path.exists()):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._connection = _connect(self.path)
+            # Created first, because SQLite would let all users read it.
+            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            connection = sqlite3.connect(self.path, timeout=_BUSY_SECONDS, isolation_level=None)
+            try:
+                connection.execute("PRAGMA synchronous = FULL")
+                # Replacing a user's row would count as deleting it.
+                connection.execute("PRAGMA foreign_keys = OFF")
+                with _transaction(connection, "BEGIN IMMEDIATE"):
+                    _prepare(connection)
+                # After _prepare, which rejects foreign files: this changes the file.
+                connection.execute("PRAGMA journal_mode = WAL")
+            except BaseException:
+                connection.close()
+                raise
+            self._connection = connection
         return self._connection
 
     def _stamp(self, connection: sqlite3.Connection) -> tuple[int, int]:
@@ -232,24 +246,6 @@ class AccountStore:
             raise ConfigError(
                 f"users.path: {self.path} is no file of keys ({error}); restore it, or name another path"
             ) from error
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    # Created first, because SQLite would let all users read it.
-    os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
-    connection = sqlite3.connect(path, timeout=_BUSY_SECONDS, isolation_level=None)
-    try:
-        connection.execute("PRAGMA synchronous = FULL")
-        # Replacing a user's row would count as deleting it.
-        connection.execute("PRAGMA foreign_keys = OFF")
-        with _transaction(connection, "BEGIN IMMEDIATE"):
-            _prepare(connection)
-        # After _prepare, which rejects foreign files: this changes the file.
-        connection.execute("PRAGMA journal_mode = WAL")
-    except BaseException:
-        connection.close()
-        raise
-    return connection
 
 
 def _prepare(connection: sqlite3.Connection) -> None:

@@ -11,7 +11,7 @@ import json
 import os
 import sqlite3
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, closing, suppress
 from hashlib import sha256
 from pathlib import Path
@@ -25,7 +25,7 @@ from attrs import field, frozen
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import TrialId
 from areal_actors.errors import SessionEnded, Unavailable
-from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
+from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["ServiceProcess", "ServiceProcesses"]
@@ -83,10 +83,11 @@ class ServiceProcesses:
         async with anyio.create_task_group() as tasks:
             # Shielded: a process whose output is not read while it stops would block on a full pipe.
             errors, output = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
-            tasks.start_soon(_listen, child, errors)
+            tasks.start_soon(_run_within, errors, child.listen)
             try:
                 url = await self._address(trial, child, directory)
-                tasks.start_soon(_read_rest, child, output)
+                # The rest of the output, after the address.
+                tasks.start_soon(_run_within, output, child.drain)
                 key = await to_thread.run_sync(directory.admin_key.read_text)
                 yield ServiceProcess(url=url, admin_key=key.strip(), child=child, directory=directory)
             finally:
@@ -171,16 +172,9 @@ def _is_finished(child: Child, directory: RunDirectory) -> bool:
     return child.process.returncode == 0 and directory.model is not None
 
 
-async def _listen(child: Child, scope: anyio.CancelScope) -> None:
+async def _run_within(scope: anyio.CancelScope, read: Callable[[], Awaitable[None]]) -> None:
     with scope:
-        await child.listen()
-
-
-async def _read_rest(child: Child, scope: anyio.CancelScope) -> None:
-    """Read the rest of the output into the log, which includes the service's last message."""
-    assert child.process.stdout is not None
-    with scope:
-        await read_all(child.process.stdout, lambda chunk: child.log.write(chunk, is_last_words=False))
+        await read()
 
 
 def _find_session(journal: Path, name: str) -> bool:

@@ -39,9 +39,8 @@ from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.router import GenerationRouter, RouterConfig
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.failure import root_cause
+from areal_actors.kernel.failure import open_tasks, root_cause
 from areal_actors.kernel.remote import ReconnectingConnection, reconnecting
-from areal_actors.kernel.remote.transport import unwrapped
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.telemetry import get_logger
@@ -97,7 +96,6 @@ async def run_plan(plan: RunPlan) -> None:
         placed=plan.placed,
         proxy=plan.proxy,
     )
-    body: list[BaseException] = []
     async with open_interrupts() as interrupts, opening as control_plane:
         controller = RunController(plan, control_plane, interrupts)
         page: AbstractAsyncContextManager[str | None] = nullcontext()
@@ -105,14 +103,10 @@ async def run_plan(plan: RunPlan) -> None:
         if plan.is_handling_signals and plan.config.logging.page:
             run = view_run(plan.directory, status=controller.describe_actors)
             page = open_page({run.name: run}, port=plan.config.logging.page_port)
-        with unwrapped(body), _recorded_end(controller):
-            async with page as controller.page_url, anyio.create_task_group() as tasks:
+        with _recorded_end(controller):
+            async with page as controller.page_url, open_tasks() as tasks:
                 controller.start_independent_workers(tasks)
-                try:
-                    await controller.train()
-                except BaseException as error:
-                    body.append(error)
-                    raise
+                await controller.train()
                 tasks.cancel_scope.cancel()
 
 

@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from areal_actors.errors import ArealError
 from areal_actors.kernel import Ref
-from areal_actors.kernel.remote.transport import unwrapped
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import RequestStop, Training
 
@@ -99,17 +99,10 @@ async def open_interrupts() -> AsyncIterator[Interrupts]:
 
     Raises ``KeyboardInterrupt`` on exit if a signal cancelled the run.
     """
-    body: list[BaseException] = []
-    tasks = anyio.create_task_group()
-    interrupts = Interrupts(tasks)
-    with unwrapped(body):
-        async with tasks:
-            try:
-                yield interrupts
-            except BaseException as error:
-                body.append(error)
-                raise
-            tasks.cancel_scope.cancel()
+    async with open_tasks() as tasks:
+        interrupts = Interrupts(tasks)
+        yield interrupts
+        tasks.cancel_scope.cancel()
     if interrupts.is_cut_off:
         raise KeyboardInterrupt
 

@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from areal_actors.kernel.remote.transport import unwrapped
-from areal_actors.lib.child_process import BoundedLog, Child, read_all
+from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.schedulers.accounting import Inventory, Machine, Share, find_machine
 from areal_actors.schedulers.base import PlacementState, PlacementStatus, WorkerSpec
 from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap
@@ -68,18 +68,13 @@ class LocalScheduler:
         placement = LocalPlacement(spec, log=log)
         # Opening the log may block on a slow file system.
         words = await to_thread.run_sync(BoundedLog, log)
-        body: list[BaseException] = []
-        with unwrapped(body):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._run, placement, words)
-                try:
-                    yield placement
-                except BaseException as error:
-                    body.append(error)
-                    raise
-                finally:
-                    with anyio.CancelScope(shield=True):  # bounded by the grace
-                        await placement.stop(grace=_GRACE_SECONDS)
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._run, placement, words)
+            try:
+                yield placement
+            finally:
+                with anyio.CancelScope(shield=True):  # bounded by the grace
+                    await placement.stop(grace=_GRACE_SECONDS)
 
     async def _run(self, placement: LocalPlacement, words: BoundedLog) -> None:
         """Run one worker from waiting for resources to its end. Only ``stop`` ends it early."""
@@ -183,12 +178,10 @@ class LocalPlacement:
         child = self._child
         if child is None:
             return
-        assert child.process.stdout is not None
-        output = child.process.stdout
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(child.listen)
             tasks.start_soon(child.kill_when_stopped)
-            tasks.start_soon(read_all, output, lambda chunk: child.log.write(chunk, is_last_words=False))
+            tasks.start_soon(child.drain)
             if self.starting.cancel_called:  # stopped while it was being started
                 child.kill_rest()
             assert child.process.stdin is not None

@@ -15,8 +15,8 @@ from anyio.abc import ByteStream
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from areal_actors.kernel import Ref
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.remote import Limits, Listener, Peer, connect_stream, listen
-from areal_actors.kernel.remote.transport import unwrapped
 
 __all__ = ["MemoryStream", "OnSend", "memory_pair", "pretend_remote"]
 
@@ -92,14 +92,8 @@ async def pretend_remote(
 ) -> AsyncIterator[tuple[Peer, Listener]]:
     """Yield a peer that is connected, through memory, to actors of this process, and its listener, to expose more."""
     near, far = memory_pair()
-    body: list[BaseException] = []
-    async with listen(None, secret=_SECRET, expose=expose, node="far", limits=limits) as listener:
-        with unwrapped(body):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(listener.serve, far)
-                async with connect_stream(near, secret=_SECRET, node="near", limits=limits) as peer:
-                    try:
-                        yield peer, listener
-                    except BaseException as error:
-                        body.append(error)
-                        raise
+    listening = listen(None, secret=_SECRET, expose=expose, node="far", limits=limits)
+    async with listening as listener, open_tasks() as tasks:
+        tasks.start_soon(listener.serve, far)
+        async with connect_stream(near, secret=_SECRET, node="near", limits=limits) as peer:
+            yield peer, listener

@@ -35,7 +35,7 @@ from starlette.types import Receive, Scope, Send
 from areal_actors.domain import SampleKey, Sampling
 from areal_actors.errors import InvalidRequest, ModelError
 from areal_actors.generation.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
-from areal_actors.kernel.remote.transport import unwrapped
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.proxy.server import listen, serve
 
@@ -621,25 +621,20 @@ async def open_sglang_server(
         port: the port to listen on; 0 takes a free one.
         max_adapter_rank: serves adapters up to this rank.
     """
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            server = FakeSGLang(
-                engine=engine,
-                model=model,
-                version=version,
-                tasks=tasks,
-                end_token_id=end_token_id,
-                is_incremental=is_incremental,
-                port=port,
-                max_adapter_rank=max_adapter_rank,
-            )
-            try:
-                await server.start()
-                yield server
-            except BaseException as error:
-                body.append(error)
-                raise
-            finally:
-                await server.kill()
-            tasks.cancel_scope.cancel()
+    async with open_tasks() as tasks:
+        server = FakeSGLang(
+            engine=engine,
+            model=model,
+            version=version,
+            tasks=tasks,
+            end_token_id=end_token_id,
+            is_incremental=is_incremental,
+            port=port,
+            max_adapter_rank=max_adapter_rank,
+        )
+        try:
+            await server.start()
+            yield server
+        finally:
+            await server.kill()
+        tasks.cancel_scope.cancel()

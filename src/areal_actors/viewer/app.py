@@ -26,6 +26,7 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.proxy.server import listen, serve, url_of
 from areal_actors.viewer.runs import ViewedRun, find_runs
 
@@ -184,7 +185,7 @@ async def open_page(
     app = create_page(runs, token=token, stopping=stopping)
     try:
         url = url_of(listener)
-        async with anyio.create_task_group() as tasks:
+        async with open_tasks() as tasks:
             # Shielded because a cancelled Hypercorn leaves its connections open; `stopping` ends it and its streams.
             tasks.start_soon(_serve_shielded, app, listener, stopping)
             try:

@@ -20,12 +20,11 @@ from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing
 
 from areal_actors.errors import NotFound, ProtocolError, Unreachable
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.failure import leaves
+from areal_actors.kernel.failure import leaves, open_tasks
 from areal_actors.kernel.remote import Limits, Listener, connect_stream, listen
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.frames import Kind
 from areal_actors.kernel.remote.hello import Hello, greet, receive_hello, send_hello, send_packet
-from areal_actors.kernel.remote.transport import unwrapped
 from areal_actors.testing.remote import MemoryStream, memory_pair
 
 pytestmark = pytest.mark.anyio
@@ -147,22 +146,28 @@ async def test_a_malformed_welcome_is_no_introduction(welcome):
 
 
 async def test_what_a_task_raises_is_not_lost_behind_the_cancelled_block():
-    """The block itself has only been cancelled; whoever reads that alone would never hear why."""
-    body: list[BaseException] = []
+    """The block itself has only been cancelled, which alone would not show the reason."""
 
     async def fail() -> None:
         raise NotFound("the reason")
 
-    with pytest.raises(ExceptionGroup) as caught, unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            try:
-                tasks.start_soon(fail)
-                await anyio.sleep_forever()
-            except BaseException as error:
-                body.append(error)
-                raise
+    with pytest.raises(ExceptionGroup) as caught:
+        async with open_tasks() as tasks:
+            tasks.start_soon(fail)
+            await anyio.sleep_forever()
 
     assert ["the reason"] == [str(leaf) for leaf in leaves(caught.value)]
+
+
+async def test_a_block_raises_its_own_error_without_a_group():
+    """The tasks behind it are cancelled, and add nothing."""
+    cause = ValueError("the cause")
+    with pytest.raises(NotFound, match="the reason") as caught:
+        async with open_tasks() as tasks:
+            tasks.start_soon(anyio.sleep_forever)
+            raise NotFound("the reason") from cause
+
+    assert cause is caught.value.__cause__
 
 
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", [1 << 45]), ("float32", [3]), ("float32", [-1, 0])])

@@ -24,7 +24,7 @@ from attrs import define, evolve, field, frozen
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerDialect
-from areal_actors.kernel.remote.transport import unwrapped
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.telemetry import get_logger
@@ -98,22 +98,14 @@ async def launch_servers(
     devices = _assign_devices(config)
     ports = choose_ports(config)
     launched = LaunchedServers(urls=tuple(f"http://{HOST}:{port}" for port in ports))
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            try:
-                for number, (url, port) in enumerate(zip(launched.urls, ports, strict=True)):
-                    command = format_command(kind, config, model=model, port=port, adapters=adapters)
-                    environment = {**config.environment, **devices[number]}
-                    server = _RestartingServer(
-                        launched, url, command, environment, BoundedLog(logs / f"server-{number}.log")
-                    )
-                    await tasks.start(server.run)
-                yield launched
-            except BaseException as error:
-                body.append(error)
-                raise
-            tasks.cancel_scope.cancel()
+    async with open_tasks() as tasks:
+        for number, (url, port) in enumerate(zip(launched.urls, ports, strict=True)):
+            command = format_command(kind, config, model=model, port=port, adapters=adapters)
+            environment = {**config.environment, **devices[number]}
+            log = BoundedLog(logs / f"server-{number}.log")
+            await tasks.start(_RestartingServer(launched, url, command, environment, log).run)
+        yield launched
+        tasks.cancel_scope.cancel()
 
 
 @define(eq=False)

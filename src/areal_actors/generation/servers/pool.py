@@ -29,7 +29,7 @@ from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.dialect import ServerDialect, ServerFacts
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.publishing import Weights
-from areal_actors.kernel.remote.transport import unwrapped
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import ReplicaState
 
@@ -385,17 +385,11 @@ class ServerProcesses(Protocol):
 @asynccontextmanager
 async def open_watchers(pool: ServerPool) -> AsyncIterator[ServerPool]:
     """Watch all servers in background tasks while the block lasts."""
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            for server in pool.servers:
-                tasks.start_soon(pool.watch, server)
-            try:
-                yield pool
-            except BaseException as error:
-                body.append(error)
-                raise
-            tasks.cancel_scope.cancel()
+    async with open_tasks() as tasks:
+        for server in pool.servers:
+            tasks.start_soon(pool.watch, server)
+        yield pool
+        tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager

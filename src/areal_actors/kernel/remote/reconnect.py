@@ -29,12 +29,13 @@ import anyio
 from attrs import evolve
 
 from areal_actors.errors import ActorStopped, ArealError, DeadlineExceeded, Unreachable
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.message import Address, AnyMessage, Message, StreamMessage
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Life, Ref, Watched
 from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret
 from areal_actors.kernel.remote.peer import Peer
-from areal_actors.kernel.remote.transport import Listener, connect, unwrapped
+from areal_actors.kernel.remote.transport import Listener, connect
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
 
@@ -293,20 +294,15 @@ async def _kept(
 ) -> AsyncIterator[ReconnectingConnection]:
     for name, ref in (expose or {}).items():
         connection.expose(name, ref)
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(connection.keep, name=f"connection to {connection.name}")
-            try:
-                yield connection
-                if not connection.is_connected:
-                    # A connected connection writes its queue first, then ends.
-                    tasks.cancel_scope.cancel()
-            except BaseException as error:
-                body.append(error)
-                raise
-            finally:
-                connection.close()
+    async with open_tasks() as tasks:
+        tasks.start_soon(connection.keep, name=f"connection to {connection.name}")
+        try:
+            yield connection
+            if not connection.is_connected:
+                # A connected connection writes its queue first, then ends.
+                tasks.cancel_scope.cancel()
+        finally:
+            connection.close()
 
 
 # ----------------------------------------------------------------------------------------------------------------------

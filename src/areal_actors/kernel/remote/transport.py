@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,7 +18,7 @@ from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
 from anyio.abc import Listener as SocketListener
 
 from areal_actors.errors import ActorError, ProtocolError, Unreachable
-from areal_actors.kernel.failure import leaves
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import Limits
@@ -28,7 +28,7 @@ from areal_actors.kernel.remote.peer import expose as expose_actor
 from areal_actors.kernel.remote.sockets import accept, check_directory, dial_tcp, dial_unix, parse_address
 from areal_actors.lib.change_signal import ChangeSignal
 
-__all__ = ["Listener", "connect", "connect_stream", "listen", "unwrapped"]
+__all__ = ["Listener", "connect", "connect_stream", "listen"]
 
 logger = logging.getLogger(__name__)
 
@@ -185,21 +185,14 @@ async def listen(
     limits = limits or Limits()
     exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
     listener = Listener(node or _unique_name(), incarnation, secret, exposed, limits)
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            try:
-                async with _bound(address, listener, tasks):
-                    yield listener
-                async with anyio.create_task_group() as closing:
-                    # Concurrently, because each may take up to ``cleanup_seconds``.
-                    for peer in listener.peers:
-                        closing.start_soon(peer.connection.aclose)
-            except BaseException as error:
-                body.append(error)
-                raise
-            finally:
-                tasks.cancel_scope.cancel()
+    async with open_tasks() as tasks:
+        async with _bound(address, listener, tasks):
+            yield listener
+        async with anyio.create_task_group() as closing:
+            # Concurrently, because each may take up to ``cleanup_seconds``.
+            for peer in listener.peers:
+                closing.start_soon(peer.connection.aclose)
+        tasks.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -262,27 +255,15 @@ async def connect_stream(
     except BaseException:
         await anyio.aclose_forcefully(stream)
         raise
-    async with _running(peer, exposed):
-        yield peer
-
-
-@asynccontextmanager
-async def _running(peer: Peer, exposed: dict[str, Exposed]) -> AsyncIterator[None]:
-    connection = peer.connection
-    body: list[BaseException] = []
-    with unwrapped(body):
-        async with anyio.create_task_group() as tasks:
-            connection.start(peer, tasks)
-            for one in exposed.values():
-                peer.announce(one)
-            try:
-                yield
-                await connection.aclose()
-            except BaseException as error:
-                body.append(error)
-                raise
-            finally:
-                connection.cut("this side has closed the connection")
+    async with open_tasks() as tasks:
+        peer.connection.start(peer, tasks)
+        for one in exposed.values():
+            peer.announce(one)
+        try:
+            yield peer
+            await peer.connection.aclose()
+        finally:
+            peer.connection.cut("this side has closed the connection")
 
 
 # ------------------------------------------------------------------------------------------------- addresses
@@ -355,18 +336,3 @@ async def _listen_unix(path: Path) -> SocketListener[Any]:
 
 def _unique_name() -> str:
     return f"node-{uuid4().hex[:12]}"
-
-
-@contextmanager
-def unwrapped(body: list[BaseException]) -> Iterator[None]:
-    """Raise the block's own exception as it is, not in a group, unless the tasks around it have raised others.
-
-    In that case the block was only cancelled, and its exception alone would not show the cause.
-    """
-    try:
-        yield
-    except BaseExceptionGroup as group:
-        own = tuple(leaves(body[0])) if body else ()
-        if any(leaf not in own for leaf in leaves(group)):
-            raise
-        raise body[0] from body[0].__cause__

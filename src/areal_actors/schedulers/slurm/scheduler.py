@@ -21,7 +21,7 @@ from anyio import to_thread
 from attrs import evolve
 
 from areal_actors.errors import SchedulerError
-from areal_actors.kernel.remote.transport import unwrapped
+from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.base import WorkerSpec
 from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
@@ -113,12 +113,16 @@ class SlurmScheduler:
             self._epoch = await to_thread.run_sync(files.begin_epoch)
             traits = {spec.name: self._traits(spec) for spec in wanted} if config.rejoin_seconds else {}
             self._kept = await take_over(files, commands, config, epoch=self._epoch, wanted=traits)
-            async with self._watching():
+            async with open_tasks() as tasks:
+                tasks.start_soon(self._watch, tasks.cancel_scope)
                 try:
                     yield self
                 finally:
                     with anyio.CancelScope(shield=True):  # bounded by cancel_timeout_seconds
                         await self._end_kept(*self._kept)
+                tasks.cancel_scope.cancel()
+            if self._superseded is not None:
+                raise self._superseded
 
     @property
     def name(self) -> str:
@@ -278,22 +282,6 @@ class SlurmScheduler:
         return None
 
     # ------------------------------------------------------------------------------------------- watching
-
-    @asynccontextmanager
-    async def _watching(self) -> AsyncIterator[None]:
-        body: list[BaseException] = []
-        with unwrapped(body):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(self._watch, tasks.cancel_scope)
-                try:
-                    yield
-                except BaseException as error:
-                    body.append(error)
-                    raise
-                finally:
-                    tasks.cancel_scope.cancel()
-        if self._superseded is not None:
-            raise self._superseded
 
     async def _watch(self, scope: anyio.CancelScope) -> None:
         while not await self.is_superseded():

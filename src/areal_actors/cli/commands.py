@@ -31,6 +31,7 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
+from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError
 
@@ -789,6 +790,7 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
         models,
         settings,
         doctor,
+        server,
         keys,
         tasks,
         slurm,
@@ -812,6 +814,8 @@ def cli() -> None:
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
       areal-actors host examples/serve.yaml     the same for many users, each with a separate model
+    With SGLang or vLLM:
+      areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
       areal-actors settings                     every setting, its default, what it is for
     """  # noqa: D301 - a real backspace tells click to keep the lines

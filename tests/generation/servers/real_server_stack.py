@@ -17,6 +17,7 @@ from tests.generation.servers.server_stack import Trainer, open_trainer
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, as_floats
 from areal_actors.generation.base import Snapshot
+from areal_actors.generation.servers import environments
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
@@ -24,7 +25,7 @@ from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.testing.engine_contract import Subject
 
-HERE = Path(__file__).parent
+CPU_SERVER = Path(environments.__file__).with_name("sglang_cpu.py")
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "65536", "--max-running-requests", "64"),
     *("--skip-server-warmup", "--incremental-streaming-output", "--grammar-backend", "llguidance"),
@@ -52,7 +53,7 @@ class RealServer:
 
 def create_config(python: str, *, num_servers: int = 1) -> ServerConfig:
     return ServerConfig(
-        command=(python, str(HERE / "sglang_cpu.py")),
+        command=(python, str(CPU_SERVER)),
         arguments=ARGUMENTS,
         environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         num_servers=num_servers,

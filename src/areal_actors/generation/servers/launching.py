@@ -24,6 +24,7 @@ from attrs import define, evolve, field, frozen
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerDialect
+from areal_actors.generation.servers.environments import PYTHON_VARIABLES, find_environment
 from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
@@ -49,8 +50,6 @@ _FIRST_PAUSE_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 60.0
 _HEALTHY_SECONDS = 60.0
 """A server that ran for this long is restarted without a growing delay."""
-_PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""Variables for this process's Python; the server runs in another one."""
 
 
 @define(eq=False)
@@ -66,7 +65,10 @@ class LaunchedServers:
         """Return how the last process of ``url`` ended, or ``None`` if none has."""
         end = self.ends.get(url)
         if end is not None and "No module named" in end:
-            return f"{end}\nName the Python in which the server is installed: sglang.python or vllm.python."
+            return (
+                f"{end}\nInstall the server with `areal-actors server install sglang` or vllm, or name the Python in "
+                "which it is installed: sglang.python or vllm.python."
+            )
         return end
 
     def kill(self, url: str) -> None:
@@ -79,8 +81,16 @@ class LaunchedServers:
 def format_command(
     kind: ServerKind, config: ServerConfig, *, model: Path, port: int, adapters: AdapterSlots | None = None
 ) -> list[str]:
-    """Return the command that starts a server of ``kind`` for ``model``, with room for ``adapters``."""
-    program = config.command or (config.python, "-m", *kind.module, *kind.arguments)
+    """Return the command that starts a server of ``kind`` for ``model``, with room for ``adapters``.
+
+    Unless ``config`` names a program, that is the environment of ``areal-actors server install``, or else ``python``.
+    """
+    program = config.command
+    if not program:
+        installed = find_environment(kind.backend, config)
+        python = config.python or (str(installed.python) if installed else "python")
+        module = (installed and installed.module) or kind.module
+        program = (python, "-m", module, *kind.arguments, *(installed.arguments if installed else ()))
     more = () if adapters is None else kind.describe_adapters(adapters)
     return [*program, *kind.describe_place(model, HOST, port), *more, *config.arguments]
 
@@ -121,7 +131,7 @@ class _RestartingServer:
     async def run(self, *, task_status: anyio.abc.TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         # Redirect stdout to stderr, which is logged.
         command = ["/bin/sh", "-c", 'exec "$@" >&2', "sh", *self.command]
-        environment = {name: value for name, value in os.environ.items() if name not in _PYTHON_VARIABLES}
+        environment = {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
         environment |= self.environment
         backoff = Backoff(first_seconds=_FIRST_PAUSE_SECONDS, max_seconds=_MAX_PAUSE_SECONDS)
         while True:
@@ -231,8 +241,9 @@ class ServerKind(ABC):
     ``environment`` in addition to the variables that it is given anyway.
     """
 
+    backend: Backend
     dialect: str
-    module: tuple[str, ...]
+    module: str
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(factory=dict)
 
@@ -284,14 +295,16 @@ class _Vllm(ServerKind):
 
 KINDS: Mapping[Backend, ServerKind] = {
     Backend.SGLANG: _SGLang(
+        backend=Backend.SGLANG,
         dialect="areal_actors.generation.servers.sglang:SGLangDialect",
-        module=("sglang.launch_server",),
+        module="sglang.launch_server",
         # Otherwise each event repeats all earlier tokens of its answer.
         arguments=("--incremental-streaming-output",),
     ),
     Backend.VLLM: _Vllm(
+        backend=Backend.VLLM,
         dialect="areal_actors.generation.servers.vllm:VllmDialect",
-        module=("vllm.entrypoints.openai.api_server",),
+        module="vllm.entrypoints.openai.api_server",
         # vLLM provides the routes for pausing and updating only in development mode, and those for adapters only with
         # the last variable.
         environment={

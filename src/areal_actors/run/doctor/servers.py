@@ -11,6 +11,7 @@ from areal_actors.config import RunConfig
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerFacts
+from areal_actors.generation.servers.environments import find_environment
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import KINDS, choose_ports
 from areal_actors.generation.servers.pool import read_key
@@ -41,19 +42,24 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
         if settings.command:
             found.add(Verdict.SKIPPED, f"{settings.command[0]} starts it")
         else:
-            module = KINDS[backend].module[0].partition(".")[0]
+            module = KINDS[backend].module.partition(".")[0]
+            installed = find_environment(backend, settings)
+            python = settings.python or (str(installed.python) if installed else "python")
             # Found, not imported: the import may need a GPU, which the machine of the doctor may not have.
             look = f"import importlib.util as u, sys; s = u.find_spec({module!r}); sys.exit(0 if s else 3)"
-            advice = f"Set {backend}.python to the Python of an environment in which {module} is installed."
-            command = [settings.python, "-c", look]
+            advice = (
+                f"Run `areal-actors server install {backend}`, or set {backend}.python to the Python of an environment "
+                f"in which {module} is installed."
+            )
+            command = [python, "-c", look]
             try:
                 done = subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False)  # noqa: S603 - the configuration's own interpreter
             except (OSError, subprocess.TimeoutExpired) as error:
-                found.add(Verdict.FAILED, f"{settings.python} cannot be run: {error}", advice)
+                found.add(Verdict.FAILED, f"{python} cannot be run: {error}", advice)
             else:
                 finds = "finds" if done.returncode == 0 else "does not find"
                 verdict, advised = (Verdict.OK, "") if done.returncode == 0 else (Verdict.FAILED, advice)
-                found.add(verdict, f"{settings.python} {finds} {module}", advised)
+                found.add(verdict, f"{python} {finds} {module}", advised)
     yield from found.findings
     if settings.port:
         with Examination(f"{backend} port") as found:

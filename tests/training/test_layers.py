@@ -51,5 +51,5 @@ def test_layers_are_compiled_on_gpus_unless_told_otherwise():
     """The CPU has little to gain from it, and a minute to lose."""
     assert [TrainerConfig().compiles_layers(kind) for kind in ("cuda", "cpu")] == [True, False]
     assert not TrainerConfig(compile_layers=False).compiles_layers("cuda")
-    assert not TrainerConfig(lora=LoraConfig()).compiles_layers("cuda")
+    assert TrainerConfig(lora=LoraConfig()).compiles_layers("cuda")
     assert TrainerConfig(compile_layers=True).compiles_layers("cpu")

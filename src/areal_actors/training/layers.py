@@ -86,6 +86,8 @@ def layer_memory(
             is_kept = index >= len(layers) - num_kept
             forward = compiled_forward(layer) if is_compiled else layer.forward
             compute = partial(_forward_in, dtype, layer, forward)
+            if is_compiled:
+                compute = partial(_with_gradient, compute)
             layer.forward = partial(_forward_layer, Activations.KEEP if is_kept else activations, compute, dtype)
         for part in others:
             is_embedding = isinstance(part, torch.nn.Embedding)
@@ -108,6 +110,13 @@ def _forward_layer(
     is_cuda = any(isinstance(value, Tensor) and value.is_cuda for value in args)
     with save_on_cpu(pin_memory=is_cuda) if activations is Activations.OFFLOAD else nullcontext():
         return checkpoint(compute, *args, use_reentrant=False, **kwargs)
+
+
+def _with_gradient(compute: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    # The first layer behind frozen embeddings would be compiled by itself, because its input needs no gradient.
+    if torch.is_grad_enabled() and not hidden.requires_grad:
+        hidden = hidden.detach().requires_grad_()
+    return compute(hidden, *args, **kwargs)
 
 
 def _forward_in(

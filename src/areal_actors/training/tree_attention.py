@@ -354,15 +354,7 @@ def _from_position(rule: Rule, first: Tensor) -> Rule:
 def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     kind = query.device.type
     with torch.autocast(kind, enabled=False):
-        output: Tensor = _compiled_attention(kind)(
-            query,
-            key,
-            value,
-            block_mask=mask.by_block(call.window),
-            scale=call.scaling,
-            enable_gqa=True,
-        )
-    return output
+        return _compiled_attention(kind)(query, key, value, mask.by_block(call.window), call.scaling)
 
 
 @cache
@@ -377,7 +369,19 @@ def _compiled_attention(kind: str) -> Callable[..., Tensor]:
     dynamo_config: Any = torch._dynamo.config  # noqa: SLF001 - torch documents this setting under this name
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, _MAX_COMPILED)
     backend = "aot_eager" if kind == "cpu" else "inductor"
-    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
+    return torch.compile(_attend_whole_blocks, dynamic=True, fullgraph=True, backend=backend)
+
+
+def _attend_whole_blocks(
+    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: float | None
+) -> Tensor:
+    # All lengths are padded. Kernels that do not know it check the bounds of each load: backward 4.7 instead of 3.2 ms
+    # for 32k tokens in trees of 8k (12 heads of 128, H100).
+    check: Any = torch._check  # noqa: SLF001 - torch documents it under this name
+    check(query.shape[2] % _BLOCK == 0)
+    check(key.shape[2] % _BLOCK == 0)
+    output: Tensor = flex_attention(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)
+    return output
 
 
 # ---------------------------------------------------------------------------------------------- for transformers

@@ -150,7 +150,11 @@ async def _work(bootstrap: Bootstrap) -> int:
 
                     await serve_task(bootstrap, controller)
                 else:
-                    await _serve(bootstrap, controller)
+                    # A cluster may warn that it will reclaim the node while models are loaded, which takes minutes.
+                    with anyio.open_signal_receiver(signal.SIGUSR1) as warnings:
+                        if _early_warnings:
+                            signal.raise_signal(signal.SIGUSR1)
+                        await _serve(bootstrap, controller, warnings)
                 tasks.cancel_scope.cancel()
         except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, controller, error)
@@ -205,15 +209,7 @@ def _lost(bootstrap: Bootstrap, why: str) -> _ControllerLost:
     return _ControllerLost(why)
 
 
-async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
-    # A cluster may warn that it will reclaim the node while models are loaded, which takes minutes.
-    with anyio.open_signal_receiver(signal.SIGUSR1) as warnings:
-        if _early_warnings:
-            signal.raise_signal(signal.SIGUSR1)
-        await _serve_until_warned(bootstrap, controller, warnings)
-
-
-async def _serve_until_warned(
+async def _serve(
     bootstrap: Bootstrap, controller: ReconnectingConnection, warnings: AsyncIterator[signal.Signals]
 ) -> None:
     """Open the role and serve. After a warning, a trainer saves its state and raises ``_Preempted``."""

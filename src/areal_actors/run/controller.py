@@ -15,12 +15,11 @@ and a new attempt resumes as ``--resume`` does. A run without workers has one at
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
     asynccontextmanager,
-    contextmanager,
     nullcontext,
     suppress,
 )
@@ -103,25 +102,19 @@ async def run_plan(plan: RunPlan) -> None:
         if plan.is_handling_signals and plan.config.logging.page:
             run = view_run(plan.directory, status=controller.describe_actors)
             page = open_page({run.name: run}, port=plan.config.logging.page_port)
-        with _recorded_end(controller):
+        try:
             async with page as controller.page_url, open_tasks() as tasks:
                 controller.start_independent_workers(tasks)
                 await controller.train()
                 tasks.cancel_scope.cancel()
-
-
-@contextmanager
-def _recorded_end(controller: RunController) -> Iterator[None]:
-    """Record why the run ended, if it had begun and ends with an error. Its results record the other ends."""
-    try:
-        yield
-    except BaseException as error:
-        if controller.has_begun and not controller.is_done:
-            cause = root_cause(error) if isinstance(error, Exception) else error
-            is_failure = isinstance(cause, Exception) and not isinstance(cause, anyio.get_cancelled_exc_class())
-            status = RunStatus.FAILED if is_failure else RunStatus.INTERRUPTED
-            controller.record(status, str(cause) or type(cause).__name__)
-        raise
+        except BaseException as error:
+            # Every other end is recorded with the results.
+            if controller.has_begun and not controller.is_done:
+                cause = root_cause(error) if isinstance(error, Exception) else error
+                is_failure = isinstance(cause, Exception) and not isinstance(cause, anyio.get_cancelled_exc_class())
+                status = RunStatus.FAILED if is_failure else RunStatus.INTERRUPTED
+                controller.record(status, str(cause) or type(cause).__name__)
+            raise
 
 
 class _Lost(Exception):
@@ -242,17 +235,28 @@ class RunController:
                 _log.warning("attempt_restarted", attempt=self._num_attempts + 1, cause=str(cause))
 
     async def _attempt(self) -> None:
+        from areal_actors.training.checkpoints import find_latest
+
+        plan, is_first = self.plan, self._num_attempts == 0
         self._num_attempts += 1
-        checkpoint, start = await to_thread.run_sync(self._find_checkpoint)
+        found = None
+        if plan.resume or not is_first:
+            found = await to_thread.run_sync(find_latest, plan.directory.checkpoints)
+        # A service may have been killed before its first checkpoint: it resumes with its initial weights and its
+        # journal.
+        if found is None and is_first and plan.resume and not plan.is_service:
+            raise no_checkpoint(plan.directory)
+        checkpoint = None if found is None else found.step
+        start = DataPosition() if found is None else parse_position(found.counters["caller"])
         begin = partial(self.spec, attempt=self._num_attempts, checkpoint=checkpoint, start=start)
         async with anyio.create_task_group() as tasks:
-            for role, placed in self.plan.placed.items():
+            for role, placed in plan.placed.items():
                 if role not in self.independent:
                     tasks.start_soon(self._share_fate, begin(role, f"{role}-0"), placed)
             try:
                 await _Attempt(self, begin).run()
             except Exception as error:
-                if self.plan.placed and find_final(error) is None:
+                if plan.placed and find_final(error) is None:
                     # The exit of a worker, noticed in a moment, may tell more.
                     await anyio.sleep(_CAUSE_SECONDS)
                 raise
@@ -267,20 +271,6 @@ class RunController:
         if ended.error is not None:
             await anyio.sleep(_CAUSE_SECONDS)  # the cause may be another worker that it could not reach
         raise _Lost(str(ended))
-
-    def _find_checkpoint(self) -> tuple[int | None, DataPosition]:
-        """Return the step and data position to resume from; the step is ``None`` for the initial weights."""
-        from areal_actors.training.checkpoints import find_latest
-
-        plan, is_first = self.plan, self._num_attempts == 1
-        found = None if is_first and not plan.resume else find_latest(plan.directory.checkpoints)
-        if found is not None:
-            return found.step, parse_position(found.counters["caller"])
-        # A service may have been killed before its first checkpoint: it resumes with its initial weights and its
-        # journal.
-        if is_first and plan.resume and not plan.is_service:
-            raise no_checkpoint(plan.directory)
-        return None, DataPosition()
 
     def describe_actors(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of the current attempt's actors by name, for the page of the run."""

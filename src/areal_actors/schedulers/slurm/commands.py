@@ -18,6 +18,7 @@ import anyio
 from attrs import field, frozen
 
 from areal_actors.errors import SchedulerError
+from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.slurm.queue import (
     QUEUE_FORMAT,
     JobReport,
@@ -27,7 +28,9 @@ from areal_actors.schedulers.slurm.queue import (
     parse_submitted,
 )
 
-__all__ = ["Doubtful", "Refused", "SlurmCommands", "Submitted", "clean_environment"]
+__all__ = ["RETRY_SECONDS", "Doubtful", "Refused", "SlurmCommands", "Submitted", "clean_environment"]
+
+_log = get_logger(__name__)
 
 # Variables that act as options, variables of the job in which the controller runs, and our own secrets.
 _FOREIGN = re.compile(
@@ -45,6 +48,8 @@ _UNSURE = re.compile(
 _NEEDED = ("sbatch", "squeue", "scancel", "scontrol", "sinfo")
 _INVALID_JOB = "Invalid job id"
 _CLEAR_SECONDS = 5
+RETRY_SECONDS = 2.0
+"""Pause before a queue that could not be read is read again."""
 
 
 def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -159,6 +164,21 @@ class SlurmCommands:
             raise SchedulerError(f"squeue said what cannot be read: {rows.strip()[:200]!r}")
         # Do not rely on the filter of squeue.
         return tuple(row for row in found if row.name in names)
+
+    async def wait_for_jobs(self, names: Sequence[str], *, deadline: float) -> tuple[JobRow, ...]:
+        """Return what ``list_jobs`` does, once the cluster answers.
+
+        Raises:
+            SchedulerError: it has not answered by ``deadline``, a time of the event loop's clock.
+        """
+        while True:
+            try:
+                return await self.list_jobs(names)
+            except SchedulerError as error:
+                if anyio.current_time() >= deadline:
+                    raise
+                _log.warning("queue_not_read", reason=str(error))
+            await anyio.sleep(RETRY_SECONDS)
 
     async def cancel(self, job: int) -> None:
         """End a job: SIGTERM, then SIGKILL after the cluster's KillWait. A job that has ended already is ignored."""

@@ -26,7 +26,7 @@ from areal_actors.schedulers.base import (
 )
 from areal_actors.schedulers.slurm.commands import SlurmCommands
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
-from areal_actors.schedulers.slurm.queue import Course, ExitStatus, JobReport, JobRow, JobView, observe, to_status
+from areal_actors.schedulers.slurm.queue import Course, JobRow, JobView, observe, to_status
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
 __all__ = ["QueueReader", "SlurmPlacement"]
@@ -226,7 +226,13 @@ class SlurmPlacement:
         with suppress(SchedulerError):  # the exit record suffices
             report = await self._commands.describe(view.job)
         left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
-        code = _exit_code(view, report, left)
+        code = None
+        # The script's record is that of an earlier run if the cluster has started the job again since.
+        if left is not None and left.restarts >= (report.exit.restarts if report else view.num_restarts):
+            code = left.code
+        # A job that did not complete has no exit code 0, whatever Slurm reports.
+        elif report is not None and (report.exit.code != 0 or view.state == "COMPLETED"):
+            code = report.exit.code
         words = self._given_up or _describe_end(view, code, is_unwanted=self._is_unwanted)
         if code != 0 and not self._is_unwanted:
             words += await to_thread.run_sync(_last_words, self.log)
@@ -317,17 +323,6 @@ class SlurmPlacement:
                 with anyio.move_on_after(pause):
                     await self._gone.wait()
                 pause = min(_LAST_LOOK_SECONDS, pause * 1.5)
-
-
-def _exit_code(view: JobView, report: JobReport | None, left: ExitStatus | None) -> int | None:
-    """Return the exit code of the job's last run: the script's record if there is one, otherwise Slurm's."""
-    restarts = report.exit.restarts if report else view.num_restarts
-    if left is not None and left.restarts >= restarts:
-        return left.code
-    # A job that did not complete has no exit code 0, whatever Slurm reports.
-    if report is None or (report.exit.code == 0 and view.state != "COMPLETED"):
-        return None
-    return report.exit.code
 
 
 def _describe_end(view: JobView, code: int | None, *, is_unwanted: bool) -> str:

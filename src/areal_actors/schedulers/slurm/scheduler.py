@@ -12,7 +12,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -25,7 +25,14 @@ from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.base import WorkerSpec
 from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
-from areal_actors.schedulers.slurm.commands import Doubtful, Refused, SlurmCommands, Submitted, clean_environment
+from areal_actors.schedulers.slurm.commands import (
+    RETRY_SECONDS,
+    Doubtful,
+    Refused,
+    SlurmCommands,
+    Submitted,
+    clean_environment,
+)
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
 from areal_actors.schedulers.slurm.queue import Course
@@ -39,7 +46,6 @@ _log = get_logger(__name__)
 
 _RUN_BYTES = 8
 _STOP_GRACE_SECONDS = 0.0
-_RETRY_SECONDS = 2.0
 _NUM_LOOKS = 2
 """A submission with an unknown outcome counts as rejected after this many queue listings without the job."""
 
@@ -267,18 +273,12 @@ class SlurmScheduler:
 
     async def _find(self, name: str, deadline: float) -> Submitted | None:
         """Return the job with this name once the queue can be read, or ``None`` if there is none or time is up."""
-        num_looks = 0
-        while num_looks < _NUM_LOOKS and anyio.current_time() < deadline:
-            try:
-                rows = await self._commands.list_jobs((name,))
-            except SchedulerError as error:
-                _log.warning("queue_not_read", reason=str(error))
-            else:
-                if rows:
+        with suppress(SchedulerError):
+            for _ in range(_NUM_LOOKS):
+                if rows := await self._commands.wait_for_jobs((name,), deadline=deadline):
                     # Several jobs may exist if a submission was repeated; ``refresh`` ends the others.
                     return Submitted(job=max(row.job for row in rows))
-                num_looks += 1
-            await anyio.sleep(_RETRY_SECONDS)
+                await anyio.sleep(RETRY_SECONDS)
         return None
 
     # ------------------------------------------------------------------------------------------- watching

@@ -197,7 +197,6 @@ def _digest(text: str) -> str:
 
 
 _HANDOVER_POLL_SECONDS = 0.5
-_RETRY_SECONDS = 2.0
 
 
 @frozen(kw_only=True)
@@ -231,7 +230,8 @@ async def take_over(
     if not records:
         return {}
     # If no worker is wanted, all jobs are ended anyway, and the queue need not be read.
-    rows = await _read_queue(commands, records, seconds=config.cancel_timeout_seconds) if wanted else ()
+    names, seconds = [one.name for one in records], config.cancel_timeout_seconds
+    rows = await commands.wait_for_jobs(names, deadline=anyio.current_time() + seconds) if wanted else ()
     verdicts = judge(records, rows, wanted, stopped=stopped)
     _tell_ended(verdicts)
     ended = [one.record for one in verdicts if one.why]
@@ -253,18 +253,6 @@ def _tell_ended(verdicts: Sequence[Verdict]) -> None:
         if one.why:
             job = one.record.job or one.record.name
             _log.info("job_not_kept", job=job, worker=one.record.worker, reason=one.why)
-
-
-async def _read_queue(commands: SlurmCommands, records: Sequence[JobRecord], *, seconds: float) -> tuple[JobRow, ...]:
-    deadline = anyio.current_time() + seconds
-    while True:
-        try:
-            return await commands.list_jobs([one.name for one in records])
-        except SchedulerError as error:
-            if anyio.current_time() >= deadline:
-                raise
-            _log.warning("queue_not_read", reason=str(error))
-        await anyio.sleep(_RETRY_SECONDS)
 
 
 class _Handover:

@@ -150,11 +150,7 @@ async def _work(bootstrap: Bootstrap) -> int:
 
                     await serve_task(bootstrap, controller)
                 else:
-                    # A cluster may warn that it will reclaim the node while models are loaded, which takes minutes.
-                    with anyio.open_signal_receiver(signal.SIGUSR1) as warnings:
-                        if _early_warnings:
-                            signal.raise_signal(signal.SIGUSR1)
-                        await _serve(bootstrap, controller, warnings)
+                    await _serve(bootstrap, controller)
                 tasks.cancel_scope.cancel()
         except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, controller, error)
@@ -209,7 +205,15 @@ def _lost(bootstrap: Bootstrap, why: str) -> _ControllerLost:
     return _ControllerLost(why)
 
 
-async def _serve(
+async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
+    # A cluster may warn that it will reclaim the node while models are loaded, which takes minutes.
+    with anyio.open_signal_receiver(signal.SIGUSR1) as warnings:
+        if _early_warnings:
+            signal.raise_signal(signal.SIGUSR1)
+        await _serve_until_warned(bootstrap, controller, warnings)
+
+
+async def _serve_until_warned(
     bootstrap: Bootstrap, controller: ReconnectingConnection, warnings: AsyncIterator[signal.Signals]
 ) -> None:
     """Open the role and serve. After a warning, a trainer saves its state and raises ``_Preempted``."""

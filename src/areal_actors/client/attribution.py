@@ -50,20 +50,12 @@ class Origin:
         scheme = parts.scheme.lower()
         if scheme not in _DEFAULT_PORTS or not parts.hostname:
             return None
-        return cls(scheme=scheme, host=_canonical(parts.hostname), port=port or _DEFAULT_PORTS[scheme])
-
-
-def _canonical(host: str) -> str:
-    """Return one name for all names of this machine's loopback, and the host itself in lower case otherwise.
-
-    ``localhost``, ``127.0.0.1``, ``::1`` and ``0.0.0.0``, which reaches the loopback, become ``localhost``.
-    """
-    host = host.lower().rstrip(".")
-    try:
-        address = ip_address(host)
-    except ValueError:
-        return host
-    return "localhost" if address.is_loopback or address.is_unspecified else str(address)
+        host = parts.hostname.lower().rstrip(".")
+        with suppress(ValueError):  # a name
+            address = ip_address(host)
+            # One name for all of this machine's loopback: 127.0.0.1, ::1, and 0.0.0.0, which reaches it.
+            host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+        return cls(scheme=scheme, host=host, port=port or _DEFAULT_PORTS[scheme])
 
 
 def role_base_url(base_url: str, role: str) -> str:

@@ -123,18 +123,15 @@ def find_machine(
     if memory_mib is None:
         with suppress(ValueError, OSError):  # a system that does not tell
             memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB
-    found = tuple(gpus) if gpus is not None else _find_gpus(os.environ if environment is None else environment)
-    return Machine(cpus=cpus, memory_mib=memory_mib, gpus=found)
-
-
-def _find_gpus(environment: Mapping[str, str], devices: Path = Path("/dev")) -> tuple[str, ...]:
-    """Return the GPUs in ``CUDA_VISIBLE_DEVICES``, or all devices of the NVIDIA driver if it is not set."""
-    given = environment.get("CUDA_VISIBLE_DEVICES")
-    # An empty variable hides all GPUs; only if it is not set, /dev decides.
-    if given is not None:
-        return tuple(name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1")
-    found = (re.fullmatch(r"nvidia(\d+)", path.name) for path in devices.glob("nvidia*"))
-    return tuple(str(number) for number in sorted(int(match[1]) for match in found if match))
+    if gpus is None:
+        given = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
+        # An empty variable hides all GPUs; only if it is not set, the devices of the NVIDIA driver decide.
+        if given is not None:
+            gpus = [name.strip() for name in given.split(",") if name.strip() and name.strip() != "-1"]
+        else:
+            devices = (re.fullmatch(r"nvidia(\d+)", path.name) for path in Path("/dev").glob("nvidia*"))
+            gpus = map(str, sorted(int(match[1]) for match in devices if match))
+    return Machine(cpus=cpus, memory_mib=memory_mib, gpus=tuple(gpus))
 
 
 def _fits(wanted: Resources, machine: Machine) -> bool:

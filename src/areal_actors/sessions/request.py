@@ -233,12 +233,18 @@ class RequestExecutor:
         """
         async with AsyncExitStack() as stack:
             stack.enter_context(_ending(turn))
-            streams = [
-                await stack.enter_async_context(
-                    self._generation.stream(Generate(request=request), buffer_size=_buffer_size(request, turn))
-                )
-                for request in turn.requests
-            ]
+            streams: Streams = []
+            for request in turn.requests:
+                # Choices are delivered one after another, so each gets a buffer for its whole answer: it must not block
+                # while it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure.
+                # An answer without streaming reads its chunks at once and needs none. Without a buffer a stream ends
+                # with the task that reads it and cannot be adopted, so only a request with an idempotency key can count
+                # on adoption.
+                size = 16 if turn.is_movable else 0
+                if len(turn.requests) > 1:
+                    size = request.sampling.max_new_tokens + 1
+                opening = self._generation.stream(Generate(request=request), buffer_size=size)
+                streams.append(await stack.enter_async_context(opening))
             try:
                 yield streams
             except anyio.get_cancelled_exc_class():
@@ -316,18 +322,6 @@ def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answ
             yield ToolCallStarted(index=index, id=call.id, name=call.name, choice=choice)
             yield ToolArgumentsDelta(index=index, text=call.arguments, choice=choice)
         yield answer
-
-
-def _buffer_size(request: EngineRequest, turn: PendingRequest) -> int:
-    """Return how many chunks a choice's stream may buffer."""
-    # Choices are delivered one after another, so a later one gets a buffer for its whole answer: it must not block
-    # while it waits for its turn.
-    if len(turn.requests) > 1:
-        return request.sampling.max_new_tokens + 1
-    # A single streamed choice gets a small buffer, which gives back-pressure. An answer without streaming reads its
-    # chunks at once and needs none. Without a buffer a stream ends with the task that reads it and cannot be adopted,
-    # so only a request with an idempotency key can count on adoption.
-    return 16 if turn.is_movable else 0
 
 
 class RequestPlanner:

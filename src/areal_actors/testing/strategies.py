@@ -51,8 +51,11 @@ def _texts() -> st.SearchStrategy[str]:
     return st.text(st.sampled_from('ab \n"\\{}<>é漢🙂\u2028'), max_size=6)
 
 
-def _arguments() -> st.SearchStrategy[str]:
-    """Return JSON objects as a model might write them, and sometimes text that is not JSON."""
+def tool_calls() -> st.SearchStrategy[ToolCall]:
+    """Calls of one of three tools; ids are drawn from a large space but may coincide.
+
+    Arguments are JSON objects as a model might write them, and sometimes text that is not JSON.
+    """
     values = st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from([0.5, 2.0, -0.0]) | _texts()
     objects = st.dictionaries(st.sampled_from(["a", "b", "ü"]), values | st.lists(values, max_size=2), max_size=3)
     written = st.builds(
@@ -60,17 +63,12 @@ def _arguments() -> st.SearchStrategy[str]:
         objects,
         st.sampled_from([(", ", ": "), (",", ":"), (",  ", ":  ")]),
     )
-    # Text that is cut off, no JSON, or nested more deeply than parsers recurse.
-    return written | st.sampled_from(["", "{", '{"a": NaN}', "[" * 2000])
-
-
-def tool_calls() -> st.SearchStrategy[ToolCall]:
-    """Calls of one of three tools; ids are drawn from a large space but may coincide."""
     return st.builds(
         ToolCall,
         id=st.integers(0, 2**32).map("call_{:08x}".format),
         name=st.sampled_from(["look", "add", "send"]),
-        arguments=_arguments(),
+        # Also text that is cut off, no JSON, or nested more deeply than parsers recurse.
+        arguments=written | st.sampled_from(["", "{", '{"a": NaN}', "[" * 2000]),
     )
 
 

@@ -64,7 +64,15 @@ class ViewedRun:
             "groups": self.directory.rollouts,
             "evaluations": self.directory.eval_rollouts,
         }
-        return {part: _state_of(path) for part, path in parts.items()}
+        found = dict.fromkeys(parts, "")
+        for part, path in parts.items():
+            with suppress(OSError):  # there is none yet
+                own = path.stat()
+                # A directory of groups changes with its newest version, whose own directory has the time of its newest
+                # file.
+                times = (child.stat().st_mtime_ns for child in path.iterdir()) if path.is_dir() else ()
+                found[part] = f"{own.st_ino}:{own.st_size}:{own.st_mtime_ns}:{max(times, default=0)}"
+        return found
 
     def read_metrics(self, cursor: str) -> dict[str, Any]:
         """Return the records of ``metrics.jsonl`` after ``cursor``, and the cursor behind them.
@@ -216,16 +224,6 @@ def _is_run(directory: RunDirectory) -> bool:
         or directory.evaluation.exists()
         or (directory.config.exists() and directory.logs.is_dir())
     )
-
-
-def _state_of(path: Path) -> str:
-    try:
-        found = path.stat()
-    except OSError:
-        return ""
-    # A directory of groups changes with its newest version, whose own directory has the time of its newest file.
-    newest = max((child.stat().st_mtime_ns for child in path.iterdir()), default=0) if path.is_dir() else 0
-    return f"{found.st_ino}:{found.st_size}:{found.st_mtime_ns}:{newest}"
 
 
 def _versions(root: Path) -> list[int]:

@@ -200,7 +200,10 @@ class Connection:
                     num_bytes = stream.send_some(self._left)
                 except BlockingIOError:
                     return False
-                self._left = _without(self._left, num_bytes)
+                while self._left and num_bytes >= len(self._left[0]):
+                    num_bytes -= len(self._left.pop(0))
+                if num_bytes:
+                    self._left[0] = memoryview(self._left[0])[num_bytes:]
             if not self._left and self._is_all_written():
                 return True
         return False
@@ -239,15 +242,6 @@ class Connection:
 
     def _silence(self) -> float:
         return self.loop.now() - self._heard_at
-
-
-def _without(buffers: list[Buffer], num_bytes: int) -> list[Buffer]:
-    """Return ``buffers`` without their first ``num_bytes``."""
-    for number, buffer in enumerate(buffers):
-        if num_bytes < len(buffer):
-            return [memoryview(buffer)[num_bytes:], *buffers[number + 1 :]]
-        num_bytes -= len(buffer)
-    return []
 
 
 def _describe_loss(error: BaseException) -> str:

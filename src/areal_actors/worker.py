@@ -123,7 +123,8 @@ async def _run(bootstrap: Bootstrap) -> int:
             tasks.start_soon(until_orphaned, tasks.cancel_scope)
         if bootstrap.rank == 0:
             tasks.start_soon(until_signalled, tasks.cancel_scope)
-        else:  # the first process handles the warning; by default it would end this one
+        else:
+            # The first process handles the warning; by default it would end this one.
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         code = await _work(bootstrap)
         tasks.cancel_scope.cancel()
@@ -155,7 +156,8 @@ async def _work(bootstrap: Bootstrap) -> int:
         except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, controller, error)
         if bootstrap.rank and (not controller.is_connected or await _is_superseded(bootstrap)):
-            return CONTROLLER_LOST  # the likely reason why the first process of the gang is gone
+            # This is the likely reason why the first process of the gang is gone.
+            return CONTROLLER_LOST
     return 0
 
 
@@ -254,7 +256,8 @@ async def _serve_until_warned(
             open_ranks=open_ranks if bootstrap.num_tasks == 1 else ranks,
         )
         opened = await stack.enter_async_context(open_role(context))
-        stack.enter_context(tuned_gc())  # after everything is loaded, so that models and libraries are frozen, too
+        # After everything is loaded, so that models and libraries are frozen, too.
+        stack.enter_context(tuned_gc())
         # Exposed before the report: others connect as soon as the controller knows that the worker is ready.
         for name, ref in opened.actors.items():
             listener.expose(name, ref)

@@ -118,7 +118,8 @@ class Attribution:
         segments = [segment for segment in path.split("/") if segment and segment != "v1"]
         if not segments or segments[-1] in _OPENED_BY_OTHER_KEYS:
             return None
-        first = segments[0].partition("@")[0]  # a role may follow the session
+        # A role may follow the session.
+        first = segments[0].partition("@")[0]
         # The random token of a session id follows a hyphen, or the name of a controller process and a dot.
         if first in _open_sessions or first[-_TOKEN_LENGTH - 1 : -_TOKEN_LENGTH] in {"-", "."}:
             named = _open_sessions.get(first)

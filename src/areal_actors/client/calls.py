@@ -45,7 +45,8 @@ class ControlCalls:
         """Close the shared client, unless it was given. Closing it twice has no effect."""
         own, self._own = self._own, None
         if own is not None:
-            with anyio.CancelScope(shield=True):  # only closes sockets, which does not block
+            # This only closes sockets, which does not block.
+            with anyio.CancelScope(shield=True):
                 await own.aclose()
 
     async def post(

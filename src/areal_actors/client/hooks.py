@@ -77,7 +77,8 @@ def _wrap_httpx_async(original: Callable[..., Awaitable[Any]]) -> Method:
 def _wrap_aiohttp(original: Callable[..., Awaitable[Any]]) -> Method:
     @wraps(original)
     async def send(self: Any, *args: Any, **kwargs: Any) -> Any:
-        attribute(str(self.url), lambda: self.headers)  # aiohttp creates these headers for this request only
+        # aiohttp creates these headers for this request only.
+        attribute(str(self.url), lambda: self.headers)
         return await original(self, *args, **kwargs)
 
     return send
@@ -139,7 +140,8 @@ class _Installation:
     """The replaced methods of this process, and the number of their users."""
 
     def __init__(self) -> None:
-        self._lock = RLock()  # reentrant: an import may happen while libraries are being wrapped
+        # Reentrant, because an import may happen while libraries are being wrapped.
+        self._lock = RLock()
         self._num_users = 0
         self._installed: dict[tuple[str, str], _Installed] = {}
         self._watcher = _ImportWatcher(self._install)
@@ -152,7 +154,8 @@ class _Installation:
                 sys.meta_path.insert(0, self._watcher)
         for name in LIBRARIES:
             if name in sys.modules:
-                self._install(import_module(name))  # waits for another thread that is importing it
+                # Waits for another thread that is importing it.
+                self._install(import_module(name))
 
     def release(self) -> None:
         """Restore the original methods after the last user."""

@@ -291,7 +291,8 @@ class Stack:
 
     async def _release(self, connection: Any, *, is_usable: bool) -> None:
         self._places.release()
-        with anyio.CancelScope(shield=True):  # shielded is safe: closing a socket does not wait for its peer
+        # A shield is safe here: closing a socket does not wait for its peer.
+        with anyio.CancelScope(shield=True):
             if is_usable:
                 self._idle.append(_Idle(anyio.current_time(), connection))
                 await self._close_expired()

@@ -205,7 +205,8 @@ def read_gauges(directory: RunDirectory) -> dict[str, float]:
     with suppress(OSError), directory.metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
         for line in file.read().splitlines():
-            with suppress(ValueError):  # the first line is cut, and the last one may be growing
+            # The first line is cut, and the last one may be growing.
+            with suppress(ValueError):
                 record = json.loads(line)
                 numbers = {key: value for key, value in record.items() if isinstance(value, (int, float))}
                 kept = {key: value for key, value in found.items() if key.startswith("step_eval")}

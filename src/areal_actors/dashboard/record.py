@@ -79,5 +79,6 @@ def read_record(directory: RunDirectory) -> RunRecord | None:
 def _is_locked(directory: RunDirectory) -> bool:
     try:
         return directory.lock.exists() and is_held(directory.lock)
-    except OSError:  # a file system without locks, where a killed run cannot be told from one that runs
+    except OSError:
+        # On a file system without locks, a killed run cannot be told from one that runs.
         return True

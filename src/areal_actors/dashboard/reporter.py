@@ -194,7 +194,8 @@ class ProgressReporter(Actor[Progress]):
             with TemporaryFile(dir=self._directory) as file:
                 file.write(bytes(_PROBE_BYTES))
                 file.flush()
-                os.fsync(file.fileno())  # file systems of a network notice only now that they are full
+                # File systems of a network notice only now that they are full.
+                os.fsync(file.fileno())
             for listener in self._listeners:
                 outage = self._outages.get(listener.name)
                 if outage is not None and not outage.is_open:

@@ -169,7 +169,8 @@ class Wandb:
         import wandb
 
         mode = str(self._options.get("mode") or os.environ.get("WANDB_MODE") or "online")
-        if mode == "online" and not wandb.api.api_key:  # wandb would ask at the terminal, and the run would wait
+        # wandb would ask at the terminal, and the run would wait.
+        if mode == "online" and not wandb.api.api_key:
             raise ConfigError(
                 "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
             )
@@ -334,7 +335,8 @@ def parse_trackers(entries: Sequence[str | Mapping[str, Any]]) -> dict[str, Mapp
     found: dict[str, Mapping[str, Any]] = {}
     for entry in entries:
         pairs = {entry: {}} if isinstance(entry, str) else entry
-        if not pairs:  # it would count as no tracker at all
+        # An empty mapping would count as no tracker at all.
+        if not pairs:
             raise ValueError(f"has an entry without a name; name one of {', '.join(TRACKERS)}, or use [] for none")
         for name, options in pairs.items():
             if name not in TRACKERS:

@@ -41,7 +41,8 @@ def find_verdict(steps: Sequence[Metrics]) -> str | None:
 
 def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
     """Return the verdict on the first source that has one: the reward of a run can rise without that of each source."""
-    if len(steps) < NUM_JUDGED_STEPS:  # a step may have a single group of a source
+    # A step may have a single group of a source.
+    if len(steps) < NUM_JUDGED_STEPS:
         return None
     keys = {key.split("/")[1] for step in steps for key in step if key.startswith("source/")}
     for name in sorted(keys):

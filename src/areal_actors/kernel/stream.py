@@ -89,7 +89,8 @@ class BufferedStream(
                 if call.error is None:
                     raise StopAsyncIteration
                 if type(call.error) is DeadlineExceeded:
-                    await checkpoint()  # a scope of the consumer with the same deadline must expire first
+                    # A scope of the consumer with the same deadline must expire first.
+                    await checkpoint()
                 raise call.claim_error()
             call.arrival = self._loop.new_signal()
             await call.arrival.wait()

@@ -85,7 +85,8 @@ def sync_path(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
-    except PermissionError:  # some file systems sync no file that was opened for reading
+    except PermissionError:
+        # Some file systems sync no file that was opened for reading.
         pass
     except OSError as error:
         if error.errno not in _NOT_SYNCED or not path.is_dir():

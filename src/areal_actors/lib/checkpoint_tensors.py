@@ -97,7 +97,8 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
                 raise ModelError(
                     f"{directory} cannot be loaded: {error}. Save it again; the old weights stay."
                 ) from error
-            if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
+            # transformers would initialise them at random.
+            if missing := sorted(report["missing_keys"]):
                 raise ModelError(f"The files in {directory} lack {len(missing)} weights, {missing[0]} among them.")
             converted: dict[str, Tensor] = loaded.state_dict()
             return converted

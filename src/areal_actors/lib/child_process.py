@@ -60,7 +60,8 @@ class BoundedLog:
         if self._path is None:
             return
         chunk = chunk[-self._max_bytes :]
-        with suppress(OSError):  # a full disk must not fail the episode; writes that matter report it themselves
+        # A full disk must not fail the episode; writes that matter report it themselves.
+        with suppress(OSError):
             with self._path.open("ab") as file:
                 is_full = file.tell() + len(chunk) > self._max_bytes
                 if not is_full:
@@ -122,7 +123,8 @@ class Child:
             # PR_SET_PDEATHSIG does not work here: it acts when the *thread* that forked ends, and trio forks in a
             # worker thread that it releases. A write to the pipe would raise the signal as well, so the gate is written
             # before O_ASYNC is set.
-            with suppress(ProcessLookupError, BrokenPipeError):  # the process may have ended already
+            # The process may have ended already.
+            with suppress(ProcessLookupError, BrokenPipeError):
                 if sys.platform == "linux":
                     fcntl.fcntl(reader, fcntl.F_SETOWN, -process.pid)
                     fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)

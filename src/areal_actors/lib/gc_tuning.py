@@ -26,7 +26,8 @@ def tuned_gc() -> Iterator[None]:
     young, *older = gc.get_threshold()
     gc.collect()
     gc.freeze()
-    gc.set_threshold(max(young, _NUM_YOUNG) if young else 0, *older)  # 0: automatic collection is switched off
+    # A threshold of 0 means that automatic collection is switched off.
+    gc.set_threshold(max(young, _NUM_YOUNG) if young else 0, *older)
     try:
         yield
     finally:

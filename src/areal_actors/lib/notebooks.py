@@ -49,7 +49,8 @@ class Startable(AbstractAsyncContextManager[T], Generic[T]):
         # A task group has to be left by the task that entered it, and each cell of a notebook is a task. The context is
         # therefore held by a background task.
         if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
-            self._task = asyncio.get_running_loop().create_task(self._hold())  # kept, or it may be collected
+            # The task is kept, or it may be collected.
+            self._task = asyncio.get_running_loop().create_task(self._hold())
         else:
             import trio
 

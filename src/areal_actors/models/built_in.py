@@ -67,7 +67,8 @@ def make_once(target: Path, make: Callable[[Path], None]) -> Path:
                     make(partial)
         finally:
             lock.release()
-    except (OSError, SafetensorError) as error:  # SafetensorError: raised by save_file for a full disk
+    except (OSError, SafetensorError) as error:
+        # SafetensorError: raised by save_file for a full disk.
         raise ModelError(
             f"{target} cannot be written: {error}. Free space there, or set AREAL_CACHE to another directory."
         ) from error

@@ -140,7 +140,8 @@ def create_empty_policy(path: Path) -> Any:
         with quiet_transformers(), no_init_weights():
             config = AutoConfig.from_pretrained(path, local_files_only=True)
             model = factory.from_config(config, dtype=torch.float32).eval()
-            model.tie_weights()  # usually a part of the initialisation that is left out
+            # This is usually a part of the initialisation, which is left out here.
+            model.tie_weights()
             return model
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"The model in {path} cannot be read: {error}") from error
@@ -231,7 +232,8 @@ def fetch_snapshot(name: str, *, has_weights: bool, has_tokenizer: bool = True) 
     patterns = (*_TOKENIZER_FILES, *_WEIGHT_FILES) if has_weights else _TOKENIZER_FILES
     try:
         cached = fetch(patterns, is_local=True)
-    except (OSError, ValueError):  # not in the cache, or only a part
+    except (OSError, ValueError):
+        # The model is not in the cache, or only a part of it.
         cached = None
     if cached is not None and is_complete(cached):
         return cached

@@ -66,7 +66,8 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
 
     Raises ``CustomFunctionError`` naming the setting, the function and the value that it returned.
     """
-    from areal_actors.training import custom  # imports numpy, and torch once a policy loss is tried
+    # Imported here: it needs numpy, and torch once a policy loss is tried.
+    from areal_actors.training import custom
 
     tried: list[TriedFunction] = []
 

@@ -225,10 +225,12 @@ class RunController:
                 final = find_final(error)
                 if final is not None:
                     raise final from error
-                if not self.plan.placed:  # no process was lost that another one could replace
+                # A run in one process has lost no process that another one could replace.
+                if not self.plan.placed:
                     raise root_cause(error) from error
                 if num_releases != self.control_plane.supervisor.barrier.num_releases:
-                    continue  # the workers were released to make room, which does not count as a failure
+                    # The workers were released to make room, which does not count as a failure.
+                    continue
                 cause = root_cause(error)
                 if not restarts.allow(now=anyio.current_time()):
                     raise SchedulerError(f"{cause} The run ends after {restarts.describe()}.") from error
@@ -269,7 +271,8 @@ class RunController:
         if final is not None:
             raise final
         if ended.error is not None:
-            await anyio.sleep(_CAUSE_SECONDS)  # the cause may be another worker that it could not reach
+            # Wait: the cause may be another worker that this one could not reach.
+            await anyio.sleep(_CAUSE_SECONDS)
         raise _Lost(str(ended))
 
     def describe_actors(self) -> dict[str, dict[str, Any]]:
@@ -333,7 +336,8 @@ class _Attempt:
         async with AsyncExitStack() as stack:
             # Until every role has a worker, all of them may be released again.
             await self._control_plane.supervisor.wait_complete()
-            for role in plan.placed:  # first, so that they close after the actors that use them
+            # Connections open first, so that they close after the actors that use them.
+            for role in plan.placed:
                 if role not in self._controller.independent:
                     self._connections[role] = await stack.enter_async_context(self._controller.connect(f"{role}-0"))
             renderer = await to_thread.run_sync(load_rendering, plan.config)
@@ -356,7 +360,8 @@ class _Attempt:
             async with self._controller.interrupts.telling(training) if plan.is_handling_signals else nullcontext():
                 if Role.PROXY in plan.local_roles:
                     await self._controller.announce()
-                else:  # in the background, since a placed proxy may be ready later than the trainer
+                else:
+                    # In the background, since a placed proxy may be ready later than the trainer.
                     tasks.start_soon(self._controller.announce)
                 await self._finish(training)
             # An error from here on, while workers are being ended, must not start another attempt.
@@ -435,7 +440,8 @@ class _Attempt:
                 _log.info("trainer_out_of_reach", reason=str(error))
                 await anyio.sleep(_CAUSE_SECONDS)
         if summary.stop_reason == PREEMPTED and not summary.is_finished:
-            await anyio.sleep_forever()  # its worker exits in a moment, which ends the attempt
+            # Its worker exits in a moment, which ends the attempt.
+            await anyio.sleep_forever()
         directory, progress = self._plan.directory, await self.find(Progress, "progress")
         detail = summary.stop_reason or ""
         if summary.is_finished:
@@ -533,5 +539,6 @@ class ReadyReplicas:
 
     async def _tell(self, message: AddReplica) -> None:
         if self._router is not None:
-            with suppress(ActorStopped):  # the attempt is over; the next router adds all engines
+            # The attempt is over; the next router adds all engines.
+            with suppress(ActorStopped):
                 await self._router.ask(message)

@@ -175,7 +175,8 @@ def _groups(
     for where, data in named:
         try:
             rows = _rows(where, _parse(data), renderer)
-        except ArealError as error:  # also a request that the proxy would refuse, or that the template does
+        except ArealError as error:
+            # Also a request that the proxy would refuse, or that the template does.
             wrong.append(f"{where}: {error}")
         else:
             groups.append(supervised_group(rows, position=len(groups)))

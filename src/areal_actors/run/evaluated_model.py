@@ -129,7 +129,8 @@ def _find_weights(directory: RunDirectory, *, step: int | None) -> EvaluatedMode
             "checkpoint.keep is the number of checkpoints that a run keeps."
         )
     label = _slug(f"{name}-step-{chosen}")
-    if chosen == exported:  # transformers can load them as they are
+    # transformers can load exported weights as they are.
+    if chosen == exported:
         return EvaluatedModel(label=label, name=str(directory.weights), step=chosen)
     return EvaluatedModel(label=label, run=directory, step=chosen)
 

@@ -211,7 +211,8 @@ async def run_evaluation(
         seconds=time.monotonic() - started,
     )
     _write(summary, is_complete=True)
-    if model.run is not None:  # a copy of a checkpoint's weights, which may be hundreds of GiB
+    # The copy of a checkpoint's weights may be hundreds of GiB.
+    if model.run is not None:
         for copied in (directory.weights, directory.adapter):
             await to_thread.run_sync(partial(rmtree, copied, ignore_errors=True))
     await to_thread.run_sync(write_report, directory)

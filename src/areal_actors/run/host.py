@@ -97,7 +97,8 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
         try:
             yield Host(endpoint=endpoint, hosting=hosting, accounts=accounts, key_file=key_file)
         finally:
-            with anyio.CancelScope(shield=True):  # each service has a bounded time to stop
+            # Each service has a bounded time to stop.
+            with anyio.CancelScope(shield=True):
                 await hosting.ask(StopServices())
 
 

@@ -224,7 +224,8 @@ def find_changes(before: str, now: str) -> tuple[str, ...]:
     """Return the settings in which two configuration files differ, each as ``name: before -> now``, without secrets."""
     try:
         old, new = (_flatten(yaml.safe_load(redact_settings(text)) or {}) for text in (before, now))
-    except (yaml.YAMLError, AttributeError):  # a file that was damaged, or is no mapping
+    except (yaml.YAMLError, AttributeError):
+        # A file that was damaged, or is no mapping.
         return ("the settings of the steps before cannot be read",)
     return tuple(
         f"{name}: {old.get(name, 'not set')} -> {new.get(name, 'not set')}"

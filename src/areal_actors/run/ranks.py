@@ -101,7 +101,8 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         address = f"unix:{directory}/ranks.sock"
         listener = await stack.enter_async_context(listen(address, secret=secret))
         tasks = await stack.enter_async_context(anyio.create_task_group())
-        stack.callback(tasks.cancel_scope.cancel)  # stop reading, even if a grandchild keeps a pipe open
+        # Reading stops even if a grandchild keeps a pipe open.
+        stack.callback(tasks.cancel_scope.cancel)
         spec = _RankSpec(address=address, secret=secret, job=job)
         names = [f"rank-{number}" for number in range(1, num_more + 1)]
         children: dict[str, Child] = {}
@@ -186,7 +187,8 @@ async def _await_children(listener: Listener, spec: _RankSpec, children: Mapping
 async def _start(child: Child, spec: _RankSpec, name: str, failed: list[str], scope: anyio.CancelScope) -> None:
     """Send the rank its spec, and cancel ``scope`` if it exits: it would be awaited forever otherwise."""
     assert child.process.stdin is not None
-    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has exited, as seen below
+    # A rank that has exited is noticed below.
+    with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
         await child.process.stdin.send(spec.to_line(name))
     await child.wait_for_leader()
     failed.append(name)

@@ -244,7 +244,8 @@ class _Embedded:
         )
 
     async def _open(self) -> ModelStack:
-        if self._loop is not loop_identity():  # an engine of an earlier loop has ended with that loop
+        # An engine of an earlier loop has ended with that loop.
+        if self._loop is not loop_identity():
             self._host, self._loop, self._opening = None, loop_identity(), anyio.Lock()
         async with self._opening:
             if self._host is None or not self._host.is_open:

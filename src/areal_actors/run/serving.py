@@ -101,7 +101,8 @@ class Server:
                 f"phases: a service trains in the phase rl only, not [{', '.join(config.phases)}]; run the others with "
                 "train, then set model to the weights of that run"
             )
-        if not resume:  # a resumed service may have its key in its directory
+        # A resumed service may have its key in its directory.
+        if not resume:
             check_access(evolve(config.proxy, admin_key=config.proxy.admin_key or self._admin_key))
         functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed

@@ -119,7 +119,8 @@ async def until_orphaned(scope: anyio.CancelScope) -> None:
             await anyio.wait_readable(descriptor)
             if not os.read(descriptor, 4096):
                 break
-    except PermissionError:  # epoll refuses regular files, whose end says nothing about the parent
+    except PermissionError:
+        # epoll refuses regular files, whose end says nothing about the parent.
         return
     scope.cancel()
 

@@ -226,7 +226,8 @@ def _verify_spans(
             found.num_turns_without_digest += 1
         elif len(where) and int(where[-1]) - int(where[0]) + 1 != len(where):
             report("the tokens of the turn are not in one piece", turn=label)
-        elif len(where):  # an answer without tokens has nothing to check
+        elif len(where):
+            # An answer without tokens has nothing to check.
             turn = _find_turn(recorded, label, row.session)
             span = slice(int(where[0]), int(where[-1]) + 1)
             problem = _span_problem(row, span, position, turn)
@@ -315,7 +316,8 @@ def _read_turns(path: Path, found: Verification) -> Iterator[TurnEnded]:
             nothing = dict.fromkeys(TURN_COLUMNS)
             # A session is deleted as a whole; turns that arrive later are removed when the journal is opened.
             query = f"SELECT {columns} FROM turns WHERE session IN (SELECT session FROM sessions)"  # noqa: S608
-            connection.execute("BEGIN")  # one state of all tables, while a service writes
+            # One transaction sees one state of all tables, while a service writes.
+            connection.execute("BEGIN")
             set_later = {(row[0], row[1]): row for row in connection.execute(_REWARDS)}
             for row in connection.execute(f"{query} ORDER BY request_order"):
                 try:

@@ -276,11 +276,13 @@ class Box:
                 try:
                     with anyio.move_on_after(COPY_SECONDS):
                         ended.append(await self._execute(kind, {"path": self._path(path)}, stdin, stdout=stdout))
-                except SandboxError as error:  # the task group would wrap it
+                except SandboxError as error:
+                    # The task group would wrap the error.
                     ended.append(error)
                 finally:
                     os.close(descriptor)
-                    if not ended:  # the thread waits for the other end of the pipe
+                    # The thread waits for the other end of the pipe.
+                    if not ended:
                         tasks.cancel_scope.cancel()
         if not ended:
             message = f"{path} took longer than {COPY_SECONDS:g} s to copy; its processes may have stopped the copy."

@@ -175,7 +175,8 @@ def _isolation(config: SandboxConfig) -> tuple[str, ...]:
     # program inside ends with its control socket, and the kernel kills the group with its lifeline (``Child``).
     words += ["--as-pid-1", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"]
     if _version(program)[0] >= (0, 8):
-        words.append("--disable-userns")  # the kernel's largest attack surface: another user namespace, with all rights
+        # Another user namespace, with all rights, is the kernel's largest attack surface.
+        words.append("--disable-userns")
     for path in _SYSTEM:
         words += (
             ["--symlink", str(Path(path).readlink()), path]

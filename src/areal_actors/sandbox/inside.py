@@ -112,7 +112,8 @@ class _Init:
             for pid in [pid for pid, known in self._ids.items() if known == request]:
                 try:
                     os.killpg(pid, signal.SIGKILL)
-                except ProcessLookupError:  # it does not lead its group yet
+                except ProcessLookupError:
+                    # The process does not lead its group yet.
                     os.kill(pid, signal.SIGKILL)
             return True
         pid = os.fork()
@@ -168,7 +169,8 @@ def _read(path: str) -> bytes:
     try:
         with open(path, "rb", buffering=0) as file:
             return file.read()
-    except OSError:  # the process has ended, or hides its memory map
+    except OSError:
+        # The process has ended, or hides its memory map.
         return b""
 
 
@@ -261,7 +263,8 @@ def _limit_process(limits: dict[str, Any]) -> None:
         os.sched_setaffinity(0, (allowed[first:] + allowed[:first])[: limits["cpus"]])
     try:
         with open("/proc/self/oom_score_adj", "wb", buffering=0) as file:
-            file.write(b"1000")  # if the machine runs out of memory, the kernel ends boxes before the runner
+            # If the machine runs out of memory, the kernel ends boxes before the runner.
+            file.write(b"1000")
     except OSError:
         pass
 
@@ -288,7 +291,8 @@ def pack(path: str, stream: BinaryIO) -> None:
     with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
 
         def add(source: str, name: str) -> None:
-            if name.count("/") > _MAX_DEPTH + 1:  # one more than is unpacked, so that the reader names it as left out
+            # One more than is unpacked, so that the reader names it as left out.
+            if name.count("/") > _MAX_DEPTH + 1:
                 return
             status = os.lstat(source)
             member = tarfile.TarInfo(name)
@@ -398,12 +402,14 @@ def main(channel: int | str, settings: dict[str, Any]) -> None:
     """Serve on the control socket: an inherited descriptor, or the path of a socket to connect to."""
     # Forbid commands in the box to trace this process or to read its files and environment (PR_SET_DUMPABLE).
     try:
-        import _ctypes  # ctypes itself takes 8 ms to import
+        # ctypes itself takes 8 ms to import.
+        import _ctypes
 
         itself: Any = None
         prctl = _ctypes.dlsym(_ctypes.dlopen(itself, 0), "prctl")
         _ctypes.call_function(prctl, (4, 0, 0, 0, 0))
-    except (ImportError, AttributeError, OSError):  # then commands can disturb their own box, and no other
+    except (ImportError, AttributeError, OSError):
+        # Then commands can disturb their own box, and no other.
         pass
     if isinstance(channel, str):
         control = Socket(AF_UNIX, SOCK_STREAM)
@@ -414,7 +420,8 @@ def main(channel: int | str, settings: dict[str, Any]) -> None:
     inherited = [int(name) for name in os.listdir("/proc/self/fd")]
     for number in inherited:
         if number not in (0, 1, 2, control.fileno()):
-            os.closerange(number, number + 1)  # unlike ``close``, without an error for that of the listing
+            # Unlike ``close``, this raises no error for the descriptor of the listing.
+            os.closerange(number, number + 1)
     files: list[int] = []
     listener = Socket(AF_INET, SOCK_STREAM)
     if settings["port"] is not None:

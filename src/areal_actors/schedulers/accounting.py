@@ -121,7 +121,8 @@ def find_machine(
         # The affinity mask, not the number of cores: containers and Slurm steps restrict a process to some of them.
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if memory_mib is None:
-        with suppress(ValueError, OSError):  # a system that does not tell
+        # Some systems do not say how much memory they have.
+        with suppress(ValueError, OSError):
             memory_mib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // _MIB
     if gpus is None:
         given = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")

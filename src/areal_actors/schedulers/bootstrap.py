@@ -226,12 +226,14 @@ def rejoin_next_controller(bootstrap: Bootstrap, module: str) -> NoReturn:
 
     No threads, devices, memory or open files of this process survive the exec. ``bootstrap.epoch`` is the epoch lost.
     """
-    for number in _IGNORED:  # ignored signals stay ignored across exec
+    # Ignored signals stay ignored across exec.
+    for number in _IGNORED:
         signal.signal(number, signal.SIG_DFL)
     for path in Path("/proc/self/fd").iterdir():
         # Devices, sockets and files close at the exec; only the standard streams remain.
         if int(path.name) > 2:  # noqa: PLR2004 - the standard streams
-            with suppress(OSError):  # the descriptor of the directory listing, which is closed by now
+            # One of them was that of the directory listing, which is closed by now.
+            with suppress(OSError):
                 os.set_inheritable(int(path.name), False)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -100,7 +100,8 @@ class LocalScheduler:
         try:
             await waiting.served.wait()
         except BaseException:
-            if waiting.share is not None:  # the share was allocated just before the cancellation
+            # The share was allocated just before the cancellation.
+            if waiting.share is not None:
                 self.inventory.give_back(waiting.share)
             with suppress(ValueError):
                 self._queue.remove(waiting)
@@ -167,7 +168,8 @@ class LocalPlacement:
             self._child = await Child.start(
                 lambda _: command, log=words, environment=environment, directory=self.spec.working_directory
             )
-        except (OSError, ValueError) as error:  # ValueError: NUL bytes in arguments or variables
+        except (OSError, ValueError) as error:
+            # ValueError: NUL bytes in arguments or variables.
             reason = f"{command[0]} could not be started: {error}"
             self.status = PlacementStatus(state=PlacementState.ENDED, reason=reason)
             return
@@ -182,7 +184,8 @@ class LocalPlacement:
             tasks.start_soon(child.listen)
             tasks.start_soon(child.kill_when_stopped)
             tasks.start_soon(child.drain)
-            if self.starting.cancel_called:  # stopped while it was being started
+            # Stopped while it was being started.
+            if self.starting.cancel_called:
                 child.kill_rest()
             assert child.process.stdin is not None
             with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # it has ended: see below
@@ -190,8 +193,10 @@ class LocalPlacement:
                 await child.process.stdin.send(Bootstrap.of(self.spec).to_line().encode())
             await child.wait_for_leader()
             await child.kill(grace_seconds=0)
-            await child.reap()  # stop() may be killing it concurrently
-            tasks.cancel_scope.cancel()  # a daemon that it left behind may keep the pipes open
+            # stop() may be killing the process concurrently.
+            await child.reap()
+            # A daemon that it left behind may keep the pipes open.
+            tasks.cancel_scope.cancel()
         self.status = PlacementStatus(
             state=PlacementState.ENDED,
             where=f"process {child.process.pid}",
@@ -215,7 +220,8 @@ def _environment(spec: WorkerSpec, share: Share) -> dict[str, str]:
     (``training.gang``).
     """
     inherited = {name: value for name, value in os.environ.items() if name != BOOTSTRAP_VARIABLE}
-    if "PYTHONPATH" in inherited:  # relative paths would break in another working directory
+    # Relative paths would break in another working directory.
+    if "PYTHONPATH" in inherited:
         paths = inherited["PYTHONPATH"].split(os.pathsep)
         inherited["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in paths if path)
     # A value that the user has set takes precedence.

@@ -37,7 +37,8 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
     Exits with status 76 if a check fails, or 77 if this worker had lost its controller before.
     """
-    signal.alarm(0)  # cancel an alarm that the worker set before exec
+    # The worker may have set an alarm before exec, which survives it.
+    signal.alarm(0)
     seconds, module = float(arguments[0]), arguments[1]
     # Set by rejoin_next_controller() before its exec. The module that replaces this process must not inherit it.
     lost = os.environ.pop(FORMER_VARIABLE, None)

@@ -244,7 +244,8 @@ class IntakeKeeper(Actor[Intake]):
     async def finish(self, message: SessionFinished) -> None:
         """Record the end of a session. A background task does everything that has to wait."""
         place = self._groups.of_session(message.session)
-        if place is None:  # a session of the rollout runner
+        # Sessions of the rollout runner have no place here.
+        if place is None:
             return
         group, seat = place
         seat.is_expired = seat.is_expired or message.is_expired
@@ -365,7 +366,8 @@ class IntakeKeeper(Actor[Intake]):
                 if session.is_ended:
                     await self.finish(SessionFinished(session=session.id, is_final=session.is_final or group.is_closed))
         awaited = [session.id for _, sessions in opened for session in sessions if not session.is_ended]
-        if awaited:  # their agents may be gone; the log explains why nothing is trained
+        # Their agents may be gone; the log explains why nothing is trained.
+        if awaited:
             _log.warning("sessions_restored", num_awaited=len(awaited), detail=_RESTORED, sessions=awaited[:8])
 
     async def _restore_group(

@@ -363,7 +363,8 @@ class SessionManager(Actor[Sessions]):
             try:
                 async with extras.changing:
                     await extras.journal.write_end(None)
-            except Unavailable:  # already logged; the next sweep tries again
+            except Unavailable:
+                # Already logged; the next sweep tries again.
                 return False
         _log.warning("session_expired", session=session)
         await self._settle(session)

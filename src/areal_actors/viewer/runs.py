@@ -95,7 +95,8 @@ class ViewedRun:
         whole = piece[: piece.rfind(b"\n") + 1]
         records = []
         for line in whole.splitlines():
-            with suppress(ValueError):  # a line that two writers damaged costs itself, not the curve
+            # A line that two writers damaged costs itself, not the curve.
+            with suppress(ValueError):
                 records.append(json.loads(line))
         return {
             "records": [record for record in records if isinstance(record, dict)],

@@ -76,7 +76,8 @@ def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
     """Return the hello of this side, with a fresh nonce."""
     try:
         package = version("areal_actors")
-    except PackageNotFoundError:  # run from a source tree that is not installed
+    except PackageNotFoundError:
+        # The program runs from a source tree that is not installed.
         package = "unknown"
     return Hello(
         node=node,

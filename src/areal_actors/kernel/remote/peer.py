@@ -301,7 +301,8 @@ class Channel(Watched):
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
         """Record that an incarnation has ended, as far as this side knows, and notify watchers."""
         if self.last_words is not None or incarnation < self.incarnation:
-            return  # a late report about an earlier incarnation
+            # A late report about an earlier incarnation.
+            return
         assert self.ref is not None, "a channel is made with its ref"
         down = Down(ref=self.ref, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting)
         if is_restarting:
@@ -643,7 +644,8 @@ class Server:
         ask = self._running.get(call)
         if ask is not None:
             ask.cell.abandon(ask)
-        elif call > self._last_id:  # the request is still arriving, or follows in the same read; it must not start
+        elif call > self._last_id:
+            # The request is still arriving, or follows in the same read; it must not start.
             self._withdrawn_id = call
 
     def on_taken(self, call: int, num_items: int) -> None:
@@ -1054,7 +1056,8 @@ class Peer:
     def on_frame(self, frame: Frame) -> None:
         """Process a frame; see ``connection.Owner``."""
         kind = frame.kind
-        if frame.seconds != frame.seconds:  # NaN as a deadline would break the event loop's ordering of timers
+        # NaN as a deadline would break the event loop's ordering of timers.
+        if frame.seconds != frame.seconds:
             raise ProtocolError(f"a frame of kind {kind.name} has no time")
         if kind in _REQUESTS:
             self._server.on_request(frame)

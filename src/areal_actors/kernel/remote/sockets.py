@@ -400,7 +400,8 @@ async def _connected(family: int, address: str | tuple[str, int]) -> SocketStrea
     try:
         raw.setblocking(False)
         code = raw.connect_ex(address)
-        while code == errno.EAGAIN:  # the backlog of a unix socket is full, and there is no event to wait for
+        # The backlog of a unix socket is full, and there is no event to wait for.
+        while code == errno.EAGAIN:
             await anyio.sleep(_RETRY_SECONDS)
             code = raw.connect_ex(address)
         if code == errno.EINPROGRESS:

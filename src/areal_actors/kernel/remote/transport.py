@@ -136,7 +136,8 @@ class Listener:
                 raise ProtocolError(refusal)
             # Reserve the name before the next ``await``, so that one of two simultaneous connections is refused.
             old = self._peers.pop(other.node, None)
-            if other.incarnation > 1:  # incarnation 1 is the default of ``_newest``, and most names are used only once
+            # Incarnation 1 is the default of ``_newest``, and most names are used only once.
+            if other.incarnation > 1:
                 self._newest[other.node] = other.incarnation
             if old is not None:
                 old.close(f"incarnation {other.incarnation} of node {other.node!r} has taken its place")

@@ -225,7 +225,8 @@ def examine_memory(config: RunConfig) -> Iterator[Finding]:
     path = resolve_model(config.model, has_tokenizer=config.tokenizer is None).path
     try:
         model = sketch_model(AutoConfig.from_pretrained(path, local_files_only=True))
-    except ValueError as error:  # transformers does not know the architecture: the check of the model says so
+    except ValueError as error:
+        # transformers does not know the architecture, which the check of the model reports.
         yield Finding(check="memory", verdict=Verdict.SKIPPED, detail=str(error).splitlines()[0])
         return
     devices = ["cuda", "cpu"] if torch.cuda.is_available() else ["cpu"]

@@ -235,7 +235,8 @@ class SlurmCommands:
                 )
         except TimeoutError:
             raise SchedulerError(f"{command} did not answer within {self.timeout_seconds:g} s") from None
-        except (OSError, ValueError) as error:  # ValueError: NUL bytes in arguments or variables
+        except (OSError, ValueError) as error:
+            # ValueError: NUL bytes in arguments or variables.
             raise SchedulerError(f"{command} cannot be run: {error}") from None
         return _Answer(status=done.returncode, output=_text(done.stdout), errors=_text(done.stderr))
 

@@ -244,7 +244,8 @@ class SlurmPlacement:
         self._final = self._final or status
         self.record = evolve(self.record, ended=status.reason.partition("\n")[0])
         try:
-            with anyio.CancelScope(shield=True):  # the caller may have a time limit, or look for another job
+            # The caller may have a time limit, or look for another job.
+            with anyio.CancelScope(shield=True):
                 await to_thread.run_sync(self._files.write_record, self.record)
                 await to_thread.run_sync(self._files.remove_bootstrap, self.name)
         finally:

@@ -131,7 +131,8 @@ class _Host(EveryPath):
             try:
                 response = await self._client.get(f"{service.url}/metrics", timeout=_SCRAPE_SECONDS)
                 found = tuple(text_string_to_metric_families(response.raise_for_status().text))
-            except (httpx.HTTPError, ValueError):  # it is starting or stopping, which its state says
+            except (httpx.HTTPError, ValueError):
+                # The service is starting or stopping, which its state says.
                 return
             for family in found:
                 # Prometheus refuses a second family of the same name.

@@ -90,7 +90,7 @@ async def test_a_full_disk_is_told_to_every_writer_and_ends_the_writing(tmp_path
             failed.append(str(error))
 
     async with SqliteJournal.open(path) as journal:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, hard))  # what a full disk is to this process
+        resource.setrlimit(resource.RLIMIT_FSIZE, (800_000, hard))  # what a full disk is to this process
         try:
             while not failed:
                 async with anyio.create_task_group() as tasks:

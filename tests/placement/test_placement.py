@@ -19,13 +19,17 @@ SETTINGS = {"experiment_name": "e", "total_steps": 2, "model": "tiny"}
 
 
 def test_a_killed_worker_costs_nothing_but_time(tmp_path):
-    """The sessions are lost with all that was open: a new attempt makes each step once, and nothing is left."""
-    play = Play(roles=("sessions", "proxy"), kills=[(1, "sessions-0")], steps=3)
+    """The sessions are lost with all that was open: a new attempt makes each step once, and nothing is left.
+
+    The groups of the first step are not sampled again.
+    """
+    play = Play(roles=("sessions", "proxy"), kills=[(1, "sessions-0")], steps=3, settings=("checkpoint.every_steps=9",))
     outcome = perform(play, tmp_path)
 
     assert 0 == outcome.code, outcome.output
     assert [1, 2, 3] == [record["step"] for record in outcome.metrics]
     assert 2 == outcome.attempts
+    assert 0 == outcome.metrics[0]["sampled_tokens"]
     assert [] == marked(play.mark)
 
 

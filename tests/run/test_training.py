@@ -146,6 +146,23 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, 
     assert (6, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
+def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tuple[Path, Result], tmp_path: Path):
+    """Its steps are repeated with the same groups, and lead to the same numbers."""
+    expected, _ = whole_run
+    run_dir = tmp_path / "run"
+    options = ("total_steps=3", "checkpoint.every_steps=100")
+    with run_elsewhere(run_dir, *options) as process:
+        wait_for_step(process, run_dir, 2)
+        process.kill()
+        process.wait()
+    result = run_here(run_dir, *options, "--resume=auto")
+
+    assert result.exit_code == 0, result.output
+    assert [0, 1, 2, 3] == [row["step"] for row in read_metrics(run_dir)]
+    assert 0 == read_metrics(run_dir)[2]["sampled_tokens"]
+    assert essence(expected)[:3] == essence(run_dir)[:3]
+
+
 def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):
     """Ctrl-C: a checkpoint, a summary as the last line, exit code 0, and no process left."""
     run_dir = tmp_path / "run"

@@ -216,13 +216,15 @@ def _read_admin_key(environment: Mapping[str, str]) -> str | None:
 
 
 def _is_resumed(mode: str, config: RunConfig, run_dir: Path | None, *, is_service: bool = False) -> bool:
-    """Return whether the run goes on where an earlier one ended. A service needs no checkpoint: it has its journal."""
+    """Return whether the run goes on where an earlier one ended. One with a journal needs no checkpoint."""
     if mode != ResumeMode.AUTO:
         return mode == ResumeMode.ALWAYS
     from areal_actors.dashboard import RunDirectory
 
     directory = config.run_directory if run_dir is None else RunDirectory(path=run_dir)
-    return directory.is_worth_keeping if is_service else any(directory.checkpoints.glob("step-*"))
+    if is_service:
+        return directory.is_worth_keeping
+    return directory.groups.exists() or any(directory.checkpoints.glob("step-*"))
 
 
 @click.command(cls=ResumableCommand)

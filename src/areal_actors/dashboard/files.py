@@ -14,6 +14,7 @@
       capture/           step-<n>.jsonl: rows that failed the capture check and stopped the run before step n
       exports/           <format>/: rows for other trainers
       checkpoints/       from which a run resumes
+      groups.sqlite      of a run over a dataset: finished groups that no checkpoint contains
       weights/           the trained model, as transformers loads it
       logs/              run.jsonl: log of the run; agents/<n>.log: output of agents in processes; service.log: output
                          of a service of a host; workers/<name>.log: output of workers
@@ -74,6 +75,11 @@ class RunDirectory:
     def journal(self) -> Path:
         """The session journal of a service, which survives a restart."""
         return self.path / "journal.sqlite"
+
+    @property
+    def groups(self) -> Path:
+        """The journal of a dataset run: groups that are finished, and not in a checkpoint."""
+        return self.path / "groups.sqlite"
 
     @property
     def metrics(self) -> Path:

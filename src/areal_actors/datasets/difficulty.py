@@ -104,6 +104,12 @@ class ProblemPools:
         self._num_drawn_N[row] += 1
         return row
 
+    def assign(self, position: int, row: int) -> None:
+        """Record that ``row`` was drawn for ``position`` by an earlier process, unless the state contains it."""
+        if position not in self._assigned and row < len(self._num_drawn_N):
+            self._assigned[position] = row
+            self._num_drawn_N[row] += 1
+
     def learn(self, position: int, group: Group) -> None:
         """Record how often the problem at ``position`` was solved. A group whose episodes all failed is ignored."""
         row = self._assigned.pop(position, None)

@@ -45,6 +45,7 @@ from areal_actors.domain.events import (
     SessionEnded,
     SessionForgotten,
     SessionStarted,
+    StepLeased,
     TurnEnded,
     VersionSaved,
 )
@@ -182,6 +183,7 @@ __all__ = [
     "SessionStarted",
     "SetResult",
     "Snapshot",
+    "StepLeased",
     "StreamItem",
     "TextDelta",
     "TokenHash",

@@ -26,6 +26,7 @@ __all__ = [
     "SessionEnded",
     "SessionForgotten",
     "SessionStarted",
+    "StepLeased",
     "TurnEnded",
     "VersionSaved",
 ]
@@ -102,12 +103,29 @@ class SessionForgotten:
 
 @frozen(kw_only=True)
 class GroupQueued:
-    """Ended sessions became a group that waits to be trained. Its rows are those of its sessions."""
+    """Ended sessions became a group that waits to be trained. Its rows are those of its sessions.
+
+    A group of a dataset has its rows in ``content``, encoded, and names no sessions. A later event without either
+    discards it.
+    """
 
     group: GroupId
     position: int
     sessions: tuple[SessionId, ...]
     data: Mapping[str, Any] = field(factory=dict)
+    content: bytes | None = field(default=None, repr=False)
+
+
+@frozen(kw_only=True)
+class StepLeased:
+    """The step that makes ``version`` trains ``groups`` of a dataset, in this order; without groups, it was discarded.
+
+    ``content`` is the encoded rest of the lease.
+    """
+
+    version: int
+    groups: tuple[GroupId, ...]
+    content: bytes = field(default=b"", repr=False)
 
 
 @frozen(kw_only=True)
@@ -133,6 +151,7 @@ JournalEvent = (
     | SessionEnded
     | SessionForgotten
     | GroupQueued
+    | StepLeased
     | GroupConsumed
     | VersionSaved
 )

@@ -40,6 +40,7 @@ from areal_actors.domain import (
     SessionEnded,
     SessionForgotten,
     SessionStarted,
+    StepLeased,
     ToolCall,
     TopLogprob,
     TurnEnded,
@@ -440,8 +441,15 @@ class Table:
             case "groups":
                 group, sessions = to_text(row["group_id"]), tuple(load_json(row["sessions"]))
                 event = GroupQueued(
-                    group=group, position=row["position"], sessions=sessions, data=load_json(row["data"])
+                    group=group,
+                    position=row["position"],
+                    sessions=sessions,
+                    data=load_json(row["data"]),
+                    content=row["content"],
                 )
+            case "steps":
+                groups = tuple(load_json(row["groups"]))
+                event = StepLeased(version=row["version"], groups=groups, content=row["content"])
             case "consumed":
                 group, is_trained = to_text(row["group_id"]), bool(row["is_trained"])
                 event = GroupConsumed(group=group, version=row["version"], is_trained=is_trained)
@@ -486,6 +494,8 @@ def _statements(event: JournalEvent, seq: int, now: float) -> Iterator[Statement
             yield _INSERTIONS["forgotten"], (seq, text(session), now)
         case GroupQueued():
             yield from _group_row(event, seq)
+        case StepLeased():
+            yield _INSERTIONS["steps"], (seq, event.version, dump_json(event.groups), event.content)
         case GroupConsumed(group=group):
             yield _INSERTIONS["consumed"], (seq, text(group), event.version, event.is_trained, now)
         case VersionSaved():
@@ -513,7 +523,8 @@ def _group_row(event: GroupQueued, seq: int) -> Iterator[Statement]:
     yield "DELETE FROM group_sessions WHERE group_id = ?", (group,)
     for session in dict.fromkeys(event.sessions):
         yield "INSERT INTO group_sessions (session, group_id) VALUES (?, ?)", (text(session), group)
-    yield _INSERTIONS["groups"], (seq, group, event.position, dump_json(event.sessions), dump_json(event.data))
+    values = (event.position, dump_json(event.sessions), dump_json(event.data), event.content)
+    yield _INSERTIONS["groups"], (seq, group, *values)
 
 
 # ------------------------------------------------------------------------------------------------------ tables
@@ -558,8 +569,14 @@ TABLES: tuple[Table, ...] = (
     Table(
         name="groups",
         key=("group_id",),
-        columns=("group_id", "position", "sessions", "data"),
+        columns=("group_id", "position", "sessions", "data", "content"),
         is_kept=_NOT_FINISHED,
+    ),
+    Table(
+        name="steps",
+        key=("version",),
+        columns=("version", "groups", "content"),
+        is_kept="version > ifnull((SELECT max(version) FROM saved_versions), version - 1)",
     ),
     Table(
         name="consumed",

@@ -1,4 +1,4 @@
-"""Settings of a service's journal."""
+"""Settings of journals."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class JournalSync(StrEnum):
 
 @frozen(kw_only=True)
 class JournalConfig:
-    """Persistence of a service's sessions and groups across restarts."""
+    """Persistence of a service's sessions and groups, and of the groups of a run over a dataset, across restarts."""
 
     enabled: bool = True
-    """Whether sessions and waiting groups are restored when the service is started again."""
+    """Whether what was finished and not trained is restored: sessions and groups of a service, groups of a dataset."""
     path: Path | None = None
-    """The journal's file; by default journal.sqlite in the run directory."""
+    """The journal's file of a service; by default journal.sqlite in the run directory."""
     sync: JournalSync = JournalSync.NORMAL
     """normal survives kill -9; full survives power loss and waits for the disk."""
     retention_days: float = field(default=0.0, validator=ge(0))
     """How long data that is no longer needed can be read by SQL; 0 deletes it at once."""
     allow_shared: bool = False
-    """Whether the file may be on a network filesystem, where a lost lock is noticed only at the next write."""
+    """Whether a service's file may be on a network filesystem, where a lost lock is noticed only at the next write."""
     max_pending: int = field(default=100_000, validator=gt(0))
     """Maximum number of events that wait for the disk; beyond it the disk is considered hung, and the journal fails."""

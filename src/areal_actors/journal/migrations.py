@@ -110,7 +110,15 @@ _EIGHTH = """
 ALTER TABLE turns ADD COLUMN digest TEXT;
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH)
+# Groups of datasets, whose sessions are not in the journal.
+_NINTH = """
+ALTER TABLE groups ADD COLUMN content BLOB;
+CREATE TABLE steps (
+    seq INTEGER PRIMARY KEY, version INTEGER NOT NULL UNIQUE, groups TEXT NOT NULL, content BLOB NOT NULL
+);
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH)
 """All steps; their number is the version that this program writes."""
 
 

@@ -468,6 +468,7 @@ def delete_gone(connection: sqlite3.Connection, *, until: float, limit: int = _B
     num_groups = _delete(connection, _OF_GROUPS, "group_id", done.fetchall())
     gone = connection.execute("SELECT session FROM gone_sessions WHERE forgotten_at <= ? LIMIT ?", (until, limit))
     num_sessions = _delete(connection, _OF_SESSIONS, "session", gone.fetchall())
+    connection.execute("DELETE FROM steps WHERE version <= (SELECT max(version) FROM saved_versions)")
     connection.execute("DELETE FROM saved_versions WHERE version < (SELECT max(version) FROM saved_versions)")
     return limit in (num_groups, num_sessions)
 

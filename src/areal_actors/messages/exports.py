@@ -11,6 +11,7 @@ __all__ = [
     "AcknowledgeLease",
     "BeginGroup",
     "DeliverGroup",
+    "DiscardLease",
     "Draw",
     "Drawn",
     "ExportSession",
@@ -107,6 +108,13 @@ class LeaseGroups(Message[Exports, Lease]):
 @frozen(kw_only=True)
 class AcknowledgeLease(Message[Exports, DataPosition]):
     """Forget the groups of a lease, which were trained. Replies with how far the problems have been consumed."""
+
+    lease: int
+
+
+@frozen(kw_only=True)
+class DiscardLease(Message[Exports, None]):
+    """Forget the groups of a lease in the journal, because training them failed: a resumed run samples them again."""
 
     lease: int
 

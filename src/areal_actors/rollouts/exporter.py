@@ -39,6 +39,7 @@ from areal_actors.messages import (
     Capacity,
     CollectSession,
     DeliverGroup,
+    DiscardLease,
     Draw,
     Drawn,
     Exports,
@@ -50,6 +51,7 @@ from areal_actors.messages import (
     SaveVersion,
     Sessions,
 )
+from areal_actors.rollouts.group_journal import GroupJournal, RecordedStep, RestoredQueue, StoredGroup
 from areal_actors.rollouts.staleness import StaleGroups, is_too_stale, leaves_time
 from areal_actors.training.metrics import measure_episodes
 
@@ -103,6 +105,9 @@ class Exporter(Actor[Exports]):
     Groups for which ``has_signal`` is false are replaced, as far as ``queue`` allows. With a ``journal``, trained
     groups are written down before the lease is acknowledged, and their sessions are kept until the weights are saved: a
     run that resumes from older weights trains them again.
+
+    With a ``group_journal``, groups of a dataset are stored when they are delivered. ``restored`` are those of an
+    earlier process; its steps are repeated with the same groups.
     """
 
     def __init__(
@@ -116,6 +121,8 @@ class Exporter(Actor[Exports]):
         start: DataPosition | None = None,
         are_problems_external: bool = False,
         journal: Journal | None = None,
+        group_journal: GroupJournal | None = None,
+        restored: RestoredQueue | None = None,
     ) -> None:
         self._sessions = sessions
         self._capacity = capacity
@@ -129,6 +136,7 @@ class Exporter(Actor[Exports]):
         self._start = start or DataPosition()
         self._positions = positions_from(self._start)
         self._pools: ProblemPools | None = None
+        self._num_problems: int | None = None
         self._requeued: set[int] = set()
         self._running: dict[int, int] = {}  # by position, the version at which the group was admitted
         self._consumed = HighestPosition(start) if are_problems_external else ConsumedPositions(start)
@@ -140,8 +148,30 @@ class Exporter(Actor[Exports]):
         self._leased_version = 0
         self._next_lease = 0
         self._drawn = Drawn()
+        self._group_journal = group_journal
+        self._is_lease_written = True
+        self._recorded: dict[int, RecordedStep] = {}
         self._changed = ChangeSignal()
+        if restored is not None:
+            self._restore(restored)
         self._context: Context
+
+    def _restore(self, restored: RestoredQueue) -> None:
+        self._recorded = {step.version: step for step in restored.steps}
+        self._held = {stored.group.id for stored in restored.held}
+        self._ready = {
+            stored.group.id: _Ready(group=stored.group, admitted=stored.admitted) for stored in restored.waiting
+        }
+        self._drawn = restored.drawn
+        positions = {stored.group.problem.position for stored in (*restored.held, *restored.rejected)}
+        self._positions = (position for position in self._positions if position not in positions)
+        for stored in (*restored.held, *restored.rejected):
+            if stored.row is not None:
+                self._open_pools(stored.num_problems).assign(stored.group.problem.position, stored.row)
+        for stored in restored.rejected:
+            self._consumed.add(stored.group.problem.position)
+            if self._pools is not None:
+                self._pools.learn(stored.group.problem.position, stored.group)
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -182,15 +212,19 @@ class Exporter(Actor[Exports]):
         position = min(self._requeued) if self._requeued else next(self._positions)
         self._requeued.discard(position)
         self._running[position] = message.version
-        # Created with the first group, because only the runner knows the number of problems.
-        if self._pools is None and self._queue.difficulty.enabled and message.num_problems:
-            self._pools = ProblemPools(
-                self._queue.difficulty,
-                num_problems=message.num_problems,
-                seed=self._queue.seed,
-                start=self._start.pools,
-            )
+        if self._queue.difficulty.enabled and message.num_problems:
+            self._open_pools(message.num_problems)
         return Draw(position=position, row=None if self._pools is None else self._pools.draw(position))
+
+    def _open_pools(self, num_problems: int | None) -> ProblemPools:
+        """Return the pools, created with the first group, because only the runner knows the number of problems."""
+        if self._pools is None:
+            assert num_problems is not None, "a group with a row is stored with the number of rows"
+            self._num_problems = num_problems
+            self._pools = ProblemPools(
+                self._queue.difficulty, num_problems=num_problems, seed=self._queue.seed, start=self._start.pools
+            )
+        return self._pools
 
     @DeliverGroup.handler
     async def deliver(self, message: DeliverGroup) -> bool:
@@ -213,6 +247,17 @@ class Exporter(Actor[Exports]):
         is_broken = any(episode.num_empty_turns for episode in group.episodes)
         has_rows = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
         is_accepted = is_broken or (has_rows and not self._replace(group))
+        if self._group_journal is not None:
+            position = group.problem.position
+            stored = StoredGroup(
+                group=evolve(group, problem=evolve(group.problem, data={})),
+                admitted=admitted,
+                row=None if self._pools is None else self._pools.draw(position),
+                num_problems=self._num_problems,
+                drawn=self._drawn,
+            )
+            # Not waited for: a group that is lost in the last moments is run again.
+            self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption)
         if is_accepted:
             self._held.add(group.id)
             self._ready[group.id] = _Ready(group=group, admitted=admitted)
@@ -220,6 +265,12 @@ class Exporter(Actor[Exports]):
             self._consume(group)
         self._changed.notify()  # a rejected group also matters: one fewer to wait for
         return is_accepted
+
+    @property
+    def _next_consumption(self) -> int:
+        """The version whose checkpoint is the first that contains what is consumed now."""
+        assert self._group_journal is not None
+        return self._group_journal.next_step if self._lease is None else self._leased_version + 1
 
     def _replace(self, group: Group) -> bool:
         """Count a group without signal as replaced by another group; return whether it was one."""
@@ -243,6 +294,11 @@ class Exporter(Actor[Exports]):
         """
         held_since: float | None = None
         while self._lease is None:
+            step = self._recorded.pop(message.version + 1, None)
+            if step is not None:
+                # Neither too old nor too few: an earlier process trained them in this step.
+                self._lend(message, tuple(stored.group for stored in step.groups), drawn=step.drawn)
+                break
             self._discard_stale(message)
             has_enough = len(self._ready) >= message.num_groups
             if has_enough and held_since is None:
@@ -260,18 +316,28 @@ class Exporter(Actor[Exports]):
             # Oldest first, before they exceed the staleness bound; those of one version in the order of their problems.
             ready = sorted(self._ready.values(), key=lambda entry: (entry.admitted, entry.group.problem.position))
             chosen = tuple(entry.group for entry in ready[: message.num_groups])
-            self._leased_version = message.version
             for group in chosen:
                 del self._ready[group.id]
-            max_staleness = None if self._queue.stale_groups is StaleGroups.TRAIN else message.max_staleness
             drawn = evolve(self._drawn, held_seconds=anyio.current_time() - (held_since or 0.0))
             if self._pools is not None:
                 drawn = evolve(drawn, easy=self._pools.count(Pool.EASY), hard=self._pools.count(Pool.HARD))
-            self._lease = Lease(id=self._next_lease, groups=chosen, max_staleness=max_staleness, drawn=drawn)
-            self._next_lease += 1
             self._drawn = Drawn()
-            self._changed.notify()
-        return self._lease
+            self._lend(message, chosen, drawn=drawn)
+        lease = self._lease
+        assert lease is not None
+        if self._group_journal is not None and not self._is_lease_written:
+            # Before the step begins: no group with tokens of its weights can be stored before its groups are known.
+            await self._group_journal.begin_step(message.version + 1, lease.groups, lease.drawn)
+            self._is_lease_written = True
+        return lease
+
+    def _lend(self, wanted: LeaseGroups, groups: tuple[Group, ...], *, drawn: Drawn) -> None:
+        max_staleness = None if self._queue.stale_groups is StaleGroups.TRAIN else wanted.max_staleness
+        self._leased_version = wanted.version
+        self._lease = Lease(id=self._next_lease, groups=groups, max_staleness=max_staleness, drawn=drawn)
+        self._next_lease += 1
+        self._is_lease_written = False
+        self._changed.notify()
 
     def _discard_stale(self, wanted: LeaseGroups) -> None:
         """Discard groups that are too old.
@@ -293,6 +359,8 @@ class Exporter(Actor[Exports]):
                 self._drawn = evolve(self._drawn, dropped=self._drawn.dropped + 1)
                 if self._journal is not None:
                     self._journal.note(GroupConsumed(group=group.id, version=version, is_trained=False))
+                if self._group_journal is not None:
+                    self._group_journal.reject(group.id, version=self._next_consumption)
                 self._consume(group, version=version, is_refunded=True)
             else:
                 self._drawn = evolve(self._drawn, requeued=self._drawn.requeued + 1)
@@ -318,14 +386,24 @@ class Exporter(Actor[Exports]):
                 # Before the lease is dropped: if the write fails, the lease is offered again.
                 await self._journal.write(*events)
             lease, self._lease = self._lease, None
+            if self._group_journal is not None:
+                self._group_journal.end_step(version, lease.groups)
             for group in lease.groups:
                 self._consume(group, version=version)
         pools = self._start.pools if self._pools is None else self._pools.summary()
         return evolve(self._consumed.summary(), pools=pools)
 
+    @DiscardLease.handler
+    async def discard(self, message: DiscardLease) -> None:
+        """Remove the groups of the lease from the journal. They stay leased."""
+        if self._group_journal is not None and self._lease is not None and self._lease.id == message.lease:
+            await self._group_journal.discard_step(self._leased_version + 1, self._lease.groups)
+
     @SaveVersion.handler
     async def save(self, message: SaveVersion) -> None:
         """Release the sessions that the saved weights were trained with."""
+        if self._group_journal is not None:
+            await self._group_journal.save(message.version)
         if self._journal is None:
             return
         await self._journal.write(VersionSaved(version=message.version))

@@ -244,9 +244,8 @@ class RunController:
         found = None
         if plan.resume or not is_first:
             found = await to_thread.run_sync(find_latest, plan.directory.checkpoints)
-        # A service may have been killed before its first checkpoint: it resumes with its initial weights and its
-        # journal.
-        if found is None and is_first and plan.resume and not plan.is_service:
+        # A run may have been killed before its first checkpoint: it resumes with its initial weights and its journal.
+        if found is None and is_first and plan.resume and not (plan.is_service or plan.directory.groups.exists()):
             raise no_checkpoint(plan.directory)
         checkpoint = None if found is None else found.step
         start = DataPosition() if found is None else parse_position(found.counters["caller"])

@@ -38,6 +38,7 @@ from areal_actors.messages import (
     DescribeEndpoint,
     Endpoint,
     EndSession,
+    EpisodeFinished,
     Exports,
     ExportSession,
     ForgetSession,
@@ -57,6 +58,7 @@ from areal_actors.proxy.metrics import ReadRun
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter, QueueConfig
+from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
 from areal_actors.rollouts.runner import Peers, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.run.rollouts import RolloutEngine, open_rollouts
@@ -361,11 +363,14 @@ async def spawn_session_actors(
     progress: Ref[Progress] | None = None,
     journal: Journal | None = None,
     is_worth_training: Callable[[Group], bool] | None = None,
+    group_journal: GroupJournal | None = None,
+    restored_queue: RestoredQueue | None = None,
     wall_clock: Callable[[], float] = time.time,
 ) -> SessionActors:
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
-    ``is_worth_training`` replaces the test for a training signal that follows from ``config.advantages``.
+    ``is_worth_training`` replaces the test for a training signal that follows from ``config.advantages``. Groups of a
+    dataset are written to ``group_journal``; ``restored_queue`` are those that it had.
     """
     journal = journal or NoJournal()
     told = [fact async for fact in journal.read()]
@@ -378,7 +383,10 @@ async def spawn_session_actors(
         await journal.write(*again)
     leftovers = recovered.leftovers
     del told, facts
+    queue = restored_queue or RestoredQueue()
     state = CapacityState.at_version(config.limits, version)
+    # Restored groups count as at their delivery, so that no more are admitted than in an undisturbed run.
+    state = evolve(state, accepted=state.accepted + len(queue.held))
     capacity = await system.spawn(CapacityGranter(state, config=config.capacity), name="capacity")
     sessions = await _spawn_session_manager(
         system,
@@ -400,8 +408,21 @@ async def spawn_session_actors(
         start=start,
         are_problems_external=config.intake is not None,
         journal=journal,
+        group_journal=group_journal,
+        restored=queue,
     )
     exports = await system.spawn(exporter, name="exports")
+    if progress is not None:
+        for stored in (*queue.held, *queue.rejected):
+            # Reports on versions from the resumed one on were removed when the reporter started.
+            report = partial(
+                EpisodeFinished,
+                problem=stored.group.problem,
+                version=stored.admitted,
+                is_repeated=stored.admitted < version,
+            )
+            for episode in stored.group.episodes:
+                await progress.tell(report(episode=episode))
     intake = None
     if config.intake is not None:
         peers = IntakePeers(sessions=sessions, exports=exports, capacity=capacity, progress=progress)

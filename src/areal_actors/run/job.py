@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from itertools import count
@@ -88,6 +90,7 @@ __all__ = [
     "prepare_agents",
     "prepared_directory",
     "require_packages",
+    "sampling_digest",
 ]
 
 _log = get_logger(__name__)
@@ -256,6 +259,20 @@ def log_advice(config: RunConfig) -> None:
     for name in (PhaseName.SFT, PhaseName.DISTILLATION):
         if getattr(config, name) is not None and name not in config.phases:
             _log.warning("setting", detail=f"{name} has no effect: phases is [{', '.join(config.phases)}].")
+
+
+_SAMPLING = (
+    *("seed", "batch_size", "model", "tokenizer", "dataset", "sources", "rollout", "gconfig", "renderer"),
+    *("phases", "distillation"),
+)
+"""The settings that decide how groups are sampled, and how many of them a step trains."""
+
+
+def sampling_digest(path: Path) -> str:
+    """Return a digest of the settings in ``path`` that groups are sampled with. Blocks."""
+    settings = yaml.safe_load(path.read_text(encoding="utf-8"))
+    chosen = {name: settings.get(name) for name in _SAMPLING}
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def no_checkpoint(directory: RunDirectory) -> CheckpointError:

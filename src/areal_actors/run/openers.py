@@ -21,7 +21,7 @@ from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, read_gauges
 from areal_actors.domain import Role
-from areal_actors.errors import CheckpointError
+from areal_actors.errors import CheckpointError, JournalError
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.telemetry import get_logger
@@ -47,6 +47,8 @@ from areal_actors.messages import (
 )
 from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
+from areal_actors.rollouts.exporter import ConsumedPositions
+from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
 from areal_actors.rollouts.runner import Agents, Peers
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.control_plane import receive_fd
@@ -66,6 +68,7 @@ from areal_actors.run.job import (
     load_supervised,
     open_group_teacher,
     prepare_agents,
+    sampling_digest,
 )
 from areal_actors.run.plan import REPLICA, Finder, needs_weights
 from areal_actors.run.ranks import RankOpener, open_ranks
@@ -144,7 +147,7 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
-    """Open the actors that share the journal of a service; other runs have none."""
+    """Open the actors that share the journal of a service, or that of the groups of a dataset."""
     config, spec, find = context.config, context.spec, context.find
     settings = settings_of(config, proxy=config.proxy, intake=config.intake if spec.has_intake else None)
     async with AsyncExitStack() as stack:
@@ -155,6 +158,9 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
         if spec.has_intake and config.journal.enabled:
             opening = SqliteJournal.open(config.journal.path or context.directory.journal, config.journal)
             journal = await stack.enter_async_context(opening)
+        group_journal, restored_queue = None, None
+        if spec.has_rollouts and not spec.has_intake and config.journal.enabled:
+            group_journal, restored_queue = await _open_group_journal(context, stack)
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
         opened = await spawn_session_actors(
             system,
@@ -165,6 +171,8 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
             start=spec.start,
             progress=await find(Progress, "progress"),
             journal=journal,
+            group_journal=group_journal,
+            restored_queue=restored_queue,
         )
         found: dict[str, Ref[Any] | None] = {
             "sessions": opened.sessions,
@@ -174,6 +182,39 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
             "accounts": opened.accounts,
         }
         yield Opened(actors={name: ref for name, ref in found.items() if ref is not None})
+
+
+async def _open_group_journal(
+    context: RoleContext, stack: AsyncExitStack
+) -> tuple[GroupJournal | None, RestoredQueue | None]:
+    """Open the journal of the groups of a dataset, and restore what an earlier process left.
+
+    If it cannot be used, the run goes on without: what is lost then is the time to sample some groups again.
+    """
+    config, spec = context.config, context.spec
+    # One process uses the file, as the run directory is locked. Its loss is not that of a service's sessions.
+    settings = evolve(config.journal, allow_shared=True, retention_days=0.0)
+    try:
+        journal = await stack.enter_async_context(SqliteJournal.open(context.directory.groups, settings))
+        consumed = ConsumedPositions(spec.start)
+        digest = await to_thread.run_sync(sampling_digest, spec.config)
+        restored = restore_queue(
+            [event async for event in journal.read()],
+            settings=digest,
+            version=spec.version,
+            first_version=config.limits.first_version,
+            is_done=consumed.__contains__,
+        )
+    except JournalError as error:
+        detail = "Groups that are finished but not trained are sampled again if the run is killed and resumed."
+        _log.warning("groups_not_durable", reason=str(error), detail=detail)
+        return None, None
+    group_journal = GroupJournal(journal, settings=digest, next_step=restored.next_step)
+    await group_journal.discard(restored)
+    if restored.held:
+        num_steps, num_waiting = len(restored.steps), len(restored.waiting)
+        _log.info("groups_restored", steps_repeated=num_steps, waiting=num_waiting, discarded=len(restored.void))
+    return group_journal, restored
 
 
 @asynccontextmanager

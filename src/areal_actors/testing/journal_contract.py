@@ -35,6 +35,7 @@ from areal_actors.domain import (
     SessionForgotten,
     SessionId,
     SessionStarted,
+    StepLeased,
     TurnEnded,
     VersionSaved,
     as_ints,
@@ -92,7 +93,8 @@ def restorable(events: Iterable[JournalEvent]) -> tuple[JournalEvent, ...]:
 
     A repeated event replaces the earlier one; a start and a turn keep their place. Removed are forgotten sessions that
     belong to no group, or only to groups that were consumed up to the newest saved version, and such groups themselves,
-    once all their sessions are forgotten: until then they record that these were trained.
+    once all their sessions are forgotten: until then they record that these were trained. Leases of steps up to the
+    newest saved version are removed.
     """
     kept: dict[tuple[object, ...], JournalEvent] = {}
     for event in events:
@@ -120,6 +122,7 @@ def restorable(events: Iterable[JournalEvent]) -> tuple[JournalEvent, ...]:
         if not _is_of(event, gone | unknown)
         and not (isinstance(event, GroupQueued | GroupConsumed) and event.group in done)
         and not (isinstance(event, VersionSaved) and event.version != newest)
+        and not (isinstance(event, StepLeased) and newest is not None and event.version <= newest)
     )
 
 
@@ -131,8 +134,8 @@ def _key(event: JournalEvent) -> tuple[object, ...]:
             return RewardSet, event.session, event.interaction
         case GroupQueued() | GroupConsumed():
             return type(event), event.group
-        case VersionSaved():
-            return VersionSaved, event.version
+        case VersionSaved() | StepLeased():
+            return type(event), event.version
         case _:
             return type(event), event.session
 
@@ -158,7 +161,10 @@ async def check_facts_come_back_in_order(open_journal: OpenJournal) -> None:
     """Facts of every kind are read as they were written, in order, whether written or noted."""
     group = GroupQueued(group=GroupId("g"), position=3, sessions=(SessionId("a"), SessionId("b")), data={"x": [1]})
     consumed = GroupConsumed(group=GroupId("g"), version=6, is_trained=True)
-    events = (*create_session("a"), *create_session("b"), group, consumed, VersionSaved(version=5))
+    encoded = GroupQueued(group=GroupId("h"), position=4, sessions=(), content=b"\0rows")
+    leased = StepLeased(version=6, groups=(GroupId("h"), GroupId("g")), content=b"\0")
+    sessions = (*create_session("a"), *create_session("b"))
+    events = (*sessions, group, encoded, leased, consumed, VersionSaved(version=5))
     async with open_journal() as journal:
         for event in events[:5]:
             await journal.write(event)
@@ -271,6 +277,23 @@ async def check_groups_stay_until_their_weights_are_saved(open_journal: OpenJour
     assert await _read(open_journal) == (VersionSaved(version=5),)
 
 
+async def check_leases_stay_until_their_weights_are_saved(open_journal: OpenJournal) -> None:
+    """The lease of a step, and its encoded groups, stay until the weights that it made are saved."""
+    group = GroupId("g")
+    queued = GroupQueued(group=group, position=0, sessions=(), content=b"rows")
+    leased = StepLeased(version=5, groups=(group,))
+    events = (queued, leased, GroupConsumed(group=group, version=5, is_trained=True), VersionSaved(version=4))
+    async with open_journal() as journal:
+        await journal.write(*events)
+
+    assert await _read(open_journal) == events
+
+    async with open_journal() as journal:
+        await journal.write(VersionSaved(version=5))
+
+    assert await _read(open_journal) == (VersionSaved(version=5),)
+
+
 JOURNAL_CHECKS: tuple[Check, ...] = (
     check_a_new_journal_is_empty,
     check_facts_come_back_in_order,
@@ -282,5 +305,6 @@ JOURNAL_CHECKS: tuple[Check, ...] = (
     check_forgotten_sessions_go,
     check_groups_stay_until_their_weights_are_saved,
     check_groups_stay_until_their_sessions_are_forgotten,
+    check_leases_stay_until_their_weights_are_saved,
 )
 """All checks."""

@@ -37,7 +37,7 @@ from areal_actors.domain import (
     Group,
     PoolsState,
 )
-from areal_actors.errors import CaptureViolation, CustomFunctionError, TrainingStalled
+from areal_actors.errors import CaptureViolation, CustomFunctionError, ExportError, TrainingDiverged, TrainingStalled
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread, Ref
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
@@ -45,6 +45,7 @@ from areal_actors.messages import (
     AwaitTraining,
     Capacity,
     DescribeEngine,
+    DiscardLease,
     Evaluate,
     EvaluationFinished,
     Exports,
@@ -271,7 +272,11 @@ class TrainerActor(Actor[Training]):
         """
         try:
             return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness, recorder=recorder)
+        except (TrainingDiverged, ExportError):
+            await self._discard(lease)
+            raise
         except CaptureViolation as violation:
+            await self._discard(lease)
             if self._captures is not None:
                 path = anyio.Path(self._captures / f"step-{self._policy.version + 1}.jsonl")
                 try:
@@ -287,6 +292,11 @@ class TrainerActor(Actor[Training]):
             if not self._policy.is_within_step:
                 await self._save(is_last=True)
             raise
+
+    async def _discard(self, lease: Lease) -> None:
+        """Let a resumed run sample other groups: these would fail again. Warm steps have no groups to discard."""
+        if lease.id >= 0:
+            await self._peers.exports.ask(DiscardLease(lease=lease.id))
 
     async def _lease(self) -> Lease | None:
         """Return the next batch, or ``None`` if a stop was requested first."""

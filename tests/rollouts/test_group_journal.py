@@ -1,0 +1,339 @@
+"""Groups of a dataset outlive a killed run: each is trained once, in the step that it was recorded for."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import anyio
+import pytest
+from attrs import define, evolve, field
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rollouts.test_exporter import make_group
+from tests.stacks.inference_stack import encode, renderer
+from tests.stacks.journals import Breakable
+from tests.stacks.rollout_stack import Notebook
+
+from areal_actors.datasets import DifficultyConfig
+from areal_actors.domain import (
+    DataPosition,
+    Episode,
+    GroupQueued,
+    JournalEvent,
+    SessionId,
+    StepLeased,
+    VersionSaved,
+)
+from areal_actors.generation.actor import GenerationActor
+from areal_actors.journal import MemoryJournal
+from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.messages import (
+    AcknowledgeLease,
+    BeginGroup,
+    Capacity,
+    ClaimPermit,
+    DeliverGroup,
+    DescribeCapacity,
+    DiscardLease,
+    EpisodeFinished,
+    Exports,
+    Lease,
+    LeaseGroups,
+    Progress,
+    SaveVersion,
+    SettlePermit,
+    VersionAdvanced,
+)
+from areal_actors.rollouts.exporter import ConsumedPositions, QueueConfig
+from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, StoredGroup, restore_queue
+from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.inference import InferenceConfig, spawn_session_actors
+from areal_actors.testing.engines import EchoEngine
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = CapacityLimits(max_concurrent=6, batch_size=2, max_staleness=1)
+POOLS = QueueConfig(difficulty=DifficultyConfig(enabled=True), seed=3)
+
+
+class Killable(MemoryJournal):
+    """What is only noted is lost when the process is killed, except for the ``kept`` first events."""
+
+    def __init__(self, events: list[JournalEvent], *, kept: int) -> None:
+        super().__init__(events)
+        self._noted: list[JournalEvent] = []
+        self._kept = kept
+
+    async def write(self, *events: JournalEvent) -> None:
+        await super().write(*self._noted, *events)
+        self._noted.clear()
+
+    def note(self, *events: JournalEvent) -> None:
+        self._noted += events
+
+    @property
+    def surviving(self) -> list[JournalEvent]:
+        return [*self.events, *self._noted[: self._kept]]
+
+
+@define
+class World:
+    """What is on disk, and what all processes have seen."""
+
+    events: list[JournalEvent] = field(factory=list)
+    saved: int = 0
+    position: DataPosition = field(factory=DataPosition)
+    steps: dict[int, list[int]] = field(factory=dict)
+    """The positions that each step was given, by all processes."""
+
+    @property
+    def stored(self) -> set[int]:
+        return {event.position for event in self.events if isinstance(event, GroupQueued)}
+
+    def restore(self, version: int | None = None) -> RestoredQueue:
+        done = ConsumedPositions(self.position)
+        at = self.saved if version is None else version
+        return restore_queue(self.events, settings="s", version=at, is_done=done.__contains__)
+
+    @asynccontextmanager
+    async def open_process(
+        self, journal: MemoryJournal, *, queue: QueueConfig, progress: Ref[Progress] | None = None
+    ) -> AsyncIterator[Process]:
+        restored = self.restore()
+        async with ActorSystem.open(grace=0.0) as system:
+            group_journal = GroupJournal(journal, settings="s", next_step=restored.next_step)
+            await group_journal.discard(restored)
+            actors = await spawn_session_actors(
+                system,
+                InferenceConfig(limits=LIMITS, queue=queue),
+                renderer=renderer(),
+                generation=await system.spawn(GenerationActor(EchoEngine(lambda _: encode("42")))),
+                version=self.saved,
+                start=self.position,
+                progress=progress,
+                group_journal=group_journal,
+                restored_queue=restored,
+            )
+            view = await actors.capacity.ask(DescribeCapacity())
+            assert self.saved * LIMITS.batch_size + len(restored.held) == view.accepted
+            yield Process(self, actors.exports, actors.capacity, self.saved, self.position, self.stored)
+
+
+@define
+class Process:
+    """One process of the run; its methods are the moves of the runner and of the trainer."""
+
+    world: World
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    version: int
+    position: DataPosition
+    stored: set[int]
+    begun: list[tuple[int, int, int]] = field(factory=list)
+    lease: Lease | None = None
+
+    async def begin(self) -> None:
+        if (await self.capacity.ask(DescribeCapacity())).available <= 0:
+            return
+        permit = await self.capacity.ask(ClaimPermit(holder="test"))
+        draw = await self.exports.ask(BeginGroup(version=permit.version, num_problems=5))
+        assert draw.position not in self.stored, "a stored group is not sampled again"
+        self.begun.append((draw.position, permit.id, permit.version))
+
+    async def deliver(self, at: int = 0) -> None:
+        """The oldest group is over; of every third, nothing can be trained."""
+        if len(self.begun) <= at:
+            return
+        position, permit, version = self.begun.pop(at)
+        group = make_group(position, version=version, num_trained=0 if position % 3 == 2 else 2)
+        is_accepted = await self.exports.ask(DeliverGroup(group=group))
+        await self.capacity.ask(SettlePermit(permit=permit, is_accepted=is_accepted))
+
+    async def deliver_second(self) -> None:
+        await self.deliver(1)
+
+    async def lend(self) -> None:
+        with anyio.move_on_after(1):
+            wanted = LeaseGroups(num_groups=LIMITS.batch_size, version=self.version, max_staleness=1)
+            self.lease = await self.exports.ask(wanted)
+            positions = [group.problem.position for group in self.lease.groups]
+            assert self.world.steps.setdefault(self.version + 1, positions) == positions, "a step is always the same"
+            assert max(group.head_version for group in self.lease.groups) <= self.version
+
+    async def step(self) -> None:
+        await self.lend()
+        if self.lease is not None:
+            self.position = await self.exports.ask(AcknowledgeLease(lease=self.lease.id))
+            self.lease = None
+            self.version += 1
+            await self.capacity.ask(VersionAdvanced(version=self.version))
+
+    async def save(self) -> None:
+        if self.lease is None:
+            self.world.saved, self.world.position = self.version, self.position
+            await self.exports.ask(SaveVersion(version=self.version))
+
+
+MOVES = st.lists(
+    st.sampled_from(
+        ["begin", "begin", "begin", "deliver", "deliver", "deliver_second", "lend", "step", "step", "save"]
+    ),
+    max_size=30,
+)
+
+
+@given(lives=st.lists(st.tuples(MOVES, st.integers(0, 3)), max_size=5), has_pools=st.booleans())
+async def test_killed_at_any_moment_each_group_is_trained_once_in_its_step(
+    lives: list[tuple[list[str], int]],
+    has_pools: bool,  # noqa: FBT001 - a parameter of the test
+):
+    """Stored groups are not sampled again, recorded steps have their groups, and no position is lost or repeated."""
+    world, queue = World(), POOLS if has_pools else QueueConfig()
+    rounds = ["begin"] * 6 + ["deliver"] * 6 + ["step"] * 3
+    for moves, kept in [*lives, (rounds * 4 + ["save"], 0)]:
+        journal = Killable(world.events, kept=kept)
+        async with world.open_process(journal, queue=queue) as process:
+            for move in moves:
+                await getattr(process, move)()
+        world.events = journal.surviving
+    trained = [position for version in range(1, world.saved + 1) for position in world.steps[version]]
+    done = {*trained, *(position for position in range(max(trained)) if position % 3 == 2)}
+
+    assert world.saved >= 4
+    if world.position.pools is not None:
+        num_drawn = sum(problem.num_drawn for problem in world.position.pools.problems)
+        num_done = world.position.next - len(world.position.pending)
+        assert num_drawn == num_done + len(world.position.pools.assigned), "each problem is drawn once"
+    assert len(trained) == len(set(trained))
+    assert max(trained) - len(done) < LIMITS.max_concurrent  # the others run, or wait for a batch
+
+
+def stored(position: int, *, version: int = 0, settings: str = "s", is_rejected: bool = False) -> list[JournalEvent]:
+    """The events of a delivered group."""
+    journal = MemoryJournal()
+    group_journal = GroupJournal(journal, settings=settings)
+    entry = StoredGroup(group=make_group(position, version=version), admitted=version)
+    group_journal.add(entry, rejected_at=1 if is_rejected else None)
+    return journal.events
+
+
+def leased(version: int, *positions: int) -> StepLeased:
+    empty = b"\x01\x00\x00\x00" + b"\x02\x00\x00\x00" + b"\x91\x80"
+    return StepLeased(version=version, groups=tuple(make_group(at).id for at in positions), content=empty)
+
+
+def positions(groups: tuple[StoredGroup, ...]) -> list[int]:
+    return [entry.group.problem.position for entry in groups]
+
+
+def test_what_a_checkpoint_contains_is_not_restored():
+    """Steps up to its version are over, and so are the problems that it counts as done."""
+    events = [*stored(0), *stored(1), leased(1, 0), leased(2, 1), *stored(2)]
+    restored = restore_queue(events, settings="s", version=1, is_done={0}.__contains__)
+
+    assert [(2, [1])] == [(step.version, positions(step.groups)) for step in restored.steps]
+    assert ([2], 3) == (positions(restored.waiting), restored.next_step)
+
+
+@pytest.mark.parametrize("lost", ["group", "step", "settings"])
+def test_steps_are_repeated_up_to_a_gap(lost: str):
+    """Tokens of later versions are discarded with the steps that made those, once and for all."""
+    events = [
+        *stored(0),
+        *stored(1),
+        leased(1, 0),
+        *stored(2, version=1, settings="other" if lost == "settings" else "s"),
+    ]
+    events += [leased(2, 2), *stored(3, version=2), *stored(4, version=1), leased(3, 3)]
+    if lost == "group":
+        events = [event for event in events if not (isinstance(event, GroupQueued) and event.position == 2)]
+    if lost == "step":
+        events = [event for event in events if not (isinstance(event, StepLeased) and event.version == 2)]
+    restored = restore_queue(events, settings="s", version=0)
+    again = restore_queue([*events, *restored.void], settings="s", version=0)
+
+    assert [[0]] == [positions(step.groups) for step in restored.steps]
+    assert set(positions(restored.waiting)) == ({1, 4, 2} if lost == "step" else {1, 4})
+    assert (restored.steps, restored.waiting, ()) == (again.steps, again.waiting, again.void)
+
+
+def test_only_tokens_of_lost_weights_are_marked():
+    """They are not checked against weights that are made again; those of the checkpoint are."""
+    events = [*stored(0), leased(1, 0), *stored(1, version=1), *stored(2, is_rejected=True)]
+    restored = restore_queue(events, settings="s", version=0)
+    (waiting,) = restored.waiting
+    (done,) = restored.rejected
+
+    assert [True] == [episode.is_restored for episode in waiting.group.episodes]
+    assert [False] == [episode.is_restored for episode in restored.steps[0].groups[0].group.episodes]
+    assert 2 == done.group.problem.position
+
+
+def test_a_group_that_another_release_encoded_is_sampled_again():
+    """It is discarded, with what depends on it."""
+    (event,) = stored(0)
+    restored = restore_queue([evolve(event, content=b"\x01\x00\x00\x00\xff"), leased(1, 0)], settings="s", version=0)
+
+    assert ((), ()) == (restored.steps, restored.waiting)
+    assert 2 == len(restored.void)
+
+
+async def test_a_batch_that_cannot_be_trained_is_sampled_again():
+    """A resumed run would fail on it again."""
+    world = World()
+    journal = Killable(world.events, kept=99)
+    async with world.open_process(journal, queue=QueueConfig()) as process:
+        for move in ("begin", "begin", "deliver", "deliver", "lend"):
+            await getattr(process, move)()
+        assert process.lease is not None
+        await process.exports.ask(DiscardLease(lease=process.lease.id))
+    world.events = journal.surviving
+
+    assert RestoredQueue() == evolve(world.restore(), void=())
+
+
+async def test_a_journal_that_breaks_does_not_end_the_run():
+    """Groups are trained on; only a crash samples them again."""
+    world, journal = World(), Breakable()
+    async with world.open_process(journal, queue=QueueConfig()) as process:
+        journal.is_broken = True
+        for move in ("begin", "begin", "deliver", "deliver", "step", "save"):
+            await getattr(process, move)()
+
+    assert (1, {1: [0, 1]}) == (process.version, world.steps)
+    assert [] == journal.events
+
+
+async def test_rows_that_cannot_be_stored_are_trained():
+    """Objects of a workflow have no form on a disk."""
+    journal = MemoryJournal()
+    row = make_group(0)
+    odd = evolve(row, episodes=(Episode(session=SessionId("s"), member=0, logged={"x": object()}),))  # type: ignore[dict-item]
+    GroupJournal(journal).add(StoredGroup(group=odd, admitted=0))
+
+    assert [] == journal.events
+
+
+async def test_restored_episodes_are_reported_once():
+    """The reporter removed what was reported of the versions from the checkpoint's on."""
+    world = World(events=[*stored(0), *stored(1, is_rejected=True), *stored(2)])
+    async with ActorSystem.open() as system:
+        notebook = Notebook()
+        progress = await system.spawn(notebook)
+        for _ in range(2):
+            async with world.open_process(Killable(world.events, kept=0), queue=QueueConfig(), progress=progress):
+                await anyio.wait_all_tasks_blocked()
+            world.saved, world.position = 1, DataPosition(next=1)  # the second process resumes from there
+
+    assert all(isinstance(news, EpisodeFinished) for news in notebook.news)
+    told = [(news.problem.position, news.is_repeated) for news in notebook.news]
+    assert [(0, False), (2, False), (1, False), (2, True), (1, True)] == told
+
+
+async def test_saved_versions_are_told():
+    """What they were trained with is deleted by the journal."""
+    journal = MemoryJournal()
+    await GroupJournal(journal).save(4)
+
+    assert [VersionSaved(version=4)] == journal.events

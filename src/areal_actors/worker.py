@@ -39,6 +39,7 @@ from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.open_files import raise_open_files_limit
 from areal_actors.lib.telemetry import get_logger, logging_to_stream
+from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import (
     AwaitReady,
     AwaitTraining,
@@ -89,7 +90,7 @@ def main() -> NoReturn:
     # Until the worker listens for it: the default action of the signal would end a worker that is still starting. Not
     # by blocking it, which would hold for this thread only, and a numeric library has started others.
     signal.signal(signal.SIGUSR1, _note_early_warning)
-    with logging_to_stream():
+    with logging_to_stream(), open_tracing():
         line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
         rank = None
         with suppress(ValueError):

@@ -24,6 +24,7 @@ from areal_actors.domain import (
     StreamItem,
 )
 from areal_actors.kernel import Message, Ref, StreamMessage
+from areal_actors.lib.tracing import TraceContext
 
 __all__ = [
     "CheckCredential",
@@ -121,6 +122,8 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
+    trace: TraceContext | None = None
+    """The span of which the sessions record children."""
 
 
 @frozen(kw_only=True)
@@ -133,6 +136,7 @@ class StreamComplete(StreamMessage[Sessions, StreamItem]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
+    trace: TraceContext | None = None
 
 
 @frozen(kw_only=True)

@@ -139,10 +139,14 @@ class CompletionEndpoint:
     ) -> None:
         """Have the sessions answer the parsed request, as a stream or in one document."""
         if parsed.is_stream:
-            message = StreamComplete(credential=credential, request=parsed.request, attempt=attempt)
+            message = StreamComplete(
+                credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
+            )
             await self._stream(exchange, message, parsed, usage)
         else:
-            asked = Complete(credential=credential, request=parsed.request, attempt=attempt)
+            asked = Complete(
+                credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
+            )
             answers = await exchange.until_hang_up(lambda: self.sessions.ask(asked))
             if usage is not None:
                 usage.count_all(answers)

@@ -28,6 +28,7 @@ from starlette.routing import BaseRoute, Match
 
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable
 from areal_actors.kernel import root_cause
+from areal_actors.lib import tracing
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.dialects.fields import parse_json
@@ -126,6 +127,20 @@ class Operations(BaseRoute):
         """Serve one request, and format any failure."""
         operation = self._table[scope["areal.operation"]]
         exchange = Exchange(scope, receive, send)
+        if tracing.get_tracer() is None or operation.is_always_open:
+            await self._answer(operation, exchange)
+            return
+        span = tracing.start_request(
+            exchange.method, exchange.operation, exchange.headers, request_id=exchange.request_id
+        )
+        exchange.span = span
+        try:
+            await self._answer(operation, exchange)
+        finally:
+            if span is not None:
+                span.end(exchange.status or None)
+
+    async def _answer(self, operation: Operation, exchange: Exchange) -> None:
         try:
             if exchange.method not in operation.methods:
                 allowed = ", ".join(operation.methods)
@@ -212,6 +227,8 @@ class Exchange:
         # One scope serves the body timeout, hang-ups and ``cut``: entering a scope for each would slow every request.
         self.lifetime = anyio.CancelScope()
         """The cancel scope around the handling of the request."""
+        self.span: tracing.RequestSpan | None = None
+        """The span of the request, if it is traced."""
         self.reason: Exception | None = None
         """The reason for which the request was cut short, or ``None``."""
         self.body_seconds = math.inf
@@ -251,6 +268,10 @@ class Exchange:
         """The query's parameters; of repeated ones, the last."""
         raw: bytes = self.scope["query_string"]
         return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
+
+    def create_trace(self) -> tracing.TraceContext | None:
+        """Return the context for a message that is sent now on behalf of the request, if it is traced."""
+        return None if self.span is None else self.span.create_context()
 
     # --------------------------------------------------------------------------------------------- the request
 

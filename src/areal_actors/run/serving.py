@@ -24,6 +24,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import get_logger, logging_to_file
+from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
 from areal_actors.run.checks import log_functions, try_functions
@@ -118,7 +119,7 @@ class Server:
             if announce is not None:
                 announce(endpoint, directory)
 
-        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
+        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
             log_functions(functions)
             log_advice(config)
             _warn_of_singletons(config)

@@ -21,6 +21,7 @@ from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
+from areal_actors.lib.tracing import open_tracing
 from areal_actors.run.checks import check_teacher, log_functions, try_functions
 from areal_actors.run.controller import run_plan
 from areal_actors.run.job import directory_of, load_supervised, log_advice, prepare_agents, prepared_directory
@@ -90,7 +91,7 @@ class Trainer:
         has_agent = workflow is not None or any(rollout.workflow is not None for rollout in config.agents.values())
         opening = nullcontext() if is_rollout_apart or not has_agent else prepare(config)
         started = time.monotonic()
-        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
+        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
             log_functions(functions)
             log_advice(config)
             async with opening as agents:

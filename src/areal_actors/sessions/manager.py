@@ -41,6 +41,7 @@ from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, Reque
 from areal_actors.journal import Journal, NoJournal, Recovered
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.lib.tracing import CompletionTrace
 from areal_actors.messages import (
     Capacity,
     CheckCredential,
@@ -385,9 +386,11 @@ class SessionManager(Actor[Sessions]):
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
+        trace = CompletionTrace.begin(message.trace)
         begun = await self._repeat_or_begin(message)
         if not isinstance(begun, PendingRequest):
             return begun
+        begun.follow(trace)
         answers = await self._executor.answer(begun)
         begun.note_delivered()
         return answers
@@ -398,11 +401,13 @@ class SessionManager(Actor[Sessions]):
 
         The choices of one request are sampled together and delivered one after another.
         """
+        trace = CompletionTrace.begin(message.trace)
         turn = await self._repeat_or_begin(message)
         if not isinstance(turn, PendingRequest):
             for item in replay(turn):
                 yield item
             return
+        turn.follow(trace)
         async with self._executor.sampling(turn) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(

@@ -57,6 +57,7 @@ from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnde
 from areal_actors.journal import RecoveredSession
 from areal_actors.kernel import BackgroundTasks, Ref
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.lib.tracing import CompletionTrace, SampledChoice
 from areal_actors.messages import Generate, Generation
 from areal_actors.rendering import Renderer, StreamParser, join_deltas
 from areal_actors.sessions.journal import SessionJournal
@@ -95,6 +96,7 @@ class PendingRequest:
     is_streaming: bool = False
     sending: CachedRequest[PendingRequest] | None = None
     journal: SessionJournal | None = None
+    trace: CompletionTrace | None = None
     _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
     _adopted: anyio.CancelScope | None = field(default=None, init=False)
@@ -111,6 +113,14 @@ class PendingRequest:
             interactions = tuple(choice.interaction for choice in self.choices)
             self.sending = attempts.begin(attempt, interactions, self, anyio.current_time())
             self.sending.asked = asked_of(self.plan.request, self.requests[0].key)
+
+    def follow(self, trace: CompletionTrace | None) -> None:
+        """Trace the request, whose prompt has been rendered, if there is a ``trace``."""
+        if trace is not None:
+            self.trace = trace
+            trace.note_rendered()
+            for choice in self.choices:
+                choice.trace = trace
 
     def note_delivered(self) -> None:
         """Record that a caller has received the answers, and counted their tokens."""
@@ -154,6 +164,12 @@ class PendingRequest:
             Unavailable: the answers could not be written, and are not recorded.
             SessionEnded: the session ended while the answers waited to be written.
         """
+        if self.trace is not None:
+            with self.trace.capturing():
+                return await self._complete(*choices)
+        return await self._complete(*choices)
+
+    async def _complete(self, *choices: Choice) -> tuple[Answer, ...]:
         journal = self.journal
         if journal is None or not choices:
             return tuple(choice.complete() for choice in choices)
@@ -200,6 +216,9 @@ class PendingRequest:
             self.sending.end(answers if len(answers) == len(self.choices) else None, now)
         if self._ended is not None:
             self._ended.set()
+        if self.trace is not None:
+            choices = tuple(choice.describe_sampled() for choice in self.choices)
+            self.trace.record(choices, num_prompt_tokens=len(self.plan.token_ids))
 
     def fail(self, reason: str) -> None:
         """Record why no answer was produced."""
@@ -543,6 +562,7 @@ class Choice:
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
         self.is_ended = False
+        self.trace: CompletionTrace | None = None
         self.answer: Answer | None = None
         """The answer, once complete."""
 
@@ -560,6 +580,8 @@ class Choice:
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
         """Store a chunk; return the deltas that the client may see."""
         self._chunks.append(chunk)
+        if self.trace is not None:
+            self.trace.note_chunk(self.index)
         if self._parser is None or len(chunk.token_ids) == 0:
             return ()
         return self._note(self._parser.feed(chunk.token_ids))
@@ -644,6 +666,21 @@ class Choice:
         if not self.is_ended:
             self.is_ended = True
             self._tree.fail(self.interaction, reason, self._sampled().completion if self._chunks else None)
+
+    def describe_sampled(self) -> SampledChoice:
+        """Return what the spans of a traced request say."""
+        chunks = self._chunks
+        finish = chunks[-1].finish if chunks else None
+        recorded = self._tree.get(self.interaction)
+        error = None if self.answer is not None else recorded.failure or recorded.status.value
+        return SampledChoice(
+            interaction=self.interaction,
+            num_tokens=sum(len(chunk.token_ids) for chunk in chunks),
+            num_cached_tokens=chunks[0].num_cached_tokens if chunks else 0,
+            versions=tuple(sorted({chunk.version for chunk in chunks if len(chunk.token_ids)})),
+            finish=(finish or FinishReason.ABORT).value,
+            error=error,
+        )
 
     def _stop_sequence(self, completion: Completion) -> str | None:
         """Return the stop string that ended the text. Without a stream, the text is parsed again to find it."""

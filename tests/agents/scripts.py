@@ -215,6 +215,31 @@ def pi(work: Path) -> Episode:
     )
 
 
+def cline(work: Path) -> Episode:
+    """Return the episode of Cline, which continues only in a terminal: it ends with the interruption."""
+    words = str(work / "words.txt")
+
+    def run(command: str) -> Turn:
+        return call("run_commands", commands=[command])
+
+    main = (
+        call("editor", path=words, new_text=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("read_files", files=[{"path": words}]),
+        *(call("editor", path=words, old_text=old, new_text=new) for old, new in EDITS),
+        run("ls missing-file"),
+        Turn((Call("read_files", {"files": [{"path": words}]}), Call("run_commands", {"commands": ["wc words.txt"]}))),
+        call("spawn_agent", systemPrompt="You count.", task="[[sub:0]] Count the words."),
+        Turn((Call("run_commands", {"commands": ["wc -l words.txt"]}),), text=STORY, fault=Fault.HELD),
+    )
+    sub = (run("wc -w words.txt"), say("Three words."))
+    return Episode(
+        script=Script(main=main, sub=sub),
+        invocations=(Invocation(prompt=TASK, is_interrupted=True),),
+        files={"words.txt": UPPER},
+        expected={"turns": 8, "sub_turns": 2, "cancelled": 1},
+    )
+
+
 def mini_swe_agent(_: Path) -> Episode:
     """Return the episode of mini-swe-agent, which has one tool, streams nothing and cannot continue."""
 
@@ -264,6 +289,7 @@ EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "opencode": opencode,
     "qwen-code": qwen_code,
     "pi": pi,
+    "cline": cline,
     "mini-swe-agent": mini_swe_agent,
     "openai-js-chat": javascript,
     "openai-js-responses": javascript,

@@ -13,11 +13,13 @@ import pytest
 
 from areal_actors.bugs import FixFunction
 from areal_actors.config import load_config
+from areal_actors.datasets import load_problems
 from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.lib.references import import_reference
 from areal_actors.run import Trainer
 from areal_actors.workflows import resolve_agent
+from areal_actors.workflows.bfcl import FunctionCaller
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -140,6 +142,19 @@ def test_the_job_of_bugs_can_be_read(tmp_path):
 
     assert "areal_actors.bugs.FixFunction" == config.rollout.workflow
     assert isinstance(resolve_agent(config.rollout.workflow, workflow_kwargs={"sandbox": "none"}), FixFunction)
+
+
+def test_the_job_of_function_calling_can_be_read():
+    """Its problems have answers, and its agent is found; to evaluate takes the pretrained model."""
+    config = load_config(EXAMPLES / "bfcl.yaml")
+    sets = {
+        name: load_problems(dataset, import_reference=import_reference)
+        for name, dataset in config.eval_datasets.items()
+    }
+
+    assert {"simple": 4, "multiple": 2, "parallel": 2, "irrelevance": 2} == {name: len(sets[name]) for name in sets}
+    agent = resolve_agent(config.rollout.workflow, workflow_kwargs=config.rollout.workflow_kwargs)
+    assert FunctionCaller(max_tokens=128) == agent
 
 
 def test_the_processes_of_a_machine_are_placed():

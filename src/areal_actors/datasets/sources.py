@@ -9,6 +9,7 @@ A configuration names exactly one of them::
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
     dataset: {harbor: tasks}
     dataset: {verifiers: {id: gsm8k, options: {split: train}}, size: 512}
+    dataset: {bfcl: bfcl/BFCL_v4_parallel.json}
 
 Held-out problems are configured the same way: with another ``seed`` for a generator, or another part (``start``,
 ``size``) of a file.
@@ -28,6 +29,7 @@ import numpy as np
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
+from areal_actors.datasets.bfcl import create_problem, find_answers
 from areal_actors.datasets.harbor import find_task_directories, load_task
 from areal_actors.datasets.problems import Problems
 from areal_actors.datasets.tasksets import VerifiersPlugin, task_rows
@@ -48,7 +50,7 @@ Import = Callable[[str], Any]
 Rows = Sequence[Mapping[str, Any]]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python", "harbor", "verifiers")
+_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python", "harbor", "verifiers", "bfcl")
 _NUM_MADE = 1000
 """Default number of problems to generate."""
 
@@ -75,6 +77,8 @@ class DatasetConfig:
     """A directory of task directories in Harbor's format, or one of them."""
     verifiers: VerifiersPlugin | None = None
     """A taskset of the library verifiers: the id of its package, file.py:Class or module:Class; or {id, options}."""
+    bfcl: DataPath | None = None
+    """A file of the Berkeley Function Calling Leaderboard; its answers are in possible_answer/ next to it."""
     start: int = field(default=0, validator=ge(0))
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = field(default=0, validator=ge(0))
@@ -92,7 +96,8 @@ class DatasetConfig:
     def source(self) -> str:
         """The file, dataset, generator, function, directory or taskset that the problems come from."""
         taskset = None if self.verifiers is None else self.verifiers.id
-        return str(self.jsonl or self.huggingface or self.reasoning_gym or self.python or self.harbor or taskset)
+        named = (self.jsonl, self.huggingface, self.reasoning_gym, self.python, self.harbor, self.bfcl, taskset)
+        return str(next(filter(None, named)))
 
     @property
     def num_made(self) -> int:
@@ -117,6 +122,8 @@ def load_problems(
         rows = _generate(config.reasoning_gym, config)
     elif config.harbor is not None:
         rows = [load_task(path).problem for path in find_task_directories(directory / config.harbor)]
+    elif config.bfcl is not None:
+        rows = _read_bfcl(directory / config.bfcl)
     elif config.verifiers is not None:
         rows = task_rows(config.verifiers, config.size and config.num_made, num_made=config.num_made)
     else:
@@ -151,6 +158,13 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path.name}, line {number}", row
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error
+
+
+def _read_bfcl(path: Path) -> Rows:
+    answers_path = find_answers(path)
+    lines = read_json_lines(answers_path) if answers_path.exists() else ()
+    answers = {row["id"]: row["ground_truth"] for _, row in lines}
+    return [create_problem(row, answers, where=f"{path.parent / where}") for where, row in read_json_lines(path)]
 
 
 def _refuse_constant(name: str) -> NoReturn:

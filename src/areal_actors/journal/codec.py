@@ -148,7 +148,15 @@ def load_json(value: Any) -> Any:
 
 def dump_messages(messages: Iterable[ChatMessage]) -> Sql:
     """Return messages as a JSON array of objects with the fields that are set."""
-    plain = [_message(message) for message in messages]
+    plain: list[dict[str, Any]] = []
+    for message in messages:
+        fields: dict[str, Any] = {"role": message.role, "content": message.content}
+        if message.tool_calls:
+            fields["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in message.tool_calls]
+        for name in ("tool_call_id", "name", "reasoning"):
+            if (value := getattr(message, name)) is not None:
+                fields[name] = value
+        plain.append(fields)
     try:
         return orjson.dumps(plain).decode()
     except TypeError:  # a lone surrogate, which orjson refuses
@@ -160,17 +168,6 @@ def load_messages(value: Any) -> tuple[ChatMessage, ...]:
     messages: list[dict[str, Any]] = orjson.loads(value) if isinstance(value, str) else load_json(value)
     calls = (tuple(ToolCall(**call) for call in plain.pop("tool_calls", ())) for plain in messages)
     return tuple(ChatMessage(tool_calls=found, **plain) for found, plain in zip(calls, messages, strict=True))
-
-
-def _message(message: ChatMessage) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": message.content}
-    if message.tool_calls:
-        plain["tool_calls"] = [{"id": c.id, "name": c.name, "arguments": c.arguments} for c in message.tool_calls]
-    for name in ("tool_call_id", "name", "reasoning"):
-        value = getattr(message, name)
-        if value is not None:
-            plain[name] = value
-    return plain
 
 
 # ------------------------------------------------------------------------------------------------------ arrays

@@ -128,7 +128,11 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
     Raises:
         JournalError: a newer program wrote it, or it is not a journal.
     """
-    version = _version(connection)
+    (version,) = connection.execute("PRAGMA user_version").fetchone()
+    (application,) = connection.execute("PRAGMA application_id").fetchone()
+    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+    if application != APPLICATION_ID and (num_tables or version):
+        raise JournalError("It is a database of another program. Name another file.")
     if version > len(migrations):
         raise JournalError(
             f"It has version {version}, and this program knows versions up to {len(migrations)}: a newer areal_actors "
@@ -145,15 +149,6 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-
-
-def _version(connection: sqlite3.Connection) -> int:
-    (version,) = connection.execute("PRAGMA user_version").fetchone()
-    (application,) = connection.execute("PRAGMA application_id").fetchone()
-    (num_tables,) = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if application != APPLICATION_ID and (num_tables or version):
-        raise JournalError("It is a database of another program. Name another file.")
-    return int(version)
 
 
 def _take(connection: sqlite3.Connection, step: Migration) -> None:

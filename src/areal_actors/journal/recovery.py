@@ -187,28 +187,26 @@ class _Session:
     is_final: bool = False
     is_forgotten: bool = False
 
-    def add_turn(self, turn: TurnEnded) -> None:
-        # Moved to the end, so that turns are in the order of their last event.
-        self.turns.pop(turn.interaction.id, None)
-        self.turns[turn.interaction.id] = turn
-
-    def set_reward(self, event: RewardSet) -> None:
-        """Set the reward of an ended turn. The reward of a pending interaction is repeated in the event of its end."""
-        turn = self.turns.get(event.interaction)
-        if turn is not None:
-            rewarded = evolve(turn.interaction, reward=event.reward, reward_scope=event.scope)
-            self.turns[event.interaction] = evolve(turn, interaction=rewarded)
-
-    def end(self, event: SessionEnded) -> None:
-        """Record the end. The first end counts; a later one may make it final."""
-        self.ended_at = event.ended_at if self.ended_at is None else self.ended_at
-        self.is_final = self.is_final or event.is_final
-
-    def forget(self) -> None:
-        """Mark the session as forgotten. A live session ends."""
-        self.is_forgotten = True
-        if self.ended_at is None:
-            self.ended_at = max([self.started.started_at, *(turn.ended_at for turn in self.turns.values())])
+    def add(self, event: TurnEnded | RewardSet | SessionEnded | SessionForgotten) -> None:
+        match event:
+            case TurnEnded(interaction=interaction):
+                # Moved to the end, so that turns are in the order of their last event.
+                self.turns.pop(interaction.id, None)
+                self.turns[interaction.id] = event
+            case RewardSet(interaction=name):
+                # The reward of a pending interaction is repeated in the event of its end.
+                if (turn := self.turns.get(name)) is not None:
+                    rewarded = evolve(turn.interaction, reward=event.reward, reward_scope=event.scope)
+                    self.turns[name] = evolve(turn, interaction=rewarded)
+            case SessionEnded():
+                # The first end counts; a later one may make it final.
+                self.ended_at = event.ended_at if self.ended_at is None else self.ended_at
+                self.is_final = self.is_final or event.is_final
+            case SessionForgotten():
+                self.is_forgotten = True
+                # A live session ends when it is forgotten.
+                if self.ended_at is None:
+                    self.ended_at = max([self.started.started_at, *(turn.ended_at for turn in self.turns.values())])
 
     def result(self) -> RecoveredSession:
         turns, started = tuple(self.turns.values()), self.started
@@ -246,11 +244,13 @@ class _Folding:
             case TurnEnded() | RewardSet() | SessionEnded() | SessionForgotten():
                 session = self.sessions.get(event.session)
                 if session is not None:
-                    _tell(session, event)
+                    session.add(event)
 
     def result(self) -> Recovered:
         groups = tuple(queued for queued in self.queued.values() if queued.group not in self.consumed)
-        unsaved = tuple(queued for queued in self.queued.values() if self._is_unsaved(queued.group))
+        saved = self.saved_version or 0
+        lost = {name for name, event in self.consumed.items() if event.is_trained and event.version > saved}
+        unsaved = tuple(queued for queued in self.queued.values() if queued.group in lost)
         needed = {name for queued in (*groups, *unsaved) for name in queued.sessions}
         sessions = [(name, s) for name, s in self.sessions.items() if not s.is_forgotten or name in needed]
         return Recovered(
@@ -260,22 +260,6 @@ class _Folding:
             consumed={name: event.version for name, event in self.consumed.items()},
             saved_version=self.saved_version,
         )
-
-    def _is_unsaved(self, group: GroupId) -> bool:
-        event = self.consumed.get(group)
-        return event is not None and event.is_trained and event.version > (self.saved_version or 0)
-
-
-def _tell(session: _Session, event: TurnEnded | RewardSet | SessionEnded | SessionForgotten) -> None:
-    match event:
-        case TurnEnded():
-            session.add_turn(event)
-        case RewardSet():
-            session.set_reward(event)
-        case SessionEnded():
-            session.end(event)
-        case SessionForgotten():
-            session.forget()
 
 
 @frozen(kw_only=True)

@@ -23,7 +23,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
@@ -168,26 +168,24 @@ class SqliteJournal:
     def _commit(self) -> None:
         """Write all waiting events in one transaction, and wake their writers."""
         self._is_posted = False  # before emptying the queue: a later event is in this batch, or posts again
-        batch = self._take()
+        batch: list[_Handed] = []
+        while self._queue:
+            batch.append(self._queue.popleft())
         statements = [statement for handed in batch for statement in self._encode(handed)]
         if statements and self._failure is None:
             try:
                 self._opened.write(statements)
                 self.num_commits += 1
             except JournalError as error:
-                self._fail(batch, str(error))
+                self._failure = str(error)
+                for handed in batch:
+                    handed.error = handed.error or JournalError(self._failure)
         waiting = [handed.signal for handed in batch if handed.signal is not None]
         if waiting:
             self._loop.call_soon(partial(_wake, waiting))
         # Under constant load the queue is never empty, and nothing would ever be deleted.
         if not self._queue or self.num_commits % _BUSY_COMMITS == 0:
             self._tidy()
-
-    def _take(self) -> list[_Handed]:
-        batch: list[_Handed] = []
-        while self._queue:
-            batch.append(self._queue.popleft())
-        return batch
 
     def _encode(self, handed: _Handed) -> Sequence[Statement]:
         if self._failure is None:
@@ -200,11 +198,6 @@ class SqliteJournal:
         else:
             handed.error = JournalError(self._failure)
         return ()
-
-    def _fail(self, batch: Sequence[_Handed], reason: str) -> None:
-        self._failure = reason
-        for handed in batch:
-            handed.error = handed.error or JournalError(reason)
 
     def _tidy(self) -> None:
         """Delete some unneeded data, and post another call if the queue is empty."""
@@ -347,32 +340,29 @@ class Store:
         Raises:
             JournalError: they could not be written, or another process took the file over.
         """
-        self._transact(lambda: self._execute(statements))
+        with self._transaction():
+            # ``executemany`` prepares a statement once for a run of equal ones.
+            for sql, same in groupby(statements, itemgetter(0)):
+                self._connection.executemany(sql, map(itemgetter(1), same))
 
-    def _execute(self, statements: Sequence[Statement]) -> None:
-        # ``executemany`` prepares a statement once for a run of equal ones.
-        for sql, same in groupby(statements, itemgetter(0)):
-            self._connection.executemany(sql, map(itemgetter(1), same))
-
-    def _transact(self, work: Callable[[], object]) -> None:
+    @contextmanager
+    def _transaction(self) -> Iterator[None]:
+        """Open a transaction for the block. Raises ``JournalError`` if another process has taken the file over."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             self._check_fence()
-            work()
+            yield
             self._connection.execute("COMMIT")
         except BaseException as error:
-            self._roll_back()
+            if self._connection.in_transaction:
+                try:
+                    self._connection.execute("ROLLBACK")
+                except sqlite3.Error:
+                    # The disk failed. The next process that opens the file rolls the transaction back.
+                    self._connection.close()
             if isinstance(error, (sqlite3.Error, OverflowError)):
                 raise self._explained(error, "written") from error
             raise
-
-    def _roll_back(self) -> None:
-        if self._connection.in_transaction:
-            try:
-                self._connection.execute("ROLLBACK")
-            except sqlite3.Error:
-                # The disk failed. The next process that opens the file rolls the transaction back.
-                self._connection.close()
 
     def _check_fence(self) -> None:
         if self._value("SELECT value FROM meta WHERE key = 'fence'") != self._fence:
@@ -385,13 +375,13 @@ class Store:
         """Delete some data that is no longer needed; ``has_gone`` says whether there may be more."""
         days = self._config.retention_days
         until = self._now() - days * _DAY_SECONDS if days else float("inf")
-        more: list[bool] = []
-        self._transact(lambda: more.append(delete_gone(self._connection, until=until)))
+        with self._transaction():
+            has_more = delete_gone(self._connection, until=until)
         try:
-            more.append(shrink(self._connection))
+            is_large = shrink(self._connection)
         except sqlite3.Error as error:
             raise self._explained(error, "written") from error
-        self.has_gone = any(more)
+        self.has_gone = has_more or is_large
 
     # ---------------------------------------------------------------------------------------------- reading
 
@@ -431,23 +421,18 @@ class Store:
     def _explained(self, error: BaseException, verb: str) -> JournalError:
         name = getattr(error, "sqlite_errorname", "") or ""
         reason = f"{error}" if not name else f"{error}, {name}"
-        advice = _WRITABLE if isinstance(error, OSError) else _advice(name)
+        unusable = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
+        if isinstance(error, OSError) or name.startswith(unusable):
+            advice = "Make the file and its directory writable, or set journal.path."
+        elif name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            advice = "It is damaged, or no journal: move it away to begin a new one; .recover of the sqlite3 shell may "
+            advice += "save it."
+        elif name.startswith("SQLITE_BUSY"):
+            advice = "Another program writes to it: end that program, and start this service again."
+        else:
+            advice = "Free some space, or look after the disk; then start the service again, which goes on from what "
+            advice += "was written."
         return JournalError(f"{self.path} could not be {verb} ({reason}). {advice}")
-
-
-_WRITABLE = "Make the file and its directory writable, or set journal.path."
-
-
-def _advice(name: str) -> str:
-    if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
-        return (
-            "It is damaged, or no journal: move it away to begin a new one; .recover of the sqlite3 shell may save it."
-        )
-    if name.startswith("SQLITE_BUSY"):
-        return "Another program writes to it: end that program, and start this service again."
-    if name.startswith(("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")):
-        return _WRITABLE
-    return "Free some space, or look after the disk; then start the service again, which goes on from what was written."
 
 
 _BATCH = 64
@@ -520,14 +505,10 @@ def filesystem_of(path: Path, mounts: str | None = None) -> str:
     found = Path(), ""
     for line in mounts.splitlines():
         _, point, kind, *_ = line.split(" ")
-        mounted = Path(_unescaped(point))
+        for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
+            point = point.replace(code, character)
+        mounted = Path(point)
         # Of several mounts on one directory, the last one is visible.
         if path.is_relative_to(mounted) and len(mounted.parts) >= len(found[0].parts):
             found = mounted, kind
     return found[1]
-
-
-def _unescaped(point: str) -> str:
-    for code, character in (("\\040", " "), ("\\011", "\t"), ("\\012", "\n"), ("\\134", "\\")):
-        point = point.replace(code, character)
-    return point

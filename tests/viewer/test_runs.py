@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.stacks.run_files import step, write_lines, write_run
 
-from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard import RunDirectory, summarize_run
+from areal_actors.dashboard.metrics import RunSummarizer
 from areal_actors.dashboard.records import rewrite_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.viewer import find_runs, view_run
@@ -33,6 +34,49 @@ def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps
         cursor = answer["cursor"]
 
     assert [step(number) for number in range(num_steps)] == found
+
+
+METRICS = st.fixed_dictionaries(
+    {"reward": st.none() | st.floats(0, 1), "eval_reward": st.none() | st.floats(0, 1)},
+    optional={
+        "episodes": st.integers(0, 9),
+        "failed_episodes": st.integers(0, 9),
+        "groups": st.integers(0, 9),
+        "zero_variance_groups": st.integers(0, 9),
+        "truncated_turns": st.integers(0, 9),
+        "drawn_turns_mean": st.floats(0, 3),
+        "trained_tokens": st.integers(0, 9),
+        "greedy_tokens": st.integers(0, 9),
+        "source/a/reward": st.floats(0, 1),
+        "loss": st.just("text"),  # of a damaged record
+    },
+)
+
+
+@given(pieces=st.lists(st.lists(METRICS, max_size=12), max_size=4), is_replaced=st.booleans())
+def test_a_summary_of_what_was_added_is_that_of_the_whole_file(tmp_path_factory, pieces, is_replaced):
+    """Also if the file was replaced since, by fewer steps or by more."""
+    directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
+    summarizer, number = RunSummarizer(directory), 0
+    for index, piece in enumerate(pieces):
+        if is_replaced and index == 2:
+            rewrite_records(directory.metrics, lambda record: record["step"] < 4)
+        with directory.metrics.open("a") as file:
+            for metrics in piece:
+                number += 1
+                file.write(json.dumps(step(number) | metrics) + "\n")
+        assert summarize_run(directory) == summarizer.summarize()
+
+
+def test_a_summary_reads_each_record_once(directory):
+    """A page that is open over a run of days must not read its whole history at each step."""
+    summarizer = RunSummarizer(directory)
+    assert 3 == summarizer.summarize().steps
+    with directory.metrics.open("r+b") as file:
+        file.write(b"x")  # what was read before is not read again
+    with directory.metrics.open("a") as file:
+        file.write(json.dumps(step(4)) + "\n")
+    assert (4, 0.1) == (summarizer.summarize().steps, summarizer.summarize().reward_first)
 
 
 def test_a_replaced_file_is_read_from_its_beginning(directory):

@@ -10,21 +10,35 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from attrs import asdict, frozen
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
-from areal_actors.dashboard.verdict import find_verdict
+from areal_actors.dashboard.verdict import VERDICT_KEYS, find_verdict
 from areal_actors.kernel import Message
 from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
 
-__all__ = ["STEP_KEYS", "MetricsWriter", "RunSummary", "read_gauges", "summarize_run"]
+__all__ = [
+    "STEP_KEYS",
+    "MetricsWriter",
+    "NewRecords",
+    "RunSummarizer",
+    "RunSummary",
+    "read_gauges",
+    "read_new_records",
+    "summarize_run",
+]
+
+_MAX_PIECE = 4_000_000
+_SUMMARY_KEYS = frozenset({"step", "version", "elapsed_seconds", "eval_reward"}) | VERDICT_KEYS
+"""What a summary is computed from, a tenth of a record."""
 
 STEP_KEYS = (
     "step",
@@ -171,13 +185,23 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
 
     Raises ``OSError`` if the file cannot be read; a run without steps has none.
     """
+    return _summarize(directory, [_slim(record) for record in read_records(directory.metrics)], seconds=seconds)
+
+
+def _slim(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what a summary needs of a record; nothing of a damaged one."""
     # A record without a step, or with texts for numbers, is no record of ours: the file was damaged there.
-    records = [
-        record
-        for record in read_records(directory.metrics)
-        if isinstance(record.get("step"), int)
-        and all(isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase")
-    ]
+    if not isinstance(record.get("step"), int) or not all(
+        isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase"
+    ):
+        return {}
+    return {key: value for key, value in record.items() if key in _SUMMARY_KEYS or key.startswith("source/")}
+
+
+def _summarize(
+    directory: RunDirectory, records: Sequence[Mapping[str, Any]], *, seconds: float | None = None
+) -> RunSummary:
+    records = [record for record in records if record]
     rewards = [record["reward"] for record in records if record.get("reward") is not None]
     evaluations = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
     last: Mapping[str, Any] = records[-1] if records else {}
@@ -192,6 +216,72 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
         version=int(last.get("version") or 0),
         model=directory.model,
         verdict=find_verdict(records),
+    )
+
+
+class RunSummarizer:
+    """Summaries of a run that goes on, each of which reads only what was added to ``metrics.jsonl`` since the last one.
+
+    It may be used by several threads.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._lock = Lock()
+        self._cursor = ""
+        self._records: list[Mapping[str, Any]] = []
+
+    def summarize(self) -> RunSummary:
+        """Return what ``summarize_run`` returns. Raises ``OSError`` as it does."""
+        with self._lock:
+            while True:
+                before = self._cursor
+                found = read_new_records(self._directory.metrics, before)
+                if found.is_restarted:
+                    self._records = []
+                self._cursor = found.cursor
+                self._records += [_slim(record) for record in found.records]
+                if found.cursor == before:
+                    return _summarize(self._directory, self._records)
+
+
+@frozen(kw_only=True)
+class NewRecords:
+    """Records of a file after a cursor, and the cursor behind them."""
+
+    records: tuple[dict[str, Any], ...] = ()
+    cursor: str = ""
+    is_restarted: bool = False
+    """Whether the file was replaced since, so that the records are those from its beginning."""
+
+
+def read_new_records(path: Path, cursor: str) -> NewRecords:
+    """Return records of ``path`` after ``cursor``, at most 4 MB of them; the next call returns the following ones.
+
+    A cursor is that of an earlier answer, or empty for the beginning. A resumed run replaces the file. Raises
+    ``OSError``.
+    """
+    try:
+        with path.open("rb") as file:
+            inode = path.stat().st_ino
+            known, _, place = cursor.partition(":")
+            size = file.seek(0, os.SEEK_END)
+            is_continued = known == str(inode) and place.isdecimal() and int(place) <= size
+            start = file.seek(int(place) if is_continued else 0)
+            piece = file.read(_MAX_PIECE)
+    except FileNotFoundError:
+        return NewRecords(is_restarted=cursor != "")
+    # A line without its end may still be growing, or be what a killed process left.
+    whole = piece[: piece.rfind(b"\n") + 1]
+    records = []
+    for line in whole.splitlines():
+        # A line that two writers damaged costs itself, not the curve.
+        with suppress(ValueError):
+            records.append(json.loads(line))
+    return NewRecords(
+        records=tuple(record for record in records if isinstance(record, dict)),
+        cursor=f"{inode}:{start + len(whole)}",
+        is_restarted=cursor != "" and not is_continued,
     )
 
 

@@ -8,9 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, evolve, field, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
+from areal_actors.dashboard.metrics import RunSummarizer, read_new_records
 from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.dashboard.records import read_records
 from areal_actors.errors import RunDirectoryError
@@ -21,8 +22,6 @@ __all__ = ["Status", "ViewedRun", "describe_runs", "find_runs", "format_runs", "
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
 
-_MAX_PIECE = 4_000_000
-"""Bytes of ``metrics.jsonl`` in one answer; a browser asks again for the rest."""
 _MAX_TASKS = 256
 _MAX_CONFIG = 40_000
 _MAX_FAILURES = 200
@@ -35,10 +34,15 @@ class ViewedRun:
     name: str
     directory: RunDirectory
     status: Status | None = None
+    _summarizer: RunSummarizer = field(eq=False, repr=False)
+
+    @_summarizer.default
+    def _create_summarizer(self) -> RunSummarizer:
+        return RunSummarizer(self.directory)
 
     def describe(self) -> dict[str, Any]:
         """Return the summary, the verdict, the settings without secrets, and what there is to look at."""
-        summary = summarize_run(self.directory).to_json()
+        summary = self._summarizer.summarize().to_json()
         config = self.directory.config
         text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
         return {
@@ -75,34 +79,8 @@ class ViewedRun:
         return found
 
     def read_metrics(self, cursor: str) -> dict[str, Any]:
-        """Return the records of ``metrics.jsonl`` after ``cursor``, and the cursor behind them.
-
-        A cursor is that of an earlier answer, or empty for the beginning. If the file was replaced since, as a resumed
-        run does, ``is_restarted`` is true and the records are those from its beginning.
-        """
-        path = self.directory.metrics
-        try:
-            with path.open("rb") as file:
-                inode = path.stat().st_ino
-                known, _, place = cursor.partition(":")
-                size = file.seek(0, 2)
-                is_continued = known == str(inode) and place.isdecimal() and int(place) <= size
-                start = file.seek(int(place) if is_continued else 0)
-                piece = file.read(_MAX_PIECE)
-        except FileNotFoundError:
-            return {"records": [], "cursor": "", "is_restarted": cursor != ""}
-        # A line without its end may still be growing, or be what a killed process left.
-        whole = piece[: piece.rfind(b"\n") + 1]
-        records = []
-        for line in whole.splitlines():
-            # A line that two writers damaged costs itself, not the curve.
-            with suppress(ValueError):
-                records.append(json.loads(line))
-        return {
-            "records": [record for record in records if isinstance(record, dict)],
-            "cursor": f"{inode}:{start + len(whole)}",
-            "is_restarted": cursor != "" and not is_continued,
-        }
+        """Return the records of ``metrics.jsonl`` after ``cursor``, as ``read_new_records`` does."""
+        return asdict(read_new_records(self.directory.metrics, cursor))
 
     def list_failures(self) -> list[dict[str, Any]]:
         """Return the kinds of failures: how often each happened, and the first episode that had it."""

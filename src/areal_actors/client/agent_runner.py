@@ -125,9 +125,13 @@ class AgentRunner:
         progress.open(len(dataset) if isinstance(dataset, Sized) else None)
         try:
             async with lent_client(self._http_client) as http, aclosing(_iterate(dataset)) as items:
-                sessions = partial(self._session, http)
                 batch = _Batch(
-                    agent=agent, sessions=sessions, progress=progress, retries=self._retries, random=self._random
+                    agent=agent,
+                    task_id=self._task_id,
+                    create_session=partial(AgentSession, http_client=http, random=self._random, **self._options),
+                    progress=progress,
+                    retries=self._retries,
+                    random=self._random,
                 )
                 with hooked():
                     result = await batch.run(items, self._max_concurrent)
@@ -137,17 +141,14 @@ class AgentRunner:
         progress.close(result)
         return result
 
-    def _session(self, http_client: httpx.AsyncClient, index: int) -> AgentSession:
-        task = f"{self._task_id}-{index}"
-        return AgentSession(task_id=task, http_client=http_client, random=self._random, **self._options)
-
 
 @define(eq=False, kw_only=True)
 class _Batch:
     """The state of one call of ``run``."""
 
     agent: AgentFunction
-    sessions: Callable[[int], AgentSession]
+    task_id: str
+    create_session: Callable[..., AgentSession]
     progress: BatchProgress
     retries: RetryPolicy
     random: Random
@@ -203,7 +204,7 @@ class _Batch:
 
     async def _attempt(self, result: ItemResult) -> ItemResult:
         """Run one attempt in a new session. A failure is returned as a result, not raised."""
-        session = self.sessions(result.index)
+        session = self.create_session(task_id=f"{self.task_id}-{result.index}")
         started: SessionId | None = None
         try:
             async with session:

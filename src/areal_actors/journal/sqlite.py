@@ -292,7 +292,10 @@ class Store:
             raise JournalError(f"{path} cannot be used as a journal. {error}") from None
         self._connection.execute("BEGIN IMMEDIATE")
         # A lock can be lost on a network filesystem; the fence makes the next write of the former owner fail.
-        self._fence = self._take_over()
+        self._fence = self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'fence'") + 1
+        owner = f"process {os.getpid()} on {socket.gethostname()}"
+        rows = [("fence", self._fence), ("owner", owner), ("opened_at", self._now())]
+        self._connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
         delete_orphans(self._connection)
         self._connection.execute("COMMIT")
         self._seq = max(self._value(f"SELECT ifnull(max(seq), 0) FROM {table.name}") for table in TABLES)  # noqa: S608
@@ -309,13 +312,6 @@ class Store:
             )
         run(f"PRAGMA synchronous = {'FULL' if self._config.sync is JournalSync.FULL else 'NORMAL'}")
         run(f"PRAGMA journal_size_limit = {_MAX_WAL_BYTES}")
-
-    def _take_over(self) -> int:
-        fence = self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'fence'") + 1
-        owner = f"process {os.getpid()} on {socket.gethostname()}"
-        rows = [("fence", fence), ("owner", owner), ("opened_at", self._now())]
-        self._connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
-        return fence
 
     def _value(self, query: str) -> int:
         return int(self._connection.execute(query).fetchone()[0])

@@ -71,8 +71,15 @@ def import_reference(
     module_name, _, name = reference.partition(":") if ":" in reference else reference.rpartition(".")
     if not module_name or not name:
         raise error(f"{reference!r} names nothing; write 'file.py:{kind}' or 'package.module.{kind}'.")
-    is_file = module_name.endswith(".py")
-    module = _import_file(module_name, directory, error) if is_file else _import_module(module_name, error)
+    if module_name.endswith(".py"):
+        module = _import_file(module_name, directory, error)
+    else:
+        try:
+            module = importlib.import_module(module_name)
+        except ImportError as failure:
+            raise error(f"Cannot import {module_name}: {failure}. Is it installed, and on PYTHONPATH?") from failure
+        except Exception as failure:
+            raise error(f"Importing {module_name} raised {type(failure).__name__}: {failure}") from failure
     target: Any = module
     for part in name.split("."):
         if not hasattr(target, part):
@@ -108,15 +115,6 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
             hint = f"; install the package that has {failure.name} for {sys.executable}, which runs this"
         raise error(f"Importing {path} raised {type(failure).__name__}: {failure}{hint}") from failure
     return module
-
-
-def _import_module(name: str, error: type[ArealError]) -> ModuleType:
-    try:
-        return importlib.import_module(name)
-    except ImportError as failure:
-        raise error(f"Cannot import {name}: {failure}. Is it installed, and on PYTHONPATH?") from failure
-    except Exception as failure:
-        raise error(f"Importing {name} raised {type(failure).__name__}: {failure}") from failure
 
 
 # ------------------------------------------------------------------------------------------- custom functions

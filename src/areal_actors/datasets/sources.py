@@ -209,7 +209,8 @@ def _load_huggingface(directory: Path, name: str, config: DatasetConfig) -> _Tab
     except (OSError, ValueError) as error:
         if not is_on_hub:
             raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
-        if isinstance(error, ValueError):  # several subsets, of which none or an unknown one is named
+        # There are several subsets, of which none or an unknown one is named.
+        if isinstance(error, ValueError):
             raise DatasetError(
                 f"The dataset {name} cannot be loaded; set 'subset' to one that it has: {error}"
             ) from error
@@ -265,7 +266,8 @@ def _call(reference: str, function: Any, config: DatasetConfig) -> Rows:
         rows = list(islice(made, config.num_made))
     except ArealError:
         raise
-    except Exception as error:  # the user's code may raise anything
+    except Exception as error:
+        # The user's code may raise anything.
         raise DatasetError(f"{reference} raised {type(error).__name__}: {error}") from error
     bad = next((row for row in rows if not isinstance(row, Mapping)), None)
     if bad is not None:

@@ -75,7 +75,8 @@ def plugin_id(reference: str, base: type, *, error: type[ArealError] = DatasetEr
     if not (isclass(found) and issubclass(found, base)):
         raise error(f"{reference} is no subclass of verifiers' {base.__name__}.")
     digest = blake2b(reference.encode(), digest_size=4).hexdigest()
-    name = f"{found.__name__}_{digest}".lower()  # verifiers looks for modules in lower case
+    # verifiers looks for modules in lower case.
+    name = f"{found.__name__}_{digest}".lower()
     if name not in sys.modules:
         module = ModuleType(name, f"The plugin {reference}.")
         vars(module).update({found.__name__: found}, __all__=[found.__name__])
@@ -122,7 +123,8 @@ def task_rows(plugin: VerifiersPlugin, num: int | None, *, num_made: int) -> lis
     limit = num if num is not None or taskset.bounded else num_made
     try:
         tasks = list(islice(taskset, limit))
-    except Exception as failure:  # a taskset is the user's code, and many download data
+    except Exception as failure:
+        # A taskset is the user's code, and many download data.
         raise DatasetError(f"The taskset {plugin.id} raised {type(failure).__name__}: {failure}") from failure
     rows = []
     for task in tasks:

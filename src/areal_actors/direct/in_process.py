@@ -101,7 +101,8 @@ class _Call:
             self.started.set()
             return
         if message.get("body"):
-            with suppress(anyio.BrokenResourceError):  # the reader has gone; servers drop this, too
+            # The reader has gone; servers drop this, too.
+            with suppress(anyio.BrokenResourceError):
                 await self._send.send(message["body"])
         if not message.get("more_body", False):
             self._send.close()

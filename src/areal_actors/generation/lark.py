@@ -38,7 +38,8 @@ def format_lark(grammar: Grammar, *, tokens: Mapping[str, int]) -> str:
     """
     try:
         text = _Translation(tokens=tokens).translate(grammar)
-        text.encode()  # fail here, not later, on a lone surrogate that a client escaped
+        # Fail here, not later, on a lone surrogate that a client escaped.
+        text.encode()
     except (RecursionError, ValueError, TypeError) as error:
         raise InvalidRequest(f"The form that the answer must have cannot be written down: {error}.") from error
     return text

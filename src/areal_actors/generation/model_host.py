@@ -128,7 +128,8 @@ class ModelHost(Actor[Models]):
         try:
             try:
                 opened = await stack.sessions.ask(OpenSession(task="inference"))
-            except ActorStopped as error:  # it has failed since it was opened, and is about to be closed
+            except ActorStopped as error:
+                # The model has failed since it was opened, and is about to be closed.
                 raise Unavailable(f"The model {model.name} has stopped: {error}; try again.") from error
             try:
                 yield ModelInUse(

@@ -174,7 +174,8 @@ def write_rows(path: Path, rows: Iterable[DumpedRow]) -> None:
     columns = []
     for column in schema:
         values = [getattr(row, column.name) for row in found]
-        if column.name == "trainer_logprobs":  # nan would poison every mean; null is left out of it
+        # NaN would poison every mean; null is left out of it.
+        if column.name == "trainer_logprobs":
             values = [[None if np.isnan(value) else value for value in array] for array in values]
         columns.append(pa.array(values, type=column.type))
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -159,7 +159,8 @@ def dump_messages(messages: Iterable[ChatMessage]) -> Sql:
         plain.append(fields)
     try:
         return orjson.dumps(plain).decode()
-    except TypeError:  # a lone surrogate, which orjson refuses
+    except TypeError:
+        # orjson refuses lone surrogates.
         return text(_ENCODER.encode(plain))
 
 
@@ -297,7 +298,8 @@ def _completion_values(completion: Completion | None) -> dict[str, Sql]:
         return dict.fromkeys(_COMPLETION_COLUMNS)
     logprobs, raw = pack_floats(completion.logprobs), pack_floats(completion.raw_logprobs)
     versions, packed = completion.versions, pack_ints(completion.versions)
-    has_one = packed[4:] == packed[:-4]  # bytes are compared faster than an array is reduced
+    # Bytes are compared faster than an array is reduced.
+    has_one = packed[4:] == packed[:-4]
     # With one version, its two columns need no search; without tokens, they are empty.
     bounds = versions[:1] if has_one else versions
     head, tail = (int(bounds.min()), int(bounds.max())) if len(bounds) else (None, None)

@@ -119,7 +119,8 @@ class SqliteJournal:
 
         It never raises, because its callers are about to end something and must complete that.
         """
-        with suppress(JournalError):  # the error of a full queue is kept for the next write
+        # The error of a full queue is kept for the next write.
+        with suppress(JournalError):
             self._hand_over(_Handed(events))
 
     async def read(self) -> AsyncIterator[JournalEvent]:
@@ -167,7 +168,8 @@ class SqliteJournal:
 
     def _commit(self) -> None:
         """Write all waiting events in one transaction, and wake their writers."""
-        self._is_posted = False  # before emptying the queue: a later event is in this batch, or posts again
+        # Reset before the queue is emptied: a later event is in this batch, or posts again.
+        self._is_posted = False
         batch: list[_Handed] = []
         while self._queue:
             batch.append(self._queue.popleft())
@@ -302,7 +304,8 @@ class Store:
 
     def _set_up(self, *, is_shared: bool) -> None:
         run = self._connection.execute
-        run("PRAGMA auto_vacuum = INCREMENTAL")  # takes effect on a new file only
+        # This takes effect on a new file only.
+        run("PRAGMA auto_vacuum = INCREMENTAL")
         # A write-ahead log needs memory shared by all readers, which several machines do not have.
         mode = run(f"PRAGMA journal_mode = {'TRUNCATE' if is_shared else 'WAL'}").fetchone()[0]
         if not is_shared and mode != "wal":

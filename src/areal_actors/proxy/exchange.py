@@ -397,7 +397,8 @@ class Exchange:
         """Send server-sent events; the first call starts the response."""
         # Created here, because most requests are not streamed.
         self._sending = self._sending or anyio.Lock(fast_acquire=True)
-        async with self._sending:  # a keep-alive may be sent concurrently
+        # A keep-alive may be sent concurrently.
+        async with self._sending:
             if not self.is_started:
                 self.is_started, self.status = True, 200
                 raw = [*SSE_HEADERS, *self._names]

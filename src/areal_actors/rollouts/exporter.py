@@ -263,7 +263,8 @@ class Exporter(Actor[Exports]):
             self._ready[group.id] = _Ready(group=group, admitted=admitted)
         else:
             self._consume(group)
-        self._changed.notify()  # a rejected group also matters: one fewer to wait for
+        # A rejected group also matters: one fewer to wait for.
+        self._changed.notify()
         return is_accepted
 
     @property

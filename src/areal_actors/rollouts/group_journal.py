@@ -178,7 +178,8 @@ def restore_queue(
     for event in events:
         match event:
             case GroupQueued(group=group):
-                queued.pop(group, None)  # a group that was run again is newer than those before
+                # A group that was run again is newer than those before.
+                queued.pop(group, None)
                 queued[group] = event
                 rejected.discard(group)
             case GroupConsumed(group=group, is_trained=False):
@@ -239,7 +240,8 @@ def _mark_restored(stored: StoredGroup, version: int) -> StoredGroup:
 
 @cache
 def _codec() -> Codec:
-    return Codec()  # creating one takes 3 ms, and 7 ms more at its first use
+    # Creating one takes 3 ms, and 7 ms more at its first use.
+    return Codec()
 
 
 def _encode(value: object, kind: type) -> bytes:

@@ -243,7 +243,8 @@ class RolloutRunner(Actor[Rollouts]):
         # Failed groups are refunded, so without this check more would be started without end.
         failures = [e.failure for e in group.episodes if e.failure is not None and not e.is_rejected]
         if any(episode.num_empty_turns for episode in group.episodes):
-            return  # not the agent's fault; the trainer's gate reports it
+            # This is not the agent's fault; the trainer's gate reports it.
+            return
         has_success = len(failures) < len(group.episodes)
         num_failed = 0 if has_success else self._num_failed_groups[problem.source] + 1
         self._num_failed_groups[problem.source] = num_failed
@@ -403,7 +404,8 @@ class RolloutRunner(Actor[Rollouts]):
         )
         seconds, reward = self._source(member.problem).config.episode_timeout_seconds, None
         name = name_of(agent)
-        async with acquire_agent(agent) as acquired:  # the wait for a free process is not the agent's time
+        # The wait for a free process is not the agent's time.
+        async with acquire_agent(agent) as acquired:
             with anyio.move_on_after(seconds):
                 reward = await run_agent(acquired, dict(member.problem.data), injected)
         if reward is None:
@@ -430,7 +432,8 @@ class RolloutRunner(Actor[Rollouts]):
             raise
         except ArealError as error:
             record = await self._peers.sessions.ask(CollectSession(session=opened.session))
-            if not record.interactions:  # a reward has no answer to go to
+            # A reward has no answer to go to.
+            if not record.interactions:
                 raise EpisodeError(never_called) from error
             raise EpisodeError(f"{name}.run returned a reward that cannot be kept: {error}") from error
         if episode.num_turns == 0:

@@ -94,7 +94,8 @@ def _check_row(name: str, row: Trajectory, log: Log, num_trained: Counter[str]) 
     for index, turn in enumerate(row.interactions):
         seen = log[turn]
         if row.predecessors is not None and not len(seen.token_ids):
-            continue  # a turn without output has no tokens in the row; its prompt is part of the turns that continue it
+            # A turn without output has no tokens in the row; its prompt is part of the turns that continue it.
+            continue
         places = _places(row, index, seen)
         reached.update(places)
         yield from _difference(f"{name}: {turn}, ids read and sampled", seen.tokens, row.input_ids[places])

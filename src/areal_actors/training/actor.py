@@ -282,7 +282,8 @@ class TrainerActor(Actor[Training]):
                 try:
                     await path.parent.mkdir(parents=True, exist_ok=True)
                     await path.write_text("".join(f"{json.dumps(record)}\n" for record in violation.evidence), "utf-8")
-                except OSError as error:  # the violation is raised in any case
+                except OSError as error:
+                    # The violation is raised in any case, also without its record.
                     _log.warning("evidence_not_written", path=str(path), error=str(error))
                 else:
                     violation.args = (f"{violation} The rows are in {path}.",)
@@ -411,7 +412,8 @@ class TrainerActor(Actor[Training]):
             return
         phase = PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}")
         if self._peers.progress is not None:
-            await self._peers.progress.ask(phase)  # asked, not told: the reply means that all earlier news was written
+            # Asked, not told: the reply means that all earlier news was written.
+            await self._peers.progress.ask(phase)
         counters: dict[str, Any] = {"position": asdict(self._position), "average": self._average.state()}
         if self._unreported is not None:
             # A resumed run evaluates these weights again, and then reports their step.

@@ -223,7 +223,8 @@ def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageC
         transforms = [_affine(baseline=float(mean), rounding=rounding) for mean in _leave_one_out(values)]
     else:
         transforms = _transforms(values, config)
-    by_member: list[_Transform] = [np.zeros_like for _ in members]  # a member without turns of the kind uses none
+    # A member without turns of the kind uses none.
+    by_member: list[_Transform] = [np.zeros_like for _ in members]
     for index, transform in zip(present, transforms, strict=True):
         by_member[index] = transform
     return by_member

@@ -122,7 +122,8 @@ def _corrections(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
     ]
     for name in changed:
         if name == "cap" and objective.kl.coefficient and objective.kl.place is KlPlace.LOSS:
-            continue  # it bounds the weights of the distance
+            # The setting bounds the weights of the distance.
+            continue
         yield (
             f"objective.behaviour.{name} has no effect: surrogate {objective.surrogate} compares with the policy that "
             "sampled and has no importance weight; use dppo, or is_decoupled true."

@@ -92,7 +92,8 @@ class TrainingRow:
             )
         if (row.versions[trained] < 0).any():
             raise CaptureViolation(f"A trained token of session {row.session} has no version: nothing sampled it.")
-        _ = self.distributions  # refuse impossible settings before anything is computed
+        # Read once, to refuse impossible settings before anything is computed.
+        _ = self.distributions
 
     @property
     def positions(self) -> Indices:

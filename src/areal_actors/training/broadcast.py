@@ -170,7 +170,8 @@ class BroadcastGroup:
         group, self._group, self._store = self._group, None, None
         works = [work for _, bucket in self._works for work in bucket]
         if group is not None:
-            with suppress(RuntimeError):  # the group may be gone at this moment
+            # The group may be gone at this moment.
+            with suppress(RuntimeError):
                 group.abort()
         while not all(work.is_completed() for work in works):
             time.sleep(_LEAVING_POLL_SECONDS)

@@ -130,7 +130,8 @@ class StoredTensors(Mapping[str, Tensor]):
                 for name in file.keys():  # noqa: SIM118 - it is no mapping
                     first = offsets.get(name, {}).get(_OFFSET) or [0]
                     piece = _Piece(file, first[0], tuple(file.get_slice(name).get_shape()))
-                    self._pieces.setdefault(name, []).append(piece)  # shards are in the order of their rows
+                    # Shards are in the order of their rows.
+                    self._pieces.setdefault(name, []).append(piece)
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of the whole tensor."""
@@ -246,7 +247,8 @@ def save_shards(root: Path, contents: Contents, *, step: int, gang: Gang) -> Non
     """
     path = root / f"step-{step:08d}"
     with agreed(gang, f"{path} could not be written"):
-        pass  # the first rank creates the directory
+        # The first rank creates the directory for all.
+        pass
     try:
         _write_shards(partial_path(path), path, contents.shards, gang)
     except OSError as error:
@@ -271,7 +273,8 @@ def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, R
             }
             metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
             write_tensors(partial / names[index], {name: rows.part for name, rows in own.items()}, metadata=metadata)
-            sync_path(partial / names[index])  # the first rank may be on another machine, and cannot
+            # The first rank may be on another machine, and cannot do this.
+            sync_path(partial / names[index])
             sizes[index] = (partial / names[index]).stat().st_size
     return dict(zip(names, map(int, gang.sum(sizes)), strict=True))
 

@@ -103,7 +103,8 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mappin
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset += tensor.nbytes
     encoded = json.dumps(header).encode()
-    encoded += b" " * (-len(encoded) % 8)  # align the data, so that readers can map it
+    # Align the data, so that readers can map it.
+    encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for tensor in tensors.values():

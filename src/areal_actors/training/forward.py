@@ -226,7 +226,8 @@ class _Scores(torch.autograd.Function):
         grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
         is_fused = _is_fused(hidden, shaping)
-        has_entropy_gradient = not is_fused and bool(grad_entropies.any())  # waits for the device, so once for all
+        # This waits for the device, so it is done once for all.
+        has_entropy_gradient = not is_fused and bool(grad_entropies.any())
         for part in _chunks(targets, len(weight)):
             if is_fused:
                 grad = _compiled(_logit_gradients)(

@@ -197,7 +197,8 @@ class Gang:
             raise GangError(f"The gang of rank {self.rank} is closed; resume from the last checkpoint with a new one.")
         try:
             yield
-        except ArealError:  # every rank raises it, so the gang is still in step
+        except ArealError:
+            # Every rank raises it, so the gang is still in step.
             raise
         # It may have failed in the middle of a collective call, in which the others would wait for it.
         except BaseException as error:
@@ -212,7 +213,8 @@ class Gang:
 
     def abort(self) -> None:
         """Wake this rank, from any thread, if it waits for a rank that is gone; nccl does not notice that by itself."""
-        with suppress(RuntimeError, ValueError):  # the group may be destroyed at this moment
+        # The group may be destroyed at this moment.
+        with suppress(RuntimeError, ValueError):
             if self._background is not None:
                 self._background.abort()
             if not self.is_alone and not self._is_closed:

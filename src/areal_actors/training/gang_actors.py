@@ -64,7 +64,8 @@ class RankActor(Actor[Ranks]):
         """Leave the gang at the end."""
         async with OwnThread.open() as self._thread:
             yield
-            await to_thread.run_sync(self._policy.gang.abort)  # it may be waiting for a lost rank
+            # The gang may be waiting for a lost rank.
+            await to_thread.run_sync(self._policy.gang.abort)
             self._thread.post(self._policy.gang.close)
 
     @JoinGang.handler

@@ -187,7 +187,8 @@ class TrainedPolicy:
             return dict(tensors)
         whole = {}
         for name, tensor in tensors.items():
-            found = gather(tensor)  # one tensor at a time: the other ranks have no memory for all of them
+            # One tensor at a time: the other ranks have no memory for all of them.
+            found = gather(tensor)
             if self.gang.rank == 0:
                 # Cast on the device, so that fewer bytes leave it.
                 found = found.detach()
@@ -363,7 +364,8 @@ class TrainedPolicy:
             memory_bytes=device_bytes(self.model.device),
         )
         if self.config.activations is Activations.AUTO and self.model.device.type == "cuda":
-            self.activations = Activations.AUTO  # each pass decides by the memory that is free then
+            # Each pass decides by the memory that is free then.
+            self.activations = Activations.AUTO
         self._scorer.activations = self.activations
         self._scorer.is_compiled = self.config.compiles_layers(self.model.device.type)
 

@@ -50,7 +50,8 @@ def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
         _allocate(module)
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(enable=True)  # gloo has no other way to sum without dividing
+        # gloo has no other way to sum without dividing.
+        sharded.set_force_sum_reduction_for_comms(enable=True)
     with torch.no_grad():
         for name, weight in scorer.named_parameters():
             weight.copy_(scatter_from_first(whole.get(name), weight))

@@ -203,7 +203,8 @@ class PolicyTrainer(TrainedPolicy):
         if self._reference is not None:
             reference = self._score_rows(self._reference, rows)
         elif self.adapter is not None and kl.coefficient > 0:
-            with self.adapter.disabled():  # the base model is the reference: no second copy
+            # The base model is the reference: no second copy.
+            with self.adapter.disabled():
                 reference = self._score_rows(self._scorer, rows)
         if reference is not None:
             rows = [evolve(row, reference=found) for row, found in zip(rows, reference, strict=True)]
@@ -226,13 +227,15 @@ class PolicyTrainer(TrainedPolicy):
         if self._centre is Centre.BEHAVIOUR:
             return [evolve(row, proximal=row.centre) for row in rows]
         if self._num_updates == 1:
-            return rows  # the forward pass gives them: the weights before the only update are the policy
+            # The forward pass gives them: the weights before the only update are the policy.
+            return rows
         scored = self._score_rows(self._scorer, rows, watch)
         if recorder is not None:
             for index, (row, found) in enumerate(zip(rows, scored, strict=True)):
                 recorder.note(rows, [index], found[row.positions])
         if self._centre is Centre.POLICY:
-            return rows  # scored for the watch alone, which has to see all rows before the weights change
+            # These are scored for the watch alone, which has to see all rows before the weights change.
+            return rows
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
 
     def _update(self, batch: Batch, watch: CaptureWatch | None, recorder: RowRecorder | None) -> _Update:
@@ -291,7 +294,8 @@ class PolicyTrainer(TrainedPolicy):
         scored = iter(self._score_rows(self._scorer, rows, is_raw=is_raw))
         result = [np.zeros(row.num_tokens, dtype=np.float32) for row in trajectories]
         for values, found in zip(result, branches, strict=True):
-            for branch in found:  # each token is scored in one branch only, and is 0 in the others
+            # Each token is scored in one branch only, and is 0 in the others.
+            for branch in found:
                 values[branch.places] += next(scored)
         return result
 

@@ -48,7 +48,8 @@ def export_model(
     by their names. An existing ``directory`` is replaced when the new one is complete. Raises ``CheckpointError`` if it
     cannot be written.
     """
-    whole = dict(model.state_dict() if state is None else state)  # merged weights are computed when they are read
+    # Merged weights are computed when they are read.
+    whole = dict(model.state_dict() if state is None else state)
     converted: dict[int, Tensor] = {}
     for tensor in whole.values():
         target = dtype if tensor.is_floating_point() else tensor.dtype
@@ -99,7 +100,8 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     if misfits:
         raise CheckpointError(f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit.")
     for name, tensor in own.items():
-        tensor.copy_(saved[name])  # one at a time: they may be large
+        # One at a time, because tensors may be large.
+        tensor.copy_(saved[name])
 
 
 def _identity(tensor: Tensor) -> int:

@@ -131,7 +131,8 @@ def is_failure(error: BaseException) -> bool:
     while entry is not None:
         entries.append(entry)
         entry = entry.tb_next
-    if handler is not signal.default_int_handler:  # the handlers of asyncio and trio have a frame, in which they raise
+    # The handlers of asyncio and trio have a frame, in which they raise.
+    if handler is not signal.default_int_handler:
         code = getattr(handler.func if isinstance(handler, partial) else handler, "__code__", None)
         return all(entry.tb_frame.f_code is not code for entry in entries)
     # Python's own handler has none. It interrupts at calls and jumps, and the code itself with a ``raise`` statement.

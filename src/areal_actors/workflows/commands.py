@@ -181,7 +181,8 @@ class _Invocation:
             tasks.start_soon(child.listen)
             tasks.start_soon(read_all, child.process.stdout, write)
             await child.wait_for_leader()
-            child.kill_rest()  # processes left running may hold stdout open
+            # Processes left running may hold stdout open.
+            child.kill_rest()
             tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS
         return last.text
 

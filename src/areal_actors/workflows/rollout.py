@@ -332,7 +332,8 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                 assigned[interaction] = value
             if reward.last is not None:
                 assigned[await session.set_last_reward(reward.last)] = reward.last
-                await session.end_session(reward.last)  # marks the number as the reward of the whole episode
+                # Marks the number as the reward of the whole episode.
+                await session.end_session(reward.last)
         episode = await session.export_interactions(discount=self._discount, style=self._style)
         interactions: dict[str, InteractionWithTokenLogpReward] = {}
         for row in episode.trajectories:

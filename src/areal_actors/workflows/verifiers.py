@@ -240,11 +240,13 @@ class BlockingVerifiersAgent:
     """
 
     def __init__(self, config: VerifiersConfig, sandbox: SandboxConfig) -> None:
-        create_environment(config, sandbox)  # so that its errors end the run before the first step
+        # Created now, so that its errors end the run before the first step.
+        create_environment(config, sandbox)
         self._config = config
         self._sandbox = sandbox
         self._loop = asyncio.Runner()
-        self._servers = AsyncExitStack()  # held: without a reference, its context managers are collected and close
+        # Held: without a reference, its context managers are collected and close.
+        self._servers = AsyncExitStack()
         self._agent: VerifiersAgent | None = None
 
     def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:

@@ -92,7 +92,8 @@ class Play:
         seats = [name for name, value in config if isinstance(value, vf.AgentConfig)]
         for seat in seats:
             agent, given = getattr(agents, seat), self.given.get(seat) or {}
-            if getattr(config, seat).client is None:  # otherwise its author or the user has another model play it
+            # A seat with a client is played by another model, which its author or the user has chosen.
+            if getattr(config, seat).client is None:
                 # With api_key_var, the client would read a variable of this process, which runs many sessions.
                 role = {"x-areal-agent": seat} if len(seats) > 1 else {}
                 client = vf.EvalClientConfig(base_url=self.base_url, api_key_var="", headers=role)
@@ -191,7 +192,8 @@ class BoxRuntime(vf.Runtime):  # type: ignore[misc]
         self._box = box
         self._play = play
         self._processes: list[BoxProcess] = []
-        self._numbers = count()  # of processes that are being opened, too: hooks of a rubric run at the same time
+        # Processes that are being opened count, too: hooks of a rubric run at the same time.
+        self._numbers = count()
         self.has_host = config.backend in (SandboxKind.NONE, SandboxKind.BUBBLEWRAP)
         self.has_network = config.backend is SandboxKind.NONE or config.network is Network.HOST
         if config.backend is SandboxKind.NONE:
@@ -259,7 +261,8 @@ class BoxRuntime(vf.Runtime):  # type: ignore[misc]
             await process.kill()
 
     async def _read(self, path: str, max_bytes: int | None = None) -> bytes:
-        found = bytearray()  # all of it: of its output, a command only returns the end
+        # The whole file is read: of its output, a command only returns the end.
+        found = bytearray()
         command = ["cat", "--", path] if max_bytes is None else ["head", "-c", str(max_bytes), "--", path]
         ended = await self.run(command, {}, on_stdout=found.extend)
         if ended.exit_code:

@@ -72,7 +72,8 @@ class _Channel:
         # From now on the agent's output goes to stderr, which the parent logs.
         os.dup2(2, 1)
         if isinstance(sys.stdout, TextIOWrapper):
-            sys.stdout.reconfigure(line_buffering=True)  # the last lines before a crash explain it
+            # The last lines before a crash explain it.
+            sys.stdout.reconfigure(line_buffering=True)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         return self

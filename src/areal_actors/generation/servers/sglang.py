@@ -228,7 +228,8 @@ class SGLangDialect:
     async def begin_update(self, client: httpx.AsyncClient) -> None:
         """Begin an update; see ``BroadcastDialect.begin_update``."""
         answer = await ask(client, "POST", "/begin_weight_update", {})
-        if answer.is_refusal:  # an earlier client may have been killed during an update
+        # An earlier client may have been killed during an update.
+        if answer.is_refusal:
             await self.end_update(client)
             await post_command(client, "/begin_weight_update", {})
         elif answer.is_error:

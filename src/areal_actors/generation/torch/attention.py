@@ -192,7 +192,8 @@ class _Join:
         """Allocate room for ``depth`` parts of each query; a missing part has no weight."""
         shape = (depth, *queries.shape[:2])
         peaks = torch.full(shape, -torch.inf, dtype=torch.float32, device=queries.device)
-        peaks[0] = 0.0  # padding rows have no part at all: without this they would be NaN
+        # Padding rows have no part at all: without this they would be NaN.
+        peaks[0] = 0.0
         return cls(v.new_zeros((*shape, v.shape[2])), torch.zeros_like(peaks), peaks)
 
     def put(self, level: int, at: slice, part: _Part) -> None:

@@ -83,7 +83,8 @@ def _choose_path(model: Any) -> type[LlamaForward | GenericForward]:
     if LlamaForward.accepts(model) and _deviation(LlamaForward(model), expected) <= TOLERANCE:
         return LlamaForward
     deviation = _deviation(GenericForward(model), expected)
-    if not deviation <= TOLERANCE:  # NaN is too large as well
+    # NaN is too large as well.
+    if not deviation <= TOLERANCE:
         raise ModelError(
             f"{type(model).__name__} cannot be run by the embedded engine: its log-probabilities differ by "
             f"{deviation:.2g} from the model's own. Serve it with an inference server instead."

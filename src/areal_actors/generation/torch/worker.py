@@ -220,7 +220,8 @@ class Worker:
         except BaseException as error:  # noqa: BLE001  waiting tasks must be notified of any failure
             self._outgoing.failure = error
         self._outgoing.is_last = True
-        with suppress(RuntimeError):  # the event loop is closed, and no task waits
+        # The event loop is closed, and no task waits.
+        with suppress(RuntimeError):
             self._flush()
 
     def _turn(self) -> None:
@@ -367,7 +368,8 @@ class Worker:
                 generation = next(generations)
                 generation.ahead -= 1
                 if generation not in self._generations:
-                    continue  # it had ended before this token was sampled, or was aborted
+                    # The request had ended before this token was sampled, or was aborted.
+                    continue
                 if not is_finite:
                     self._finish(generation, None, self._explain(generation, launched.version))
                     continue
@@ -613,7 +615,8 @@ class StepRunner:
         batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
         attention = StepAttention(self._kv, layout, spans, is_padded=self._is_padded)
         logits = self._forward.run(batch, attention)
-        return logits if num_rows == len(rows) else logits[: len(rows)]  # with padding, there are no spans
+        # Rows are padded only if there are no spans.
+        return logits if num_rows == len(rows) else logits[: len(rows)]
 
     def _lay_out(self, rows: Sequence[Generation]) -> DecodeLayout:
         for row in rows:

@@ -306,7 +306,8 @@ class CompletionsStream:
             logprobs, self._unsent = self._unsent, None
             self._num_sent += len(logprobs["tokens"]) if logprobs else 0
             return self._chunk(item.choice, item.text, logprobs)
-        if not isinstance(item, Answer):  # an answer without messages has no other deltas
+        # An answer without messages has no other deltas.
+        if not isinstance(item, Answer):
             return b""
         self._answers.append(item)
         logprobs = None

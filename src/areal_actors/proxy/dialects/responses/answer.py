@@ -312,7 +312,8 @@ class ResponseStream:
             self._emit("response.in_progress", response=response)
         elif isinstance(item, Answer):
             self._end(item)
-        elif not isinstance(item, SampledTokens):  # log-probabilities are sent with the end of their message
+        elif not isinstance(item, SampledTokens):
+            # Log-probabilities are sent with the end of their message.
             self._grow(item)
         return self._take()
 

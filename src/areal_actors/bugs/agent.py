@@ -71,9 +71,6 @@ class FixFunction:
         )
         answered.raise_for_status()
         answer = answered.json()["choices"][0]["message"]["content"] or ""
-        return await self._grade(directory, bug, answer)
-
-    async def _grade(self, directory: Path, bug: dict[str, Any], answer: str) -> float:
         task = await to_thread.run_sync(load_task, directory)
         check_task(task, self._config)
         with scratch_directory() as files:

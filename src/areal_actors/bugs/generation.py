@@ -169,17 +169,26 @@ class _Search:
         except (SyntaxError, ValueError, OSError):
             self._counts.skipped_modules += 1
             return
-        if not await self._find_tests(parsed.source):
+        # All tests run twice without a bug: a flaky one would make every mutant look like a bug.
+        with anyio.move_on_after(self._config.module_seconds):
+            first = await self._run(0, parsed.source, covers=True)
+            names = tuple(name for name, result in first.items() if result["failure"] is None)
+            second = await self._run(0, parsed.source, only=names) if names else {}
+            passing = [name for name in names if name in second and second[name]["failure"] is None]
+            self._tests = tuple(passing[:_MAX_TESTS])
+            self._calls = {name: frozenset(first[name]["calls"]) for name in self._tests}
+        await self._boxes.replace_ended()
+        if len(self._tests) < 2:  # noqa: PLR2004 - one that fails, and one that passes
             self._counts.skipped_modules += 1
             return
         candidates = self._candidates(parsed)
         found: Counter[str] = Counter()
         while batch := list(islice(candidates, len(self._boxes.opened))):
-            results: dict[int, Bug | None] = {}
+            results: dict[int, Bug] = {}
             async with anyio.create_task_group() as tasks:
                 for number, (function, chosen) in enumerate(batch):
                     if found[function.name] < self._config.max_per_function:
-                        tasks.start_soon(self._attempt, number, results, parsed, function, chosen)
+                        tasks.start_soon(self._try, number, parsed, function, chosen, results)
             await self._boxes.replace_ended()
             # In the order of the batch, whichever mutant was tested first.
             for number, (function, _) in enumerate(batch):
@@ -187,18 +196,6 @@ class _Search:
                 if bug is not None and found[function.name] < self._config.max_per_function:
                     found[function.name] += 1
                     yield bug
-
-    async def _find_tests(self, source: str) -> bool:
-        """Run all tests without a bug, twice, and return whether there are enough to tell a bug."""
-        with anyio.move_on_after(self._config.module_seconds):
-            first = await self._run(0, source, covers=True)
-            names = tuple(name for name, result in first.items() if result["failure"] is None)
-            second = await self._run(0, source, only=names) if names else {}
-            passing = [name for name in names if name in second and second[name]["failure"] is None]
-            self._tests = tuple(passing[:_MAX_TESTS])
-            self._calls = {name: frozenset(first[name]["calls"]) for name in self._tests}
-        await self._boxes.replace_ended()
-        return len(self._tests) >= 2  # noqa: PLR2004 - one that fails, and one that passes
 
     def _covering(self, function: Function) -> tuple[str, ...]:
         # Code objects know the line of the first decorator.
@@ -227,23 +224,15 @@ class _Search:
                     yield function, chosen
             pools = [pool for pool in pools if pool[1]]
 
-    async def _attempt(
-        self,
-        number: int,
-        results: dict[int, Bug | None],
-        parsed: Module,
-        function: Function,
-        chosen: tuple[Mutation, ...],
+    async def _try(
+        self, box: int, parsed: Module, function: Function, chosen: tuple[Mutation, ...], bugs: dict[int, Bug]
     ) -> None:
-        results[number] = await self._try(number, parsed, function, chosen)
-
-    async def _try(self, box: int, parsed: Module, function: Function, chosen: tuple[Mutation, ...]) -> Bug | None:
-        """Test a mutant, and return it if some tests fail and others pass."""
+        """Test a mutant, and add it to ``bugs`` by the number of its box if some tests fail and others pass."""
         source = apply(parsed.source, chosen)
         results = await self._run(box, source, only=self._covering(function))
         if results and all(result["failure"] is None for result in results.values()):
             self._counts.survived += 1
-            return None
+            return
         # Tests that do not call the function depend on it all the same, if the module calls it when it is imported.
         others = tuple(name for name in self._tests if name not in results)
         results |= await self._run(box, source, only=others) if results and others else {}
@@ -251,15 +240,17 @@ class _Search:
         failing = tuple(name for name in self._tests if name not in passing)
         if not passing:
             self._counts.broke_all += 1
-            return None
+            return
+        # Each of several mutations has to be a bug alone, so that all of them have to be repaired.
         for one in chosen if len(chosen) > 1 else ():
-            if not await self._is_noticed(box, parsed, function, one):
+            alone = await self._run(box, apply(parsed.source, [one]), only=self._covering(function))
+            if all(result["failure"] is None for result in alone.values()):
                 self._counts.survived += 1
-                return None
+                return
         self._counts.qualified += 1
         ordered = sorted(chosen, key=lambda one: one.start)
         text = next((results[name]["failure"] for name in failing if name in results), "")
-        return Bug(
+        bugs[box] = Bug(
             module=self._module,
             function=function.name,
             original=parsed.source,
@@ -271,11 +262,6 @@ class _Search:
             output=text,
             seconds=self._config.test_seconds,
         )
-
-    async def _is_noticed(self, box: int, parsed: Module, function: Function, mutation: Mutation) -> bool:
-        """Return whether a mutation of several is a bug alone, so that all of them have to be repaired."""
-        results = await self._run(box, apply(parsed.source, [mutation]), only=self._covering(function))
-        return any(result["failure"] is not None for result in results.values())
 
     async def _run(self, box: int, source: str, *, only: tuple[str, ...] = (), covers: bool = False) -> dict[str, Any]:
         """Run tests on a source; return no results if it cannot be imported, or ends the process."""

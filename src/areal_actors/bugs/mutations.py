@@ -10,7 +10,7 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import Any
 
 from attrs import field, frozen
@@ -104,8 +104,9 @@ class Module:
     def mutations(self, function: Function) -> tuple[Mutation, ...]:
         """Return the mutations of a function that change its syntax tree, in the order of the source."""
         found = {}
+        mutators = (self._mutate_operator, self._mutate_expression, self._mutate_statement)
         for node in _walk(_without_docstring(function.node)):
-            for mutation in self._mutate(node):
+            for mutation in chain.from_iterable(mutate(node) for mutate in mutators):
                 found[mutation.start, mutation.end, mutation.replacement] = mutation
         first, text = self._offset(function.line, 0), self.text(function)
         before = _dump(text)
@@ -155,16 +156,22 @@ class Module:
 
     # -------------------------------------------------------------------------------------------- operators
 
-    def _mutate(self, node: ast.AST) -> Iterator[Mutation]:
-        if isinstance(node, ast.expr):
-            yield from self._mutate_expression(node)
-        elif isinstance(node, ast.stmt):
-            yield from self._mutate_statement(node)
-
-    def _mutate_expression(self, node: ast.expr) -> Iterator[Mutation]:
+    def _mutate_operator(self, node: ast.AST) -> Iterator[Mutation]:
         match node:
-            case ast.Compare() | ast.BinOp() | ast.BoolOp():
-                yield from self._mutate_operator(node)
+            case ast.Compare():
+                for (left, right), kind in zip(pairwise([node.left, *node.comparators]), node.ops, strict=True):
+                    pattern, texts = _COMPARISONS[type(kind)]
+                    yield from self._between(left, right, pattern, texts, "comparison")
+            case ast.BoolOp():
+                word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
+                for left, right in pairwise(node.values):
+                    yield from self._between(left, right, word, [other], "boolean")
+            case ast.BinOp() if type(node.op) in _OPERATORS:
+                operator, text = _OPERATORS[type(node.op)]
+                yield from self._between(node.left, node.right, re.escape(operator), [text], "operator")
+
+    def _mutate_expression(self, node: ast.AST) -> Iterator[Mutation]:
+        match node:
             case ast.UnaryOp(op=ast.Not() | ast.USub()):
                 yield self._replace(node, self._text(node.operand), "negation")
             case ast.Constant(value=bool()):
@@ -177,19 +184,6 @@ class Module:
                 yield self._replace(node, text, "branch")
             case ast.Call():
                 yield from self._mutate_call(node)
-
-    def _mutate_operator(self, node: ast.Compare | ast.BinOp | ast.BoolOp) -> Iterator[Mutation]:
-        if isinstance(node, ast.Compare):
-            for (left, right), kind in zip(pairwise([node.left, *node.comparators]), node.ops, strict=True):
-                pattern, texts = _COMPARISONS[type(kind)]
-                yield from self._between(left, right, pattern, texts, "comparison")
-        elif isinstance(node, ast.BoolOp):
-            word, other = ("and", "or") if isinstance(node.op, ast.And) else ("or", "and")
-            for left, right in pairwise(node.values):
-                yield from self._between(left, right, word, [other], "boolean")
-        elif type(node.op) in _OPERATORS:
-            operator, text = _OPERATORS[type(node.op)]
-            yield from self._between(node.left, node.right, re.escape(operator), [text], "operator")
 
     def _mutate_call(self, node: ast.Call) -> Iterator[Mutation]:
         name = node.func
@@ -209,7 +203,7 @@ class Module:
                 text = self._text(right) + self.source[middle:begin] + self._text(left)
                 yield Mutation(start=start, end=end, replacement=text, kind="arguments", line=left.lineno)
 
-    def _mutate_statement(self, node: ast.stmt) -> Iterator[Mutation]:
+    def _mutate_statement(self, node: ast.AST) -> Iterator[Mutation]:
         match node:
             case ast.AugAssign() if type(node.op) in _OPERATORS:
                 operator, text = _OPERATORS[type(node.op)]

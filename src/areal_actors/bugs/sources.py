@@ -18,6 +18,7 @@ __all__ = ["TestedModule", "find_modules"]
 _RUNNER = ("ast", "doctest", "importlib", "inspect", "json", "linecache", "os", "signal", "subprocess", "traceback")
 _NOT_TESTED = (*_RUNNER, "unittest", "test", "idlelib", "lib2to3", "tkinter", "turtledemo", "ensurepip", "venv", "site")
 """Modules that run the tests, and parts of the standard library whose tests need a display or the network."""
+_TEST_FOLDERS = frozenset({"tests", "test", "testing"})
 _MAX_BYTES = 200_000
 
 
@@ -58,11 +59,15 @@ def find_modules(name: str) -> tuple[TestedModule, ...]:
     root = origin.parents[name.count(".") + (origin.name == "__init__.py")]
     files = sorted(origin.parent.rglob("*.py")) if origin.name == "__init__.py" else [origin]
     package = name.partition(".")[0]
-    version = _version(package)
+    # To look up the distribution of a package reads the files of all, a second here.
+    distributions = () if package in sys.stdlib_module_names else metadata.packages_distributions().get(package, ())
+    python = f"Python {'.'.join(map(str, sys.version_info[:3]))}"
+    version = next((f"{one} {metadata.version(one)}" for one in distributions), python)
     found = []
     for file in files:
         parts = file.relative_to(root).with_suffix("").parts
-        if parts[0] in _NOT_TESTED or _is_test(file, root) or file.name == "__init__.py":
+        is_test = not _TEST_FOLDERS.isdisjoint(parts[:-1]) or file.name.startswith(("test_", "conftest"))
+        if parts[0] in _NOT_TESTED or is_test or file.name == "__init__.py":
             continue
         tests = tuple(_find_tests(file, root))
         if tests and file.stat().st_size <= _MAX_BYTES:
@@ -76,19 +81,6 @@ def find_modules(name: str) -> tuple[TestedModule, ...]:
             "examples in docstrings."
         )
     return tuple(found)
-
-
-def _version(package: str) -> str:
-    # To look up the distribution of a package reads the files of all, a second here.
-    distributions = () if package in sys.stdlib_module_names else metadata.packages_distributions().get(package, ())
-    for distribution in distributions:
-        return f"{distribution} {metadata.version(distribution)}"
-    return f"Python {sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-
-
-def _is_test(file: Path, root: Path) -> bool:
-    parts = file.relative_to(root).parts
-    return "tests" in parts or "test" in parts or file.name.startswith(("test_", "conftest")) or "testing" in parts
 
 
 def _find_tests(file: Path, root: Path) -> Iterator[str]:

@@ -288,25 +288,19 @@ def splice(bug: Mapping[str, Any], source: str, answer: str) -> str:
     if bug["level"] == Level.LINE:
         at = bug["line"] - 1
         before = lines[at]
-        lines[at] = before[: len(before) - len(before.lstrip())] + _first_line(answer)
+        fenced = _FENCE.search(answer)
+        answered = (fenced[1] if fenced else answer).split("\n")
+        line = next((one.strip() for one in answered if one.strip() and not one.startswith("```")), "")
+        # A model repeats the mark that it was shown, and may quote the line.
+        line = line.split(_MARK.strip())[0].strip().strip("`").strip()
+        lines[at] = before[: len(before) - len(before.lstrip())] + line
         return "\n".join(lines)
     start, end = bug["start"] - 1, bug["end"]
     before = lines[start]
-    code = _code(answer, bug["function"].rpartition(".")[2])
+    # The function in the answer: that in a code block if there is one, without its decorators.
+    name = bug["function"].rpartition(".")[2]
+    text = next((block for block in _FENCE.findall(answer) if f"def {name}" in block), answer)
+    found = re.search(rf"^[ \t]*def {re.escape(name)}\b", text, re.MULTILINE)
+    code = dedent(text[found.start() :] if found else text).rstrip()
     lines[start:end] = indent(code, before[: len(before) - len(before.lstrip())]).split("\n")
     return "\n".join(lines)
-
-
-def _first_line(answer: str) -> str:
-    fenced = _FENCE.search(answer)
-    text = fenced[1] if fenced else answer
-    line = next((one.strip() for one in text.split("\n") if one.strip() and not one.startswith("```")), "")
-    return line.split(_MARK.strip())[0].strip().strip("`").strip()
-
-
-def _code(answer: str, name: str) -> str:
-    """Return the function in an answer: that in a code block if there is one, without its decorators."""
-    blocks = [block for block in _FENCE.findall(answer) if f"def {name}" in block] or [answer]
-    text = blocks[0]
-    found = re.search(rf"^[ \t]*def {re.escape(name)}\b", text, re.MULTILINE)
-    return dedent(text[found.start() :] if found else text).rstrip()

@@ -305,32 +305,29 @@ class ConversationTree:
         """
         order, self._next_completed = self._next_completed, self._next_completed + 1
         pending, compact = self._pending(interaction_id), self._compact(completion)
-        return evolve(
-            pending,
-            completion=compact,
-            digest=self._digest(pending, compact),
-            output=output,
-            status=InteractionStatus.COMPLETED,
-            completed_order=order,
-        )
-
-    def _digest(self, interaction: Interaction, completion: Completion) -> str:
-        """Return the digest of an answer, in time linear in the tokens beyond those of its token parent."""
-        if interaction.token_parent is None:
+        # In time linear in the tokens beyond those of its token parent.
+        if pending.token_parent is None:
             digest = create_token_hash()
-        elif (known := self._hashes.get(interaction.token_parent)) is not None:
+        elif (known := self._hashes.get(pending.token_parent)) is not None:
             digest = known.copy()
         else:
             # A restored parent, or one that others have pushed out, is hashed again from its ids.
             digest = create_token_hash()
-            digest.update(self.full_tokens(self._known(interaction.token_parent)).data)
-        digest.update(interaction.prompt_suffix.data)
-        digest.update(completion.token_ids.data)
-        self._hashes[interaction.id] = digest
+            digest.update(self.full_tokens(self._known(pending.token_parent)).data)
+        digest.update(pending.prompt_suffix.data)
+        digest.update(compact.token_ids.data)
+        self._hashes[pending.id] = digest
         # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
         if len(self._hashes) > _MAX_HASHES:
             del self._hashes[next(iter(self._hashes))]
-        return digest_turn(interaction.id, digest.hexdigest(), completion)
+        return evolve(
+            pending,
+            completion=compact,
+            digest=digest_turn(pending.id, digest.hexdigest(), compact),
+            output=output,
+            status=InteractionStatus.COMPLETED,
+            completed_order=order,
+        )
 
     def record(self, interaction: Interaction) -> Interaction:
         """Replace the pending interaction by a prepared one. Raises as ``complete`` does."""

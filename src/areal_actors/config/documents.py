@@ -138,21 +138,18 @@ def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
             stack.append((node, True))
             if isinstance(node, yaml.MappingNode):
                 stack.extend((child, False) for _, child in node.value)
-                yield from _doubled_keys(node, source)
+                lines: dict[str, int] = {}
+                for key, _ in node.value:
+                    line = key.start_mark.line + 1
+                    if not isinstance(key, yaml.ScalarNode):
+                        yield f"{source}:{line}: a key must be a word, not a list or a mapping."
+                    elif key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+                        before = f"was given before, on line {lines[key.value]}"
+                        yield f"{source}:{line}: {key.value} {before}; keep one of them."
+                    else:
+                        lines[key.value] = line
             elif isinstance(node, yaml.SequenceNode):
                 stack.extend((child, False) for child in node.value)
-
-
-def _doubled_keys(node: yaml.MappingNode, source: str) -> Iterator[str]:
-    lines: dict[str, int] = {}
-    for key, _ in node.value:
-        line = key.start_mark.line + 1
-        if not isinstance(key, yaml.ScalarNode):
-            yield f"{source}:{line}: a key must be a word, not a list or a mapping."
-        elif key.value in lines and key.tag != "tag:yaml.org,2002:merge":
-            yield f"{source}:{line}: {key.value} was given before, on line {lines[key.value]}; keep one of them."
-        else:
-            lines[key.value] = line
 
 
 def plain(value: Any) -> Any:

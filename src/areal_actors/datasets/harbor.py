@@ -270,7 +270,13 @@ def _read_environment(path: Path) -> tuple[str, dict[str, str], tuple[Copied, ..
         if keyword == "WORKDIR":
             work_directory = _inside(place, rest, work_directory)
         elif keyword == "ENV":
-            variables |= _read_variables(place, rest)
+            if "$" in rest:
+                raise _needs_build(place, f"ENV {rest}")
+            words = shlex.split(rest)
+            if "=" in words[0]:
+                variables |= {word.partition("=")[0]: word.partition("=")[2] for word in words}
+            else:  # the form without =, which sets one variable
+                variables[words[0]] = rest.partition(" ")[2].strip()
         elif keyword in {"COPY", "ADD"}:
             copies += _read_copy(place, rest, path, work_directory)
         elif keyword not in _INERT and (keyword != "FROM" or has_base):
@@ -303,15 +309,6 @@ def _needs_build(place: str, what: str) -> DatasetError:
         f"{place} needs a build ({what[:200]}), and images are not built here. Task directories run on the programs "
         "of the host: install what it needs there and remove the line, or run the task with Harbor."
     )
-
-
-def _read_variables(place: str, rest: str) -> dict[str, str]:
-    words = shlex.split(rest)
-    if "$" in rest:
-        raise _needs_build(place, f"ENV {rest}")
-    if "=" not in words[0]:  # the form without =, which sets one variable
-        return {words[0]: rest.partition(" ")[2].strip()}
-    return {word.partition("=")[0]: word.partition("=")[2] for word in words}
 
 
 def _read_copy(place: str, rest: str, context: Path, work_directory: str) -> list[Copied]:

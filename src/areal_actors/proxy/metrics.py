@@ -85,12 +85,6 @@ class MetricsEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer in the Prometheus text format."""
-        readings = await self._read()
-        if self.accounts is not None and self.gatekeeper.is_admin(read_key(exchange.headers)):
-            readings.users = await read_users(self.accounts)
-        await send_families(exchange, self._families(readings))
-
-    async def _read(self) -> Readings:
         actors: dict[str, Ref[Any]] = {"sessions": self.sessions, "capacity": self.capacity, "exports": self.exports}
         if self.generation is not None:
             actors["generation"] = self.generation
@@ -116,7 +110,9 @@ class MetricsEndpoint:
         async with anyio.create_task_group() as tasks:
             for read in (read_engine, read_capacity, read_sessions, read_run):
                 tasks.start_soon(read)
-        return readings
+        if self.accounts is not None and self.gatekeeper.is_admin(read_key(exchange.headers)):
+            readings.users = await read_users(self.accounts)
+        await send_families(exchange, self._families(readings))
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
         meter, mailboxes = self.meter, readings.mailboxes

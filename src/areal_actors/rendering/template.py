@@ -193,7 +193,17 @@ class Adaptation:
         Raises:
             RenderError: the template would silently drop a message.
         """
-        messages = self._adapt_calls(self._adapt_system(messages))
+        if not self.has_developer_role and any(message.role == "developer" for message in messages):
+            messages = [evolve(m, role="system") if m.role == "developer" else m for m in messages]
+        leading, others = _split_system(messages)
+        if not self.has_late_system and any(message.role in _SYSTEM_ROLES for message in others):
+            raise RenderError(
+                "The model's chat template drops system and developer messages behind the first question. "
+                "Send them first, or as the user's."
+            )
+        if not self.has_system_runs and len(leading) > 1:
+            messages = [evolve(leading[0], content=_join_contents(leading)), *others]
+        messages = self._adapt_calls(messages)
         if tools and not self.has_tools and self.format is not None:
             block, (first, *rest) = self.format.format_tools(tools), messages
             if first.role in _SYSTEM_ROLES:
@@ -202,20 +212,14 @@ class Adaptation:
                 # A system message replaces the template's default prompt, so that prompt is repeated in it.
                 text = f"{self.default_system}\n\n{block}" if self.default_system else block
                 messages = [ChatMessage(role="system", content=text), *messages]
-        return messages if self.has_system_role else _put_before_question(messages)
-
-    def _adapt_system(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        if not self.has_developer_role and any(message.role == "developer" for message in messages):
-            messages = [evolve(m, role="system") if m.role == "developer" else m for m in messages]
-        leading, rest = _split_system(messages)
-        if not self.has_late_system and any(message.role in _SYSTEM_ROLES for message in rest):
-            raise RenderError(
-                "The model's chat template drops system and developer messages behind the first question. "
-                "Send them first, or as the user's."
-            )
-        if not self.has_system_runs and len(leading) > 1:
-            return [evolve(leading[0], content=_join_contents(leading)), *rest]
-        return messages
+        leading, others = _split_system(messages)
+        if self.has_system_role or not leading:
+            return messages
+        # Joined with the question instead of sent as a separate message, because such templates require alternating
+        # roles.
+        if others and others[0].role == "user":
+            return [evolve(others[0], content=_join_contents([*leading, others[0]])), *others[1:]]
+        return [ChatMessage(role="user", content=_join_contents(leading)), *others]
 
     def _adapt_calls(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
         if not self.has_long_ids:
@@ -237,7 +241,18 @@ class Adaptation:
             ]
         if self.format is not None and not self.has_calls:
             messages = [_spell_out(self.format, message) for message in messages]
-        return messages if self.has_tool_role else _join_results(messages)
+        if self.has_tool_role:
+            return messages
+        # Results become user messages, and adjacent ones are joined, because such templates require alternating roles.
+        joined: list[ChatMessage] = []
+        is_open = False
+        for message in messages:
+            if message.role == "tool" and is_open:
+                joined[-1] = evolve(joined[-1], content=f"{joined[-1].content}\n{message.content}")
+            else:
+                joined.append(ChatMessage(role="user", content=message.content) if message.role == "tool" else message)
+            is_open = message.role == "tool"
+        return joined
 
 
 def _spell_out(form: ToolFormat, message: ChatMessage) -> ChatMessage:
@@ -252,19 +267,6 @@ def _spell_out(form: ToolFormat, message: ChatMessage) -> ChatMessage:
     return ChatMessage(role=message.role, content="\n".join(parts), name=message.name, reasoning=message.reasoning)
 
 
-def _join_results(messages: Iterable[ChatMessage]) -> list[ChatMessage]:
-    """Turn results into user messages, and join adjacent ones, because such templates require alternating roles."""
-    joined: list[ChatMessage] = []
-    is_open = False
-    for message in messages:
-        if message.role == "tool" and is_open:
-            joined[-1] = evolve(joined[-1], content=f"{joined[-1].content}\n{message.content}")
-        else:
-            joined.append(ChatMessage(role="user", content=message.content) if message.role == "tool" else message)
-        is_open = message.role == "tool"
-    return joined
-
-
 # -------------------------------------------------------------------------------------------- system messages
 
 
@@ -276,17 +278,6 @@ def _split_system(messages: Sequence[ChatMessage]) -> tuple[Sequence[ChatMessage
 
 def _join_contents(messages: Iterable[ChatMessage]) -> str:
     return "\n\n".join(message.content for message in messages if message.content)
-
-
-def _put_before_question(messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-    """Put the content of the system messages at the beginning of the first question."""
-    leading, rest = _split_system(messages)
-    if not leading:
-        return messages
-    # Joined with the question instead of sent as a separate message, because such templates require alternating roles.
-    if rest and rest[0].role == "user":
-        return [evolve(rest[0], content=_join_contents([*leading, rest[0]])), *rest[1:]]
-    return [ChatMessage(role="user", content=_join_contents(leading)), *rest]
 
 
 # -------------------------------------------------------------------------------------------------------- calls

@@ -149,7 +149,14 @@ class NoiseModel:
 
     def bounds(self, rows: Sequence[Comparison]) -> list[Doubles]:
         """Return the bound of each token in nats, float64 [n] for each row. ``rows`` are those of one step."""
-        spread, rounding = self._spread(rows), self._rounding
+        # The standard deviation of the logits over the vocabulary, in nats.
+        recomputed = np.concatenate([row.recomputed for row in rows])
+        deficit = np.log(self.vocab_size) + recomputed.mean()
+        # Forced tokens are not samples: their mean may be below that of a uniform choice, and they add to the spread.
+        squared = max(2 * deficit, float(recomputed.var()) + min(deficit, 0.0) ** 2)
+        squared += _SPREAD_OF_FEW / len(recomputed)
+        spread = float(np.sqrt(squared) / max(float(_doubts(recomputed).mean()), 1e-3))
+        rounding = self._rounding
         scale = min(rounding.share * spread, rounding.max_bound)
         return [scale * _doubts(row.recomputed) + rounding.floor for row in rows]
 
@@ -213,15 +220,6 @@ class NoiseModel:
         )
         default = "other weights or another version, another prompt (chat template), or other tokens in the answer"
         return next((cause for is_likely, cause in causes if is_likely), default)
-
-    def _spread(self, rows: Sequence[Comparison]) -> float:
-        """Return the standard deviation of the logits over the vocabulary, in nats."""
-        recomputed = np.concatenate([row.recomputed for row in rows])
-        deficit = np.log(self.vocab_size) + recomputed.mean()
-        # Forced tokens are not samples: their mean may be below that of a uniform choice, and they add to the spread.
-        squared = max(2 * deficit, float(recomputed.var()) + min(deficit, 0.0) ** 2)
-        squared += _SPREAD_OF_FEW / len(recomputed)
-        return float(np.sqrt(squared) / max(float(_doubts(recomputed).mean()), 1e-3))
 
 
 @frozen(kw_only=True)

@@ -188,7 +188,11 @@ class Optimizer:
             if not part:
                 moments[what] = owned
                 continue
-            moments[what] = moments[what] if what in moments else self._low_bit_moment(parameter, what, key)
+            if what not in moments:
+                create = getattr(self._torch, "_new_buffer", None)  # torchao's
+                if create is None:
+                    raise CheckpointError(_of_another_optimiser(key, self._config))
+                moments[what] = create(parameter.detach(), what == "exp_avg")
             target = getattr(moments[what], part, None)
             if target is None or (target.shape, target.dtype) != (owned.shape, owned.dtype):
                 raise CheckpointError(_of_another_optimiser(key, self._config))
@@ -215,13 +219,6 @@ class Optimizer:
                 owned = scatter_from_first(whole, parameter.detach(), dtype)
                 moments[what] = local_part(owned).to(held.device) if self._is_offloaded else owned
             self._torch.state[held] = moments
-
-    def _low_bit_moment(self, parameter: Tensor, what: str, key: str) -> Any:
-        """Return an empty moment of torchao's for ``parameter``."""
-        create = getattr(self._torch, "_new_buffer", None)
-        if create is None:
-            raise CheckpointError(_of_another_optimiser(key, self._config))
-        return create(parameter.detach(), what == "exp_avg")
 
     def _require_own(self, loaded: Mapping[str, Mapping[str, Any]]) -> None:
         """Raise ``CheckpointError`` unless the moments have the formats that this optimiser gives them."""

@@ -133,23 +133,9 @@ class InteractionViews:
         """
         if name not in self._interactions:
             raise NotFound(f"There is no completed interaction {name}; look at the ids of the answers.")
-        if name not in self._made:
-            self._make(name)
-        made = self._made[name]
-        if row is None:
-            return made
-        others = tuple(map(self.view, row.interactions[:-1])) if row.predecessors is not None else ()
-        return evolve(made, row=row, reward=row.reward, others=others)
-
-    def rows(self, trajectories: Sequence[Trajectory]) -> dict[str, InteractionWithTokenLogpReward]:
-        """Return the interactions that end the training rows, in order, each with its row."""
-        return {row.interactions[-1]: self.view(row.interactions[-1], row=row) for row in trajectories}
-
-    def _make(self, name: InteractionId) -> None:
-        """Create the views of ``name`` and of its ancestors, the oldest first, without recursion."""
-        # A conversation may have more turns than the recursion limit allows.
-        line = [self._interactions[name]]
-        while (parent := line[-1].parent) is not None and parent not in self._made and parent in self._interactions:
+        # The views of its ancestors first, without recursion: a conversation may have more turns than its limit.
+        line = [] if name in self._made else [self._interactions[name]]
+        while line and (parent := line[-1].parent) not in self._made and parent in self._interactions:
             line.append(self._interactions[parent])
         for turn in reversed(line):
             history, completion = self._history(turn), cast("Completion", turn.completion)
@@ -170,6 +156,15 @@ class InteractionViews:
                 output_message_list=[_plain(history[-1])],
                 completion=self._completions.get(turn.id),
             )
+        made = self._made[name]
+        if row is None:
+            return made
+        others = tuple(map(self.view, row.interactions[:-1])) if row.predecessors is not None else ()
+        return evolve(made, row=row, reward=row.reward, others=others)
+
+    def rows(self, trajectories: Sequence[Trajectory]) -> dict[str, InteractionWithTokenLogpReward]:
+        """Return the interactions that end the training rows, in order, each with its row."""
+        return {row.interactions[-1]: self.view(row.interactions[-1], row=row) for row in trajectories}
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:

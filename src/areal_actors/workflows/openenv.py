@@ -144,25 +144,23 @@ class OpenEnvAgent:
         http_client: httpx.AsyncClient = extra_kwargs["http_client"]
         try:
             async with GenericEnvClient(base_url=self.url, message_timeout_s=self.timeout_seconds) as environment:
-                form = await self._form(http_client, environment)
+                response = await http_client.get(f"{self.url.rstrip('/')}/schema")
+                if not response.is_success:
+                    raise EpisodeError(f"{self.url}/schema answered {response.status_code}; is it a server of OpenEnv?")
+                schema, tools = response.json()["action"], None
+                if schema.get("title") in _MCP_ACTIONS:
+                    tools = (await environment.step({"type": "list_tools"})).observation["tools"]
+                try:
+                    form = choose_form(schema, self.actions, tools)
+                except ValueError as error:
+                    raise EpisodeError(
+                        f"The model cannot act by text at {self.url}: {error}; use actions: tools."
+                    ) from error
                 return await self._play(environment, dict(data), form, extra_kwargs)
         # Of the client: ConnectionError, TimeoutError and RuntimeError for what the server reports.
         except (OSError, TimeoutError, RuntimeError) as error:
             said = f"{type(error).__name__}: {error}"
             raise EpisodeError(f"The environment at {self.url} failed: {said}") from error
-
-    async def _form(self, http_client: httpx.AsyncClient, environment: Any) -> Form:
-        response = await http_client.get(f"{self.url.rstrip('/')}/schema")
-        if not response.is_success:
-            raise EpisodeError(f"{self.url}/schema answered {response.status_code}; is it a server of OpenEnv?")
-        schema = response.json()["action"]
-        tools = None
-        if schema.get("title") in _MCP_ACTIONS:
-            tools = (await environment.step({"type": "list_tools"})).observation["tools"]
-        try:
-            return choose_form(schema, self.actions, tools)
-        except ValueError as error:
-            raise EpisodeError(f"The model cannot act by text at {self.url}: {error}; use actions: tools.") from error
 
     async def _play(self, environment: Any, reset: dict[str, Any], form: Form, link: Mapping[str, Any]) -> float:
         result = await environment.reset(**reset)

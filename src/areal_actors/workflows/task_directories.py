@@ -204,27 +204,24 @@ async def grade_solution(
 
     Raises ``DatasetError`` for a task without a solution, or whose solution fails, and what ``grade_files`` raises.
     """
+    if is_solved and task.solution is None:
+        raise DatasetError(f"The task {task.path} has no solution/solve.sh.")
+    solution = task.solution if is_solved else None
     with scratch_directory() as files:
-        mounts = {} if task.solution is None or not is_solved else {_SOLUTION: task.solution.parent}
+        mounts = {} if solution is None else {_SOLUTION: solution.parent}
         async with open_task_box(task, config, mounts=mounts) as opened:
-            if is_solved:
-                await _solve(opened, task, write)
+            if solution is not None:
+                ended = await opened.box.run(
+                    _script(solution, _SOLUTION if opened.logs == _LOGS else str(solution.parent)),
+                    environment={**opened.environment, **resolve_variables(task.solution_environment)},
+                    timeout_seconds=task.agent_seconds,
+                    on_stdout=write,
+                    on_stderr=write,
+                )
+                if not ended.is_successful:
+                    raise DatasetError(f"solution/solve.sh of {task.path} failed. {ended.describe()}")
             await take_files(opened, task, files)
         return await grade_files(task, files, config, write=write)
-
-
-async def _solve(opened: TaskBox, task: TaskDirectory, write: Write) -> None:
-    if task.solution is None:
-        raise DatasetError(f"The task {task.path} has no solution/solve.sh.")
-    ended = await opened.box.run(
-        _script(task.solution, _SOLUTION if opened.logs == _LOGS else str(task.solution.parent)),
-        environment={**opened.environment, **resolve_variables(task.solution_environment)},
-        timeout_seconds=task.agent_seconds,
-        on_stdout=write,
-        on_stderr=write,
-    )
-    if not ended.is_successful:
-        raise DatasetError(f"solution/solve.sh of {task.path} failed. {ended.describe()}")
 
 
 def load_task_of(data: Any, config: SandboxConfig) -> TaskDirectory:
@@ -272,7 +269,7 @@ def _script(script: Path, directory: str) -> list[str]:
 
 def _read_reward(directory: Path, ended: Completed) -> Verdict:
     """Read reward.json, or else reward.txt, as Harbor does. Raises ``EpisodeError`` for anything but numbers."""
-    for name, parse in (("reward.json", _parse_object), ("reward.txt", _parse_number)):
+    for name in ("reward.json", "reward.txt"):
         path = directory / name
         if path.is_symlink() or not path.is_file():
             continue
@@ -280,16 +277,12 @@ def _read_reward(directory: Path, ended: Completed) -> Verdict:
             raise EpisodeError(f"The verifier wrote {path.stat().st_size} bytes to {name}; a reward is a number.")
         text = path.read_text(encoding="utf-8", errors="replace")
         try:
-            return parse(text)
+            return _parse_object(text) if name == "reward.json" else Verdict(reward=_finite(float(text)))
         except ValueError as error:
             raise EpisodeError(f"The verifier wrote {text[:80]!r} to {name}: {error}. {ended.describe()}") from error
     raise EpisodeError(
         f"The verifier wrote no reward to {_LOGS}/verifier/reward.txt or reward.json. {ended.describe()}"
     )
-
-
-def _parse_number(text: str) -> Verdict:
-    return Verdict(reward=_finite(float(text)))
 
 
 def _parse_object(text: str) -> Verdict:

@@ -283,32 +283,30 @@ class Scheduler:
         for generation in list(self.waiting):
             if all(slot.owner is not None for slot in self.slots):
                 break
-            if may_start(generation) and (admission := self._admit(generation)) is not None:
-                self.waiting.remove(generation)
-                admissions.append(admission)
+            if not may_start(generation):
+                continue
+            source, num_cached, is_worth_waiting = self._find_prefix(generation)
+            if is_worth_waiting:
+                continue
+            # The source itself if it is free and loses nothing, as in the next turn of an episode; else the free slot
+            # that was used longest ago.
+            slot = source
+            if slot is None or slot.owner is not None or num_cached < slot.ready - 1:
+                free = (each for each in self.slots if each.owner is None)
+                slot = min(free, key=lambda each: (each.ready > 0, each is source, each.used))
+            logits = source.logits if source is not None and num_cached == generation.length else None
+            if source is not None:
+                source.used = self._tick()
+            slot.owner, slot.used = generation, self._tick()
+            self._fill(slot, generation.context.copy(), num_cached, logits)
+            generation.slot, generation.base = slot, generation.length
+            # Count once: generations are admitted again after the weights changed.
+            if generation.num_cached is None:
+                generation.num_cached = min(num_cached, generation.num_prompt)
+            (self.decoding if logits is not None else self.prefilling).append(generation)
+            self.waiting.remove(generation)
+            admissions.append(Admission(generation, slot, source, num_cached))
         return admissions
-
-    def _admit(self, generation: Generation) -> Admission | None:
-        source, num_cached, is_worth_waiting = self._find_prefix(generation)
-        if is_worth_waiting:
-            return None
-        # The source itself if it is free and loses nothing, as in the next turn of an episode; else the free slot that
-        # was used longest ago.
-        slot = source
-        if slot is None or slot.owner is not None or num_cached < slot.ready - 1:
-            free = (each for each in self.slots if each.owner is None)
-            slot = min(free, key=lambda each: (each.ready > 0, each is source, each.used))
-        logits = source.logits if source is not None and num_cached == generation.length else None
-        if source is not None:
-            source.used = self._tick()
-        slot.owner, slot.used = generation, self._tick()
-        self._fill(slot, generation.context.copy(), num_cached, logits)
-        generation.slot, generation.base = slot, generation.length
-        # Count once: generations are admitted again after the weights changed.
-        if generation.num_cached is None:
-            generation.num_cached = min(num_cached, generation.num_prompt)
-        (self.decoding if logits is not None else self.prefilling).append(generation)
-        return Admission(generation, slot, source, num_cached)
 
     def _find_prefix(self, generation: Generation) -> tuple[Slot | None, int, bool]:
         """Return the slot with the longest prefix, its length, and whether to wait for a slot that soon holds more."""

@@ -191,32 +191,30 @@ class FieldTable:
             kind = self._kinds.get(name)
             if kind is not None:
                 values[name] = kind.read(value, name)
-            elif name not in inert and value not in ([], {}):
-                self._check_unread(name, value)
+                continue
+            if name in inert or value in ([], {}):
+                continue
+            found = self._by_name.get(name)
+            if found is None:
+                shown_name = name[:_MAX_SHOWN_NAME]
+                near = get_close_matches(shown_name, self._by_name, n=1)
+                hint = f"did you mean {near[0]}?" if near else "leave it out."
+                raise UnsupportedParameter(
+                    f"{shown_name!r} is not a parameter of {self.operation}; {hint} "
+                    "If it does not matter, list it in the proxy's inert_parameters.",
+                    param=shown_name,
+                )
+            # ``True`` equals 1 in Python, but ``"n": true`` is not ``"n": 1``.
+            is_neutral = any(
+                value == known and isinstance(value, bool) is isinstance(known, bool) for known in found.neutral
+            )
+            if found.support is Support.REFUSED and not is_neutral:
+                raise UnsupportedParameter(f"{name} is not supported: {found.note}.", param=name)
         for each in self._required:
             if body.get(each.name) is None and each.kind is not None:
                 # Raises an error that names the type that is missing.
                 each.kind.read(None, each.name)
         return values
-
-    def _check_unread(self, name: str, value: Any) -> None:
-        """Raise ``UnsupportedParameter`` unless ``value`` may be ignored."""
-        found = self._by_name.get(name)
-        if found is None:
-            name = name[:_MAX_SHOWN_NAME]
-            near = get_close_matches(name, self._by_name, n=1)
-            hint = f"did you mean {near[0]}?" if near else "leave it out."
-            raise UnsupportedParameter(
-                f"{name!r} is not a parameter of {self.operation}; {hint} "
-                "If it does not matter, list it in the proxy's inert_parameters.",
-                param=name,
-            )
-        # ``True`` equals 1 in Python, but ``"n": true`` is not ``"n": 1``.
-        is_neutral = any(
-            value == known and isinstance(value, bool) is isinstance(known, bool) for known in found.neutral
-        )
-        if found.support is Support.REFUSED and not is_neutral:
-            raise UnsupportedParameter(f"{name} is not supported: {found.note}.", param=name)
 
     def ignoring(self, names: Collection[str]) -> FieldTable:
         """Return the table with further ``names`` to ignore; honoured fields stay honoured."""

@@ -18,7 +18,7 @@ from typing import Any
 import orjson
 from attrs import frozen
 
-from areal_actors.domain import ChatMessage, CompletionRequest, Grammar, InteractionId, Tool, ToolCall
+from areal_actors.domain import ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
@@ -415,6 +415,16 @@ def parse_anthropic_request(
     selection = parse_tool_choice(choice, values["tools"])
     is_single = isinstance(choice, dict) and read(choice, "disable_parallel_tool_use", FLAG, default=False)
     is_held, previous = values["thread"]
+    newer, older = values["output_config"].get("format"), values["output_format"]
+    if newer is not None and older is not None and newer != older:
+        raise InvalidRequest(
+            "output_config.format and output_format differ; they mean the same, so give one of them.",
+            param="output_config",
+        )
+    thinking = values["thinking"].get("type", "adaptive")
+    if not isinstance(thinking, str) or (thinking not in _THINKING and thinking not in _THINKING_BY_TEMPLATE):
+        raise wrong("thinking.type", "enabled, disabled or adaptive", thinking)
+    effort = read(values["output_config"], "effort", EFFORT, {})
     request = CompletionRequest(
         messages=_check_conversation((*values["system"], *values["messages"])),
         # The system prompt belongs to the thread, so the history that a turn continues is stored without it.
@@ -424,34 +434,16 @@ def parse_anthropic_request(
         tools=selection.tools,
         tool_choice=selection.choice,
         parallel_tool_calls=not is_single,
-        response_format=_select_format(values),
+        response_format=parse_response_format(older if newer is None else newer, "output_config.format"),
         sampling=create_sampling(
             values, max_new_tokens=values["max_tokens"] or default_max_tokens, stop=values["stop_sequences"]
         ),
         seed=values["seed"],
         store=values["store"],
-        template_kwargs=_select_template_options(values),
+        # The options of the chat template that a client names itself take precedence over ``thinking``.
+        template_kwargs={**effort, **_THINKING.get(thinking, {}), **values["chat_template_kwargs"]},
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         id_prefix=ID_PREFIX,
     )
     return ParsedMessages(request=request, model=values["model"], is_stream=values["stream"])
-
-
-def _select_format(values: Mapping[str, Any]) -> Grammar | None:
-    newer, older = values["output_config"].get("format"), values["output_format"]
-    if newer is not None and older is not None and newer != older:
-        raise InvalidRequest(
-            "output_config.format and output_format differ; they mean the same, so give one of them.",
-            param="output_config",
-        )
-    return parse_response_format(older if newer is None else newer, "output_config.format")
-
-
-def _select_template_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the chat template's options; explicit ``chat_template_kwargs`` take precedence over ``thinking``."""
-    kind = values["thinking"].get("type", "adaptive")
-    if not isinstance(kind, str) or (kind not in _THINKING and kind not in _THINKING_BY_TEMPLATE):
-        raise wrong("thinking.type", "enabled, disabled or adaptive", kind)
-    effort = read(values["output_config"], "effort", EFFORT, {})
-    return {**effort, **_THINKING.get(kind, {}), **values["chat_template_kwargs"]}

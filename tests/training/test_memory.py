@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from areal_actors.errors import ConfigError
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.engine import plan_engine
 from areal_actors.training.config import (
@@ -418,6 +419,12 @@ def test_adapters_have_as_many_weights_as_peft_gives_them(targets):
     Adapter.create(real, lora)
     num_trained = sum(weight.numel() for weight in real.parameters() if weight.requires_grad)
     assert plan(sketch_model(config), lora=lora).gradients == 4 * num_trained
+
+
+def test_an_adapter_that_the_model_cannot_have_is_refused_before_any_weights_are_read(model):
+    """A misspelt target would count as no weights at all."""
+    with pytest.raises(ConfigError, match="query_proj"):
+        plan(model, lora=LoraConfig(target_modules=("query_proj",)))
 
 
 def test_adapters_of_stacked_experts_are_counted():

@@ -219,9 +219,15 @@ class _Search:
         draw.shuffle(pools)
         while pools:
             for function, mutations in pools:
-                chosen = _take(mutations, self._config.num_mutations)
-                if chosen:
-                    yield function, chosen
+                # One mutation, with others in other lines; none if there are too few.
+                chosen = [mutations.pop()] if mutations else []
+                for one in reversed(mutations):
+                    is_apart = all(one.end < other.start or other.end < one.start for other in chosen)
+                    is_apart = is_apart and all(one.line != other.line for other in chosen)
+                    if is_apart and len(chosen) < self._config.num_mutations:
+                        chosen.append(one)
+                if len(chosen) == self._config.num_mutations:
+                    yield function, tuple(chosen)
             pools = [pool for pool in pools if pool[1]]
 
     async def _try(
@@ -292,13 +298,3 @@ class _Search:
         except ValueError:
             return {}
         return results
-
-
-def _take(mutations: list[Mutation], number: int) -> tuple[Mutation, ...]:
-    """Remove one mutation from the list, and return it with others in other lines; nothing if there are too few."""
-    chosen = [mutations.pop()] if mutations else []
-    for one in reversed(mutations):
-        apart = all(one.end < other.start or other.end < one.start for other in chosen)
-        if len(chosen) < number and apart and all(one.line != other.line for other in chosen):
-            chosen.append(one)
-    return tuple(chosen) if len(chosen) == number else ()

@@ -73,7 +73,13 @@ def write_task(bug: Bug, level: Level, directory: Path, *, seed: int = 0) -> Non
     content = _describe(bug, level, seed)
     files = {
         "instruction.md": _instruction(content, level),
-        "task.toml": _settings(bug, level),
+        "task.toml": (
+            'version = "1.0"\n\n[metadata]\ncategory = "debugging"\nrelocatable = true\n'
+            f'level = {int(level)}\npackage = "{bug.module.version}"\nmodule = "{bug.module.name}"\n'
+            f'function = "{bug.function}"\nkinds = {json.dumps(list(bug.kinds))}\n'
+            f'masks = {{"{bug.module.path}" = "environment/{bug.module.path}"}}\n'
+            f"\n[agent]\ntimeout_sec = {_AGENT_SECONDS}\n\n[verifier]\ntimeout_sec = {_VERIFIER_SECONDS}\n"
+        ),
         "environment/Dockerfile": "FROM python:3\nWORKDIR /app\nCOPY . .\n",
         f"environment/{bug.module.path}": bug.source,
         "tests/test.sh": _TEST,
@@ -165,16 +171,6 @@ def _describe(bug: Bug, level: Level, seed: int) -> dict[str, Any]:
         described["choices"] = choices
         described["answer"] = chr(ord("A") + choices.index(bug.lines[0]))
     return described
-
-
-def _settings(bug: Bug, level: Level) -> str:
-    return (
-        'version = "1.0"\n\n[metadata]\ncategory = "debugging"\nrelocatable = true\n'
-        f'level = {int(level)}\npackage = "{bug.module.version}"\nmodule = "{bug.module.name}"\n'
-        f'function = "{bug.function}"\nkinds = {json.dumps(list(bug.kinds))}\n'
-        f'masks = {{"{bug.module.path}" = "environment/{bug.module.path}"}}\n'
-        f"\n[agent]\ntimeout_sec = {_AGENT_SECONDS}\n\n[verifier]\ntimeout_sec = {_VERIFIER_SECONDS}\n"
-    )
 
 
 def _instruction(bug: Mapping[str, Any], level: Level) -> str:

@@ -298,22 +298,19 @@ class ParentIndex:
                 entry.frame == history.frame,
                 interaction.completed_order,
             )
-            if not (evidence.has_same_system or self._is_proven(interaction, history, position)):
+            is_proven = evidence.has_same_system
+            if not is_proven:
+                # Under other instructions, equal words may be a coincidence; call ids are issued only once.
+                stored = without_instructions(full_history(interaction, self._lookup))
+                echoed = without_instructions(history.messages[: position + 1])
+                is_proven = any(s.tool_calls and has_same_calls(s, e) for s, e in zip(stored, echoed, strict=True))
+            if not is_proven:
                 reason = ForkReason.NEW_SYSTEM_PROMPT
             elif best is None or evidence > best[0]:
                 best = evidence, interaction, entry.frame
         if best is None:
             return None, reason
         return best[1], _frame_reason(best[2], history.frame)
-
-    def _is_proven(self, interaction: Interaction, history: History, position: int) -> bool:
-        """Return whether call ids prove that the history is this interaction's.
-
-        Under other instructions, equal words may be a coincidence; call ids are issued only once.
-        """
-        stored = without_instructions(full_history(interaction, self._lookup))
-        echoed = without_instructions(history.messages[: position + 1])
-        return any(s.tool_calls and has_same_calls(s, e) for s, e in zip(stored, echoed, strict=True))
 
     def _stray_reason(self, messages: Sequence[ChatMessage]) -> ForkReason | None:
         """Return the reason for a known answer after other messages: the client omitted some, or edited one."""

@@ -6,7 +6,7 @@ appear later are detected by the trainer's capture gate.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from itertools import count
 from typing import Protocol
@@ -77,8 +77,26 @@ async def check_capture(engine: CanSample, *, prompt: Ints, version: int, compar
     )
     async with engine.generate(request) as chunks:
         sampled = _Sampled.of([chunk async for chunk in chunks])
-    for kind, what in _complaints(sampled, vocab_size=engine.info.vocab_size, version=version):
-        raise _violation(engine, kind, what)
+    ids, num = sampled.token_ids, len(sampled.token_ids)
+    if not num:
+        raise _violation(engine, CaptureFault.EMPTY_CAPTURE, "it gave no token")
+    if {num} != {len(sampled.logprobs), len(sampled.raw_logprobs)}:
+        what = f"it gave {num} ids and {len(sampled.logprobs)} log-probabilities"
+        raise _violation(engine, CaptureFault.MISSING_TOKENS, what)
+    # Fewer tokens are fine after a stop token; with LENGTH, all of them were promised.
+    if num > SELF_TEST_TOKENS or (sampled.finish is FinishReason.LENGTH and num < SELF_TEST_TOKENS):
+        what = f"it was asked for {SELF_TEST_TOKENS} tokens and gave {num}"
+        raise _violation(engine, CaptureFault.MISSING_TOKENS, what)
+    if ids.min() < 0 or ids.max() >= engine.info.vocab_size:
+        what = f"it gave {ids.tolist()}, and its ids are below {engine.info.vocab_size}"
+        raise _violation(engine, CaptureFault.UNKNOWN_IDS, what)
+    for values in (sampled.logprobs, sampled.raw_logprobs):
+        if not np.isfinite(values).all() or (values > LOGPROB_SLACK).any():
+            what = f"it gave the log-probabilities {values.tolist()}"
+            raise _violation(engine, CaptureFault.IMPOSSIBLE_LOGPROBS, what)
+    if set(sampled.versions) != {version}:
+        what = f"it gave tokens of version {sampled.versions[0]}, and {version} is served"
+        raise _violation(engine, CaptureFault.WRONG_VERSION, what)
     wrong = None if compare is None else await compare(prompt, sampled.token_ids, sampled.raw_logprobs)
     if wrong is not None:
         raise _violation(engine, CaptureFault.UNEXPLAINED_LOGPROBS, wrong)
@@ -103,25 +121,6 @@ class _Sampled:
             versions=tuple(chunk.version for chunk in chunks if len(chunk.token_ids)),
             finish=chunks[-1].finish if chunks else None,
         )
-
-
-def _complaints(sampled: _Sampled, *, vocab_size: int, version: int) -> Iterator[tuple[CaptureFault, str]]:
-    num = len(sampled.token_ids)
-    if not num:
-        yield CaptureFault.EMPTY_CAPTURE, "it gave no token"
-        return
-    if {num} != {len(sampled.logprobs), len(sampled.raw_logprobs)}:
-        yield CaptureFault.MISSING_TOKENS, f"it gave {num} ids and {len(sampled.logprobs)} log-probabilities"
-    # Fewer tokens are fine after a stop token; with LENGTH, all of them were promised.
-    if num > SELF_TEST_TOKENS or (sampled.finish is FinishReason.LENGTH and num < SELF_TEST_TOKENS):
-        yield CaptureFault.MISSING_TOKENS, f"it was asked for {SELF_TEST_TOKENS} tokens and gave {num}"
-    if sampled.token_ids.min() < 0 or sampled.token_ids.max() >= vocab_size:
-        yield CaptureFault.UNKNOWN_IDS, f"it gave {sampled.token_ids.tolist()}, and its ids are below {vocab_size}"
-    for values in (sampled.logprobs, sampled.raw_logprobs):
-        if not np.isfinite(values).all() or (values > LOGPROB_SLACK).any():
-            yield CaptureFault.IMPOSSIBLE_LOGPROBS, f"it gave the log-probabilities {values.tolist()}"
-    if set(sampled.versions) != {version}:
-        yield CaptureFault.WRONG_VERSION, f"it gave tokens of version {sampled.versions[0]}, and {version} is served"
 
 
 def _violation(engine: CanSample, kind: CaptureFault, what: str) -> CaptureViolation:

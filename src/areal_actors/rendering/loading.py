@@ -100,7 +100,12 @@ def create_renderer(
         )
     variables = {key: text for key, text in tokenizer.special_tokens_map.items() if isinstance(text, str)}
     template = ChatTemplate.create(source, variables=variables, now=now)
-    tool_format, adaptation = _choose_tool_format(config, template)
+    tool_format = choose_format(config.tool_format, TOOL_FORMATS, template=template.source, path="tool_format")
+    stand_in = tool_format or next(iter(TOOL_FORMATS.values()))
+    adaptation = probe_adaptation(template, stand_in)
+    # With ``auto``, an unrecognised template that does not support tools gets the first known format.
+    if config.tool_format == "auto" and not adaptation.has_tools:
+        tool_format = stand_in
     formatter = PromptFormatter(template=template, adaptation=adaptation, vocabulary=vocabulary)
     end_of_turn = find_end_of_turn(formatter, vocabulary)
     reasoning_format = choose_format(
@@ -126,18 +131,6 @@ def create_renderer(
         reasoning_format=reasoning_format,
         probe=probe,
     )
-
-
-def _choose_tool_format(config: RendererConfig, template: ChatTemplate) -> tuple[ToolFormat | None, Adaptation]:
-    """Return the format for parsing answers, and the adaptation of the template.
-
-    With ``auto``, an unrecognised template that does not support tools gets the first known format.
-    """
-    chosen = choose_format(config.tool_format, TOOL_FORMATS, template=template.source, path="tool_format")
-    stand_in = chosen or next(iter(TOOL_FORMATS.values()))
-    adaptation = probe_adaptation(template, stand_in)
-    is_needed = config.tool_format == "auto" and not adaptation.has_tools
-    return (stand_in if is_needed else chosen), adaptation
 
 
 _ARGUMENT = "probe argument"

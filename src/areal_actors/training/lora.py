@@ -34,7 +34,7 @@ from areal_actors.training.config import LoraConfig
 from areal_actors.training.directories import atomic_directory, write_tensors
 from areal_actors.training.sharding import scatter
 
-__all__ = ["ADAPTER_PART", "Adapter", "load_adapter_tensors", "write_adapter"]
+__all__ = ["ADAPTER_PART", "Adapter", "find_adapted", "load_adapter_tensors", "write_adapter"]
 
 ADAPTER_PART = "adapter_model"
 """Stem of the file of an adapter's tensors, which is also the name of its part of a checkpoint."""
@@ -127,14 +127,15 @@ class Adapter:
             peft: Any = import_module("peft")
         except ImportError as error:
             raise ConfigError("trainer.lora needs the package peft; run: pip install 'areal_actors[lora]'") from error
-        modules, parameters = _choose_targets(model, config)
+        shapes = find_adapted(model, config)
+        linear = sorted({name.rpartition(".")[2] for name, shape in shapes.items() if len(shape) == 2})  # noqa: PLR2004
         base = {"name": str(model.config.name_or_path), "fingerprint": fingerprint(model)}
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
             lora_dropout=config.dropout,
-            target_modules=modules,
-            target_parameters=parameters or None,
+            target_modules=linear if config.target_modules == (_ALL,) else list(config.target_modules),
+            target_parameters=list(config.target_parameters) or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base["name"],
         )
@@ -308,8 +309,8 @@ def fingerprint(model: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ targets
 
 
-def _choose_targets(model: Any, config: LoraConfig) -> tuple[list[str], list[str]]:
-    """Return the ends of the names of the linear modules and of the stacked parameters to adapt.
+def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights to adapt, by the names of their linear modules and of stacked parameters.
 
     Raises ``ConfigError`` for unknown ones, and if the rank exceeds a dimension of a target, which has no more freedom.
     """
@@ -320,7 +321,7 @@ def _choose_targets(model: Any, config: LoraConfig) -> tuple[list[str], list[str
         if isinstance(module, torch.nn.Linear) and not any(module is end for end in ends)
     }
     stacked = {
-        name: tuple(parameter.shape[-2:])
+        name: tuple(parameter.shape)
         for name, parameter in model.named_parameters()
         if parameter.ndim > 2  # noqa: PLR2004
     }
@@ -333,11 +334,13 @@ def _choose_targets(model: Any, config: LoraConfig) -> tuple[list[str], list[str
         if not _is_among(wanted, stacked):
             names = sorted({".".join(name.split(".")[-3:]) for name in stacked})
             raise ConfigError(_explain_unknown(model, "target_parameters", wanted, names))
-    shapes = {name: shape for name, shape in linear.items() if any(_is_among(wanted, [name]) for wanted in modules)}
+    shapes: dict[str, tuple[int, ...]] = {
+        name: shape for name, shape in linear.items() if any(_is_among(wanted, [name]) for wanted in modules)
+    }
     shapes |= {
         name: shape for name, shape in stacked.items() if any(_is_among(x, [name]) for x in config.target_parameters)
     }
-    small = {name: shape for name, shape in shapes.items() if min(shape) < config.rank}
+    small = {name: shape[-2:] for name, shape in shapes.items() if min(shape[-2:]) < config.rank}
     if small:
         name, shape = min(small.items(), key=lambda item: min(item[1]))
         raise ConfigError(
@@ -345,7 +348,7 @@ def _choose_targets(model: Any, config: LoraConfig) -> tuple[list[str], list[str
             f"({len(small)} of {len(shapes)} targets are too small); set it to {min(shape)} or less, or name larger "
             "target_modules."
         )
-    return modules, list(config.target_parameters)
+    return shapes
 
 
 def _is_among(wanted: str, names: Iterable[str]) -> bool:

@@ -9,6 +9,7 @@ benchmark ``planning`` compares predictions with measured peaks.
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -19,9 +20,10 @@ from attrs import fields, frozen
 from torch.distributed.tensor import DTensor
 
 from areal_actors.lib.precision import choose_dtype
-from areal_actors.training.config import Activations, LoraConfig, OptimizerConfig, TrainerConfig
+from areal_actors.training.config import Activations, OptimizerConfig, TrainerConfig
 from areal_actors.training.forward import head_chunk_bytes
 from areal_actors.training.layers import decoder_layers
+from areal_actors.training.lora import find_adapted
 from areal_actors.training.optimizer import state_bytes
 
 __all__ = [
@@ -277,7 +279,11 @@ def plan_trainer(
     dtype: torch.dtype = getattr(torch, choose_dtype(str(config.dtype), device_type))
     num_ranks = config.gang.num_processes
     num_weights = sum(weight.numel() for weight in model.parameters())
-    num_trained = num_weights if config.lora is None else _num_adapter_weights(model, config.lora)
+    num_trained = num_weights
+    if config.lora is not None:
+        # Each of the stacked experts [experts, in, out] has factors of the whole rank.
+        shapes = find_adapted(model, config.lora).values()
+        num_trained = config.lora.rank * sum(math.prod(shape[:-2]) * sum(shape[-2:]) for shape in shapes)
     num_frozen = 0 if config.lora is None else num_weights
     held = held_bytes(num_trained=num_trained, num_frozen=num_frozen, dtype=dtype, optimizer=config.optimizer)
     needs_reference = config.objective.kl.coefficient > 0 and config.lora is None
@@ -331,28 +337,3 @@ def plan_trainer(
         kept=kept,
         num_tokens=num_tokens,
     )
-
-
-def _num_adapter_weights(model: Any, lora: LoraConfig) -> int:
-    """Return the number of weights of both factors of all adapted linear modules and parameters."""
-    head = model.get_output_embeddings()
-    linears = {
-        name: module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and module is not head
-    }
-    takes_all = lora.target_modules == ("all-linear",)
-    chosen = [
-        module
-        for name, module in linears.items()
-        if takes_all or any(name == target or name.endswith(f".{target}") for target in lora.target_modules)
-    ]
-    # Each of the stacked experts [experts, in, out] has factors of the whole rank.
-    stacked = [
-        parameter.shape
-        for name, parameter in model.named_parameters()
-        if any(name == target or name.endswith(f".{target}") for target in lora.target_parameters)
-    ]
-    num_rows: int = sum(module.in_features + module.out_features for module in chosen)
-    num_rows += sum(shape[0] * sum(shape[1:]) for shape in stacked)
-    return lora.rank * num_rows

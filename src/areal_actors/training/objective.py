@@ -127,25 +127,19 @@ class PolicyObjective:
         policy = self.surrogate(scores.logprobs, inputs)
         losses = policy.losses if self.correction is None else policy.losses * self.correction(inputs)
         if self.kl_coefficient and inputs.reference is not None:
-            losses = losses + self.kl_coefficient * self._distances(scores.logprobs, inputs, inputs.reference)
+            distances = estimate_kl(scores.logprobs, inputs.reference, self.kl_estimator)
+            # With the ratio r = π/π_behaviour, r k1 and r k3 are in expectation KL(π || reference), so the gradient
+            # also goes through r: on-policy, that of k3 is then log(π/reference) ∇log π, and without r it would be that
+            # of KL(reference || π). k2 alone already has the right gradient, so r is a constant there.
+            if self.is_kl_unbiased:
+                ratio = self._bounded_ratio(scores.logprobs, inputs)
+                if self.kl_estimator is not KlEstimator.K2:
+                    ratio = ratio * bounded_exp(scores.logprobs - scores.logprobs.detach())
+                distances = ratio * distances
+            losses = losses + self.kl_coefficient * distances
         if self.entropy_coefficient:
             losses = losses - self.entropy_coefficient * scores.entropies
         return ObjectiveLoss(loss=(losses * inputs.weights).sum(), sums=self._sums(scores, inputs, policy.is_clipped))
-
-    def _distances(self, logprobs: Tensor, inputs: LossInputs, reference: Tensor) -> Tensor:
-        """Return estimates [n] of the distance to the reference, whose gradient pulls towards it.
-
-        With the ratio r = π/π_behaviour, r k1 and r k3 are in expectation KL(π || reference), so the gradient also goes
-        through r: on-policy, that of k3 is then log(π/reference) ∇log π, and without r it would be that of KL(reference
-        || π). k2 alone already has the right gradient, so r is a constant there.
-        """
-        estimates = estimate_kl(logprobs, reference, self.kl_estimator)
-        if not self.is_kl_unbiased:
-            return estimates
-        ratio = self._bounded_ratio(logprobs, inputs)
-        if self.kl_estimator is not KlEstimator.K2:
-            ratio = ratio * bounded_exp(logprobs - logprobs.detach())
-        return ratio * estimates
 
     def _bounded_ratio(self, logprobs: Tensor, inputs: LossInputs) -> Tensor:
         """Return the ratios [n] policy/behaviour up to the cap, without a gradient."""

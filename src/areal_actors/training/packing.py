@@ -19,7 +19,7 @@ one number for each node defines the whole mask: node i attends to node j if ``j
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -156,7 +156,20 @@ def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens
     groups: dict[int, list[int]] = {}
     for index in indices:
         groups.setdefault(rows[index].group, []).append(index)
-    tries = [trie for members in groups.values() for trie in _tries(rows, members, max_tokens=max_tokens)]
+    tries: list[Trie] = []
+    for members in groups.values():
+        sequences = {index: _input_ids(rows[index]) for index in members}
+        # Lexicographic neighbours share the most, so that a cut between two of them computes the least twice.
+        ordered = sorted(members, key=lambda index: _sort_key(sequences[index]))
+        current: list[int] = []
+        size, previous = 0, np.zeros(0, dtype=np.int32)
+        for index in ordered:
+            added = len(sequences[index]) - _common_prefix(previous, sequences[index])
+            if current and size + added > max_tokens:
+                tries.append(build_trie([sequences[i] for i in current], current))
+                current, size, added = [], 0, len(sequences[index])
+            current, size, previous = [*current, index], size + added, sequences[index]
+        tries.append(build_trie([sequences[i] for i in current], current))
     return [_packed(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
 
 
@@ -228,23 +241,6 @@ def build_trie(sequences: Sequence[Ints], rows: Sequence[int]) -> Trie:
 
 
 # ------------------------------------------------------------------------------------------------------- tries
-
-
-def _tries(rows: Sequence[TrainingRow], members: list[int], *, max_tokens: int) -> Iterator[Trie]:
-    """Yield the tries of one group, each within the bound: rows in lexicographic order, cut where one does not fit."""
-    sequences = {index: _input_ids(rows[index]) for index in members}
-    # Lexicographic neighbours share the most, so that a cut between two of them computes the least twice.
-    ordered = sorted(members, key=lambda index: _sort_key(sequences[index]))
-    current: list[int] = []
-    size, previous = 0, np.zeros(0, dtype=np.int32)
-    for index in ordered:
-        added = len(sequences[index]) - _common_prefix(previous, sequences[index])
-        if current and size + added > max_tokens:
-            yield build_trie([sequences[i] for i in current], current)
-            current, size, added = [], 0, len(sequences[index])
-        current, size, previous = [*current, index], size + added, sequences[index]
-    if current:
-        yield build_trie([sequences[i] for i in current], current)
 
 
 def _sort_key(sequence: Ints) -> bytes:

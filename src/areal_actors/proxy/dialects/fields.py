@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
+from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
 import orjson
@@ -62,6 +63,7 @@ __all__ = [
     "one_object",
     "parse_json",
     "read",
+    "read_instance",
     "refused",
     "shown",
     "wrong",
@@ -281,21 +283,19 @@ def integer(low: int, high: int) -> Kind[int]:
     return Kind({"type": ["integer", "null"], "minimum": low, "maximum": high}, parse)
 
 
-def _read_flag(value: Any, name: str) -> bool:
-    if not isinstance(value, bool):
-        raise wrong(name, "true or false", value)
+def read_instance(kind: type[T], wanted: str, value: Any, name: str) -> T:
+    """Return ``value`` if it is of class ``kind``. Raises ``InvalidRequest``, which says that ``wanted`` is needed."""
+    if not isinstance(value, kind):
+        raise wrong(name, wanted, value)
     return value
+
+
+_read_object: Callable[[Any, str], dict[str, Any]] = partial(read_instance, dict, "an object")
 
 
 def _read_text(value: Any, name: str) -> str:
     if not isinstance(value, str) or not value:
         raise wrong(name, "a string that is not empty", value)
-    return value
-
-
-def _read_object(value: Any, name: str) -> Mapping[str, Any]:
-    if not isinstance(value, dict):
-        raise wrong(name, "an object", value)
     return value
 
 
@@ -343,10 +343,10 @@ def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) ->
     return {"type": "object", "properties": properties, "required": required, **more}
 
 
-FLAG = Kind({"type": ["boolean", "null"]}, _read_flag)
+FLAG = Kind({"type": ["boolean", "null"]}, partial(read_instance, bool, "true or false"))
 TEXT = Kind({"type": ["string", "null"], "minLength": 1}, _read_text)
 ANY_TEXT: Kind[Any] = Kind({"type": ["string", "null"]}, lambda value, _: value)
-OBJECT = Kind({"type": ["object", "null"]}, _read_object)
+OBJECT: Kind[Mapping[str, Any]] = Kind({"type": ["object", "null"]}, _read_object)
 TEXTS = Kind({"type": ["object", "null"], "additionalProperties": {"type": "string"}}, _read_texts)
 _STOPS: Schema = {"items": {"type": "string", "minLength": 1}, "maxItems": 16}
 _BIAS = number(-100, 100)

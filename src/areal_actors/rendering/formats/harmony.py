@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, OneOf, Tool, ToolCall
 from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
@@ -167,6 +168,8 @@ class _ChannelParser:
     def __init__(self) -> None:
         self._buffer = ""
         self._deltas: list[Delta] = []
+        self._say_content = partial(self._say_as, TextDelta)
+        self._say_thought = partial(self._say_as, ReasoningDelta)
         self._say: Callable[[str], None] = self._say_content
         self._spoken: dict[type[Delta], str] = {}
         self._state: Callable[[], bool] = self._read_header
@@ -249,15 +252,10 @@ class _ChannelParser:
         self._state = self._read_header
         return True
 
-    def _say_thought(self, text: str) -> None:
+    def _say_as(self, kind: type[TextDelta | ReasoningDelta], text: str) -> None:
         if text:
-            self._deltas.append(ReasoningDelta(text=self._spoken.get(ReasoningDelta, "") + text))
-            self._spoken[ReasoningDelta] = ""
-
-    def _say_content(self, text: str) -> None:
-        if text:
-            self._deltas.append(TextDelta(text=self._spoken.get(TextDelta, "") + text))
-            self._spoken[TextDelta] = ""
+            self._deltas.append(kind(text=self._spoken.get(kind, "") + text))
+            self._spoken[kind] = ""
 
     def _say_raw(self, text: str) -> None:
         if text:

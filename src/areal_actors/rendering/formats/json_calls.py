@@ -76,22 +76,17 @@ def parse_call(text: str, *, keys: Sequence[str] = ("arguments",), is_bare_allow
         return Call(name=name, arguments=value)
     if not isinstance(value, dict):
         raise NoCall
-    # The model's own text: encoding the value again would change its spelling.
-    return Call(name=name, arguments=_slices(text)[key])
-
-
-def _slices(text: str) -> Mapping[str, str]:
-    """Return the text of each value of a JSON object that is known to be valid."""
-    slices: dict[str, str] = {}
+    # The model's own text, whose last value under the key counts: encoding it again would change its spelling.
+    arguments = ""
     at = _skip_space(text, _skip_space(text, 0) + 1)
     while text[at] != "}":
-        key, at = _JSON.raw_decode(text, at)
+        found, at = _JSON.raw_decode(text, at)
         start = _skip_space(text, _skip_space(text, at) + 1)
         _, end = _JSON.raw_decode(text, start)
-        slices[key] = text[start:end]
+        arguments = text[start:end] if found == key else arguments
         at = _skip_space(text, end)
         at = _skip_space(text, at + 1) if text[at] == "," else at
-    return slices
+    return Call(name=name, arguments=arguments)
 
 
 def _skip_space(text: str, at: int) -> int:

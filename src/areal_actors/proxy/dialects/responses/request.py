@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from functools import partial
 from typing import Any
 
 from attrs import define, evolve, field, frozen
@@ -47,6 +48,7 @@ from areal_actors.proxy.dialects.fields import (
     inert,
     integer,
     read,
+    read_instance,
     refused,
     shown,
     wrong,
@@ -262,12 +264,6 @@ def _parse_previous(value: Any, name: str) -> InteractionId:
     return InteractionId(previous)
 
 
-def _parse_include(value: Any, name: str) -> list[Any]:
-    if not isinstance(value, list):
-        raise wrong(name, "a list", value)
-    return value
-
-
 RESPONSES_FIELDS = FieldTable(
     "responses",
     (
@@ -299,7 +295,7 @@ RESPONSES_FIELDS = FieldTable(
         STOP,
         honoured(
             "include",
-            Kind({"type": ["array", "null"], "items": {"type": "string"}}, _parse_include),
+            Kind({"type": ["array", "null"], "items": {"type": "string"}}, partial(read_instance, list, "a list")),
             "message.output_text.logprobs: those of all sampled tokens, at the end of the text; "
             "whatever else is ignored",
             default=(),

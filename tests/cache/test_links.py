@@ -101,12 +101,18 @@ def candidates(talk: Any, messages: tuple[ChatMessage, ...]) -> list[Interaction
 
 
 def is_justified(talk: Any, found: Match, messages: tuple[ChatMessage, ...]) -> bool:
-    """Whether an edited parent issued a call of the request, or was asked all the questions before an answer in it."""
+    """Whether an edited parent issued a call of the request, or was asked all the questions before an answer in it.
+
+    Instead of the parent, an ancestor may have issued the call, if the request says all that came after it.
+    """
     stored = talk.tree.history(found.parent)
-    issued = {call.id for call in stored[-1].tool_calls}
-    if issued & {call.id for message in messages for call in message.tool_calls}:
-        return True
     ends = [at for at, message in enumerate(messages) if message.role == "assistant"]
+    called = {call.id for message in messages for call in message.tool_calls}
+    for at in (at for at, message in enumerate(stored) if called & {call.id for call in message.tool_calls}):
+        after = stored[at + 1 :]
+        tails = (messages[end + 1 - len(after) : end + 1] for end in ends if end + 1 >= len(after))
+        if any(all(map(says_the_same, after, tail)) for tail in tails):
+            return True
     return any(_questions(stored[:-1]) == _questions(messages[:at]) for at in ends)
 
 

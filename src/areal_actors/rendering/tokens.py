@@ -180,16 +180,19 @@ class Vocabulary:
     _foreign: re.Pattern[str] | None = field(alias="foreign")
     _foreign_start: re.Pattern[str] | None = field(alias="foreign_start")
     _bytes_of: Mapping[int, bytes] = field(
-        init=False, default=Factory(lambda self: self._create_bytes(), takes_self=True)
+        init=False,
+        default=Factory(lambda self: _Table(self._look_up_bytes, size=self.size, nothing=b""), takes_self=True),
     )
-    _pieces: Mapping[int, str] = field(init=False, default=Factory(lambda self: self._create_pieces(), takes_self=True))
-
-    def _create_bytes(self) -> Mapping[int, bytes]:
-        return _Table(self._look_up_bytes, size=self.size, nothing=b"")
-
-    def _create_pieces(self) -> Mapping[int, str]:
-        # A table of size 0 for an unknown decoder, so that every token goes through the window.
-        return _Table(self._look_up_piece, size=self.size if _has_pieces(self.backend.decoder) else 0, nothing="")
+    # A table of size 0 for an unknown decoder, so that every token goes through the window.
+    _pieces: Mapping[int, str] = field(
+        init=False,
+        default=Factory(
+            lambda self: _Table(
+                self._look_up_piece, size=self.size if _has_pieces(self.backend.decoder) else 0, nothing=""
+            ),
+            takes_self=True,
+        ),
+    )
 
     @staticmethod
     def create(backend: Tokenizer, *, special: Mapping[int, str]) -> Vocabulary:

@@ -52,8 +52,18 @@ def _lines(cls: type, *, indent: str) -> Iterator[str]:
     for name, setting in settings_of(cls).items():
         # A kind that also takes text is described by its own words, which explain the section's settings, too.
         takes_text = any(getattr(member, "__supertype__", member) is str for member in get_args(setting.type))
-        if sections_of(setting.type) and not takes_text:
-            yield from _section(name, setting, indent)
+        sections = sections_of(setting.type)
+        if sections and not takes_text:
+            # All of its settings, commented out if the section is absent by default.
+            is_left_out, inner = setting.default is None, f"{indent}  "
+            yield ""
+            yield f"{indent}{name}:" + (" null" if is_left_out else "")
+            for section in sections:
+                tag = [f"{inner}type: {type_name(section)}"] if len(sections) > 1 else []
+                purpose = _comment(_words(inspect.getdoc(section) or ""), inner)
+                lines = [*purpose, *([""] if _explanations(section) else []), *tag, *_lines(section, indent=inner)]
+                is_comment = is_left_out or len(sections) > 1
+                yield from ("#" + line if is_comment and line else line for line in lines)
             continue
         if name in explanations:
             yield from _comment(explanations[name], indent)
@@ -67,20 +77,6 @@ def _lines(cls: type, *, indent: str) -> Iterator[str]:
         # A list on one line; YAML writes lists below their key.
         written = f"[{', '.join(map(_inline, value))}]" if isinstance(value, tuple) else _inline(value)
         yield f"{indent}{name}: {written}  # {describe_type(setting.type)}"
-
-
-def _section(name: str, setting: attrs.Attribute[Any], indent: str) -> Iterator[str]:
-    """Yield a section with all of its settings, commented out if the section is absent by default."""
-    sections = sections_of(setting.type)
-    is_left_out = setting.default is None
-    yield ""
-    yield f"{indent}{name}:" + (" null" if is_left_out else "")
-    for section in sections:
-        tag = [f"{indent}  type: {type_name(section)}"] if len(sections) > 1 else []
-        purpose = _comment(_words(inspect.getdoc(section) or ""), f"{indent}  ")
-        lines = [*purpose, *([""] if _explanations(section) else []), *tag, *_lines(section, indent=f"{indent}  ")]
-        is_comment = is_left_out or len(sections) > 1
-        yield from ("#" + line if is_comment and line else line for line in lines)
 
 
 def _inline(value: object) -> str:

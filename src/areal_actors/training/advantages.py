@@ -197,37 +197,26 @@ def _centre_by_depth(rows: Sequence[Trajectory], config: AdvantageConfig) -> lis
 
 def _centre_by_kind(group: Group, config: AdvantageConfig) -> list[Doubles]:
     members = [_Member.of(episode) for episode in _successes(group)]
+    rows = [(index, row) for index, episode in enumerate(_successes(group)) for row in episode.trajectories]
     by_kind: dict[_Kind, list[_Transform]] = {}
-    result: list[Doubles] = []
-    for index, episode in enumerate(_successes(group)):
-        for row in episode.trajectories:
-            turns = _turns_of(row)
-            for kind in {turn.kind for turn in turns} - by_kind.keys():
-                by_kind[kind] = _kind_transforms(members, kind, config)
-            result.append(_apply_by_turn(row, [(turn, by_kind[turn.kind][index]) for turn in turns]))
-    return result
-
-
-def _kind_transforms(members: Sequence[_Member], kind: _Kind, config: AdvantageConfig) -> list[_Transform]:
-    """Return for each member the function that maps a return of its turns of ``kind`` to an advantage."""
-    found = [member.value_of(kind) for member in members]
-    # No other member has such a turn to compare with, so all turns of each member are compared.
-    if sum(value is not None for value in found) <= 1:
-        found = [member.mean for member in members]
-    present = [index for index, value in enumerate(found) if value is not None]
-    values = np.array([found[index] for index in present], dtype=np.float64)
-    if len(values) > 1 and config.normalisation is Normalisation.RLOO:
-        # Not ``_transforms``: giving a group of equal values 0 would depend on the member's own value, which is a mean
-        # over its turns, whose returns may differ.
-        rounding = _EQUAL * max(1.0, float(np.abs(values).max()))
-        transforms = [_affine(baseline=float(mean), rounding=rounding) for mean in _leave_one_out(values)]
-    else:
-        transforms = _transforms(values, config)
-    # A member without turns of the kind uses none.
-    by_member: list[_Transform] = [np.zeros_like for _ in members]
-    for index, transform in zip(present, transforms, strict=True):
-        by_member[index] = transform
-    return by_member
+    for kind in {turn.kind for _, row in rows for turn in _turns_of(row)}:
+        found = [member.value_of(kind) for member in members]
+        # No other member has such a turn to compare with, so all turns of each member are compared.
+        if sum(value is not None for value in found) <= 1:
+            found = [member.mean for member in members]
+        present = [index for index, value in enumerate(found) if value is not None]
+        values = np.array([found[index] for index in present], dtype=np.float64)
+        if len(values) > 1 and config.normalisation is Normalisation.RLOO:
+            # Not ``_transforms``: giving a group of equal values 0 would depend on the member's own value, which is a
+            # mean over its turns, whose returns may differ.
+            rounding = _EQUAL * max(1.0, float(np.abs(values).max()))
+            transforms = [_affine(baseline=float(mean), rounding=rounding) for mean in _leave_one_out(values)]
+        else:
+            transforms = _transforms(values, config)
+        by_kind[kind] = [np.zeros_like for _ in members]  # a member without turns of the kind uses none
+        for index, transform in zip(present, transforms, strict=True):
+            by_kind[kind][index] = transform
+    return [_apply_by_turn(row, [(turn, by_kind[turn.kind][index]) for turn in _turns_of(row)]) for index, row in rows]
 
 
 _Kind: TypeAlias = tuple[str | None, int]

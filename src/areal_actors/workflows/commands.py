@@ -160,16 +160,6 @@ class _Invocation:
                 stdin=stdin,
                 is_gated=True,
             )
-        try:
-            last_line = await self._listen(child)
-        finally:
-            await child.kill()
-        if child.process.returncode != 0:
-            raise EpisodeError(f"{self._name} failed. {child.describe_end()}")
-        return _parse_reward(last_line, name=self._name)
-
-    async def _listen(self, child: Child) -> str:
-        """Return the last nonempty line of stdout, once the leader has exited; all output is logged."""
         assert child.process.stdout is not None
         last = _LastLine()
 
@@ -177,14 +167,18 @@ class _Invocation:
             last.write(chunk)
             self._log.write(chunk, is_last_words=False)
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(child.listen)
-            tasks.start_soon(read_all, child.process.stdout, write)
-            await child.wait_for_leader()
-            # Processes left running may hold stdout open.
-            child.kill_rest()
-            tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS
-        return last.text
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(child.listen)
+                tasks.start_soon(read_all, child.process.stdout, write)
+                await child.wait_for_leader()
+                child.kill_rest()  # processes left running may hold stdout open
+                tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS
+        finally:
+            await child.kill()
+        if child.process.returncode != 0:
+            raise EpisodeError(f"{self._name} failed. {child.describe_end()}")
+        return _parse_reward(last.text, name=self._name)
 
 
 class _BoxedInvocation:

@@ -164,9 +164,20 @@ class VerifiersAgent:
             sandbox=self._sandbox,
             given=self._config.env.options,
         )
+        # The problem becomes a task again, as in verifiers' own workers.
+        taskset = self._environment.taskset
+        kind = type(taskset).task_type()
+        try:
+            content = {"idx": data.get("metadata", {}).get("idx"), **data["task"]}
+            task = kind(kind.data_type().model_validate(content), taskset.config.task)
+        except Exception as error:
+            raise EpisodeError(
+                f"The problem is no task of the taskset {self._config.taskset.id} ({type(error).__name__}: {error}); "
+                "leave dataset out, or name the same taskset there."
+            ) from error
         # A task of asyncio's own: verifiers shields its cleanup from one cancellation, and a scope of anyio cancels
         # again at each turn of the event loop.
-        playing = asyncio.create_task(play.run(self._environment, self._task(data), _MODEL))
+        playing = asyncio.create_task(play.run(self._environment, task, _MODEL))
         try:
             episode = await asyncio.shield(playing)
         except asyncio.CancelledError:
@@ -181,19 +192,6 @@ class VerifiersAgent:
             return float(traces[0].reward) if traces else {}
         last = play.last_completions
         return {InteractionId(last[trace.id]): float(trace.reward) for trace in traces if trace.id in last}
-
-    def _task(self, data: Any) -> Any:
-        """Convert a problem back to a task, as verifiers' own workers do."""
-        taskset = self._environment.taskset
-        task = type(taskset).task_type()
-        try:
-            content = {"idx": data.get("metadata", {}).get("idx"), **data["task"]}
-            return task(task.data_type().model_validate(content), taskset.config.task)
-        except Exception as error:
-            raise EpisodeError(
-                f"The problem is no task of the taskset {self._config.taskset.id} ({type(error).__name__}: {error}); "
-                "leave dataset out, or name the same taskset there."
-            ) from error
 
     def _log(self, traces: list[Any], *, has_names: bool) -> None:
         """Log what each function of the rubric returned, as ``reward.name`` and ``metric.name``."""

@@ -18,7 +18,6 @@ import sys
 import threading
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from io import TextIOWrapper
 from typing import Any
 
@@ -105,13 +104,20 @@ class _EpisodeRunner:
         """
         link = {name: request[name] for name in ("base_url", "api_key")}
         context = EpisodeContext(**request["context"])
-        with _environment(episode_environment(**link)), workflow_context.enter(context):
-            try:
-                reward = self._reward(request["data"], link)
-            except EpisodeError as error:
-                traceback.print_exception(error.__cause__ or error)
-                return {"failure": str(error), "traceback": error.traceback, "logged": workflow_context.logged()}
-            logged = workflow_context.logged()
+        before = dict(os.environ)
+        os.environ.update(episode_environment(**link))
+        try:
+            with workflow_context.enter(context):
+                try:
+                    reward = self._reward(request["data"], link)
+                except EpisodeError as error:
+                    traceback.print_exception(error.__cause__ or error)
+                    return {"failure": str(error), "traceback": error.traceback, "logged": workflow_context.logged()}
+                logged = workflow_context.logged()
+        finally:
+            # Variables that the episode set are not seen by the next one.
+            os.environ.clear()
+            os.environ.update(before)
         return {"last": reward.last, "by_interaction": dict(reward.by_interaction), "logged": logged}
 
     def _reward(self, data: Any, link: Mapping[str, str]) -> Reward:
@@ -140,15 +146,3 @@ class _EpisodeRunner:
                 raise
             raise failure_of(self._agent, error) from error
         return parse_result(result, agent=type(self._agent).__name__)
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        # Variables that the episode set are not seen by the next one.
-        os.environ.clear()
-        os.environ.update(before)

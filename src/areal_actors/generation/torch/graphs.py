@@ -138,6 +138,18 @@ class GraphRunner:
             results.copy_(sample_neutral(logits, uniforms.view(torch.float64), is_greedy > 0))
             self._last_ids[slots] = results[0].long()
 
+        replay: Callable[[], None] = step
+        if pool is not None:
+            stream = torch.cuda.current_stream()
+            # Kernels are compiled and libraries allocate their buffers in the first calls; neither can be recorded.
+            for _ in range(2):
+                step()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # "thread_local": a trainer in another thread of this process may allocate memory meanwhile.
+            with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
+                step()
+            replay = graph.replay
         # Pinned memory is allocated once: asking for it in every step cost a third of a small model's step on an H100.
         is_pinned = self._device.type == "cuda"
         return _Graph(
@@ -146,7 +158,7 @@ class GraphRunner:
             results,
             staging=[torch.zeros(inputs.shape, dtype=inputs.dtype, pin_memory=is_pinned) for _ in range(2)],
             landing=[torch.zeros(results.shape, dtype=results.dtype, pin_memory=is_pinned) for _ in range(2)],
-            replay=step if pool is None else _capture(step, pool),
+            replay=replay,
         )
 
     def admit(self, admission: Admission) -> None:
@@ -247,21 +259,6 @@ class GraphRunner:
 
 def _slots(generations: Sequence[Generation]) -> list[int]:
     return [generation.slot.index for generation in generations if generation.slot is not None]
-
-
-def _capture(step: Callable[[], None], pool: object) -> Callable[[], None]:
-    """Record a CUDA graph of ``step``, and return the function that launches it."""
-    stream = torch.cuda.current_stream()
-    # Kernels are compiled and libraries allocate their buffers in the first calls; neither can be recorded.
-    for _ in range(2):
-        step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    # "thread_local": a trainer in another thread of this process may allocate memory meanwhile.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):  # type: ignore[arg-type]
-        step()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 _GIB = 2**30

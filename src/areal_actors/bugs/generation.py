@@ -144,6 +144,7 @@ class _Boxes:
 
     async def replace_ended(self) -> None:
         """Open others. To be called by the task that opened the boxes, which closes them, too."""
+        # A box has a task group, which has to be left by the task that entered it: not by the one that tests a mutant.
         for number in sorted(self.ended):
             self.opened[number] = await self.open_box()
         self.ended.clear()

@@ -48,6 +48,8 @@ class Function:
         return tuple(sorted({node.lineno for node in inner if isinstance(node, ast.stmt)}))
 
 
+# Edits of our own: mutmut and cosmic-ray rewrite whole packages for one process of pytest, and a single edit with its
+# span is smaller than either.
 _COMPARISONS: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
     ast.Lt: ("<", ("<=", ">")),
     ast.LtE: ("<=", ("<",)),
@@ -228,6 +230,7 @@ class Module:
 
 def apply(source: str, mutations: Iterable[Mutation]) -> str:
     """Return the source with mutations that do not overlap."""
+    # From the end, so that the spans that come before keep their places.
     for mutation in sorted(mutations, key=lambda one: one.start, reverse=True):
         source = source[: mutation.start] + mutation.replacement + source[mutation.end :]
     return source

@@ -90,7 +90,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
             finally:
                 sys.setprofile(None)
                 _set_alarm(0)
-            # One that hangs in one test hangs in many, for the whole time of each.
+            # One that hangs in one test hangs in many, for the whole time of each: 18 tasks of textwrap took 25 s with
+            # one such mutant, and take 9 s.
             if request.get("stops_at_hang") and failure and _TooLong.__name__ in failure:
                 return {"error": failure}
             results[name] = {"failure": failure, "calls": sorted(calls)}

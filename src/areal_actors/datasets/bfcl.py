@@ -71,6 +71,7 @@ def create_problem(row: Mapping[str, Any], answers: Mapping[str, Sequence[Any]],
     name, turns, functions = row.get("id"), row.get("question"), row.get("function")
     if not isinstance(name, str) or not isinstance(turns, list) or not turns:
         raise DatasetError(f"{where} is not a problem of BFCL: it needs id, question and function.")
+    # Refused instead of scored: a score of 0 for them would say nothing about the model.
     if any(name.startswith(kind) for kind in _UNSUPPORTED) or len(turns) != 1 or not isinstance(functions, list):
         raise DatasetError(
             f"{where}: {name} has {len(turns)} turns, or tools that BFCL simulates; only problems of one turn with "

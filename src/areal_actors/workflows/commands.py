@@ -324,6 +324,8 @@ class _BoxedInvocation:
         reward = _parse_reward(_last_line(ended.stdout), name="The grader")
         if reward != {}:
             return reward
+        # Status 1 is a verdict: that of test, cmp and pytest. The reward 0 for a grader that is missing or raises would
+        # teach the model that its answer was wrong.
         if ended.status > 1 or (ended.status == 1 and _has_raised(ended, grader)):
             raise EpisodeError(
                 f"The grader {' '.join(grader)} failed, so that this episode has no reward. {ended.describe()}\n"

@@ -168,6 +168,7 @@ class OpenEnvAgent:
         if self.system_prompt:
             messages.append({"role": "system", "content": self.system_prompt})
         messages.append({"role": "user", "content": describe(result.observation)})
+        # The sum of the rewards of the steps, as in verifiers' taskset of the same name.
         total, num_steps, is_done = float(result.reward or 0.0), 0, bool(result.done)
         for _ in range(self.max_steps):
             if is_done:

@@ -116,6 +116,7 @@ def _harness_settings(plugin: VerifiersPlugin | None, vf: Any, parts: Any) -> di
             raise WorkflowError("The harness has options and no id; name the harness that they are for.")
         return {}
     plugin = plugin or VerifiersPlugin(id="null")  # type: ignore[arg-type]
+    # A harness in this process: verifiers' ``null`` starts a Python of 2 s for each turn of the user.
     reference = f"{parts.__name__}:ChatHarness" if plugin.id == _CHAT else plugin.id
     ident = plugin_id(reference, vf.Harness, error=WorkflowError)
     check_options(plugin, vf.harness_config_type(ident), ident, error=WorkflowError)

@@ -106,6 +106,7 @@ class Play:
 
     def _run_in_boxes(self, agent: Any) -> None:
         """Replace the agent's ways to run by those that lend it a box."""
+        # Verifiers' table of runtimes is private, and bound at import in several modules; ``runtime`` is an argument.
         run, interaction = agent.run, agent.interaction
 
         async def run_in_box(task: Any, *, runtime: Any = None, **options: Any) -> Any:

@@ -47,7 +47,16 @@ def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
     whole = {name: weight.detach() for name, weight in scorer.named_parameters()} if gang.rank == 0 else {}
     for module in (*decoder_layers(scorer), scorer):
-        _allocate(module)
+        # Weights on the meta device become memory without contents; tied weights stay one.
+        allocated: dict[Tensor, torch.nn.Parameter] = {}
+        held = [(part._parameters, name) for part in module.modules() for name in part._parameters]  # noqa: SLF001 - without the checks of registration
+        for parameters, name in held:
+            weight = parameters[name]
+            if weight is not None and weight.is_meta:
+                if weight not in allocated:
+                    empty = torch.empty(weight.shape, dtype=weight.dtype)
+                    allocated[weight] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
+                parameters[name] = allocated[weight]
         sharded: Any = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         # gloo has no other way to sum without dividing.
@@ -143,15 +152,3 @@ def with_local_part(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
-
-
-def _allocate(module: torch.nn.Module) -> None:
-    """Replace the weights of ``module`` on the meta device by memory without contents; tied weights stay one."""
-    allocated: dict[Tensor, torch.nn.Parameter] = {}
-    for part in module.modules():
-        for name, weight in part._parameters.items():  # noqa: SLF001 - without the checks of registration
-            if weight is not None and weight.is_meta:
-                if weight not in allocated:
-                    empty = torch.empty(weight.shape, dtype=weight.dtype)
-                    allocated[weight] = torch.nn.Parameter(empty, requires_grad=weight.requires_grad)
-                part._parameters[name] = allocated[weight]  # noqa: SLF001

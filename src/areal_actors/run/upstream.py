@@ -265,7 +265,13 @@ def _create_turn(session: _Session, request: dict[str, Any], answer: dict[str, A
         text = content if isinstance(content, str) else json.dumps(content, default=str)
         role = str(message.get("role", "user")) if is_known else "user"
         messages_shown.append(ChatMessage(role=role, content=text))
-    output = _text_of_answer(answer)
+    # The answers of OpenAI's and Anthropic's routes; a streamed one has no document, and so no text in the report.
+    output: str | None = None
+    match answer:
+        case {"choices": [{"message": {"content": str(text)}}, *_]} | {"choices": [{"text": str(text)}, *_]}:
+            output = text
+        case {"choices": [{"message": parts}, *_]} | {"content": list(parts)} | {"output": list(parts)}:
+            output = json.dumps(parts)
     usage = answer.get("usage") or {}
     return Interaction(
         id=InteractionId(str(answer.get("id") or f"turn-{order}")),
@@ -278,18 +284,6 @@ def _create_turn(session: _Session, request: dict[str, Any], answer: dict[str, A
         status=InteractionStatus.COMPLETED,
         completed_order=order,
     )
-
-
-def _text_of_answer(answer: dict[str, Any]) -> str | None:
-    """Return the text of an answer of OpenAI's or Anthropic's routes for the report; ``None`` if it was streamed."""
-    match answer:
-        case {"choices": [{"message": {"content": str(text)}}, *_]} | {"choices": [{"text": str(text)}, *_]}:
-            return text
-        case {"choices": [{"message": message}, *_]}:
-            return json.dumps(message)
-        case {"content": list(blocks)} | {"output": list(blocks)}:
-            return json.dumps(blocks)
-    return None
 
 
 @asynccontextmanager

@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from tests.rollouts.test_exporter import make_group
 from tests.stacks.inference_stack import encode, renderer
 from tests.stacks.journals import Breakable
-from tests.stacks.rollout_stack import Notebook
+from tests.stacks.rollout_stack import Episode, Notebook, open_rollout_stack
 
 from areal_actors.datasets import DifficultyConfig
 from areal_actors.domain import (
     DataPosition,
-    Episode,
+    Group,
+    GroupConsumed,
     GroupQueued,
     JournalEvent,
-    SessionId,
     StepLeased,
     VersionSaved,
 )
@@ -43,6 +43,7 @@ from areal_actors.messages import (
     Progress,
     SaveVersion,
     SettlePermit,
+    StoreEpisodes,
     VersionAdvanced,
 )
 from areal_actors.rollouts.exporter import ConsumedPositions, QueueConfig
@@ -89,7 +90,13 @@ class World:
 
     @property
     def stored(self) -> set[int]:
-        return {event.position for event in self.events if isinstance(event, GroupQueued)}
+        return {event.position for event in self.events if isinstance(event, GroupQueued) and "/" not in event.group}
+
+    @property
+    def parts(self) -> set[int]:
+        """The positions of groups of which only a member is stored."""
+        queued = {event.position for event in self.events if isinstance(event, GroupQueued) and event.content}
+        return queued - self.stored
 
     def restore(self, version: int | None = None) -> RestoredQueue:
         done = ConsumedPositions(self.position)
@@ -117,7 +124,7 @@ class World:
             )
             view = await actors.capacity.ask(DescribeCapacity())
             assert self.saved * LIMITS.batch_size + len(restored.held) == view.accepted
-            yield Process(self, actors.exports, actors.capacity, self.saved, self.position, self.stored)
+            yield Process(self, actors.exports, actors.capacity, self.saved, self.position, self.stored, self.parts)
 
 
 @define
@@ -130,6 +137,7 @@ class Process:
     version: int
     position: DataPosition
     stored: set[int]
+    parts: set[int]
     begun: list[tuple[int, int, int]] = field(factory=list)
     lease: Lease | None = None
 
@@ -139,7 +147,14 @@ class Process:
         permit = await self.capacity.ask(ClaimPermit(holder="test"))
         draw = await self.exports.ask(BeginGroup(version=permit.version, num_problems=5))
         assert draw.position not in self.stored, "a stored group is not sampled again"
+        assert bool(draw.finished) == (draw.position in self.parts), "nor is a stored member"
         self.begun.append((draw.position, permit.id, permit.version))
+
+    async def store(self) -> None:
+        """A member of the newest group is over, and others are not."""
+        if self.begun:
+            position, _, version = self.begun[-1]
+            await self.exports.ask(StoreEpisodes(group=make_group(position, version=version), member=0))
 
     async def deliver(self, at: int = 0) -> None:
         """The oldest group is over; of every third, nothing can be trained."""
@@ -177,7 +192,7 @@ class Process:
 
 MOVES = st.lists(
     st.sampled_from(
-        ["begin", "begin", "begin", "deliver", "deliver", "deliver_second", "lend", "step", "step", "save"]
+        ["begin", "begin", "begin", "deliver", "deliver", "deliver_second", "store", "lend", "step", "step", "save"]
     ),
     max_size=30,
 )
@@ -276,7 +291,40 @@ def test_a_group_that_another_release_encoded_is_sampled_again():
     restored = restore_queue([evolve(event, content=b"\x01\x00\x00\x00\xff"), leased(1, 0)], settings="s", version=0)
 
     assert ((), ()) == (restored.steps, restored.waiting)
-    assert 2 == len(restored.void)
+    assert {GroupQueued, GroupConsumed, StepLeased} == {type(event) for event in restored.void}
+
+
+async def test_members_that_were_finished_are_not_run_again():
+    """The rest of their group is, by the agent; the whole is trained as if nothing had happened."""
+    journal, members, slow = Killable([], kept=99), [], anyio.Event()
+
+    async def act(episode: Episode) -> float:
+        members.append(episode.context.member)
+        if episode.context.member == 1:
+            await slow.wait()
+        await episode.ask()
+        return 0.5
+
+    async def run(restored: RestoredQueue, num_groups: int) -> list[Group]:
+        group_journal = GroupJournal(journal, settings="s", next_step=restored.next_step)
+        durable = {"group_journal": group_journal, "restored": restored}
+        limits = CapacityLimits(max_concurrent=1, batch_size=1)
+        async with open_rollout_stack(act, is_producing=True, limits=limits, exporter=durable) as rollout_stack:
+            await anyio.wait_all_tasks_blocked()
+            wanted = LeaseGroups(num_groups=num_groups, version=0, max_staleness=0)
+            return list((await rollout_stack.inference.exports.ask(wanted)).groups) if num_groups else []
+
+    await run(RestoredQueue(), 0)
+    restored = restore_queue(journal.surviving, settings="s", version=0)
+    slow.set()
+    (group,) = await run(restored, 1)
+    left = restore_queue(journal.surviving, settings="s", version=0)
+
+    assert [0, 1, 1] == sorted(members)
+    assert [0] == [part.member for part in restored.parts]
+    assert restored.parts[0].group.episodes[0].session == group.episodes[0].session
+    assert [(0, None), (1, None)] == [(episode.member, episode.failure) for episode in group.episodes]
+    assert ((), 1) == (left.parts, len(left.steps))
 
 
 async def test_a_batch_that_cannot_be_trained_is_sampled_again():
@@ -308,8 +356,8 @@ async def test_a_journal_that_breaks_does_not_end_the_run():
 async def test_rows_that_cannot_be_stored_are_trained():
     """Objects of a workflow have no form on a disk."""
     journal = MemoryJournal()
-    row = make_group(0)
-    odd = evolve(row, episodes=(Episode(session=SessionId("s"), member=0, logged={"x": object()}),))  # type: ignore[dict-item]
+    group = make_group(0)
+    odd = evolve(group, episodes=(evolve(group.episodes[0], logged={"x": object()}),))  # type: ignore[dict-item]
     GroupJournal(journal).add(StoredGroup(group=odd, admitted=0))
 
     assert [] == journal.events

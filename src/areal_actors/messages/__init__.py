@@ -85,6 +85,7 @@ from areal_actors.messages.exports import (
     Lease,
     LeaseGroups,
     SaveVersion,
+    StoreEpisodes,
 )
 from areal_actors.messages.generation import (
     AddReplica,
@@ -300,6 +301,7 @@ __all__ = [
     "StartSession",
     "StepFinished",
     "StopServices",
+    "StoreEpisodes",
     "StoredAnswer",
     "StreamComplete",
     "TakeFailure",

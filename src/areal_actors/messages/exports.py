@@ -19,6 +19,7 @@ __all__ = [
     "Lease",
     "LeaseGroups",
     "SaveVersion",
+    "StoreEpisodes",
 ]
 
 
@@ -38,10 +39,14 @@ class ExportSession(Message[Exports, Episode]):
 
 @frozen(kw_only=True)
 class Draw:
-    """The problem of a group: its ``position`` in the run, and its ``row`` if the dataset is not run in order."""
+    """The problem of a group: its ``position`` in the run, and its ``row`` if the dataset is not run in order.
+
+    ``finished`` are episodes of the group that an earlier process finished, and that are not run again.
+    """
 
     position: int
     row: int | None = None
+    finished: tuple[Episode, ...] = ()
 
 
 @frozen(kw_only=True)
@@ -53,6 +58,14 @@ class BeginGroup(Message[Exports, Draw]):
 
     version: int
     num_problems: int | None = None
+
+
+@frozen(kw_only=True)
+class StoreEpisodes(Message[Exports, None]):
+    """Store the episodes of one member of a group that is not complete, so that a restart does not run them again."""
+
+    group: Group
+    member: int
 
 
 @frozen(kw_only=True)

@@ -50,6 +50,7 @@ from areal_actors.messages import (
     RefundGroup,
     SaveVersion,
     Sessions,
+    StoreEpisodes,
 )
 from areal_actors.rollouts.group_journal import GroupJournal, RecordedStep, RestoredQueue, StoredGroup
 from areal_actors.rollouts.staleness import StaleGroups, is_too_stale, leaves_time
@@ -151,6 +152,8 @@ class Exporter(Actor[Exports]):
         self._group_journal = group_journal
         self._is_lease_written = True
         self._recorded: dict[int, RecordedStep] = {}
+        self._parts: dict[int, list[StoredGroup]] = {}
+        """By position, the members of running groups that are stored."""
         self._changed = ChangeSignal()
         if restored is not None:
             self._restore(restored)
@@ -165,7 +168,9 @@ class Exporter(Actor[Exports]):
         self._drawn = restored.drawn
         positions = {stored.group.problem.position for stored in (*restored.held, *restored.rejected)}
         self._positions = (position for position in self._positions if position not in positions)
-        for stored in (*restored.held, *restored.rejected):
+        for stored in restored.parts:
+            self._parts.setdefault(stored.group.problem.position, []).append(stored)
+        for stored in (*restored.held, *restored.rejected, *restored.parts):
             if stored.row is not None:
                 self._open_pools(stored.num_problems).assign(stored.group.problem.position, stored.row)
         for stored in restored.rejected:
@@ -211,10 +216,33 @@ class Exporter(Actor[Exports]):
         """Return the first problem that has to be run again, or otherwise the next one."""
         position = min(self._requeued) if self._requeued else next(self._positions)
         self._requeued.discard(position)
-        self._running[position] = message.version
+        parts = self._parts.get(position, [])
+        # Members that an earlier process finished are as old as they were.
+        self._running[position] = min([message.version, *(part.admitted for part in parts)])
         if self._queue.difficulty.enabled and message.num_problems:
             self._open_pools(message.num_problems)
-        return Draw(position=position, row=None if self._pools is None else self._pools.draw(position))
+        finished = tuple(episode for part in parts for episode in part.group.episodes)
+        row = None if self._pools is None else self._pools.draw(position)
+        return Draw(position=position, row=row, finished=finished)
+
+    @StoreEpisodes.handler
+    async def store(self, message: StoreEpisodes) -> None:
+        """Store the episodes of a member, if the run has a journal of groups."""
+        position = message.group.problem.position
+        if self._group_journal is not None and position in self._running:
+            part = self._stored(message.group, admitted=self._running[position], member=message.member)
+            self._parts.setdefault(position, []).append(part)
+            self._group_journal.add(part)
+
+    def _stored(self, group: Group, *, admitted: int, member: int | None = None) -> StoredGroup:
+        return StoredGroup(
+            group=evolve(group, problem=evolve(group.problem, data={})),
+            admitted=admitted,
+            row=None if self._pools is None else self._pools.draw(group.problem.position),
+            num_problems=self._num_problems,
+            drawn=self._drawn,
+            member=member,
+        )
 
     def _open_pools(self, num_problems: int | None) -> ProblemPools:
         """Return the pools, created with the first group, because only the runner knows the number of problems."""
@@ -248,16 +276,11 @@ class Exporter(Actor[Exports]):
         has_rows = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
         is_accepted = is_broken or (has_rows and not self._replace(group))
         if self._group_journal is not None:
-            position = group.problem.position
-            stored = StoredGroup(
-                group=evolve(group, problem=evolve(group.problem, data={})),
-                admitted=admitted,
-                row=None if self._pools is None else self._pools.draw(position),
-                num_problems=self._num_problems,
-                drawn=self._drawn,
-            )
+            stored = self._stored(group, admitted=admitted)
             # Not waited for: a group that is lost in the last moments is run again.
             self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption)
+            parts = self._parts.pop(group.problem.position, [])
+            self._group_journal.end_parts(group.id, (part.member for part in parts if part.member is not None))
         if is_accepted:
             self._held.add(group.id)
             self._ready[group.id] = _Ready(group=group, admitted=admitted)

@@ -9,7 +9,8 @@ A run that resumes from a checkpoint repeats the recorded steps with the same gr
 waited. Nothing of them is sampled again. As the steps of all versions that were published are recorded, the weights
 of a version are made again from the same rows, so the versions of restored tokens keep their meaning.
 
-Sessions are not stored: an episode that was not over, or whose group was not complete, is run again.
+Finished episodes of a group that is not complete are stored one by one, and a restarted group runs the others only.
+Sessions are not stored: an episode that was not over is run again from its beginning.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class StoredGroup:
     """The version that the step makes whose lease was next."""
     settings: str = ""
     """Digest of the settings that it was sampled with."""
+    member: int | None = None
+    """The member whose episodes these are, if the group is not complete."""
 
 
 @frozen(kw_only=True)
@@ -66,13 +69,15 @@ class RestoredQueue:
     """The groups that an earlier process left.
 
     ``steps`` are repeated, without a gap, from the step after the checkpoint on. ``waiting`` groups were not leased.
-    The problems of ``rejected`` groups are done. ``drawn`` are the counts since the last lease. ``void`` are events
-    that discard everything else, so that a later restart does not find it.
+    The problems of ``rejected`` groups are done. ``parts`` are finished members of groups that were running. ``drawn``
+    are the counts since the last lease. ``void`` are events that discard everything else, so that a later restart does
+    not find it.
     """
 
     steps: tuple[RecordedStep, ...] = ()
     waiting: tuple[StoredGroup, ...] = ()
     rejected: tuple[StoredGroup, ...] = ()
+    parts: tuple[StoredGroup, ...] = ()
     drawn: Drawn = field(factory=Drawn)
     void: tuple[JournalEvent, ...] = ()
 
@@ -100,17 +105,21 @@ class GroupJournal:
 
     def add(self, stored: StoredGroup, *, rejected_at: int | None = None) -> None:
         """Store a delivered group. If it was rejected, its problem is done in the step that makes ``rejected_at``."""
-        group = stored.group
+        group, name = stored.group, _name(stored.group.id, stored.member)
         try:
             content = _encode(evolve(stored, settings=self.settings, step=self.next_step), StoredGroup)
         except ProtocolError as error:
             # Rows of a workflow may hold objects of its own. The group is trained, but lost if the run is killed.
             _log.warning("group_not_durable", group=group.id, reason=str(error))
             return
-        queued = GroupQueued(group=group.id, position=group.problem.position, sessions=(), content=content)
-        self._note(queued)
+        self._note(GroupQueued(group=name, position=group.problem.position, sessions=(), content=content))
         if rejected_at is not None:
             self.reject(group.id, version=rejected_at)
+
+    def end_parts(self, group: GroupId, members: Iterable[int]) -> None:
+        """Store that the group is complete, so that its members that were stored one by one are not needed."""
+        for member in members:
+            self.reject(_name(group, member), version=self.next_step)
 
     def reject(self, group: GroupId, *, version: int) -> None:
         """Store that the group is not trained, and its problem not run again."""
@@ -171,33 +180,27 @@ def restore_queue(
     out. Steps train groups from ``first_version`` on. Steps are restored up to the first that is not recorded, or of
     which a group is missing; groups with tokens of later versions are discarded, because those will be other weights.
     """
-    queued: dict[GroupId, GroupQueued] = {}
-    leased: dict[int, tuple[GroupId, ...]] = {}
-    contents: dict[int, bytes] = {}
-    rejected: set[GroupId] = set()
-    for event in events:
-        match event:
-            case GroupQueued(group=group):
-                # A group that was run again is newer than those before.
-                queued.pop(group, None)
-                queued[group] = event
-                rejected.discard(group)
-            case GroupConsumed(group=group, is_trained=False):
-                rejected.add(group)
-            case StepLeased():
-                leased[event.version], contents[event.version] = event.groups, event.content
-            case _:
-                pass
+    queued, leased, rejected = _fold(events)
+    parts: list[StoredGroup] = []
+    over: set[GroupId] = set()
+    """Members that were stored, of groups that were complete later. They are deleted with the next checkpoint."""
     usable: dict[GroupId, StoredGroup] = {}
     for name, event in queued.items():
         stored = None if event.content is None or is_done(event.position) else _decode(event.content, StoredGroup)
-        if stored is not None and stored.settings == settings:
+        if stored is None or stored.settings != settings:
+            continue
+        if stored.member is None:
             usable[name] = _mark_restored(stored, version)
+        elif name in rejected:
+            over.add(name)
+        else:
+            parts.append(_mark_restored(stored, version))
     steps: list[RecordedStep] = []
     last = max(version, first_version)
-    while names := leased.get(last + 1):
+    while (lease := leased.get(last + 1)) is not None and lease.groups:
+        names = lease.groups
         chosen = tuple(usable[name] for name in names if name in usable and _tail_version(usable[name]) <= last)
-        drawn = _decode(contents[last + 1], Drawn)
+        drawn = _decode(lease.content, Drawn)
         if len(chosen) < len(names) or drawn is None:
             break
         last += 1
@@ -206,6 +209,8 @@ def restore_queue(
             del usable[name]
     left = [stored for stored in usable.values() if _tail_version(stored) <= last]
     kept = {stored.group.id for stored in left} | {stored.group.id for step in steps for stored in step.groups}
+    parts = [part for part in parts if _tail_version(part) <= last and part.group.id not in kept]
+    kept |= over | {_name(part.group.id, part.member) for part in parts}
     unused = [event for event in queued.values() if event.content is not None and event.group not in kept]
     since = [stored.drawn for stored in left if stored.step == last + 1]
     return RestoredQueue(
@@ -213,12 +218,42 @@ def restore_queue(
         next_step=last + 1,
         waiting=tuple(stored for stored in left if stored.group.id not in rejected),
         rejected=tuple(stored for stored in left if stored.group.id in rejected),
+        parts=tuple(parts),
         drawn=since[-1] if since else Drawn(),
         void=(
-            *(StepLeased(version=at, groups=()) for at, names in leased.items() if at > last and names),
+            *(StepLeased(version=at, groups=()) for at, lease in leased.items() if at > last and lease.groups),
             *(GroupQueued(group=event.group, position=event.position, sessions=()) for event in unused),
+            # Lets the journal delete the row.
+            *(GroupConsumed(group=event.group, version=version, is_trained=False) for event in unused),
         ),
     )
+
+
+def _fold(
+    events: Iterable[JournalEvent],
+) -> tuple[dict[GroupId, GroupQueued], dict[int, StepLeased], set[GroupId]]:
+    """Return the last event of each group, in order, and of each step, and the groups that were rejected."""
+    queued: dict[GroupId, GroupQueued] = {}
+    leased: dict[int, StepLeased] = {}
+    rejected: set[GroupId] = set()
+    for event in events:
+        match event:
+            case GroupQueued(group=group):
+                queued.pop(group, None)  # a group that was run again is newer than those before
+                queued[group] = event
+                rejected.discard(group)
+            case GroupConsumed(group=group, is_trained=False):
+                rejected.add(group)
+            case StepLeased(version=version):
+                leased[version] = event
+            case _:
+                pass
+    return queued, leased, rejected
+
+
+def _name(group: GroupId, member: int | None) -> GroupId:
+    """Return the name in the journal of a group, or of a member of a group that is not complete."""
+    return group if member is None else GroupId(f"{group}/{member}")
 
 
 def _tail_version(stored: StoredGroup) -> int:

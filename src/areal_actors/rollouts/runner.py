@@ -55,6 +55,7 @@ from areal_actors.messages import (
     Sessions,
     SetReward,
     SettlePermit,
+    StoreEpisodes,
 )
 from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
@@ -230,12 +231,12 @@ class RolloutRunner(Actor[Rollouts]):
                 permit = await self._capacity.ask(AcquirePermit(holder="rollouts"))
                 wanted = BeginGroup(version=permit.version, num_problems=self._num_problems)
                 draw = await self._peers.exports.ask(wanted)
-                groups.start_soon(self._produce_group, problem_at(draw.position, draw.row), permit)
+                groups.start_soon(self._produce_group, problem_at(draw.position, draw.row), permit, draw.finished)
 
-    async def _produce_group(self, problem: Problem, permit: Permit) -> None:
+    async def _produce_group(self, problem: Problem, permit: Permit, finished: tuple[Episode, ...]) -> None:
         config = self._source(problem).config
         members = self._create_members(problem, config.group_size, purpose="train", version=permit.version)
-        group = await self._run_group(problem, members)
+        group = await self._run_group(problem, members, finished=finished)
         if self._teacher is not None:
             group = await self._teacher.teach(group, version=permit.version, max_staleness=self._max_staleness)
         is_accepted = await self._peers.exports.ask(DeliverGroup(group=group))
@@ -312,14 +313,27 @@ class RolloutRunner(Actor[Rollouts]):
         ]
 
     async def _run_group(
-        self, problem: Problem, members: list[_Member], *, limiter: anyio.CapacityLimiter | None = None
+        self,
+        problem: Problem,
+        members: list[_Member],
+        *,
+        limiter: anyio.CapacityLimiter | None = None,
+        finished: tuple[Episode, ...] = (),
     ) -> Group:
+        # A workflow may make several episodes of a member, with numbers that are a multiple of the group's size apart.
         episodes: dict[int, tuple[Episode, ...]] = {}
+        for episode in finished:
+            index = episode.member % len(members)
+            episodes[index] = (*episodes.get(index, ()), episode)
 
         async def run(member: _Member) -> None:
             # Acquired for the member: tasks of the agent that it starts do not count.
             async with limiter or nullcontext():
                 await run_member(member)
+            # The last one is stored with the whole group.
+            if member.is_training and len(episodes) < len(members):
+                part = Group(id=member.group, problem=problem, episodes=episodes[member.index])
+                await self._peers.exports.tell(StoreEpisodes(group=part, member=member.index))
 
         async def run_member(member: _Member) -> None:
             agent = self._source(member.problem).agent
@@ -335,7 +349,8 @@ class RolloutRunner(Actor[Rollouts]):
 
         async with anyio.create_task_group() as tasks:
             for member in members:
-                tasks.start_soon(run, member)
+                if member.index not in episodes:
+                    tasks.start_soon(run, member)
         whole = tuple(episode for member in members for episode in episodes[member.index])
         if self._config.member_outcome is MemberOutcome.FAIL_GROUP and members[0].is_training:
             whole = fail_together(whole)

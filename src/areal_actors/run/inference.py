@@ -413,7 +413,7 @@ async def spawn_session_actors(
     )
     exports = await system.spawn(exporter, name="exports")
     if progress is not None:
-        for stored in (*queue.held, *queue.rejected):
+        for stored in (*queue.held, *queue.rejected, *queue.parts):
             # Reports on versions from the resumed one on were removed when the reporter started.
             report = partial(
                 EpisodeFinished,

@@ -237,9 +237,17 @@ def fuzz_tokens(session: nox.Session) -> None:
 
 @nox.session
 def chaos(session: nox.Session) -> None:
-    """Kill a service and its agents 200 times, and see that nothing is lost. ``-- --profile long``: 1,000 times."""
+    """Kill a service and its agents 200 times, and see that nothing is lost. ``-- --profile long``: 1,000 times.
+
+    ``-- datasets`` kills a run over a dataset 50 times; ``-- datasets --kills 500`` as often as it says.
+    """
     install(session, "test")
-    session.run("python", "-m", "tests.chaos", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    options = list(session.posargs)
+    module = "tests.chaos"
+    if options[:1] == ["datasets"]:
+        module = "tests.chaos.datasets"
+        del options[0]
+    session.run("python", "-m", module, *options, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session

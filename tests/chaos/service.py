@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.stages import POINTS, Point, Stage
+from tests.chaos.stages import DATASET_POINTS, POINTS, Point, Stage
 
 KINDS = {
     "SessionStarted": Point.START,
@@ -27,6 +27,7 @@ KINDS = {
     "RewardSet": Point.REWARD,
     "SessionEnded": Point.END,
     "GroupQueued": Point.QUEUE,
+    "StepLeased": Point.LEASE,
     "GroupConsumed": Point.CONSUME,
     "VersionSaved": Point.SAVE,
 }
@@ -206,7 +207,7 @@ def _describe_episode(episode: Any) -> dict[str, Any]:
 def main() -> None:
     """Run the command line under the witness."""
     trap = os.environ.get("CHAOS_TRAP")
-    assert trap is None or trap.partition(":")[0] in POINTS
+    assert trap is None or trap.partition(":")[0] in (*POINTS, *DATASET_POINTS)
     witness = Witness(Path(os.environ["CHAOS_DIRECTORY"]), life=int(os.environ["CHAOS_LIFE"]), trap=trap)
     install(witness)
     from areal_actors.__main__ import cli

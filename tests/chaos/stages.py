@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["POINTS", "Point", "Stage"]
+__all__ = ["DATASET_POINTS", "POINTS", "Point", "Stage"]
 
 
 class Stage(StrEnum):
@@ -35,6 +35,7 @@ class Point(StrEnum):
     REWARD = "reward"
     END = "end"
     QUEUE = "queued"
+    LEASE = "leased"
     CONSUME = "consumed"
     SAVE = "saved"
     RESTORING = "restoring"
@@ -46,7 +47,13 @@ class Point(StrEnum):
 
 
 _FACTS = (Point.START, Point.TURN, Point.REWARD, Point.END, Point.QUEUE, Point.CONSUME, Point.SAVE)
-_OTHERS = tuple(point for point in Point if point not in _FACTS)
+_OF_DATASETS = (Point.QUEUE, Point.LEASE, Point.CONSUME, Point.SAVE)
+_OTHERS = tuple(point for point in Point if point not in (*_FACTS, Point.LEASE))
 
 POINTS: tuple[str, ...] = (*(f"{when} {point}" for point in _FACTS for when in ("before", "after")), *_OTHERS)
 """All of them, as ``CHAOS_TRAP`` names them."""
+DATASET_POINTS: tuple[str, ...] = (
+    *(f"{when} {point}" for point in _OF_DATASETS for when in ("before", "after")),
+    *_OTHERS,
+)
+"""Those of a run over a dataset."""

@@ -1,0 +1,271 @@
+"""``python -m tests.chaos.datasets --kills 50``: kill a run over a dataset, and see that each group is trained once.
+
+The whole run is killed with SIGKILL, from outside or by itself at a chosen point, and resumed with ``--resume=auto``.
+After each kill, the groups in ``groups.sqlite`` are written down. At the end they are compared with the steps that the
+witness saw in all processes:
+
+* a group that was stored is trained with the sessions that it was stored with, once, in the steps that led to the last
+  weights, or still waits; it is not sampled again, and neither is a finished member of a group that was running
+* a step that is repeated has the same groups with the same tokens, and the same numbers in ``metrics.jsonl``
+* no position is trained twice, and none is left out
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import click
+import yaml
+from attrs import define, field
+from tests.chaos.judge import surviving
+from tests.chaos.processes import Child, Failed, Stages, spawn, wait_for
+from tests.chaos.stages import DATASET_POINTS, Stage
+
+from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.records import read_records
+from areal_actors.domain import DataPosition, GroupQueued, StepLeased
+from areal_actors.journal import SqliteJournal
+from areal_actors.rollouts.exporter import ConsumedPositions
+from areal_actors.rollouts.group_journal import RestoredQueue, restore_queue
+from areal_actors.run.job import sampling_digest
+from areal_actors.training.actor import parse_position
+from areal_actors.training.checkpoints import find_latest
+
+LIFE_SECONDS = 120.0
+"""The longest time until a process serves, or makes a step."""
+KILL_SECONDS = 5.0
+"""The longest time from then until it is killed."""
+TIMED = ("seconds", "per_second", "sampled_tokens")
+
+
+@define
+class Play:
+    """One run with its kills. ``stored`` are the sessions of each stored group by position, as first seen."""
+
+    directory: Path
+    seed: int
+    random: random.Random
+    stored: dict[int, tuple[str, ...]] = field(factory=dict)
+    members: dict[tuple[int, int], str] = field(factory=dict)
+    """The sessions of stored members of groups that were running, by position and member."""
+    metrics: dict[int, dict[str, Any]] = field(factory=dict)
+    problems: list[str] = field(factory=list)
+    counts: Counter[str] = field(factory=Counter)
+    num_lives: int = 0
+
+    @property
+    def run_dir(self) -> RunDirectory:
+        """Where the run is."""
+        return RunDirectory(path=self.directory / "run")
+
+    def start(self, trap: str | None = None) -> Child:
+        """Begin the next process of the run."""
+        arguments = ["train", str(self.directory / "run.yaml"), "--run-dir", str(self.run_dir.path), "--resume=auto"]
+        variables = {"CHAOS_LIFE": str(self.num_lives)} | ({} if trap is None else {"CHAOS_TRAP": trap})
+        self.num_lives += 1
+        return spawn("train", ["-m", "tests.chaos.service", *arguments], directory=self.directory, variables=variables)
+
+    def kill_one(self, stages: Stages) -> None:
+        """Start the run and kill it."""
+        trap = None
+        if self.random.random() < 0.5:
+            trap = f"{self.random.choice(DATASET_POINTS)}:{self.random.randint(1, 2)}"
+        life = self.num_lives
+        child = self.start(trap)
+        try:
+            # A run that serves has finished its start; one that is trapped may end before.
+            wait_for(lambda: not child.is_alive or Stage.SERVING in stages.read(life), LIFE_SECONDS, "the run to serve")
+            deadline = time.monotonic() + self.random.uniform(0.0, KILL_SECONDS) * (1 if trap is None else 4)
+            while child.is_alive and time.monotonic() < deadline:
+                time.sleep(0.01)
+            if child.process.poll() not in (None, -signal.SIGKILL):
+                raise Failed(f"The run ended by itself:\n{child.last_words()}")
+            for stage in stages.read(life):
+                self.counts[f"killed while {stage}"] += 1
+            self.counts["killed by itself" if not child.kill() else "killed from outside"] += 1
+        finally:
+            child.kill()
+
+    def take_stock(self) -> RestoredQueue:
+        """Write down what the killed run left, and compare it with what was left before."""
+        if not self.run_dir.groups.exists():
+            return RestoredQueue()
+        restored = anyio.run(self._read)
+        for part in restored.parts:
+            for episode in part.group.episodes:
+                known = self.members.setdefault((part.group.problem.position, episode.member), episode.session)
+                if known != episode.session:
+                    self.problems.append(f"sampled again: member {episode.member} of {part.group.id}")
+        self.counts["members found finished"] += len(restored.parts)
+        for entry in restored.held:
+            position = entry.group.problem.position
+            sessions = tuple(episode.session for episode in entry.group.episodes)
+            if self.stored.setdefault(position, sessions) != sessions:
+                self.problems.append(f"sampled again: position {position}")
+        self.counts["groups found waiting"] += len(restored.waiting)
+        self.counts["steps found recorded"] += len(restored.steps)
+        for record in read_records(self.run_dir.metrics):
+            numbers = {key: value for key, value in record.items() if not key.endswith(TIMED)}
+            before = self.metrics.setdefault(record["step"], numbers)
+            # An evaluation may have been cut off.
+            if [key for key in numbers if numbers[key] != before[key] and not key.startswith("eval")]:
+                self.problems.append(f"step {record['step']} has other numbers than before: {numbers} != {before}")
+        return restored
+
+    async def _read(self) -> RestoredQueue:
+        found = find_latest(self.run_dir.checkpoints)
+        position = DataPosition() if found is None else parse_position(found.counters["caller"])
+        async with SqliteJournal.open(self.run_dir.groups) as journal:
+            events = [event async for event in journal.read()]
+        consumed = ConsumedPositions(position)
+        restored = restore_queue(
+            events,
+            settings=sampling_digest(self.run_dir.config),
+            version=0 if found is None else found.step,
+            is_done=consumed.__contains__,
+        )
+        # Groups of the checkpoint are discarded if the run was killed before they were deleted; nothing else is.
+        for event in restored.void:
+            if isinstance(event, StepLeased) or (isinstance(event, GroupQueued) and event.position not in consumed):
+                self.problems.append(f"discarded by the resume: {event}")
+        return restored
+
+    def finish(self) -> None:
+        """Let the run make some steps, and stop it as a user would."""
+        child = self.start()
+        try:
+            newest = max(self.metrics, default=0)
+            wait_for(
+                lambda: not child.is_alive or any(r["step"] > newest + 2 for r in read_records(self.run_dir.metrics)),
+                LIFE_SECONDS,
+                "further steps",
+            )
+            if child.interrupt(signal.SIGINT, LIFE_SECONDS) != 0:
+                raise Failed(f"The last process failed:\n{child.last_words()}")
+        finally:
+            child.kill()
+
+    def judge(self, waiting: RestoredQueue) -> None:
+        """Compare the steps of all processes with one another, and with what was stored."""
+        steps = self._compare_steps()
+        trained: dict[int, Mapping[str, Any]] = {}
+        self.counts["groups trained twice"] = self.counts["groups stored and never trained"] = 0
+        for group in (group for step in steps for group in step["groups"]):
+            if group["position"] in trained:
+                self.counts["groups trained twice"] += 1
+                self.problems.append(f"trained twice: position {group['position']}")
+            trained[group["position"]] = group
+        held = {entry.group.problem.position for entry in waiting.held}
+        for position in self.stored.keys() - trained.keys() - held:
+            self.counts["groups stored and never trained"] += 1
+            self.problems.append(f"lost: position {position}")
+        for position, group in trained.items():
+            for episode in group["episodes"]:
+                member = self.members.get((position, episode["member"]), episode["session"])
+                if member != episode["session"] or episode["session"] not in self.stored.get(position, (member,)):
+                    self.problems.append(f"sampled again: member {episode['member']} of position {position}")
+        failed = {int(record["task_id"]) for record in read_records(self.run_dir.failures)}
+        missing = sorted({*range(max(trained))} - {*trained} - failed)
+        self.counts["groups trained"], self.counts["groups that failed"] = len(trained), len(failed)
+        if len(missing) > 16:  # what may run at once
+            self.problems.append(f"left out: positions {missing}")
+        numbers = [record["step"] for record in read_records(self.run_dir.metrics)]
+        if numbers != list(range(1, len(numbers) + 1)):
+            self.problems.append(f"metrics.jsonl has the steps {numbers}")
+
+    def _compare_steps(self) -> list[Mapping[str, Any]]:
+        """Return the steps that led to the last weights."""
+        events = [json.loads(line) for line in (self.directory / "steps.jsonl").read_text("utf-8").splitlines()]
+        seen: dict[int, Any] = {}
+        for event in events:
+            if event["event"] == "trained":
+                self.counts["steps made"] += 1
+                if seen.setdefault(event["version"], event["groups"]) != event["groups"]:
+                    self.problems.append(f"step {event['version']} was repeated with other groups or tokens")
+        steps = surviving(events)
+        self.counts["steps that led to the last weights"] = len(steps)
+        return steps
+
+
+def settings(seed: int) -> dict[str, Any]:
+    """A configuration in which many groups wait, and checkpoints are rare."""
+    agent = Path(__file__).with_name("tool_agent.py")
+    return {
+        "experiment_name": "chaos",
+        "model": "tiny",
+        "seed": seed,
+        "total_steps": 100_000,
+        "batch_size": 3,
+        "dataset": {"python": f"{agent}:problems", "size": 500, "seed": 0},
+        "rollout": {
+            "workflow": f"{agent}:ToolAgent",
+            "group_size": 3,
+            "max_concurrent_rollouts": 16,
+            "max_head_offpolicyness": 2,
+        },
+        "engine": {"max_concurrent": 32, "max_length": 256, "dtype": "float32"},
+        "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.001, "num_warmup_steps": 1}},
+        "checkpoint": {"every_steps": 6},
+        "logging": {"display": "plain", "tensorboard": False},
+    }
+
+
+def play(directory: Path, *, seed: int, kills: int) -> Play:
+    """Kill the run so often, let it go on, and judge it. Raises ``Failed`` if it does not come so far."""
+    (directory / "run.yaml").write_text(yaml.safe_dump(settings(seed)), encoding="utf-8")
+    running = Play(directory, seed, random.Random(seed))
+    stages = Stages(directory)
+    try:
+        for _ in range(kills):
+            running.kill_one(stages)
+            running.take_stock()
+        running.finish()
+        running.judge(running.take_stock())
+    finally:
+        stages.close()
+    return running
+
+
+def _lines(played: Play) -> Iterator[str]:
+    yield f"\n{played.num_lives} processes"
+    yield from (f"  {name:<40}{number:>8}" for name, number in sorted(played.counts.items()))
+
+
+def main() -> int:
+    """Run the command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos.datasets")
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--directory", type=Path, help="where everything is written down, and kept")
+    options = parser.parse_args()
+    directory = options.directory or Path(tempfile.mkdtemp(prefix="chaos-"))
+    directory.mkdir(parents=True, exist_ok=True)
+    click.echo(f"{options.kills} kills, seed {options.seed}, in {directory}")
+    try:
+        played = play(directory.absolute(), seed=options.seed, kills=options.kills)
+        problems = tuple(played.problems)
+        click.echo("\n".join(_lines(played)))
+    except Failed as error:
+        problems = (str(error),)
+    if problems:
+        click.echo("\n  ".join((f"\n{len(problems)} things are wrong:", *problems[:50])))
+        return 1
+    if options.directory is None:
+        shutil.rmtree(directory)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

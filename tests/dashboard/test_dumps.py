@@ -181,6 +181,17 @@ def test_a_resumed_sample_drops_what_is_made_again(tmp_path, news, decode):
     assert [record["version"] for record in read_records(path)] == [0, 1]
 
 
+def test_sessions_of_restored_episodes_come_back(tmp_path, news, decode):
+    """A resumed run that restores a group reports its episodes, and does not archive their sessions again."""
+    path = tmp_path / "sessions.jsonl"
+    hear(SessionSampler(path, decode=decode), *(news.session(position, version=2) for position in (0, 1)))
+    before = list(read_records(path))
+
+    hear(SessionSampler(path, decode=decode, resumed_step=1), news.episode(1, version=2), news.episode(7, version=2))
+
+    assert before[1:] == list(read_records(path))
+
+
 def test_an_earlier_run_is_set_aside(tmp_path):
     """Nothing of it is overwritten, however often a run of the same name is started."""
     directory = RunDirectory(path=tmp_path / "trial")

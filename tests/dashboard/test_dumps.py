@@ -9,8 +9,9 @@ from functools import partial
 
 import pytest
 
-from areal_actors.dashboard import FailureWriter, RolloutDumper, RunDirectory, SessionSampler
+from areal_actors.dashboard import AdvantageWriter, FailureWriter, RolloutDumper, RunDirectory, SessionSampler
 from areal_actors.dashboard.records import read_records
+from areal_actors.messages import GroupsTrained, RowAdvantage
 
 
 def hear(listener, *heard):
@@ -65,6 +66,18 @@ def test_a_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
 
     assert {path.name for path in directory.rollouts.iterdir()} == {"1"}
     assert {path.name for path in directory.eval_rollouts.iterdir()} == {"1", "2"}
+
+
+def test_advantages_are_kept_by_step(tmp_path):
+    """A resumed run repeats the steps after its checkpoint, and removes their files first."""
+    directory = RunDirectory(path=tmp_path)
+    row = RowAdvantage(task="a-7", member=1, num_tokens=5, advantage=-0.5)
+    hear(AdvantageWriter(directory), *(GroupsTrained(step=step, rows=(row, row)) for step in (1, 2, 3)))
+    hear(AdvantageWriter(directory, resumed_step=1))
+
+    assert ["1.jsonl"] == [path.name for path in directory.advantages.iterdir()]
+    expected = {"task": "a-7", "member": 1, "num_tokens": 5, "advantage": -0.5}
+    assert [expected, expected] == list(read_records(directory.advantages / "1.jsonl"))
 
 
 @pytest.mark.parametrize("num_written", [0, 30, -10, None], ids=["nothing", "half a line", "all but a bit", "all"])

@@ -17,6 +17,7 @@ from areal_actors.messages import (
     Endpoint,
     EpisodeFinished,
     EvaluationFinished,
+    GroupsTrained,
     PhaseChanged,
     Progress,
     Rollouts,
@@ -46,6 +47,10 @@ class Notebook(Actor[Progress]):
 
     @SessionArchived.handler
     async def archive(self, message: SessionArchived) -> None:
+        self.news.append(message)
+
+    @GroupsTrained.handler
+    async def groups(self, message: GroupsTrained) -> None:
         self.news.append(message)
 
     @RowsTrained.handler

@@ -72,6 +72,7 @@ def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
         tab.click("#tab-groups")
         tab.click("tr.pick >> nth=0")
         tab.wait_for_selector("#detail .columns")
+        assert "advantage +0.75" in tab.inner_text("#detail")
         assert "+0.5 against the group's mean" in tab.inner_text("#detail")
         assert "<script>" in tab.inner_text("#detail")
         assert "equal: no signal" in tab.inner_text("main")

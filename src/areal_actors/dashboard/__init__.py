@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from areal_actors.dashboard.curve import write_curve
 from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
-from areal_actors.dashboard.dumps import Decode, FailureWriter, RolloutDumper, RowDumper
+from areal_actors.dashboard.dumps import AdvantageWriter, Decode, FailureWriter, RolloutDumper, RowDumper
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, read_gauges, summarize_run
 from areal_actors.dashboard.report import write_report
@@ -25,6 +25,7 @@ from areal_actors.dashboard.trackers import (
 
 __all__ = [
     "STEP_KEYS",
+    "AdvantageWriter",
     "Decode",
     "DisplayStyle",
     "FailureWriter",

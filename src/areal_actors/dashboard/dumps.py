@@ -9,16 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import evolve
+from attrs import asdict, evolve
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import append_lines, format_record, rewrite_records
 from areal_actors.domain import Ints, unfold
 from areal_actors.interchange import dump_path, dump_row, find_dumps, open_seal_key, seal_row, write_rows
 from areal_actors.kernel import Message
-from areal_actors.messages import EpisodeFinished, Progress, RowsTrained
+from areal_actors.lib.atomic_write import atomic_write
+from areal_actors.messages import EpisodeFinished, GroupsTrained, Progress, RowsTrained
 
-__all__ = ["Decode", "FailureWriter", "RolloutDumper", "RowDumper", "dump_rows"]
+__all__ = ["AdvantageWriter", "Decode", "FailureWriter", "RolloutDumper", "RowDumper", "dump_rows"]
 
 Decode = Callable[[Ints], str]
 """Converts token ids to text, including special tokens."""
@@ -100,6 +101,33 @@ def _remove_versions(root: Path, *, at_least: int) -> None:
 
 def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("head_version", "tail_version")}
+
+
+class AdvantageWriter:
+    """Writes ``advantages/<step>.jsonl``: the mean advantage of each row that a step trained."""
+
+    name = "advantages"
+    is_essential = False
+
+    def __init__(self, directory: RunDirectory, *, resumed_step: int | None = None) -> None:
+        self._root = directory.advantages
+        self._resumed_step = resumed_step
+
+    def open(self) -> None:
+        """Remove the files of steps that will be repeated."""
+        for path in self._root.glob("*.jsonl"):
+            if path.stem.isdecimal() and int(path.stem) > (self._resumed_step or 0):
+                path.unlink()
+
+    def hear(self, news: Message[Progress, None]) -> None:
+        """Write the rows of a step. Raises ``OSError``."""
+        if isinstance(news, GroupsTrained):
+            self._root.mkdir(parents=True, exist_ok=True)
+            lines = "".join(format_record(asdict(row)) for row in news.rows)
+            atomic_write(self._root / f"{news.step}.jsonl", lines)
+
+    def close(self) -> None:
+        """Do nothing: no file is open between two steps."""
 
 
 class RowDumper:

@@ -107,6 +107,11 @@ class RunDirectory:
         return self.path / "eval-rollout"
 
     @property
+    def advantages(self) -> Path:
+        """The advantages of the rows of each step, one file per step."""
+        return self.path / "advantages"
+
+    @property
     def rows(self) -> Path:
         """Training rows with all numbers, one parquet file per step."""
         return self.path / "rows"

@@ -31,6 +31,7 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     EpisodeFinished,
     EvaluationFinished,
+    GroupsTrained,
     PhaseChanged,
     Progress,
     RowsTrained,
@@ -124,6 +125,11 @@ class ProgressReporter(Actor[Progress]):
 
     @SessionArchived.handler
     async def archive_session(self, message: SessionArchived) -> None:
+        """Pass the message to the listeners."""
+        await self._tell_all(message)
+
+    @GroupsTrained.handler
+    async def record_groups(self, message: GroupsTrained) -> None:
         """Pass the message to the listeners."""
         await self._tell_all(message)
 

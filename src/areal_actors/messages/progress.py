@@ -12,8 +12,10 @@ from areal_actors.kernel import Message
 __all__ = [
     "EpisodeFinished",
     "EvaluationFinished",
+    "GroupsTrained",
     "PhaseChanged",
     "Progress",
+    "RowAdvantage",
     "RowsTrained",
     "SessionArchived",
     "StepFinished",
@@ -71,6 +73,27 @@ class RowsTrained(Message[Progress, None]):
 
     step: int
     rows: tuple[TrainedRow, ...]
+
+
+@frozen(kw_only=True)
+class RowAdvantage:
+    """The mean advantage of the trained tokens of a row, which is a branch of the session of one episode."""
+
+    task: str
+    """The name of the problem, as that of its file of rollouts."""
+    member: int
+    """The index of the episode in its group."""
+    num_tokens: int
+    """Length of the row."""
+    advantage: float
+
+
+@frozen(kw_only=True)
+class GroupsTrained(Message[Progress, None]):
+    """News: the advantages of the rows of a training step. Sent before the ``StepFinished`` of the same step."""
+
+    step: int
+    rows: tuple[RowAdvantage, ...]
 
 
 @frozen(kw_only=True)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import (
+    AdvantageWriter,
     FailureWriter,
     MetricsWriter,
     RolloutDumper,
@@ -49,6 +50,8 @@ def create_reporter(
     listeners: list[Listener] = [failures, sampler]
     if config.rollout.dump_to_file:
         listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
+    if config.rollout.dump_to_file and not further:
+        listeners.append(AdvantageWriter(directory, resumed_step=resumed_step))
     if further:
         return ProgressReporter([*listeners, *further], directory=directory.path)
     listeners.append(MetricsWriter(directory.metrics, resumed_step=resumed_step))

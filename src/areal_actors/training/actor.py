@@ -50,6 +50,7 @@ from areal_actors.messages import (
     EvaluationFinished,
     Exports,
     Generation,
+    GroupsTrained,
     Lease,
     LeaseGroups,
     PhaseChanged,
@@ -227,8 +228,7 @@ class TrainerActor(Actor[Training]):
             taught = [await self._teacher.teach(group, version=self._policy.version) for group in lease.groups]
             lease = evolve(lease, groups=tuple(taught))
         leased = anyio.current_time()
-        every = self._plan.rows_every_steps if self._peers.progress is not None else 0
-        recorder = RowRecorder() if every and (self._policy.version + 1) % every == 0 else None
+        recorder = RowRecorder() if self._peers.progress is not None else None
         statistics = await self._train_on(lease, recorder)
         # The evaluation of the version before is sampled by the weights that the next publication replaces, and its
         # step is reported before this one.
@@ -254,7 +254,7 @@ class TrainerActor(Actor[Training]):
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         is_due = self._is_evaluation_due(is_over=is_over) or (is_warm and is_last_warm)
         if recorder is not None:
-            await self._tell(RowsTrained(step=self._policy.version, rows=recorder.rows()))
+            await self._tell_rows(recorder, is_warm=is_warm)
         metrics["eval_reward"] = None
         news = StepFinished(step=self._policy.version, phase=self._policy.phase.name, metrics=metrics)
         if is_due:
@@ -264,6 +264,13 @@ class TrainerActor(Actor[Training]):
         if self._policy.version % self._plan.checkpoint.every_steps == 0:
             await self._save()
         return is_over
+
+    async def _tell_rows(self, recorder: RowRecorder, *, is_warm: bool) -> None:
+        step, every = self._policy.version, self._plan.rows_every_steps
+        if not is_warm:  # what is imitated has no advantage
+            await self._tell(GroupsTrained(step=step, rows=recorder.advantages()))
+        if every and step % every == 0:
+            await self._tell(RowsTrained(step=step, rows=recorder.rows()))
 
     async def _train_on(self, lease: Lease, recorder: RowRecorder | None) -> StepStatistics:
         """Update the weights.
@@ -444,7 +451,7 @@ class TrainerActor(Actor[Training]):
         num = view.statistics.sampled_tokens - num_before
         return {"sampled_tokens": num, "tokens_per_second": num / (now - then) if now > then else None}
 
-    async def _tell(self, news: StepFinished | RowsTrained | EvaluationFinished | PhaseChanged) -> None:
+    async def _tell(self, news: StepFinished | GroupsTrained | RowsTrained | EvaluationFinished | PhaseChanged) -> None:
         if self._peers.progress is not None:
             await self._peers.progress.tell(news)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -23,6 +24,8 @@ Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
 
 _MAX_TASKS = 256
+_MAX_STALENESS = 16
+"""Steps after which a group is looked for that began under a version."""
 _MAX_CONFIG = 40_000
 _MAX_FAILURES = 200
 
@@ -127,16 +130,38 @@ class ViewedRun:
     def read_group(self, kind: str, version: int, task: str) -> list[dict[str, Any]]:
         """Return the rows of one problem with the texts that the model read and wrote."""
         root = self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts
-        if not task.isalnum():
+        # A problem of a named source is "source-5"; a task never leaves its directory.
+        if re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]*", task) is None:
             return []
         rows = list(read_records(root / str(version) / f"{task}.jsonl"))
         mean = sum(float(row.get("reward") or 0.0) for row in rows) / max(len(rows), 1)
         kept = ("sample_idx", "reward", "seqlen", "prompt_len", "head_version", "tail_version", "prompt", "completion")
+        keys = [(row.get("sample_idx"), row.get("seqlen")) for row in rows]
+        advantages = self._read_advantages(version, task, keys) if kind == "rollout" else {}
         return [
-            {key: row.get(key) for key in kept}
+            {name: row.get(name) for name in kept}
+            # Rows of equal length of one episode have been trained in their order.
+            | {"advantage": (advantages.get(key) or [None]).pop(0)}
             | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}
-            for row in rows
+            for key, row in zip(keys, rows, strict=True)
         ]
+
+    def _read_advantages(
+        self, version: int, task: str, keys: Sequence[tuple[Any, Any]]
+    ) -> dict[tuple[Any, Any], list[float | None]]:
+        """Return the advantages of a problem's rows by episode and length, from the step that trained ``keys``.
+
+        The problem may have been trained by several of the steps after ``version``, from groups of other versions.
+        """
+        best: dict[tuple[Any, Any], list[float | None]] = {}
+        for step in range(version + 1, version + 2 + _MAX_STALENESS):
+            found: dict[tuple[Any, Any], list[float | None]] = {}
+            for row in read_records(self.directory.advantages / f"{step}.jsonl"):
+                if row.get("task") == task:
+                    found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
+            if sum(key in found for key in keys) > sum(key in best for key in keys):
+                best = found
+        return best
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:

@@ -39,6 +39,7 @@ from areal_actors.messages import (
     DeliverGroup,
     DescribeCapacity,
     EvaluationFinished,
+    GroupsTrained,
     PhaseChanged,
     RequestStop,
     StepFinished,
@@ -249,10 +250,28 @@ async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is
     async with open_school(tmp_path, plan) as school:
         await school.deliver(*range(6))
         await school.training.ask(AwaitTraining())
-    news = [item.step if isinstance(item, StepFinished) else item.detail for item in school.rollout_stack.notebook.news]
+    heard = [item for item in school.rollout_stack.notebook.news if not isinstance(item, GroupsTrained)]
+    news = [item.step if isinstance(item, StepFinished) else item.detail for item in heard]
 
     assert [1, 2, "step 2", 3, "step 3"] == [item for item in news if item in (1, 2, 3) or item.startswith("step")]
     assert [3] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
+
+
+async def test_the_advantages_of_a_step_are_told_before_it(tmp_path: Path):
+    """One for each row, by problem and episode; those of a group add up to nothing, as groups are normalised."""
+    async with open_school(tmp_path, evolve(PLAN, total_steps=1)) as school:
+        await school.deliver(0, 1)
+        await school.training.ask(AwaitTraining())
+    told, step = (item for item in school.rollout_stack.notebook.news if isinstance(item, GroupsTrained | StepFinished))
+
+    assert isinstance(told, GroupsTrained)
+    assert isinstance(step, StepFinished)
+    assert told.step == step.step == 1
+    assert {"0", "1"} == {row.task for row in told.rows}
+    for task in ("0", "1"):
+        rows = [row for row in told.rows if row.task == task]
+        assert len(rows) == len({row.member for row in rows}) > 1
+        assert sum(row.advantage for row in rows) == pytest.approx(0, abs=1e-5)
 
 
 async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):

@@ -242,7 +242,7 @@ async function groups(isUpdate) {
       h("h2", {}, `Problem ${task}, version ${view.version}`),
       shared && h("details", { class: "card" }, h("summary", {}, "What the model read, with system text and tools (the same for all rows)"), h("pre", {}, rows[0].prompt ?? "")),
       h("div", { class: "columns" }, rows.map((row) => h("div", { class: "card" },
-        h("p", { class: "facts" }, `sample ${row.sample_idx} · reward `, h("b", {}, number(row.reward)), ` · ${row.above_mean >= 0 ? "+" : ""}${number(row.above_mean)} against the group's mean · ${row.trained_tokens} trained tokens · version ${row.head_version}${row.tail_version === row.head_version ? "" : `–${row.tail_version}`}`),
+        h("p", { class: "facts" }, `sample ${row.sample_idx} · reward `, h("b", {}, number(row.reward)), ` · ${row.above_mean >= 0 ? "+" : ""}${number(row.above_mean)} against the group's mean${typeof row.advantage === "number" ? ` · advantage ${row.advantage >= 0 ? "+" : ""}${number(row.advantage)}` : " · not trained yet"} · ${row.trained_tokens} trained tokens · version ${row.head_version}${row.tail_version === row.head_version ? "" : `–${row.tail_version}`}`),
         !shared && h("details", {}, h("summary", {}, "what the model read"), h("pre", {}, row.prompt ?? "")),
         h("pre", {}, row.completion ?? "")))));
   }

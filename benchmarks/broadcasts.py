@@ -29,11 +29,12 @@ from benchmarks.updates import create_model, create_store, serving_child
 
 from areal_actors.domain import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
+from areal_actors.generation.servers.engine import open_server_engines
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import Weights
+from areal_actors.messages import Generation, PublishWeights, Weights
 from areal_actors.models import load_policy
+from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.sglang_server import open_sglang_server
 from areal_actors.training.weight_store import StorePublisher, WeightStore, WeightStoreActor
@@ -102,29 +103,29 @@ async def _measure(policy: Policy, model: Path, stores: Sequence[Sequence[str]],
     times = Times()
     async with AsyncExitStack() as stack:
         store = create_store(model.parent / "kept")
-        engines = [await stack.enter_async_context(_open(model, urls, store)) for urls in stores]
+        opened = [await stack.enter_async_context(_open(model, urls, store)) for urls in stores]
         for _ in range(rounds + 1):  # the first round forms the groups
             policy.step()
             snapshot = await to_thread.run_sync(StorePublisher(store=store, dtype="bfloat16").publish, policy)
             begun, cpu = time.perf_counter(), time.process_time()
             async with anyio.create_task_group() as tasks:
-                for engine in engines:
-                    tasks.start_soon(engine.load, snapshot)
+                for replicas in opened:
+                    tasks.start_soon(replicas.ask, PublishWeights(snapshot=snapshot))
             times.clock.append(time.perf_counter() - begun)
             times.cpu.append(time.process_time() - cpu)
     return Times(clock=times.clock[1:], cpu=times.cpu[1:])
 
 
 @asynccontextmanager
-async def _open(model: Path, urls: Sequence[str], store: WeightStore) -> AsyncIterator[ServerEngine]:
-    """An engine of servers with a store of its own."""
+async def _open(model: Path, urls: Sequence[str], store: WeightStore) -> AsyncIterator[Ref[Generation]]:
+    """A replica set of servers with a store of its own."""
     async with ActorSystem.open() as system:
         keeper = await system.spawn(WeightStoreActor(store), name="weights")
 
         async def find() -> Ref[Weights]:
             return keeper
 
-        async with ServerEngine.open(
+        async with open_server_engines(
             KINDS[Backend.SGLANG].create_dialect({}),
             ServerConfig(),
             urls=urls,
@@ -133,7 +134,7 @@ async def _open(model: Path, urls: Sequence[str], store: WeightStore) -> AsyncIt
             publish_directory=model.parent / "published",
             find_weights=find,
         ) as engine:
-            yield engine
+            yield await spawn_generation(system, engine)
 
 
 async def _serve(model: Path) -> None:

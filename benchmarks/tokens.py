@@ -24,8 +24,9 @@ from benchmarks.harness import Result
 from benchmarks.machine import ROOT
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
+from areal_actors.generation import Engine
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
+from areal_actors.generation.servers.engine import open_server_engines
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.models.built_in import create_tiny
 
@@ -64,14 +65,15 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
 
 async def _measure(backend: Backend, url: str, model: Path, rounds: int) -> list[float]:
     kind, microseconds = KINDS[backend], []
-    async with ServerEngine.open(
+    async with open_server_engines(
         kind.create_dialect({}),
         ServerConfig(health_interval_seconds=60),
         urls=[url],
         model=model,
         snapshot=Snapshot(version=0, path=model),
         publish_directory=model.parent / "published",
-    ) as engine:
+    ) as opened:
+        (engine,) = opened.engines.values()
         await _read(engine)
         for _ in range(rounds):
             begun = time.process_time()
@@ -82,7 +84,7 @@ async def _measure(backend: Backend, url: str, model: Path, rounds: int) -> list
     return microseconds
 
 
-async def _read(engine: ServerEngine) -> None:
+async def _read(engine: Engine) -> None:
     request = EngineRequest(
         id=f"answer-{next(_ids)}",
         prompt=_PROMPT,

@@ -39,7 +39,7 @@ from benchmarks.moving import ByHand, Policy, measure_by_hand
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
+from areal_actors.generation.servers.engine import open_server_engines
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.kernel import ActorSystem, Ref
@@ -217,7 +217,7 @@ async def _open_server(
             assert keeper is not None
             return keeper
 
-        opening = ServerEngine.open(
+        opening = open_server_engines(
             KINDS[backend].create_dialect({}),
             ServerConfig(),
             urls=[url],

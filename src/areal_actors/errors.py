@@ -355,6 +355,10 @@ class GenerationAborted(EngineError):
     """The generation was aborted on request; everything sampled before was delivered."""
 
 
+class EngineLost(EngineError):
+    """The engine has lost its server, and takes no requests until the server is back with its weights."""
+
+
 class CaptureViolation(EngineError):
     """The engine reported ids, log-probabilities or versions that are impossible.
 

@@ -8,12 +8,8 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import FinishReason, SampleKey, Sampling
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest
-from areal_actors.generation.base import EngineInfo, EngineRequest, validate_request
-from areal_actors.generation.torch.scheduler import (
-    Generation,
-    StopScanner,
-    create_uniforms,
-)
+from areal_actors.generation.base import EngineInfo, EngineRequest, StopScanner, validate_request
+from areal_actors.generation.torch.scheduler import Generation, create_uniforms
 
 INFO = EngineInfo(
     name="torch", model="tiny", vocab_size=100, context_length=16, dtype="float32", device="cpu", max_concurrent=4

@@ -11,7 +11,7 @@ crash a server.
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -23,15 +23,21 @@ from areal_actors.errors import ContextLengthExceeded, InvalidRequest
 
 __all__ = [
     "Chunk",
+    "Decode",
     "Engine",
     "EngineInfo",
     "EngineRequest",
     "EngineStatistics",
     "PauseMode",
     "Snapshot",
+    "StopScanner",
     "find_stop_ids",
     "validate_request",
 ]
+
+
+Decode = Callable[[Sequence[int]], str]
+"""A function from token ids to text, such as a tokenizer's ``decode``."""
 
 
 class Engine(Protocol):
@@ -90,6 +96,30 @@ class Engine(Protocol):
 def find_stop_ids(request: EngineRequest) -> frozenset[int]:
     """Return the ids that end this generation: the renderer's and the client's."""
     return frozenset((*request.stop_token_ids, *request.sampling.stop_token_ids))
+
+
+class StopScanner:
+    """Finds the first token that completes one of the ``stop`` strings, by decoding a window of the last tokens.
+
+    A stop string of L characters is searched in the text of at least the last 4 L + 16 tokens, because a token may be a
+    third of a character. ``earlier`` are the tokens of the answer that another engine has sampled: a stop string may
+    begin with them.
+    """
+
+    def __init__(self, stop: tuple[str, ...], decode: Decode, earlier: Iterable[int] = ()) -> None:
+        self._stop = stop
+        self._decode = decode
+        self._window = list(earlier)
+        self._keep = 4 * max(map(len, stop)) + 16
+
+    def is_complete(self, token_id: int) -> bool:
+        """Add ``token_id``, and return whether the text now contains a stop string."""
+        self._window.append(token_id)
+        # Trim rarely, so that most tokens do not shift the list.
+        if len(self._window) > 2 * self._keep:
+            del self._window[: -self._keep]
+        text = self._decode(self._window)
+        return any(stop in text for stop in self._stop)
 
 
 def validate_request(request: EngineRequest, info: EngineInfo, *, can_decode: bool) -> None:

@@ -19,9 +19,10 @@ publication or pause or, while it joins, by its own task (``ReplicaSet._keep_joi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from functools import partial
+from typing import Protocol
 
 import anyio
 import anyio.lowlevel
@@ -35,12 +36,14 @@ from areal_actors.errors import (
     CaptureViolation,
     DeadlineExceeded,
     EngineError,
+    EngineLost,
     GenerationAborted,
     ModelError,
     RemoteError,
     Unavailable,
     Unreachable,
 )
+from areal_actors.generation.base import Engine
 from areal_actors.generation.routing import ReplicaRegistry, ReplicaStatus, ReroutableGeneration, describe_failure
 from areal_actors.kernel import Actor, BackgroundTasks, Context, Down, DownReason, Ref
 from areal_actors.lib.loops import Scope, running_loop
@@ -61,7 +64,7 @@ from areal_actors.messages import (
     ResumeGeneration,
 )
 
-__all__ = ["CounterTotals", "GenerationRouter", "Replica", "ReplicaSet", "RouterConfig"]
+__all__ = ["Admission", "CounterTotals", "EngineSet", "GenerationRouter", "Replica", "ReplicaSet", "RouterConfig"]
 
 _log = get_logger(__name__)
 
@@ -70,7 +73,18 @@ _BUFFER_SIZE = 16
 """Number of chunks that a replica may be ahead of the reader."""
 _DESCRIBE_SECONDS = 5.0
 """Time limit for a replica's counters, after which its last known ones are used: it may be loading weights."""
-_MAX_RETRY_SECONDS = 30.0
+
+
+class Admission(Protocol):
+    """Prepares snapshots for all replicas of one set, before any of them hears of it."""
+
+    async def admit(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot as replicas load it, or raise the error with which its publication fails."""
+        ...
+
+    async def keep_only(self, snapshot: Snapshot) -> None:
+        """Release what was prepared for other snapshots."""
+        ...
 
 
 @frozen(kw_only=True)
@@ -86,7 +100,20 @@ class RouterConfig:
     load_seconds: float = field(default=600.0, validator=gt(0))
     """A replica that needs longer than this to load weights or to pause is treated as failed."""
     retry_seconds: float = field(default=1.0, validator=gt(0))
-    """Delay before a failed replica is tried again; doubled after each further failure, up to 30 s."""
+    """Delay before a failed replica is tried again; doubled after each further failure."""
+    max_retry_seconds: float = field(default=30.0, validator=gt(0))
+    """The longest delay before a failed replica is tried again."""
+
+
+@frozen(kw_only=True)
+class EngineSet:
+    """Engines of one process that have the same weights, by name, and the settings of the replica set above them."""
+
+    engines: Mapping[str, Engine]
+    snapshot: Snapshot
+    """The weights that all of them have, for engines that come back before other ones are published."""
+    admission: Admission
+    config: RouterConfig
 
 
 class GenerationRouter(Actor[Generation | Replicas]):
@@ -96,11 +123,41 @@ class GenerationRouter(Actor[Generation | Replicas]):
     continues under weights older than those that have sampled it so far.
     """
 
-    def __init__(self, config: RouterConfig | None = None, *, version: int = 0) -> None:
+    def __init__(
+        self,
+        config: RouterConfig | None = None,
+        *,
+        version: int = 0,
+        snapshot: Snapshot | None = None,
+        admission: Admission | None = None,
+        may_go_back: bool = False,
+    ) -> None:
+        """Create a router without replicas.
+
+        Args:
+            config: time limits.
+            version: the oldest version that may serve before the first publication.
+            snapshot: loaded into replicas that come back before the first publication.
+            admission: checks and prepares each snapshot.
+            may_go_back: accept versions older than published ones, from a router above that decides about them.
+        """
         self._config = config or RouterConfig()
-        self._set = ReplicaSet(self._config, version=version)
+        self._set = ReplicaSet(
+            self._config, version=version, snapshot=snapshot, admission=admission, may_go_back=may_go_back
+        )
         self._new_scope: Callable[[], Scope]
         self._tasks: BackgroundTasks
+
+    @classmethod
+    def of_engines(cls, engines: EngineSet) -> GenerationRouter:
+        """Create the router for the actors of ``engines``, in whose weights the publisher may go back."""
+        return cls(
+            engines.config,
+            version=engines.snapshot.version,
+            snapshot=engines.snapshot,
+            admission=engines.admission,
+            may_go_back=True,
+        )
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -143,13 +200,16 @@ class GenerationRouter(Actor[Generation | Replicas]):
             # The replica set ordered the move, for a reason that it knows: this is no failure of the generation.
             if attempt.is_moved:
                 reason = replica.error or reason
+            elif isinstance(failure, EngineLost):  # the engine has not even begun
+                self._set.mark_unhealthy(replica, reason)
             else:
                 replica.num_failures += 1
                 _log.info("generation_moves", replica=replica.name, sampled=generation.num_sampled, reason=reason)
                 is_gone = isinstance(failure, ActorStopped | Unreachable)
                 if is_gone or replica.num_failures >= self._config.max_failures:
                     self._set.mark_unhealthy(replica, reason)
-            limit, is_failure = self._config.max_attempts, not attempt.is_moved
+            limit = self._config.max_attempts
+            is_failure = not (attempt.is_moved or isinstance(failure, EngineLost))
             end = generation.end_attempt(replica.name, failure, reason, is_failure=is_failure, max_failures=limit)
             if end is not None:
                 yield end
@@ -195,8 +255,8 @@ class GenerationRouter(Actor[Generation | Replicas]):
         publication.
 
         Raises:
-            EngineError: the version is older than a published one, or no replica could load. The former weights
-                continue to be served.
+            EngineError: the version is older than a published one, or all replicas rejected the weights. The former
+                weights continue to be served. Replicas that were lost get lasting weights when they come back.
         """
         await self._set.publish(message.snapshot)
         return message.snapshot.version
@@ -267,7 +327,15 @@ class GenerationRouter(Actor[Generation | Replicas]):
 class ReplicaSet(ReplicaRegistry["Replica"]):
     """The replicas of a router. ``version`` is the oldest version that may serve before the first publication."""
 
-    def __init__(self, config: RouterConfig, *, version: int) -> None:
+    def __init__(
+        self,
+        config: RouterConfig,
+        *,
+        version: int,
+        snapshot: Snapshot | None,
+        admission: Admission | None,
+        may_go_back: bool,
+    ) -> None:
         super().__init__()
         self.version = version
         """Version of the last publication that was answered: no replica serves with older weights."""
@@ -275,7 +343,8 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
         """Engine info of the first replica; every other replica must be able to replace it."""
         self.totals = CounterTotals()
         self._config = config
-        self._snapshot: Snapshot | None = None  # the last publication, without tensors that were only lent
+        self._snapshot = snapshot  # the last publication, without tensors that were only lent
+        self._admission, self._may_go_back = admission, may_go_back
         self._pause: PauseMode | None = None
         self._publication = self._pausing = 0
         self._publishing = anyio.Lock()
@@ -359,32 +428,42 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
                 raise ModelError(
                     f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them."
                 )
-            if snapshot.version < self.version:
+            if snapshot.version < self.version and not self._may_go_back:
                 raise EngineError(
                     f"Version {snapshot.version} was published after version {self.version}, which answers rely on. "
                     "Publish versions in order; start generation anew to go back."
                 )
-            # Tensors in memory are valid during this publication only, so the stored snapshot has none.
-            former, self._snapshot = self._snapshot, evolve(snapshot, state=None)
+            if self._admission is not None:
+                snapshot = await self._admission.admit(snapshot)
+            try:
+                await self._publish(snapshot)
+            finally:
+                if self._admission is not None and self._snapshot is not None:
+                    await self._admission.keep_only(self._snapshot)
+
+    async def _publish(self, snapshot: Snapshot) -> None:
+        # Tensors in memory are valid during this publication only, so the stored snapshot has none.
+        former, self._snapshot = self._snapshot, evolve(snapshot, state=None)
+        self._publication += 1
+        # Joining replicas load a lasting snapshot on their own schedule. Tensors that are only lent are not
+        # available later, so joining replicas are sent those at once.
+        is_lent = snapshot.path is None and not snapshot.is_kept
+        states = {ReplicaState.SERVING} | ({ReplicaState.JOINING} if is_lent else set())
+        asked = [replica for replica in self.by_name.values() if replica.state in states]
+        await self._update_all(asked, snapshot)
+        failing = [replica for replica in asked if replica.state is ReplicaState.JOINING]
+        # A replica that was lost meanwhile loads a lasting snapshot when it is back.
+        if failing and not self.serving and (is_lent or all(replica.has_refused for replica in failing)):
+            # The former weights become the wanted ones again.
+            self._snapshot = former
             self._publication += 1
-            # Joining replicas load a lasting snapshot on their own schedule. Tensors that are only lent are not
-            # available later, so joining replicas are sent those at once.
-            is_lent = snapshot.path is None and not snapshot.is_kept
-            states = {ReplicaState.SERVING} | ({ReplicaState.JOINING} if is_lent else set())
-            asked = [replica for replica in self.by_name.values() if replica.state in states]
-            await self._update_all(asked, snapshot)
-            refusing = [replica for replica in asked if replica.state is ReplicaState.JOINING]
-            if refusing and not self.serving:
-                # The former weights become the wanted ones again.
-                self._snapshot = former
-                self._publication += 1
-                self._wake_joining()
-                reasons = "; ".join(f"{replica.name}: {replica.error}" for replica in refusing)
-                raise EngineError(
-                    f"No replica could load version {snapshot.version}: {reasons}. Version {self.version} is kept."
-                )
-            self.version = snapshot.version
-            self.notify()
+            self._wake_joining()
+            reasons = "; ".join(f"{replica.name}: {replica.error}" for replica in failing)
+            raise EngineError(
+                f"No replica could load version {snapshot.version}: {reasons}. Version {self.version} is kept."
+            )
+        self.version = snapshot.version
+        self.notify()
 
     async def set_pause(self, mode: PauseMode | None) -> None:
         """Have all replicas pause or resume, including those that are joining."""
@@ -413,6 +492,7 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
                     if replica.pausing != self._pausing:
                         await self._send_pause(replica)
         except ArealError as error:
+            replica.has_refused = isinstance(error, ModelError)
             self.mark_unhealthy(replica, describe_failure(error))
         except BaseException:  # cancelled half-way: it is unknown which weights the replica has
             self.mark_unhealthy(replica, "sending it weights or a pause was cancelled")
@@ -474,7 +554,7 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
             elif number == self._publication and not replica.is_gone:
                 # The exponent is bounded so that the power does not overflow a float.
                 delay = self._config.retry_seconds * 2.0 ** min(num_failures - 1, 16)
-                with anyio.move_on_after(min(delay, _MAX_RETRY_SECONDS)):
+                with anyio.move_on_after(min(delay, self._config.max_retry_seconds)):
                     await replica.wakeup.wait()
 
     def _wake_joining(self) -> None:
@@ -507,6 +587,8 @@ class Replica(ReplicaStatus):
     publication: int = -1
     pausing: int = -1
     error: str | None = None
+    has_refused: bool = False
+    """Whether its last failure is that it rejected weights."""
     num_failures: int = 0
     """Consecutive failed generations."""
     lock: anyio.Lock = field(factory=anyio.Lock)

@@ -1,4 +1,4 @@
-"""The state of replicas and the rules for them, shared by the router of generation actors and the engine of servers.
+"""The state of replicas and the rules for them: which one gets a request, and what follows if it fails.
 
 * A replica gets requests while it serves, with weights at least as new as promised (``ReplicaStatus``).
 * A session stays with one replica. A new session goes to the least loaded one (``SessionAffinity``).
@@ -10,8 +10,8 @@
 * A generation under a grammar cannot move once a token was sampled, because engines start a grammar at its beginning.
   It is refused with 503, which SDKs repeat.
 
-Nothing here waits. ``router`` and ``servers.engine`` send the requests; ``router`` and ``servers.pool`` decide which
-replicas serve.
+Nothing here waits. ``router`` sends the requests and decides which replicas serve. An engine of a server also continues
+generations that ended there early (``servers.engine``).
 """
 
 from __future__ import annotations
@@ -178,7 +178,7 @@ class ReroutableGeneration:
 
 @define(eq=False, kw_only=True)
 class ReplicaStatus:
-    """The state of one replica: a generation actor (``router.Replica``) or an inference server (``servers.pool``)."""
+    """The state of one replica (``router.Replica``)."""
 
     name: str
     """Its name, which no other replica has."""

@@ -60,10 +60,13 @@ class DescribeWeights(Message[Weights, tuple[TensorBucket, ...]]):
 class WriteWeights(Message[Weights, Path]):
     """Write a version as a directory of safetensors, unless it exists, for a server that cannot receive broadcasts.
 
+    Broadcasts of it no longer wait for the servers of ``engine``.
+
     Raises ``EngineError`` if another version is kept, ``CheckpointError`` if it cannot be written.
     """
 
     version: int
+    engine: str = ""
 
 
 @frozen(kw_only=True)

@@ -24,7 +24,9 @@ from areal_actors.domain import Credential, DataPosition, Episode, Group, Intera
 from areal_actors.errors import ActorStopped, ModelError
 from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
+from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
+from areal_actors.generation.router import EngineSet, GenerationRouter
 from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
@@ -34,6 +36,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.notebooks import Startable
 from areal_actors.messages import (
     Accounts,
+    AddReplica,
     Capacity,
     DescribeEndpoint,
     Endpoint,
@@ -270,7 +273,7 @@ async def _open_inference(model: str | Path, config: InferenceConfig) -> AsyncIt
 async def open_actors(
     config: InferenceConfig,
     *,
-    engine: Engine,
+    engine: Engine | EngineSet,
     renderer: Renderer,
     version: int = 0,
     start: DataPosition | None = None,
@@ -442,9 +445,22 @@ async def _spawn_session_manager(system: ActorSystem, config: InferenceConfig, *
     return await system.spawn(manager, name="sessions")
 
 
-async def spawn_generation(system: ActorSystem, engine: Engine, *, name: str = "generation") -> Ref[Generation]:
-    """Spawn the actor that owns ``engine``, which its caller opens and closes."""
-    return await system.spawn(GenerationActor(engine), name=name)
+async def spawn_generation(
+    system: ActorSystem, engine: Engine | EngineSet, *, name: str = "generation"
+) -> Ref[Generation]:
+    """Spawn the actor that owns ``engine``, which its caller opens and closes.
+
+    The engines of a set have an actor each, and a replica set above them.
+    """
+    engines = engine.engines if isinstance(engine, EngineSet) else {name: engine}
+    refs = {each: await system.spawn(GenerationActor(one), name=each) for each, one in engines.items()}
+    if not isinstance(engine, EngineSet):
+        return refs[name]
+    router = GenerationRouter.of_engines(engine)
+    generation = await system.spawn(router, name=name)
+    for replica, ref in refs.items():
+        await generation.ask(AddReplica(name=replica, ref=ref))
+    return generation
 
 
 async def spawn_proxy(
@@ -514,7 +530,7 @@ async def open_engine(
     version: int = 0,
     files: Path | None = None,
     find_weights: FindWeights | None = None,
-) -> AsyncIterator[Engine]:
+) -> AsyncIterator[Engine | EngineSet]:
     """Open the engine for ``model``, which is a transformers model that nothing else uses, or its directory.
 
     ``files`` is the directory that the model was loaded from, if ``model`` is not one: servers start with it and then
@@ -538,16 +554,22 @@ async def open_engine(
     if directory is None:
         raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
     async with _open_servers(
-        config, snapshot, files=directory, tokenizer=tokenizer, find_weights=find_weights
+        config, snapshot, files=directory, tokenizer=tokenizer, decode=renderer.decode, find_weights=find_weights
     ) as served:
         yield served
 
 
 @asynccontextmanager
 async def _open_servers(
-    served: ServedEngine, snapshot: Snapshot, *, files: Path, tokenizer: Any, find_weights: FindWeights | None
-) -> AsyncIterator[Engine]:
-    from areal_actors.generation.servers.engine import ServerEngine
+    served: ServedEngine,
+    snapshot: Snapshot,
+    *,
+    files: Path,
+    tokenizer: Any,
+    decode: Decode,
+    find_weights: FindWeights | None,
+) -> AsyncIterator[EngineSet]:
+    from areal_actors.generation.servers.engine import open_server_engines
     from areal_actors.generation.servers.launching import launch_servers
 
     kind, config = KINDS[served.backend], served.config
@@ -562,7 +584,7 @@ async def _open_servers(
                 launch_servers(kind, config, model=files, logs=logs, adapters=served.adapters)
             )
             urls = launched.urls
-        opening = ServerEngine.open(
+        opening = open_server_engines(
             kind.create_dialect(added_tokens, stream_interval=served.config.stream_interval),
             config,
             urls=urls,
@@ -572,5 +594,6 @@ async def _open_servers(
             processes=launched,
             find_weights=find_weights,
             adapters=served.adapters,
+            decode=decode,
         )
         yield await stack.enter_async_context(opening)

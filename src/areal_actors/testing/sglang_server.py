@@ -4,7 +4,7 @@ It streams like SGLang: each event repeats the earlier output, the last one has 
 keeps requests, and weights are loaded from disk under a label::
 
     async with open_sglang_server(engine, model=directory) as server:
-        async with ServerEngine.open(SGLangDialect(), ServerConfig(), urls=[server.url], ...) as remote:
+        async with open_server_engines(SGLangDialect(), ServerConfig(), urls=[server.url], ...) as remote:
             ...
             await server.kill()
             await server.start()

@@ -2,8 +2,9 @@
 
 ::
 
-    async with open_vllm_server(engine) as server, ServerEngine.open(VllmDialect(), ..., urls=[server.url]) as remote:
-        ...
+    async with open_vllm_server(engine) as server:
+        async with open_server_engines(VllmDialect(), ..., urls=[server.url]) as remote:
+            ...
 
 It answers the requests that ``VllmDialect`` sends like a real server: an error within a stream is an event after a
 status 200, ids have a prefix when they are aborted, and weights have no label until they get one. It has no grammars.

@@ -281,6 +281,11 @@ class WeightStoreActor(Actor[Weights]):
     @WriteWeights.handler(concurrency=_MANY)
     async def write(self, message: WriteWeights) -> Path:
         """Write a version to disk, one request after another, so that many requests share one directory."""
+        # Its server loads this version from disk, so that a round which gathers need not wait for it.
+        if self._announced.pop(message.engine, None) is not None:
+            self._regulars -= {message.engine}
+            if self._gathering is not None:
+                self._gathering.changed.notify()
         return await self._disk.run(lambda: self._store.write(message.version))
 
     @SendWeights.handler(concurrency=_MANY)

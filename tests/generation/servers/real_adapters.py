@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from attrs import evolve
 from tests.generation.servers.real_server_stack import TOLERANCE, create_config
+from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import KINDS, launch_servers
 from areal_actors.models import load_policy, resolve_model
 from areal_actors.testing.engine_contract import collect
@@ -65,7 +65,7 @@ async def check(kind: Backend, config: ServerConfig, directory: Path) -> None:
     publisher = AdapterPublisher(root=directory / "adapters", base=path)
     async with (
         launch_servers(KINDS[kind], config, model=path, logs=directory / "logs", adapters=slots) as launched,
-        ServerEngine.open(
+        open_replicated(
             KINDS[kind].create_dialect({}),
             config,
             urls=launched.urls,
@@ -99,7 +99,7 @@ async def check(kind: Backend, config: ServerConfig, directory: Path) -> None:
         assert len([name for name in names if name.startswith("areal-")]) <= 2
 
 
-async def check_running(engine: ServerEngine, policy: PolicyTrainer, publisher: AdapterPublisher) -> None:
+async def check_running(engine: ReplicatedServers, policy: PolicyTrainer, publisher: AdapterPublisher) -> None:
     """A generation that runs while the next adapter is loaded: the tokens of each version are what it computes."""
     before, chunks, loading = policy.version, [], anyio.Event()
     snapshots = []

@@ -13,13 +13,12 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 from tests.generation.servers.gateways import open_gateway
-from tests.generation.servers.server_stack import Trainer, open_trainer
+from tests.generation.servers.server_stack import ReplicatedServers, Trainer, open_replicated, open_trainer
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, as_floats
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers import environments
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
 from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
@@ -37,7 +36,7 @@ TOLERANCE = 1e-4
 class RealServer:
     """A server, an engine, and the model on our side."""
 
-    engine: ServerEngine
+    engine: ReplicatedServers
     launched: LaunchedServers
     policy: torch.nn.Module
     subject: Subject
@@ -82,7 +81,7 @@ async def open_server_stack(
         open_trainer(path, directory) as trainer,
         launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
         open_gateway(smg, launched.urls, log=directory / "gateway.log") if smg else nullcontext() as gateway_url,
-        ServerEngine.open(
+        open_replicated(
             kind.create_dialect(added),
             evolve(config, gateway_url=gateway_url),
             urls=launched.urls,

@@ -144,7 +144,7 @@ async def check_death(real: RealServer) -> None:
 
 async def check_death_while_receiving(real: RealServer) -> None:
     """Kill -9 with a part of the buckets received: nobody hangs, and the server is back with all of the version."""
-    (server,) = real.engine._pool.servers
+    server = real.engine.engines[0].server
     num_received = 0
 
     async def kill(request: httpx.Request) -> None:
@@ -173,12 +173,12 @@ async def check_death_while_receiving(real: RealServer) -> None:
 
 async def check_refusal(real: RealServer) -> None:
     """An update that was left open is ended; one that goes on being refused is replaced by the disk."""
-    (server,) = real.engine._pool.servers
+    server = real.engine.engines[0].server
     await server.control.post("/pause_generation", json={"mode": "retract"})
     begun = await server.control.post("/begin_weight_update", json={})
     assert begun.status_code == 200, begun.text
     await real.engine.load(keep(real, real.engine.version + 1))
-    real.engine._pool.broadcasts._groups[server.url] = "a group of nobody"
+    real.engine.engines[0]._broadcasts._targets[server.url].group = "a group of nobody"
     began = time.perf_counter()
     await real.engine.load(keep(real, real.engine.version + 1))
     print(f"  loaded by disk {time.perf_counter() - began:.2f} s after it was refused")
@@ -200,8 +200,8 @@ async def check_gateway(config: ServerConfig, directory: Path, *, smg: str) -> N
             key = response.request.headers["x-smg-routing-key"]
             placed.setdefault(key, []).append(response.headers.get("x-smg-routed-worker-id", ""))
 
-        assert real.engine._gateway is not None
-        real.engine._gateway.event_hooks["response"].append(note)
+        for engine in real.engine.engines:
+            engine.server.generating.event_hooks["response"].append(note)
         await run_episodes(real, "pinned")
         workers = {key: set(found) for key, found in placed.items()}
         assert len(workers) == NUM_EPISODES
@@ -223,7 +223,7 @@ async def check_gateway(config: ServerConfig, directory: Path, *, smg: str) -> N
 async def check_return(real: RealServer, began: float) -> None:
     """Episodes run until the killed server is back, which the gateway may ask before it has the present weights."""
     for number in itertools.count(1):
-        was_back = len(real.engine._pool.serving) == 2
+        was_back = all(engine.server.is_ready for engine in real.engine.engines)
         await run_episodes(real, f"returned-{number}")
         if was_back:
             print(f"  {number} more rounds, the last of them with both, {time.perf_counter() - began:.0f} s in all")
@@ -282,7 +282,7 @@ def train(config: ServerConfig, directory: Path, way: str, *more: str) -> None:
         "health_interval_seconds": 0.5,
     }
     arguments = ["examples/tiny.yaml", "rollout.backend=sglang", f"sglang={json.dumps(servers)}", "total_steps=3"]
-    arguments += [f"trainer.publish={way}", "trainer.publish_bucket_mib=1", *more]
+    arguments += [f"trainer.publish={way}", "trainer.publish_bucket_mib=1", "trainer.dtype=float32", *more]
     arguments += [f"fileroot={directory}", "logging.display=plain"]
     subprocess.run([sys.executable, "-m", "areal_actors", "train", *arguments], check=True)
     records = [json.loads(line) for line in (directory / "tiny/trial/metrics.jsonl").read_text().splitlines()]

@@ -7,19 +7,31 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import torch
-from attrs import define
+from attrs import asdict, define
 from tests.generation.servers.fake_process import script
 
-from areal_actors.domain import SampleKey, Sampling
+from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, PauseMode, SampleKey, Sampling
 from areal_actors.errors import CheckpointError
 from areal_actors.generation.base import EngineRequest, Snapshot
 from areal_actors.generation.servers.config import ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
+from areal_actors.generation.servers.engine import ServerEngine, open_server_engines
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import Weights
+from areal_actors.messages import (
+    DescribeReplicas,
+    Generate,
+    Generation,
+    PauseGeneration,
+    PublishWeights,
+    Replicas,
+    ReplicaState,
+    ResumeGeneration,
+    Weights,
+)
 from areal_actors.models import load_policy
+from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.sglang_server import FakeSGLang, open_sglang_server
 from areal_actors.training.weight_store import StorePublisher, WeightStore, WeightStoreActor
@@ -39,8 +51,9 @@ async def open_server_stack(
     config: ServerConfig = CONFIG,
     is_gated: bool = False,
     create_engine=EchoEngine,
+    decode=None,
     **options,
-) -> AsyncIterator[tuple[ServerEngine, list[FakeSGLang]]]:
+) -> AsyncIterator[tuple[ReplicatedServers, list[FakeSGLang]]]:
     """An engine over fakes over echoes."""
     async with AsyncExitStack() as stack:
         servers = [
@@ -51,19 +64,72 @@ async def open_server_stack(
             )
             for _ in range(num_servers)
         ]
-        engine = await stack.enter_async_context(open_engine(servers, model, tmp_path, config=config))
+        engine = await stack.enter_async_context(open_engine(servers, model, tmp_path, config=config, decode=decode))
         yield engine, servers
 
 
-def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG, find_weights=None):
-    return ServerEngine.open(
+@define(eq=False)
+class ReplicatedServers:
+    """The engines of servers and the replica set above them, with the interface of one engine."""
+
+    ref: Ref[Generation | Replicas]
+    engines: tuple[ServerEngine, ...]
+
+    @property
+    def info(self) -> EngineInfo:
+        return self.engines[0].info
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return max(engine.version for engine in self.engines)
+
+    @asynccontextmanager
+    async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
+        async with self.ref.stream(Generate(request=request)) as chunks:
+            yield chunks
+
+    async def abort(self, request_id: str) -> None:
+        for engine in self.engines:
+            await engine.abort(request_id)
+
+    async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
+        await self.ref.ask(PauseGeneration(mode=mode))
+
+    async def resume(self) -> None:
+        await self.ref.ask(ResumeGeneration())
+
+    async def load(self, snapshot: Snapshot) -> None:
+        await self.ref.ask(PublishWeights(snapshot=snapshot))
+
+    def statistics(self) -> EngineStatistics:
+        counted = [asdict(engine.statistics()) for engine in self.engines]
+        return EngineStatistics(**{name: sum(each[name] for each in counted) for name in counted[0]})
+
+    async def wait_until_all_serve(self) -> None:
+        while {view.state for view in await self.ref.ask(DescribeReplicas())} != {ReplicaState.SERVING}:  # noqa: ASYNC110 - no message tells
+            await anyio.sleep(0.01)
+
+
+@asynccontextmanager
+async def open_replicated(*args: Any, **options: Any) -> AsyncIterator[ReplicatedServers]:
+    """Open engines of servers, with the options of ``open_server_engines``, below a replica set as in a run."""
+    async with open_server_engines(*args, **options) as opened, ActorSystem.open(name="servers") as system:
+        ref = await spawn_generation(system, opened)
+        servers = ReplicatedServers(ref, tuple(opened.engines.values()))
+        await servers.wait_until_all_serve()
+        yield servers
+
+
+def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = CONFIG, **options):
+    return open_replicated(
         SGLangDialect(stream_interval=8),
         config,
         urls=[server.url for server in servers],
         model=model,
         snapshot=Snapshot(version=0, path=model),
         publish_directory=tmp_path / "published",
-        find_weights=find_weights,
+        **options,
     )
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
-from tests.generation.servers.server_stack import WHOLE, ask, ids_of
+from tests.generation.servers.server_stack import WHOLE, ReplicatedServers, ask, ids_of, open_replicated
 
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.models.built_in import create_tiny
@@ -26,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 @asynccontextmanager
-async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tuple[ServerEngine, LaunchedServers]]:
+async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tuple[ReplicatedServers, LaunchedServers]]:
     """Two servers, each of which counts as silent after 0.6 to 0.65 s."""
     model = create_tiny(tmp_path / "models")
     config = ServerConfig(
@@ -41,7 +40,7 @@ async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tup
     with anyio.fail_after(60):
         async with (
             launch_servers(kind, config, model=model, logs=tmp_path / "logs") as launched,
-            ServerEngine.open(
+            open_replicated(
                 SGLangDialect(stream_interval=4),
                 config,
                 urls=launched.urls,
@@ -63,7 +62,7 @@ async def test_answers_continue_elsewhere_when_a_server_hangs(tmp_path: Path) ->
     heard: dict[int, list] = {0: [], 1: []}
     begun = [anyio.Event(), anyio.Event()]
 
-    async def read(engine: ServerEngine, number: int) -> None:
+    async def read(engine: ReplicatedServers, number: int) -> None:
         async with engine.generate(ask(number)) as chunks:
             async for chunk in chunks:
                 heard[number].append(chunk)

@@ -11,11 +11,11 @@ import anyio
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.generation.servers.server_stack import open_replicated
 
 from areal_actors.errors import EngineError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import (
     KINDS,
     count_devices,
@@ -47,7 +47,7 @@ async def test_a_server_that_dies_at_once_is_named_with_its_last_words(tmp_path:
     with pytest.raises(EngineError, match=r"(?s)has ended before it was ready.*status 3.*no such device"):
         async with (
             launch_servers(KIND, config, model=model, logs=tmp_path / "logs") as launched,
-            ServerEngine.open(
+            open_replicated(
                 SGLangDialect(),
                 config,
                 urls=launched.urls,

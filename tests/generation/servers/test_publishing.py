@@ -70,7 +70,7 @@ def test_a_publisher_leaves_nothing_and_does_not_remove_its_own(tmp_path, model)
     first, second = Publisher(tmp_path / "shared", model), Publisher(tmp_path / "shared", model)
     weights = first.write(Snapshot(version=1, state=state))
     later = first.write(Snapshot(version=2, state=state))
-    first.keep_only(later)
+    first.keep_only(later.path)
     second.remove_leftovers()
 
     assert not weights.path.exists()

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from tests.generation.servers.server_stack import CONFIG, WHOLE, ask, ids_of, open_engine, open_server_stack
+from tests.generation.servers.server_stack import (
+    CONFIG,
+    WHOLE,
+    ask,
+    ids_of,
+    open_engine,
+    open_replicated,
+    open_server_stack,
+)
 
 from areal_actors.domain import FinishReason, as_floats
 from areal_actors.errors import EngineError, InvalidRequest
 from areal_actors.generation.base import PauseMode, Snapshot
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.models import load_policy
@@ -175,6 +182,32 @@ async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> N
             assert ids_of(await collect(engine, ask(number, routing_key=f"session-{number}"))) == WHOLE
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+async def test_a_stop_string_that_begins_before_a_move_ends_the_answer(
+    model: Path, tmp_path: Path, *, is_streamed: bool
+) -> None:
+    """The other server sees only the tokens after the move, and would go on."""
+    text = "".join(f"<{token_id}>" for token_id in WHOLE)
+    decode = lambda ids: "".join(f"<{token_id}>" for token_id in ids)  # noqa: E731 - the text of a test's tokens
+    begin = len(decode(WHOLE[:4]))
+    stop = text[begin + 1 : len(decode(WHOLE[:6])) - 1]  # from within the fifth token to within the sixth
+    options = {"num_servers": 2, "is_gated": True, "decode": decode}
+    async with open_server_stack(model, tmp_path, **options) as (engine, servers):
+        servers[0].engine.release(5)
+        request = evolve(ask(stop=(stop,)), is_streamed=is_streamed)
+        async with engine.generate(request) as chunks:
+            seen = [await anext(aiter(chunks))]
+            while sum(len(chunk.token_ids) for chunk in seen) < (5 if is_streamed else 1):
+                seen.append(await anext(aiter(chunks)))
+            await servers[0].kill()
+            servers[1].engine.release(100)
+            seen += [chunk async for chunk in chunks]
+
+        assert ids_of(seen) == WHOLE[:6]
+        assert seen[-1].finish is FinishReason.STOP
+        assert engine.statistics().running == 0
+
+
 # -------------------------------------------------------------------------------------------------- what is sent
 
 
@@ -199,7 +232,8 @@ async def test_the_models_own_end_token_does_not_end_what_goes_on(model: Path, t
 
 async def test_two_generations_of_one_id_are_refused(model: Path, tmp_path: Path) -> None:
     """Abort could not tell them apart."""
-    async with open_server_stack(model, tmp_path) as (engine, _), engine.generate(ask()):
+    async with open_server_stack(model, tmp_path) as (engine, _), engine.generate(ask()) as chunks:
+        await anext(aiter(chunks))
         with pytest.raises(InvalidRequest, match="is running"):
             await collect(engine, ask())
 
@@ -255,7 +289,7 @@ async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) 
     """Within the time that it has."""
     config = evolve(CONFIG, start_timeout_seconds=0.2)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:1 did not answer within 0\.2 s"):
-        async with ServerEngine.open(
+        async with open_replicated(
             SGLangDialect(),
             config,
             urls=["http://127.0.0.1:1"],

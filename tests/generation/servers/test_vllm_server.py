@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tests.generation.llamas import create_llama
+from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 from transformers import LlamaForCausalLM
 
 from areal_actors.domain import SampleKey, Sampling, as_floats
 from areal_actors.errors import EngineError
 from areal_actors.generation.base import EngineRequest, Snapshot
 from areal_actors.generation.servers.config import ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
@@ -40,12 +40,12 @@ def open_remote(model, tmp_path) -> Callable:
     _, directory = model
 
     @asynccontextmanager
-    async def open_it(engine=None, **settings) -> AsyncIterator[tuple[ServerEngine, VllmServer]]:
+    async def open_it(engine=None, **settings) -> AsyncIterator[tuple[ReplicatedServers, VllmServer]]:
         engine = engine or EchoEngine(vocab_size=96, context_length=256)
         config = ServerConfig(health_interval_seconds=0.05, **settings)
         async with (
             open_vllm_server(engine, model=directory) as server,
-            ServerEngine.open(
+            open_replicated(
                 VllmDialect(),
                 config,
                 urls=[server.url],

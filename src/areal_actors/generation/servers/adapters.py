@@ -9,6 +9,7 @@ unloaded before the next one is loaded, unless a request still uses it.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
@@ -60,21 +61,30 @@ class AdapterDialect(ServerDialect, Protocol):
 
 @define(eq=False)
 class Adapters:
-    """The adapters of one engine on its servers. ``run`` is in the name of each."""
+    """The adapters of the engines of one process on their servers. ``run`` is in the name of each."""
 
     dialect: AdapterDialect
     slots: AdapterSlots
     base: Path
     run: str
+    used: Counter[str] = field(factory=Counter, init=False)
+    """The number of attempts under each adapter, by name."""
     _num_admitted: int = field(default=0, init=False)
+    _admitted: dict[tuple[int, Path], PublishedAdapter] = field(factory=dict, init=False)
 
     def admit(self, version: int, path: Path) -> PublishedAdapter:
-        """Name the adapter of ``version`` in ``path``. Raises ``ModelError`` unless it is one."""
+        """Name the adapter of ``version`` in ``path``. Raises ``ModelError`` unless it is one.
+
+        The engines of all servers admit it, and get the same name; so do those that return to an earlier one.
+        """
+        if (known := self._admitted.get((version, path))) is not None:
+            return known
         for name in _FILES:
             if not (path / name).is_file():
                 raise ModelError(f"{path} is no directory of an adapter: it has no {name}. The old one stays.")
         self._num_admitted += 1
-        return PublishedAdapter(name=f"areal-{self.run}-{version}-{self._num_admitted}", path=path)
+        name = f"areal-{self.run}-{version}-{self._num_admitted}"
+        return self._admitted.setdefault((version, path), PublishedAdapter(name=name, path=path))
 
     async def prepare(self, client: httpx.AsyncClient, facts: ServerFacts, adapter: PublishedAdapter | None) -> None:
         """Check that a server can serve adapters on our base model, and load ``adapter`` unless it has it.

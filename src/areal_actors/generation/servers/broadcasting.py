@@ -48,8 +48,10 @@ _COLLECT_SECONDS = 0.2
 """How long the errors of other servers are collected after the first one."""
 _LEAVE_SECONDS = 5.0
 _PROBE_SECONDS = 2.0
-_MAX_UNEXPLAINED = 2
-"""After so many broadcasts that failed for a reason that no server is to blame for, all servers load from disk."""
+_MAX_UNEXPLAINED = 3
+"""After so many broadcasts that failed for a reason that no server is to blame for, all servers load from disk.
+
+A server of another engine that reports errors is left out of the third one."""
 
 
 @define(eq=False)
@@ -144,9 +146,11 @@ class Broadcasts:
     async def write(self, version: int) -> Path:
         """Write a version to disk and return its directory, which servers see under the same path.
 
+        No broadcast of it waits for this engine any more.
+
         Raises ``EngineError`` if the store cannot write it, or does not answer.
         """
-        return await self._ask(WriteWeights(version=version))
+        return await self._ask(WriteWeights(version=version, engine=self.name))
 
     async def send(
         self,

@@ -1,16 +1,20 @@
-"""``ServerEngine``: an engine of inference servers, which alone controls their pauses and weights.
+"""``ServerEngine``: an engine of one inference server, whose pauses and weights it alone controls.
 
-A generation consists of one or several *attempts*. An attempt ends with the generation, because its server was lost, or
-because another client ended it there. The next attempt goes to any server that has the current weights by then, and
-continues after the tokens already known (``generation``). A server's stream is read only when the consumer asks for a
-chunk. ``Attribution`` determines which weights sampled a token, and ``pool`` chooses the server.
+A generation consists of one or several *attempts* at the server. An attempt also ends because another client ended it
+there, or because the next one samples under another adapter; the next attempt continues after the tokens already known.
+If the server is lost, the generation fails with ``EngineError``, and the replica set (``router``) continues it at
+another server. A server's stream is read only when the consumer asks for a chunk. ``Attribution`` determines which
+weights sampled a token.
+
+A server that comes back gets the weights and the pause of its engine before it serves. The label of its weights shows
+whether it was restarted: it has none of our labels then.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, suppress
 from hashlib import blake2b
 from pathlib import Path
@@ -18,150 +22,145 @@ from uuid import uuid4
 
 import anyio
 import anyio.lowlevel
-import httpx
 from anyio import to_thread
 from attrs import define, evolve
 
 from areal_actors.domain import FinishReason
 from areal_actors.errors import (
+    ArealError,
     ConfigError,
     EngineError,
+    EngineLost,
     InvalidRequest,
     ModelError,
     RequestError,
-    Unavailable,
     UnsupportedParameter,
 )
 from areal_actors.generation.base import (
     Chunk,
+    Decode,
     EngineInfo,
     EngineRequest,
     EngineStatistics,
     PauseMode,
     Snapshot,
+    StopScanner,
     validate_request,
 )
-from areal_actors.generation.routing import ReroutableGeneration, describe_failure
+from areal_actors.generation.router import EngineSet, RouterConfig
+from areal_actors.generation.routing import ReroutableGeneration
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
-from areal_actors.generation.servers.broadcasting import FindWeights, open_broadcasts
+from areal_actors.generation.servers.broadcasting import Broadcasts, FindWeights, open_broadcasts
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
 from areal_actors.generation.servers.dialect import Attribution, ServerDialect
-from areal_actors.generation.servers.pool import (
-    Server,
-    ServerPool,
-    ServerProcesses,
-    leave_groups_at_end,
-    open_gateway,
-    open_servers,
-    open_watchers,
-    unload_adapters_at_end,
-    wait_until_ready,
-)
-from areal_actors.generation.servers.publishing import Publisher, Weights
+from areal_actors.generation.servers.publishing import Publisher, ServerAdmission, Weights
+from areal_actors.generation.servers.server import Server, ServerProcesses, open_server
+from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["ServerEngine", "ServerGeneration", "empty_chunk"]
+__all__ = ["ServerEngine", "ServerGeneration", "empty_chunk", "open_server_engines"]
+
+_log = get_logger(__name__)
 
 _ABORT_SECONDS = 5.0
 """How long telling a server to abort a request may take."""
 
 
 class ServerEngine:
-    """An ``Engine`` of servers with the same dialect. Opened with ``open``, on asyncio or trio.
+    """An ``Engine`` of one server. Samples do not depend on sample keys (``samples_follow_keys`` is false)."""
 
-    If a server fails, another attempt is made, by the rules of ``generation.routing``. Samples do not depend on sample
-    keys (``samples_follow_keys`` is false).
-    """
-
-    def __init__(self, pool: ServerPool, publisher: Publisher, info: EngineInfo, config: ServerConfig) -> None:
-        """Use ``open``."""
-        self._pool = pool
+    def __init__(
+        self,
+        server: Server,
+        weights: Weights,
+        publisher: Publisher,
+        *,
+        broadcasts: Broadcasts | None = None,
+        adapters: Adapters | None = None,
+        decode: Decode | None = None,
+    ) -> None:
+        """Use ``open_server_engines``."""
+        self._server = server
+        self._weights = weights
+        """The weights that the server has, or is given when it comes back."""
+        self._loaded: Weights | None = None
+        """The weights that the server was given last; ``None`` while they are undefined, as during a load."""
         self._publisher = publisher
-        self._info = info
-        self._config = config
-        self._dialect = pool.dialect
-        self._gateway: httpx.AsyncClient | None = None
+        self._broadcasts = broadcasts
+        self._adapters = adapters
+        self._decode = decode
+        self._info: EngineInfo
+        self._dialect = server.dialect
+        self._is_paused = False
+        self._control = anyio.Lock()
+        """Held while the server is paused, updated or brought back."""
+        self._failure: ArealError | None = None
+        """Why the last attempt to bring the server back failed."""
         self._running: dict[str, ServerGeneration] = {}
-        self._placed: dict[ServerGeneration, Server] = {}
+        self._placed: set[ServerGeneration] = set()
         # Numbers by the names of EngineStatistics, which is frozen: copying it for each chunk would take 10 µs.
         self._counters: Counter[str] = Counter()
         self._finished_seconds = 0.0
         self._busy_since = 0.0
 
-    @classmethod
-    @asynccontextmanager
-    async def open(
-        cls,
-        dialect: ServerDialect,
-        config: ServerConfig,
-        *,
-        urls: Sequence[str],
-        model: Path,
-        snapshot: Snapshot,
-        publish_directory: Path,
-        processes: ServerProcesses | None = None,
-        find_weights: FindWeights | None = None,
-        adapters: AdapterSlots | None = None,
-    ) -> AsyncIterator[ServerEngine]:
-        """Open an engine of the servers at ``urls`` once all of them serve ``snapshot``.
+    async def start(self) -> None:
+        """Wait until the server has the first weights.
 
-        Args:
-            dialect: the interface to the servers.
-            config: settings; its ``urls`` are ignored.
-            urls: at least one.
-            model: the directory of the model that they serve, for its vocabulary and its shapes.
-            snapshot: the initial weights, loaded into every server whatever weights it has.
-            publish_directory: where weights are written for the servers, which must see it under the same path.
-            processes: the servers' processes, if they were started here. If one ends while it is opened, opening fails
-                with the reason; one that hangs is killed.
-            find_weights: finds the weight store of snapshots with ``is_kept``.
-            adapters: serve adapters of this size next to ``model``, whose weights the servers keep: snapshots after
-                the first one are adapters.
-
-        Raises:
-            ConfigError: with ``find_weights`` or ``adapters``, if servers of this kind cannot receive them.
-            EngineError: a server is too old, has exited, cannot receive weights, or was not ready within
-                ``start_timeout_seconds``.
-            ModelError: a server rejects the snapshot.
+        Raises ``EngineError`` or ``ModelError`` if it cannot get them, has ended, or does not answer in time.
         """
-        broadcasts = None if find_weights is None else open_broadcasts(dialect, find_weights, config)
-        loaded = None
-        if adapters is not None:
-            if not isinstance(dialect, AdapterDialect):
-                raise ConfigError(
-                    f"trainer.lora.serving: {dialect.name} servers cannot load adapters here; set it to merged, or "
-                    "serve with sglang or vllm"
-                )
-            loaded = Adapters(dialect, adapters, model, uuid4().hex[:8])
-        publisher = Publisher(config.publish_directory or publish_directory, model)
-        await to_thread.run_sync(publisher.remove_leftovers)
+        server = self._server
+        seconds = server.config.start_timeout_seconds
+        with anyio.move_on_after(seconds):
+            while not server.is_ready:
+                if self._failure is not None:
+                    raise self._failure
+                if server.processes is not None and (reason := server.processes.diagnose(server.url)) is not None:
+                    raise EngineError(f"The server at {server.url} has ended before it was ready. {reason}")
+                await server.changed.wait()
+        facts = server.facts
+        if not server.is_ready or facts is None:
+            raise EngineError(
+                f"{server.url} did not answer within {seconds:g} s (start_timeout_seconds). Check that the server "
+                "runs, and that this machine reaches it."
+            )
+        if self._broadcasts is not None and not facts.num_ranks:
+            raise EngineError(
+                f"{server.url} cannot be sent weights: its processes are parallel in other ways than by tensors. "
+                "Start several servers in the place of data parallelism, or publish by disk (trainer.publish)."
+            )
+        model = self._publisher.model
         try:
-            weights = await to_thread.run_sync(publisher.write, snapshot)
-            async with (
-                open_servers(urls, config) as servers,
-                open_watchers(
-                    ServerPool(
-                        dialect=dialect,
-                        config=config,
-                        by_name={server.name: server for server in servers},
-                        weights=weights,
-                        broadcasts=broadcasts,
-                        adapters=loaded,
-                        processes=processes,
-                    )
-                ) as pool,
-                leave_groups_at_end(pool),
-                unload_adapters_at_end(pool),
-                open_gateway(config) as gateway,
-            ):
-                await wait_until_ready(pool, config)
-                info = _describe(pool, model)
-                publisher.dtype = info.dtype
-                engine = cls(pool, publisher, info, config)
-                engine._gateway = gateway
-                yield engine
-        finally:
+            config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+            vocab_size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
+        self._publisher.dtype = facts.dtype
+        self._info = EngineInfo(
+            name=facts.software,
+            model=str(model),
+            vocab_size=vocab_size,
+            context_length=facts.context_length,
+            dtype=facts.dtype,
+            device="server",
+            max_concurrent=facts.max_concurrent,
+            logprobs_follow_truncation=facts.logprobs_follow_truncation,
+            knows_raw_logprobs=False,
+            samples_follow_keys=False,
+            has_grammars=facts.has_grammars,
+        )
+
+    async def close(self) -> None:
+        """Let a server that keeps running leave our process groups, and unload our adapters from it."""
+        server, broadcasts, adapters = self._server, self._broadcasts, self._adapters
+        if not server.is_ready:
+            return
+        if adapters is not None:
+            with anyio.move_on_after(server.config.health_timeout_seconds, shield=True), suppress(EngineError):
+                await adapters.unload_unused(server.control, ())
+        if broadcasts is not None:
             with anyio.CancelScope(shield=True):
-                await to_thread.run_sync(publisher.close)
+                await broadcasts.forget(server.url, server.control)
 
     # ------------------------------------------------------------------------------------------ the protocol
 
@@ -171,9 +170,14 @@ class ServerEngine:
         return self._info
 
     @property
+    def server(self) -> Server:
+        """Return the server."""
+        return self._server
+
+    @property
     def version(self) -> int:
         """Return the version of the weights with which the next token will be sampled."""
-        return self._pool.weights.version
+        return self._weights.version
 
     @asynccontextmanager
     async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
@@ -203,87 +207,61 @@ class ServerEngine:
         run = self._running.get(request_id)
         if run is not None:
             run.is_aborted = True
-            self._pool.notify()
+            self._server.changed.notify()
             await self._end_attempt(run)
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
         """Stop sampling until ``resume``; return once no more tokens are sampled.
 
-        Mode ``WAIT`` waits for generations that run at a server; they end only if their consumers keep reading. If it
-        is cancelled, the engine remains pausing: call ``resume``.
+        Mode ``WAIT`` waits for generations that run at the server; they end only if their consumers keep reading. If it
+        is cancelled, the engine remains pausing: call ``resume``. A server that is lost is paused when it comes back.
         """
-        pool = self._pool
-        pool.is_paused = True
+        self._is_paused = True
         if mode is PauseMode.ABORT:
             async with anyio.create_task_group() as tasks:
                 for run in tuple(self._placed):
                     run.was_interrupted = True
                     tasks.start_soon(self._end_attempt, run)
-        while mode is PauseMode.WAIT and self._placed and pool.is_paused:
-            await pool.changed.wait()
-        async with pool.control:
+        while mode is PauseMode.WAIT and self._placed and self._is_paused:
+            await self._server.changed.wait()
+        async with self._control:
             # ``resume`` may have been called while this waited.
-            if pool.is_paused:
-                await pool.pause()
+            if self._is_paused and self._server.is_ready:
+                await self._command(self._pause_server())
 
     async def resume(self) -> None:
         """Continue sampling."""
-        self._pool.is_paused = False
-        async with self._pool.control:
-            if not self._pool.is_paused:
-                await self._pool.resume()
-        self._pool.notify()
+        self._is_paused = False
+        async with self._control:
+            if not self._is_paused and self._server.is_ready:
+                await self._command(self._dialect.resume(self._server.control))
+        self._server.changed.notify()
 
     async def load(self, snapshot: Snapshot) -> None:
         """Replace the weights between two tokens; see ``Engine.load``.
 
-        If no server is left, wait for one to come back; raises ``EngineError`` if none does. If it is cancelled, it
+        A server that is lost gets them when it comes back; ``EngineError`` is raised meanwhile. If it is cancelled, it
         still returns only after the load has ended.
         """
-        # A load that is cancelled half-way would leave servers with different weights.
+        # A load that is cancelled half-way would leave the server with undefined weights.
         with anyio.CancelScope(shield=True):
-            if self._pool.adapters is not None:
-                await self._load_adapter(snapshot, self._pool.adapters)
-                return
-            pool = self._pool
-            if not snapshot.is_kept:
-                weights = await to_thread.run_sync(self._publisher.write, snapshot)
-            elif pool.broadcasts is None:
-                raise ModelError(
-                    f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
-                    "publish its state or a path."
-                )
-            else:
-                buckets = await pool.broadcasts.describe(snapshot.version, is_receiving=bool(pool.serving))
-                weights = await to_thread.run_sync(self._publisher.admit, snapshot.version, buckets)
-            try:
-                async with pool.control:
-                    await pool.load(weights)
-            finally:
-                await to_thread.run_sync(self._publisher.keep_only, pool.weights)
-        await self._wait_for_server()
-
-    async def _load_adapter(self, snapshot: Snapshot, adapters: Adapters) -> None:
-        """Load an adapter; running generations continue under it, except for those whose grammar forbids that."""
-        if snapshot.adapter is None:
-            raise ModelError(
-                f"Snapshot of version {snapshot.version} is no adapter, and these servers keep their weights; set "
-                "trainer.lora.serving to merged to publish all weights."
-            )
-        adapter = await to_thread.run_sync(adapters.admit, snapshot.version, snapshot.adapter)
-        async with self._pool.control:
-            weights = Weights(version=snapshot.version, path=self._pool.weights.path, adapter=adapter)
-            # A constrained generation stays under the adapter with which it began, so that one has to remain loaded.
-            used = {run.adapter for run in self._placed if run.adapter is not None}
-            await self._pool.load_adapter(weights, used=used)
-        async with anyio.create_task_group() as tasks:
-            for run in tuple(self._placed):
-                if run.adapter != adapter.name and run.request.grammar is None:
-                    run.was_moved = True
-                    tasks.start_soon(self._end_attempt, run)
+            weights = await self._find(snapshot)
+            async with self._control:
+                if not self._server.is_ready:
+                    self._weights = weights
+                    await self._restore()
+                elif self._loaded != weights:
+                    await (self._load if self._adapters is None else self._load_adapter)(weights)
+            if weights.adapter is not None:
+                async with anyio.create_task_group() as tasks:
+                    for run in tuple(self._placed):
+                        # A constrained generation stays under the adapter with which it began.
+                        if run.adapter != weights.adapter.name and run.request.grammar is None:
+                            run.was_moved = True
+                            tasks.start_soon(self._end_attempt, run)
 
     def statistics(self) -> EngineStatistics:
-        """Return the current counters. ``running`` counts generations that run at a server."""
+        """Return the current counters. ``running`` counts generations that run at the server."""
         return EngineStatistics(
             **self._counters,
             running=len(self._placed),
@@ -291,99 +269,215 @@ class ServerEngine:
             busy_seconds=self._finished_seconds + self._busy_seconds,
         )
 
+    # ------------------------------------------------------------------------------------------------ weights
+
+    async def _find(self, snapshot: Snapshot) -> Weights:
+        """Return the weights of a snapshot as the server can load them."""
+        if self._adapters is not None and snapshot.adapter is not None:
+            adapter = await to_thread.run_sync(self._adapters.admit, snapshot.version, snapshot.adapter)
+            return Weights(version=snapshot.version, path=self._weights.path, adapter=adapter)
+        if not snapshot.is_kept:
+            return await to_thread.run_sync(self._publisher.write, snapshot)
+        if self._broadcasts is None:
+            raise ModelError(
+                f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
+                "publish its state or a path."
+            )
+        # A server that comes back loads from disk: it is in no group, and others must not wait for one to form.
+        buckets = await self._broadcasts.describe(snapshot.version, is_receiving=self._server.is_ready)
+        return Weights(version=snapshot.version, buckets=buckets)
+
+    async def _load(self, weights: Weights) -> None:
+        """Load weights into a server that serves. The caller holds ``_control``."""
+        server, former = self._server, self._weights
+        # Before the weights change: attempts that began earlier hold tokens back until their versions are reported.
+        server.num_loads += 1
+        server.is_loading = True
+        try:
+            # If the server is lost, it is given them when it is back.
+            self._weights = weights
+            if not self._is_paused:
+                await self._command(self._pause_server())
+            try:
+                await self._command(self._update(weights))
+            except ModelError:
+                await self._restore_former(former)
+                raise
+        finally:
+            if not self._is_paused and server.is_ready:
+                await self._command(self._dialect.resume(server.control))
+            server.is_loading = False
+            server.changed.notify()
+
+    async def _restore_former(self, former: Weights) -> None:
+        """Give a server that rejected weights the former ones. One that rejects those as well is left out."""
+        self._weights = former
+        try:
+            await self._command(self._update_from_disk(former))
+        except ModelError:
+            _log.warning("server_lost", url=self._server.url, reason="it refuses the former weights as well")
+            self._mark_unhealthy()
+
+    async def _load_adapter(self, weights: Weights) -> None:
+        """Load an adapter into a server that serves, which goes on sampling, and unload older ones that are not used.
+
+        The caller holds ``_control``. If the server rejects the adapter, no request uses it.
+        """
+        server, adapters, adapter = self._server, self._adapters, weights.adapter
+        assert adapters is not None
+        # A constrained generation stays under the adapter with which it began, so that one has to remain loaded.
+        used = {name for name, number in adapters.used.items() if number}
+        kept = {*used, *(each.name for each in (adapter, self._weights.adapter) if each is not None)}
+        try:
+            # First, because servers have room for a few adapters only.
+            await self._command(adapters.unload_unused(server.control, kept))
+            if adapter is not None:
+                await self._command(adapters.dialect.load_adapter(server.control, adapter))
+        except ModelError:
+            if adapter is not None:
+                await self._command(adapters.unload_unused(server.control, kept - {adapter.name}))
+            raise
+        self._weights = self._loaded = weights
+        server.changed.notify()
+
+    async def _update(self, weights: Weights) -> None:
+        """Have the server receive weights from the store, or load them from disk if that fails or they are there."""
+        # Unknown until the load is complete: an interrupted load leaves undefined weights under an old label.
+        self._loaded = None
+        if weights.path is None:
+            server, broadcasts = self._server, self._broadcasts
+            assert broadcasts is not None
+            assert server.facts is not None
+            receiving = [(server.url, server.control, server.facts)]
+            lost = await broadcasts.send(receiving, version=weights.version, buckets=weights.buckets)
+            for url, error in lost.items():
+                _log.warning("weights_not_received", url=url, version=weights.version, reason=str(error))
+            if not lost:
+                self._loaded = weights
+                return
+        await self._update_from_disk(weights)
+
+    async def _update_from_disk(self, weights: Weights) -> None:
+        """Have the server load weights from disk, to which those in the store are written if necessary."""
+        self._loaded = None
+        path = weights.path
+        if path is None:
+            assert self._broadcasts is not None
+            path = await self._broadcasts.write(weights.version)
+        await self._dialect.update_from_disk(self._server.control, path, version=weights.label)
+        self._loaded = weights
+
+    async def restore(self) -> None:
+        """Give a server that is back its weights and its pause. Failures are logged; the watcher tries it again."""
+        async with self._control:
+            if not self._server.is_ready:
+                with suppress(ArealError):
+                    await self._restore()
+
+    async def _restore(self) -> None:
+        """Load the current weights into a server, unless it has them, and pause or resume it as the engine is.
+
+        The caller holds ``_control``. Raises ``EngineError`` or ``ModelError`` if that fails.
+        """
+        server, weights, adapters = self._server, self._weights, self._adapters
+        if not server.answers:
+            raise EngineError(server.explain())
+        try:
+            facts = server.facts = await server.until_silent(self._dialect.describe(server.control))
+            if adapters is not None:
+                await server.until_silent(adapters.prepare(server.control, facts, weights.adapter))
+            # The label shows a restart that was not noticed. It is not enough: before the first contact, another run
+            # may have set it, and an interrupted load leaves undefined weights under it.
+            elif self._loaded != weights or facts.weight_version != weights.label:
+                server.num_loads += 1
+                server.is_loading = True
+                server.changed.notify()
+                # Requests that still run there must not sample from weights that are half loaded.
+                await server.until_silent(self._pause_server())
+                if self._broadcasts is not None:
+                    await self._broadcasts.forget(server.url, server.control)
+                # From disk: a restarted server is in no group, and others must not wait for one to form.
+                await server.until_silent(self._update_from_disk(weights))
+            self._loaded = weights
+            await server.until_silent(self._pause_server() if self._is_paused else self._dialect.resume(server.control))
+        except ArealError as error:
+            self._failure = error
+            _log.warning("server_not_ready", url=server.url, reason=str(error))
+            raise
+        else:
+            self._failure, server.is_ready, server.has_served = None, True, True
+            _log.info("server_serves", url=server.url, version=weights.version)
+        finally:
+            server.may_be_outdated = server.is_loading = False
+            server.changed.notify()
+
+    async def _pause_server(self) -> None:
+        await self._dialect.pause(self._server.control, PauseMode.KEEP)
+
+    async def _command(self, command: Awaitable[None]) -> None:
+        """Send a command to a server that serves; a server that fails is lost."""
+        try:
+            await self._server.until_silent(command)
+        except EngineError as error:
+            _log.warning("server_lost", url=self._server.url, reason=str(error))
+            self._mark_unhealthy()
+            raise
+
     # --------------------------------------------------------------------------------------------- generating
 
     async def _generate(self, run: ServerGeneration) -> AsyncGenerator[Chunk]:
         generation = run.generation
-        while (server := await self._place(run)) is not None:
-            failure = None
+        while await self._may_begin(run):
             num_known = generation.num_sampled
-            try:
-                async with aclosing(self._attempt(run, server)) as chunks:
-                    async for chunk in chunks:
-                        yield chunk
-            except EngineError as error:
-                failure = error
+            async with aclosing(self._attempt(run)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
             if generation.is_over:
                 return
             if run.is_aborted:
                 break
-            # Another client may end attempts at a server again and again; each of them counts as a failure.
             was_ended_by_us = run.was_interrupted or run.was_moved
-            if failure is None and not was_ended_by_us and generation.num_sampled == num_known:
-                failure = EngineError(f"{server.url} ended the generation without a token.")
-            end = generation.end_attempt(
-                server.name,
-                failure,
-                describe_failure(failure),
-                is_failure=failure is not None,
-                max_failures=self._config.max_failures,
-            )
-            if end is not None:
-                yield end
-                return
+            if not was_ended_by_us and generation.num_sampled == num_known:
+                raise EngineError(f"{self._server.url} ended the generation without a token.")
+            # Servers begin a grammar anew with each attempt, so that not even this one could continue it.
+            generation.check_movable(self._server.url, None, "it was ended there", max_failures=1)
         generation.is_over = True
         self._counters["aborted"] += 1
         yield empty_chunk(FinishReason.ABORT, version=self.version)
 
-    async def _place(self, run: ServerGeneration) -> Server | None:
-        """Wait until the engine is not paused, and return the server for the next attempt.
+    async def _may_begin(self, run: ServerGeneration) -> bool:
+        """Wait until the engine is not paused; return whether to begin an attempt, which an abort prevents.
 
-        Returns ``None`` if the generation was aborted meanwhile. Raises ``Unavailable`` if no server comes in time.
+        Raises ``EngineLost`` if the server is lost.
         """
-        pool = self._pool
-        if delay := run.generation.find_delay(server.name for server in pool.serving):
-            await anyio.sleep(delay)
+        server = self._server
         while not run.is_aborted:
+            # The check after a failed request takes milliseconds, unless the server turns out to need its weights.
+            if not server.is_ready and (server.is_loading or not server.may_be_outdated):
+                raise EngineLost(server.explain(self._failure))
             # A gateway chooses the server itself, so every server behind it must have the current weights.
-            if pool.is_held or (self._gateway is not None and pool.may_be_outdated):
-                await pool.changed.wait()
-                continue
-            server = pool.choose(run.generation, version=pool.weights.version)
-            if server is not None:
-                return server
-            try:
-                await self._wait_for_server()
-            except EngineError as error:
-                raise Unavailable(f"{error} The request may be repeated.") from error
-        return None
+            if not (self._is_paused or any(peer.is_loading or peer.may_be_outdated for peer in server.peers)):
+                return True
+            await server.changed.wait()
+        return False
 
-    async def _wait_for_server(self) -> None:
-        with anyio.move_on_after(self._config.start_timeout_seconds):
-            while not self._pool.serving:
-                await self._pool.changed.wait()
-            return
-        processes = self._pool.processes
-
-        def explain(server: Server) -> str:
-            ended = None if processes is None else processes.diagnose(server.url)
-            return str(server.failure or f"{server.url} does not answer. {ended or ''}").strip()
-
-        reasons = "; ".join(map(explain, self._pool.servers))
-        raise EngineError(
-            f"No server of {self._info.name} was ready within {self._config.start_timeout_seconds:g} s: {reasons}"
-        )
-
-    async def _attempt(self, run: ServerGeneration, server: Server) -> AsyncGenerator[Chunk]:
-        """Yield the chunks that one server samples, until the end of its stream."""
-        num_loads = self._pool.num_loads
+    async def _attempt(self, run: ServerGeneration) -> AsyncGenerator[Chunk]:
+        """Yield the chunks that the server samples, until the end of its stream."""
+        server = self._server
+        num_loads = sum(peer.num_loads for peer in server.peers)
         # A session's name grants access to the session, so servers get only a digest of it.
         session = run.request.routing_key or run.request.id
         routing_key = blake2b(session.encode(), digest_size=16).hexdigest()
-        adapter, attribution = self._pool.weights.adapter, Attribution(self.version)
+        adapter, attribution = self._weights.adapter, Attribution(self.version)
         if adapter is not None and server.facts is not None:
             # The adapter decides the version, and the server labels the weights below it.
             attribution = Attribution(self.version, label=server.facts.weight_version)
         name = None if adapter is None else adapter.name
-        request = run.begin_attempt(adapter=name)
+        request = run.begin_attempt(adapter=name, decode=self._decode)
         has_ended = was_abort_repeated = False
-        if not self._placed:
-            self._busy_since = anyio.current_time()
-        self._placed[run] = server
-        server.num_running += 1
+        self._begin(run)
         try:
-            client = self._gateway or server.generating
-            opening = self._dialect.generate(client, request, routing_key=routing_key, adapter=name)
+            opening = self._dialect.generate(server.generating, request, routing_key=routing_key, adapter=name)
             async with AsyncExitStack() as stack:
                 deltas = await server.until_silent(stack.enter_async_context(opening))
                 while (delta := await server.until_silent(anext(deltas, None))) is not None:
@@ -392,53 +486,64 @@ class ServerEngine:
                         # The server may have received the abort before the request, and dropped it: repeat it once.
                         was_abort_repeated = True
                         await self._end_attempt(run)
-                    is_settled = name is not None or self._pool.num_loads == num_loads
+                    is_settled = name is not None or num_loads == sum(peer.num_loads for peer in server.peers)
                     for chunk in attribution.take(delta, is_settled=is_settled):
-                        taken = run.take(chunk)
+                        taken = run.take(run.cut_at_stop(chunk))
                         self._counters["sampled_tokens"] += len(taken.token_ids)
                         self._counters["cached_tokens"] += taken.num_cached_tokens
                         self._counters["aborted"] += taken.finish is FinishReason.ABORT
                         yield taken
+                        if run.generation.is_over:
+                            return
         except EngineError:
-            self._mark_unhealthy(server)
+            self._mark_unhealthy()
             raise
         except RequestError as error:
             if name is None or name not in str(error):
                 raise
             # A server that was started again does not know the adapter, which it is given before the next attempt.
-            self._mark_unhealthy(server)
+            self._mark_unhealthy()
             raise EngineError(str(error)) from error
         finally:
             if not has_ended:
                 await self._end_attempt(run)
-            self._remove(run)
+            self._end(run)
 
-    def _mark_unhealthy(self, server: Server) -> None:
+    def _begin(self, run: ServerGeneration) -> None:
+        """Count an attempt that begins."""
+        if not self._placed:
+            self._busy_since = anyio.current_time()
+        self._placed.add(run)
+        if self._adapters is not None and run.adapter is not None:
+            self._adapters.used[run.adapter] += 1
+
+    def _end(self, run: ServerGeneration) -> None:
+        """Count an attempt that has ended."""
+        if len(self._placed) == 1:
+            self._finished_seconds += self._busy_seconds
+        self._placed.remove(run)
+        if self._adapters is not None and run.adapter is not None:
+            self._adapters.used[run.adapter] -= 1
+        self._server.changed.notify()
+
+    def _mark_unhealthy(self) -> None:
         """Mark the server as unhealthy; behind a gateway, all of them, because any may have failed."""
-        for each in self._pool.servers if self._gateway is not None else (server,):
-            each.mark_unhealthy()
+        for peer in self._server.peers:
+            peer.mark_unhealthy()
 
     async def _end_attempt(self, run: ServerGeneration) -> None:
         """Tell the server, if there is one, to abort the current attempt.
 
         Cannot be cancelled; takes at most ``_ABORT_SECONDS``.
         """
-        server = self._placed.get(run)
-        if server is None or run.attempt_id is None:
+        if run not in self._placed or run.attempt_id is None:
             return
         # Behind a gateway, any server may have the attempt. A silent one would only cost time.
-        asked = self._pool.servers if self._gateway is not None else (server,)
-        asked = tuple(each for each in asked if each.silent_since is None)
+        asked = tuple(peer for peer in self._server.peers if peer.silent_since is None)
         with anyio.move_on_after(_ABORT_SECONDS, shield=True):
-            for each in asked:
+            for peer in asked:
                 with suppress(EngineError):
-                    await self._dialect.abort(each.control, run.attempt_id)
-
-    def _remove(self, run: ServerGeneration) -> None:
-        if len(self._placed) == 1:
-            self._finished_seconds += self._busy_seconds
-        self._placed.pop(run).num_running -= 1
-        self._pool.notify()
+                    await self._dialect.abort(peer.control, run.attempt_id)
 
     @property
     def _busy_seconds(self) -> float:
@@ -448,26 +553,100 @@ class ServerEngine:
 # ------------------------------------------------------------------------------------------------------- opening
 
 
-def _describe(pool: ServerPool, model: Path) -> EngineInfo:
+@asynccontextmanager
+async def open_server_engines(
+    dialect: ServerDialect,
+    config: ServerConfig,
+    *,
+    urls: Sequence[str],
+    model: Path,
+    snapshot: Snapshot,
+    publish_directory: Path,
+    processes: ServerProcesses | None = None,
+    find_weights: FindWeights | None = None,
+    adapters: AdapterSlots | None = None,
+    decode: Decode | None = None,
+) -> AsyncIterator[EngineSet]:
+    """Open an engine for each of the servers at ``urls`` once all of them serve ``snapshot``, on asyncio or trio.
+
+    Args:
+        dialect: the interface to the servers.
+        config: settings; its ``urls`` are ignored.
+        urls: at least one.
+        model: the directory of the model that they serve, for its vocabulary and its shapes.
+        snapshot: the initial weights, loaded into every server whatever weights it has.
+        publish_directory: where weights are written for the servers, which must see it under the same path.
+        processes: the servers' processes, if they were started here. If one ends while it is opened, opening fails
+            with the reason; one that hangs is killed.
+        find_weights: finds the weight store of snapshots with ``is_kept``.
+        adapters: serve adapters of this size next to ``model``, whose weights the servers keep: snapshots after
+            the first one are adapters.
+        decode: the text of tokens, for stop strings that begin in tokens which another server has sampled.
+
+    Raises:
+        ConfigError: with ``find_weights`` or ``adapters``, if servers of this kind cannot receive them.
+        EngineError: a server is too old, has exited, cannot receive weights, or was not ready within
+            ``start_timeout_seconds``.
+        ModelError: a server rejects the snapshot.
+    """
+    loaded = None
+    if adapters is not None:
+        if not isinstance(dialect, AdapterDialect):
+            raise ConfigError(
+                f"trainer.lora.serving: {dialect.name} servers cannot load adapters here; set it to merged, or "
+                "serve with sglang or vllm"
+            )
+        loaded = Adapters(dialect, adapters, model, uuid4().hex[:8])
+    publisher = Publisher(config.publish_directory or publish_directory, model)
+    await to_thread.run_sync(publisher.remove_leftovers)
     try:
-        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-        vocab_size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
-    facts = [server.facts for server in pool.servers if server.facts is not None]
-    return EngineInfo(
-        name=facts[0].software,
-        model=str(model),
-        vocab_size=vocab_size,
-        context_length=min(each.context_length for each in facts),
-        dtype=facts[0].dtype,
-        device="server",
-        max_concurrent=sum(each.max_concurrent for each in facts),
-        logprobs_follow_truncation=all(each.logprobs_follow_truncation for each in facts),
-        knows_raw_logprobs=False,
-        samples_follow_keys=False,
-        has_grammars=all(each.has_grammars for each in facts),
-    )
+        weights = await to_thread.run_sync(publisher.write, snapshot)
+        async with AsyncExitStack() as stack:
+            changed = ChangeSignal()
+            servers = [
+                await stack.enter_async_context(open_server(url, dialect, config, changed=changed, processes=processes))
+                for url in urls
+            ]
+            engines: list[ServerEngine] = []
+            receivers: list[tuple[Server, Broadcasts]] = []
+            for server in servers:
+                server.peers = servers if config.gateway_url is not None else [server]
+                broadcasts = None
+                if find_weights is not None:
+                    broadcasts = open_broadcasts(dialect, find_weights, config)
+                    receivers.append((server, broadcasts))
+                engines.append(
+                    ServerEngine(server, weights, publisher, broadcasts=broadcasts, adapters=loaded, decode=decode)
+                )
+            watching = await stack.enter_async_context(open_tasks())
+            for server, engine in zip(servers, engines, strict=True):
+                watching.start_soon(server.watch, engine.restore)
+            try:
+                # One after the other: all of them prepare their servers at the same time.
+                for engine in engines:
+                    await engine.start()
+                yield EngineSet(
+                    engines={engine.server.url: engine for engine in engines},
+                    snapshot=Snapshot(version=weights.version, path=weights.path),
+                    admission=ServerAdmission(publisher, loaded, tuple(receivers)),
+                    config=RouterConfig(
+                        wait_seconds=config.start_timeout_seconds,
+                        max_attempts=config.max_failures,
+                        # A pause, a broadcast and a load from disk may take as long as an update each.
+                        load_seconds=3 * config.update_timeout_seconds + 60,
+                        retry_seconds=config.health_interval_seconds,
+                        max_retry_seconds=config.health_interval_seconds,
+                    ),
+                )
+            finally:
+                with anyio.CancelScope(shield=True):
+                    async with anyio.create_task_group() as closing:
+                        for engine in engines:
+                            closing.start_soon(engine.close)
+                watching.cancel_scope.cancel()
+    finally:
+        with anyio.CancelScope(shield=True):
+            await to_thread.run_sync(publisher.close)
 
 
 @define(eq=False)
@@ -485,6 +664,10 @@ class ServerGeneration:
     """Whether the current attempt ends because the engine was paused with ``PauseMode.ABORT``."""
     was_moved: bool = False
     """Whether the current attempt ends because the next one samples under another adapter."""
+    scanner: StopScanner | None = None
+    """Finds stop strings that begin before the current attempt, which its server cannot see."""
+    num_unscanned: int = 0
+    """Tokens of the current attempt in which such a stop string may still end."""
 
     @property
     def request(self) -> EngineRequest:
@@ -496,13 +679,40 @@ class ServerGeneration:
         """Whether the server was told to abort the current attempt."""
         return self.is_aborted or self.was_interrupted or self.was_moved
 
-    def begin_attempt(self, *, adapter: str | None) -> EngineRequest:
+    def begin_attempt(self, *, adapter: str | None, decode: Decode | None) -> EngineRequest:
         """Return the request for the next attempt, which continues after the tokens already known."""
         # Servers also match requests by prefixes of their ids, so no id may be a prefix of another.
         self.attempt_id = f"{uuid4().hex}-{self.request.id}"
         self.adapter = adapter
         self.was_interrupted = self.was_moved = False
-        return evolve(self.generation.next_request(), id=self.attempt_id)
+        request = self.generation.next_request()
+        stop, num_earlier = request.sampling.stop, request.key.num_drawn
+        self.scanner = None
+        if stop and num_earlier and decode is not None:
+            self.scanner = StopScanner(stop, decode, request.prompt[-num_earlier:].tolist())
+            # As many tokens as the scanner's window: a token may be a third of a character.
+            self.num_unscanned = 4 * max(map(len, stop)) + 16
+        return evolve(request, id=self.attempt_id)
+
+    def cut_at_stop(self, chunk: Chunk) -> Chunk:
+        """Return a chunk up to the end of a stop string that began before the attempt, if it contains one."""
+        if self.scanner is None:
+            return chunk
+        for index, token_id in enumerate(chunk.token_ids.tolist()):
+            if self.scanner.is_complete(token_id):
+                self.scanner, end = None, index + 1
+                return evolve(
+                    chunk,
+                    token_ids=chunk.token_ids[:end],
+                    logprobs=chunk.logprobs[:end],
+                    raw_logprobs=chunk.raw_logprobs[:end],
+                    top_logprobs=chunk.top_logprobs[:end],
+                    finish=FinishReason.STOP,
+                )
+        self.num_unscanned -= len(chunk.token_ids)
+        if self.num_unscanned <= 0:
+            self.scanner = None
+        return chunk
 
     def take(self, chunk: Chunk) -> Chunk:
         """Add a chunk, and return it as the consumer sees it: with a finish only if the whole generation is over."""

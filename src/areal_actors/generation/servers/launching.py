@@ -1,7 +1,7 @@
 """Start servers of the supported kinds as child processes, and restart them when they exit.
 
 A server runs in a Python of the user's choice and keeps its port for the whole block. This module only keeps a process
-running and records how the last one ended; ``pool`` checks whether a server is ready and which weights it needs. Each
+running and records how the last one ended; ``server`` checks whether it answers, and ``engine`` gives it weights. Each
 server logs to its own file, whose end is part of the error if a server never becomes ready. ``KINDS`` has the dialect
 and the start command of each kind.
 """

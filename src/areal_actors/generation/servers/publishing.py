@@ -18,15 +18,18 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from anyio import to_thread
 from attrs import define, field, frozen
 
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
-from areal_actors.generation.servers.adapters import PublishedAdapter
+from areal_actors.generation.servers.adapters import Adapters, PublishedAdapter
+from areal_actors.generation.servers.broadcasting import Broadcasts
+from areal_actors.generation.servers.server import Server
 from areal_actors.lib.locks import take
 from areal_actors.messages import TensorBucket
 
-__all__ = ["Publisher", "Weights", "read_shapes"]
+__all__ = ["Publisher", "ServerAdmission", "Weights", "read_shapes"]
 
 _FILE = "model.safetensors"
 _PREFIX, _LOCKED = "weights-", ".lock"
@@ -88,11 +91,10 @@ class Publisher:
             raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
         return self._write(snapshot.version, snapshot.state)
 
-    def admit(self, version: int, buckets: tuple[TensorBucket, ...]) -> Weights:
-        """Return the weights of a version in the weight store. Raises ``ModelError`` if it does not fit the model."""
+    def admit(self, version: int, buckets: tuple[TensorBucket, ...]) -> None:
+        """Raise ``ModelError`` if a version in the weight store does not fit the model."""
         pairs = [pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
         _check_shapes(version, dict(pairs), read_shapes(self.model))
-        return Weights(version=version, buckets=buckets)
 
     def _write(self, version: int, state: Mapping[str, Any]) -> Weights:
         import torch
@@ -127,11 +129,11 @@ class Publisher:
             ) from error
         return Weights(version=version, path=target)
 
-    def keep_only(self, weights: Weights) -> None:
-        """Remove all directories that were written here, except that of ``weights``."""
+    def keep_only(self, kept: Path | None) -> None:
+        """Remove all directories that were written here, except ``kept``."""
         if self._own.is_dir():
             for path in self._own.iterdir():
-                if path != weights.path:
+                if path != kept:
                     shutil.rmtree(path, ignore_errors=True)
 
     def remove_leftovers(self) -> None:
@@ -153,6 +155,51 @@ class Publisher:
         descriptor, self._lock = self._lock, None
         if descriptor is not None:
             os.close(descriptor)
+
+
+@frozen
+class ServerAdmission:
+    """Checks each snapshot before servers hear of it, and writes tensors to disk once for all servers.
+
+    ``receivers`` are servers that can receive weights from the store, each with its broadcasts.
+    """
+
+    publisher: Publisher
+    adapters: Adapters | None
+    receivers: tuple[tuple[Server, Broadcasts], ...]
+
+    async def admit(self, snapshot: Snapshot) -> Snapshot:
+        """Return the snapshot in a form that servers can load at any time, also when they come back.
+
+        Raises ``ModelError`` if it does not fit the servers, and ``EngineError`` if the weight store does not have it.
+        """
+        if self.adapters is not None:
+            if snapshot.adapter is None:
+                raise ModelError(
+                    f"Snapshot of version {snapshot.version} is no adapter, and these servers keep their weights; set "
+                    "trainer.lora.serving to merged to publish all weights."
+                )
+            await to_thread.run_sync(self.adapters.admit, snapshot.version, snapshot.adapter)
+            return snapshot
+        if not snapshot.is_kept:
+            weights = await to_thread.run_sync(self.publisher.write, snapshot)
+            return Snapshot(version=weights.version, path=weights.path)
+        if not self.receivers:
+            raise ModelError(
+                f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
+                "publish its state or a path."
+            )
+        buckets: tuple[TensorBucket, ...] = ()
+        # All servers are announced before the first one asks for its weights, so that they share a broadcast. The check
+        # of shapes takes longer than a broadcast waits for servers that were not announced.
+        for server, broadcasts in self.receivers:
+            buckets = await broadcasts.describe(snapshot.version, is_receiving=server.is_ready)
+        await to_thread.run_sync(self.publisher.admit, snapshot.version, buckets)
+        return snapshot
+
+    async def keep_only(self, snapshot: Snapshot) -> None:
+        """Remove what was written for other snapshots, which no server loads any more."""
+        await to_thread.run_sync(self.publisher.keep_only, snapshot.path)
 
 
 def _lock_of(own: Path) -> Path:

@@ -24,6 +24,7 @@ from safetensors import SafetensorError
 from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.generation.base import (
     Chunk,
+    Decode,
     EngineInfo,
     EngineRequest,
     EngineStatistics,
@@ -36,7 +37,7 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward, create_forward
 from areal_actors.generation.torch.graphs import create_runner
-from areal_actors.generation.torch.scheduler import Decode, Generation, Tokens
+from areal_actors.generation.torch.scheduler import Generation, Tokens
 from areal_actors.generation.torch.worker import (
     Abort,
     Close,

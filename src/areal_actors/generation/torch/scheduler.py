@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,7 +19,7 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from areal_actors.domain import FinishReason, Ints, SampleKey, Sampling, TopLogprob
-from areal_actors.generation.base import EngineRequest, find_stop_ids
+from areal_actors.generation.base import Decode, EngineRequest, StopScanner, find_stop_ids
 from areal_actors.generation.torch.attention import common_prefix
 from areal_actors.generation.torch.sampler import has_penalties, is_neutral
 
@@ -28,18 +28,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Admission",
-    "Decode",
     "Generation",
     "Prefill",
     "Scheduler",
     "Slot",
-    "StopScanner",
     "Tokens",
     "create_uniforms",
 ]
-
-Decode = Callable[[Sequence[int]], str]
-"""A function from token ids to text, such as a tokenizer's ``decode``."""
 
 
 @define(eq=False)
@@ -76,30 +71,6 @@ def create_uniforms(key: SampleKey) -> Callable[[], float]:
     generator = np.random.Generator(np.random.Philox(key=seed))
     generator.random(key.num_drawn)
     return generator.random
-
-
-class StopScanner:
-    """Finds the first token that completes one of the ``stop`` strings, by decoding a window of the last tokens.
-
-    A stop string of L characters is searched in the text of at least the last 4 L + 16 tokens, because a token may be a
-    third of a character. ``earlier`` are the tokens of the answer that another engine has sampled: a stop string may
-    begin with them.
-    """
-
-    def __init__(self, stop: tuple[str, ...], decode: Decode, earlier: Iterable[int] = ()) -> None:
-        self._stop = stop
-        self._decode = decode
-        self._window = list(earlier)
-        self._keep = 4 * max(map(len, stop)) + 16
-
-    def is_complete(self, token_id: int) -> bool:
-        """Add ``token_id``, and return whether the text now contains a stop string."""
-        self._window.append(token_id)
-        # Trim rarely, so that most tokens do not shift the list.
-        if len(self._window) > 2 * self._keep:
-            del self._window[: -self._keep]
-        text = self._decode(self._window)
-        return any(stop in text for stop in self._stop)
 
 
 @define(eq=False, kw_only=True)

@@ -14,7 +14,7 @@ from areal_actors.generation.servers.dialect import ServerFacts
 from areal_actors.generation.servers.environments import find_environment
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import KINDS, choose_ports
-from areal_actors.generation.servers.pool import read_key
+from areal_actors.generation.servers.server import read_key
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 
 __all__ = ["examine_servers"]

@@ -18,12 +18,12 @@ import httpx
 import pytest
 import torch
 from attrs import evolve, field, frozen
+from tests.generation.servers.server_stack import open_replicated
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_actors.domain import Floats, Ints, as_floats
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.launching import KINDS, format_command
 from areal_actors.models.built_in import create_tiny_tokenizer
 
@@ -168,7 +168,7 @@ def open_remote(backend, config, policy, server, tmp_path) -> Callable:
     @asynccontextmanager
     async def open_it(urls=None):
         dialect = KINDS[backend].create_dialect({})
-        async with ServerEngine.open(
+        async with open_replicated(
             dialect,
             evolve(config, health_interval_seconds=0.2),
             urls=urls or [server],

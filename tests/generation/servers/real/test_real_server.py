@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from attrs import evolve
 from click.testing import CliRunner
+from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 
 from areal_actors.__main__ import cli
 from areal_actors.domain import FinishReason, SampleKey, Sampling
 from areal_actors.errors import InvalidRequest
 from areal_actors.generation.base import Chunk, EngineRequest, PauseMode
-from areal_actors.generation.servers.engine import ServerEngine
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import KINDS, launch_servers
 from areal_actors.models.built_in import create_tiny_tokenizer
@@ -101,7 +101,7 @@ async def test_tokens_are_attributed_exactly_under_load(open_remote, policy, rep
     assert num_mixed
 
 
-async def load_under_load(remote: ServerEngine, policy, attempt: int) -> list[list[Chunk]]:
+async def load_under_load(remote: ReplicatedServers, policy, attempt: int) -> list[list[Chunk]]:
     """Sixteen answers, and three versions within them."""
     answers: list[list[Chunk]] = []
     before, version = remote.statistics().sampled_tokens, remote.version
@@ -122,7 +122,7 @@ async def load_under_load(remote: ServerEngine, policy, attempt: int) -> list[li
     return answers
 
 
-async def wait_until_sampled(engine: ServerEngine, number: int) -> None:
+async def wait_until_sampled(engine: ReplicatedServers, number: int) -> None:
     """Nothing tells of tokens of others but the counters."""
     while engine.statistics().sampled_tokens < number:  # noqa: ASYNC110
         await anyio.sleep(0.01)
@@ -182,7 +182,7 @@ async def test_an_abort_under_load_ends_its_own_request(open_remote) -> None:
     assert len(join_ids(answers[3])) < 900
 
 
-async def abort_under_load(remote: ServerEngine, attempt: int) -> dict[int, list[Chunk]]:
+async def abort_under_load(remote: ReplicatedServers, attempt: int) -> dict[int, list[Chunk]]:
     """Eight answers, the fourth of which is long, and aborted."""
     answers: dict[int, list[Chunk]] = {}
     before = remote.statistics().sampled_tokens
@@ -206,7 +206,7 @@ async def test_a_killed_server_comes_back_and_nothing_is_lost(backend, config, p
     answers: dict[int, list[Chunk]] = {}
     async with (
         launch_servers(KINDS[backend], config, model=policy.directory, logs=tmp_path) as launched,
-        ServerEngine.open(
+        open_replicated(
             KINDS[backend].create_dialect({}),
             config,
             urls=launched.urls,

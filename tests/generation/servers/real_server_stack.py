@@ -52,7 +52,8 @@ class RealServer:
 
 def create_config(python: str, *, num_servers: int = 1) -> ServerConfig:
     return ServerConfig(
-        command=(python, str(CPU_SERVER)),
+        # -P: modules beside the script would hide those of the standard library, such as http.
+        command=(python, "-P", str(CPU_SERVER)),
         arguments=ARGUMENTS,
         environment={"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
         num_servers=num_servers,

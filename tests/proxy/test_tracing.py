@@ -21,7 +21,8 @@ from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 from opentelemetry.trace import SpanKind, StatusCode
 from tests.proxy.stack import Stack, open_stack, sampled
 
-from areal_actors.lib.tracing import get_tracer, open_tracing, tracing_with
+from areal_actors.lib import tracing
+from areal_actors.lib.tracing import open_tracing, tracing_with
 
 TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{CLIENT_SPAN}-01"
@@ -182,7 +183,7 @@ async def test_the_standard_variables_send_spans_to_a_collector(monkeypatch: pyt
         with open_tracing():
             async with open_stack(sampled("hello")) as stack:
                 await ask(stack)
-        assert get_tracer() is None
+        assert tracing.tracer is None
     resources = [resource for message in received for resource in message.resource_spans]
     about = {each.key: each.value.string_value for each in resources[0].resource.attributes}
     assert about["service.name"] == "areal-actors"
@@ -205,7 +206,7 @@ def test_nothing_is_traced_unless_it_is_asked_for(variables: dict[str, str], mon
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with open_tracing():
-        assert get_tracer() is None
+        assert tracing.tracer is None
 
 
 def test_a_program_without_tracing_imports_none_of_it() -> None:

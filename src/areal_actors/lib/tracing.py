@@ -1,7 +1,7 @@
 """OpenTelemetry spans of completions, exported as the standard ``OTEL_*`` variables say.
 
 ``open_tracing`` starts the export for a process, if one of the variables asks for it or the embedding program has set a
-tracer provider. Without either, ``get_tracer`` returns ``None``, nothing of OpenTelemetry is imported, and a request
+tracer provider. Without either, ``tracer`` is ``None``, nothing of OpenTelemetry is imported, and a request
 pays for one comparison.
 
 A request is traced over two actors, which may be in two processes. The proxy opens the span of the HTTP request, as a
@@ -38,9 +38,9 @@ __all__ = [
     "RequestSpan",
     "SampledChoice",
     "TraceContext",
-    "get_tracer",
     "open_tracing",
     "start_request",
+    "tracer",
     "tracing_with",
 ]
 
@@ -53,12 +53,8 @@ _FLUSH_MILLISECONDS = 3000
 """How long the end of a process waits for a collector that does not answer."""
 _SERVER_ERROR = 500
 
-_tracer: Tracer | None = None
-
-
-def get_tracer() -> Tracer | None:
-    """Return the tracer of this process, or ``None`` if nothing is traced."""
-    return _tracer
+tracer: Tracer | None = None
+"""That of this process, ``None`` if nothing is traced. Read it from the module, as it changes."""
 
 
 @contextmanager
@@ -70,7 +66,7 @@ def open_tracing() -> Iterator[None]:
     ``OTEL_SDK_DISABLED`` or ``OTEL_TRACES_EXPORTER=none`` forbids it. Without the packages, a warning says what to
     install. A collector that cannot be reached loses spans, and delays the end of the block by seconds at most.
     """
-    if _tracer is not None:
+    if tracer is not None:
         yield
         return
     provider = _find_provider()
@@ -93,14 +89,14 @@ def open_tracing() -> Iterator[None]:
 @contextmanager
 def tracing_with(provider: TracerProvider) -> Iterator[None]:
     """Trace completions of this process with ``provider`` while the block lasts."""
-    global _tracer  # noqa: PLW0603 - one for the process, as a logger is
+    global tracer  # noqa: PLW0603 - one for the process, as a logger is
     from areal_actors import __version__
 
-    previous, _tracer = _tracer, provider.get_tracer("areal_actors", __version__)
+    previous, tracer = tracer, provider.get_tracer("areal_actors", __version__)
     try:
         yield
     finally:
-        _tracer = previous
+        tracer = previous
 
 
 def _find_provider() -> TracerProvider | None:
@@ -185,7 +181,7 @@ def start_request(
     method: str, operation: str, headers: Mapping[bytes, bytes], *, request_id: str
 ) -> RequestSpan | None:
     """Start the span of an HTTP request, under the client's if ``headers`` name one; ``None`` if nothing is traced."""
-    if _tracer is None:
+    if tracer is None:
         return None
     from opentelemetry.trace import SpanKind
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
@@ -193,7 +189,7 @@ def start_request(
     names = ("traceparent", "tracestate")
     carrier = {name: headers[name.encode()].decode("latin-1") for name in names if name.encode() in headers}
     return RequestSpan(
-        _tracer.start_span(
+        tracer.start_span(
             f"{method} {operation}",
             # Only of the client: a context of the embedding program is no parent of requests to its server.
             context=TraceContextTextMapPropagator().extract(carrier, context=_create_root()),
@@ -234,9 +230,9 @@ class CompletionTrace:
     captures: list[tuple[int, int]] = field(factory=list)
 
     @classmethod
-    def begin(cls, context: TraceContext | None) -> CompletionTrace | None:
-        """Return the trace of a request that has just arrived, or ``None`` if it is not traced."""
-        return None if context is None or _tracer is None else cls(context)
+    def begin(cls, context: TraceContext) -> CompletionTrace | None:
+        """Return the trace of a request that has just arrived, or ``None`` if this process traces nothing."""
+        return None if tracer is None else cls(context)
 
     def note_rendered(self) -> None:
         """Note that the prompt is tokenised and the request goes to the engine."""
@@ -258,7 +254,7 @@ class CompletionTrace:
 
     def record(self, choices: tuple[SampledChoice, ...], *, num_prompt_tokens: int) -> None:
         """Record the spans of the request, which ends now."""
-        if _tracer is None:
+        if tracer is None:
             return
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -270,8 +266,8 @@ class CompletionTrace:
         def add(name: str, begun: int, ended: int, attributes: Mapping[str, Any], error: str | None = None) -> None:
             from opentelemetry.trace import Status, StatusCode
 
-            assert _tracer is not None
-            span = _tracer.start_span(name, context=parent, start_time=begun, attributes=attributes)
+            assert tracer is not None
+            span = tracer.start_span(name, context=parent, start_time=begun, attributes=attributes)
             if error is not None:
                 span.set_status(Status(StatusCode.ERROR, error))
             # Clocks of two machines differ; a span never ends before it begins.

@@ -127,7 +127,7 @@ class Operations(BaseRoute):
         """Serve one request, and format any failure."""
         operation = self._table[scope["areal.operation"]]
         exchange = Exchange(scope, receive, send)
-        if tracing.get_tracer() is None or operation.is_always_open:
+        if tracing.tracer is None or operation.is_always_open:
             await self._answer(operation, exchange)
             return
         span = tracing.start_request(

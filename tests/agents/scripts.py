@@ -298,4 +298,5 @@ EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "ai-sdk-compatible": javascript,
     "ai-sdk-anthropic": javascript,
     "langchain-js": javascript,
+    "openai-agents-js": javascript,
 }

@@ -14,6 +14,7 @@ from tests.agents.page import PAGE, format_page, load_results
 from tests.agents.play import Call, Cue, Kind, Script, Turn, read_cue
 from tests.agents.running import RECIPES, load_programs, run_agent
 from tests.agents.scripts import EPISODES
+from tests.agents.training import LEARNED, SEEDS, TITLES, find_rise, load_training
 
 from areal_actors.cache import export_trajectories
 from areal_actors.domain import (
@@ -61,6 +62,15 @@ def test_every_agent_was_run_with_the_versions_that_are_described():
     assert list(PROGRAMS) == list(results) == list(EPISODES)
     for name, program in PROGRAMS.items():
         assert list(program.packages) == results[name]["packages"]
+
+
+def test_two_agents_were_trained_with_every_seed():
+    """And the reward of every run rose."""
+    runs = load_training()
+
+    assert {name: sorted(map(str, SEEDS)) for name in TITLES} == {name: sorted(runs[name]) for name in runs}
+    rises = {(name, seed): find_rise(run["rewards"]) for name in runs for seed, run in runs[name].items()}
+    assert {} == {key: rise for key, rise in rises.items() if rise < LEARNED}
 
 
 @pytest.mark.parametrize("name", sorted(PROGRAMS))

@@ -157,6 +157,17 @@ def test_the_job_of_function_calling_can_be_read():
     assert FunctionCaller(max_tokens=128) == agent
 
 
+@pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents_digits"])
+def test_the_jobs_of_installed_agents_can_be_read(name):
+    """To train takes the agents: ``nox -s train-agents``."""
+    config = load_config(EXAMPLES / "agents" / f"{name}.yaml")
+    assert config.dataset is not None
+    problem = load_problems(config.dataset, import_reference=import_reference).at(0)
+
+    assert "tiny" == config.model
+    assert problem.data["task"].startswith("Print digits: ")
+
+
 def test_the_processes_of_a_machine_are_placed():
     """The example names every role; ``nox -s placement`` runs it, as it takes a dozen processes."""
     config = load_config(EXAMPLES / "local_processes.yaml")

@@ -354,7 +354,16 @@ def _from_position(rule: Rule, first: Tensor) -> Rule:
 def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
     kind = query.device.type
     with torch.autocast(kind, enabled=False):
-        return _compiled_attention(kind)(query, key, value, mask.by_block(call.window), call.scaling)
+        output: Tensor = _compiled_attention(kind)(
+            query,
+            key,
+            value,
+            block_mask=mask.by_block(call.window),
+            scale=call.scaling,
+            enable_gqa=True,
+            kernel_options=_KERNEL_OPTIONS,
+        )
+    return output
 
 
 @cache
@@ -369,19 +378,13 @@ def _compiled_attention(kind: str) -> Callable[..., Tensor]:
     dynamo_config: Any = torch._dynamo.config  # noqa: SLF001 - torch documents this setting under this name
     dynamo_config.cache_size_limit = max(dynamo_config.cache_size_limit, _MAX_COMPILED)
     backend = "aot_eager" if kind == "cpu" else "inductor"
-    return torch.compile(_attend_whole_blocks, dynamic=True, fullgraph=True, backend=backend)
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)
 
 
-def _attend_whole_blocks(
-    query: Tensor, key: Tensor, value: Tensor, block_mask: BlockMask, scale: float | None
-) -> Tensor:
-    # All lengths are padded. Kernels that do not know it check the bounds of each load: backward 4.7 instead of 3.2 ms
-    # for 32k tokens in trees of 8k (12 heads of 128, H100).
-    check: Any = torch._check  # noqa: SLF001 - torch documents it under this name
-    check(query.shape[2] % _BLOCK == 0)
-    check(key.shape[2] % _BLOCK == 0)
-    output: Tensor = flex_attention(query, key, value, block_mask=block_mask, scale=scale, enable_gqa=True)
-    return output
+# All lengths are padded to whole blocks. Kernels that do not know it check the bounds of each load: for 32k tokens in
+# trees of 8k (12 heads of 128, H100), the forward pass takes 1.30 instead of 1.19 ms and the backward pass 4.6 instead
+# of 3.5 ms. They do not see it in the lengths, nor in torch._check of them.
+_KERNEL_OPTIONS: Any = {"IS_DIVISIBLE": True}
 
 
 # ---------------------------------------------------------------------------------------------- for transformers

@@ -53,20 +53,23 @@ def create_reporter(
     if config.rollout.dump_to_file and not further:
         listeners.append(AdvantageWriter(directory, resumed_step=resumed_step))
     if further:
-        return ProgressReporter([*listeners, *further], directory=directory.path)
-    listeners.append(MetricsWriter(directory.metrics, resumed_step=resumed_step))
-    state = RunState(title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page)
-    display = create_display(config.logging.display, state)
-    if display is not None:
-        listeners.append(display)
-    if config.logging.row_dumps.every_steps:
-        keep = config.logging.row_dumps.keep
-        listeners.append(RowDumper(directory, decode=decode, num_kept=keep, resumed_step=resumed_step))
-    tracked = TrackedRun(
-        directory=directory,
-        experiment=config.experiment_name,
-        trial=config.trial_name,
-        resumed_step=resumed_step,
-    )
-    listeners += create_trackers(config.logging.tracker_options, tracked)
+        listeners += further
+    else:
+        listeners.append(MetricsWriter(directory.metrics, resumed_step=resumed_step))
+        state = RunState(
+            title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page
+        )
+        display = create_display(config.logging.display, state)
+        if display is not None:
+            listeners.append(display)
+        if config.logging.row_dumps.every_steps:
+            keep = config.logging.row_dumps.keep
+            listeners.append(RowDumper(directory, decode=decode, num_kept=keep, resumed_step=resumed_step))
+        tracked = TrackedRun(
+            directory=directory,
+            experiment=config.experiment_name,
+            trial=config.trial_name,
+            resumed_step=resumed_step,
+        )
+        listeners += create_trackers(config.logging.tracker_options, tracked)
     return ProgressReporter(listeners, directory=directory.path)

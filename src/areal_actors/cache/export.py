@@ -46,6 +46,7 @@ from areal_actors.cache.roles import role_of, select_roles
 from areal_actors.domain import (
     Completion,
     Credit,
+    Experts,
     Interaction,
     InteractionId,
     InteractionStatus,
@@ -235,6 +236,9 @@ def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[Int
         interactions=tuple(span.turn.id for span in spans),
         input_ids=np.concatenate(pieces),
         **columns_of(spans, num_tokens, source.returns, trained),
+        routed_experts=experts_of(
+            [(span.completion, np.arange(span.start + len(span.completion.token_ids))) for span in spans], num_tokens
+        ),
         reward=source.returns[last.id],
         tag=last.tag,
         turn_infos=infos_of(spans, source),
@@ -305,6 +309,7 @@ class _Tree:
         self._ids: list[Ints] = []
         self._predecessors: list[npt.NDArray[np.integer]] = []
         self._size = 0
+        self._paths: list[tuple[Completion, Indices]] = []
 
     def size_with(self, turn: Interaction) -> int:
         """Return the number of tokens of the row after ``turn`` was added."""
@@ -327,6 +332,7 @@ class _Tree:
             # Sampled tokens are never shared, even if two answers are equal: each has its own return.
             sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent.node)
             path = np.concatenate([[parent.node], nodes, sampled])
+            self._paths.append((completion, path))
             self._ends[each.id] = _End(node=int(path[-1]), depth=depth + len(sampled))
         self._trained.add(turn.id)
 
@@ -341,6 +347,7 @@ class _Tree:
             reward=self._source.returns[last.id],
             tag=last.tag,
             predecessors=np.concatenate(self._predecessors),
+            routed_experts=experts_of(self._paths, self._size),
             turn_infos=infos_of(self.spans, self._source),
         )
 
@@ -413,6 +420,24 @@ def columns_of(
             columns["logprobs"][where] = span.completion.logprobs
             columns["raw_logprobs"][where] = span.completion.raw_logprobs
     return columns
+
+
+def experts_of(paths: Sequence[tuple[Completion, Indices]], num_tokens: int) -> Experts | None:
+    """Return the recorded experts of a row's tokens [num_tokens, layers, k]; ``None`` unless all turns recorded some.
+
+    ``paths`` are the turns, each with the positions of its context and its output. A token that several turns computed
+    has the experts of the first of them, and the last token of a conversation has none.
+    """
+    recorded = [completion.routed_experts for completion, _ in paths]
+    known = [experts for experts in recorded if experts is not None]
+    if not known or len(known) < len(recorded):
+        return None
+    unknown = np.iinfo(known[0].dtype).max
+    result = np.full((num_tokens, *known[0].shape[1:]), unknown, dtype=known[0].dtype)
+    for experts, (_, nodes) in zip(known, paths, strict=True):
+        where = nodes[:-1][len(nodes) - 1 - len(experts) :]
+        result[where] = np.where(result[where] == unknown, experts, result[where])
+    return result
 
 
 def infos_of(spans: Sequence[Span], source: Source) -> tuple[TurnInfo, ...]:

@@ -305,6 +305,10 @@ class ConversationTree:
         """
         order, self._next_completed = self._next_completed, self._next_completed + 1
         pending, compact = self._pending(interaction_id), self._compact(completion)
+        if completion.routed_experts is not None:
+            # The ancestors have those of their own tokens, except for the last one, which was not computed there.
+            num_own = len(pending.prompt_suffix) + len(completion.token_ids) - (pending.token_parent is None)
+            compact = evolve(compact, routed_experts=own(completion.routed_experts[-num_own:]))
         # In time linear in the tokens beyond those of its token parent.
         if pending.token_parent is None:
             digest = create_token_hash()

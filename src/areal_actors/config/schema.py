@@ -407,12 +407,17 @@ class LoggingConfig:
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
-    """Reject publishing by broadcast unless the servers are SGLang's."""
+    """Reject publishing by broadcast unless the servers are SGLang's, and router replay with any servers."""
     rollout = getattr(run, "rollout", None)
     if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and rollout.backend is not Backend.SGLANG:
         raise ValueError(
             f"publish: distributed sends weights to SGLang servers, and rollout.backend is {rollout.backend}; use "
             "disk, or memory within one process"
+        )
+    if trainer.router_replay and rollout is not None and rollout.backend is not Backend.TORCH:
+        raise ValueError(
+            f"router_replay needs the experts that the embedded engine records, and rollout.backend is "
+            f"{rollout.backend}, whose experts are not read; use rollout.backend=torch, or leave router_replay out"
         )
 
 
@@ -649,6 +654,12 @@ class RunConfig:
     def trained_models(self) -> ModelsConfig:
         """The settings of the host of trained models, which by default are looked up where this run writes its own."""
         return evolve(self.models, fileroot=self.models.fileroot or self.fileroot)
+
+    @property
+    def embedded_engine(self) -> TorchEngineConfig:
+        """The settings of the embedded engine, which records experts for a trainer that replays them."""
+        records = self.engine.return_routed_experts or self.trainer.router_replay
+        return evolve(self.engine, return_routed_experts=records)
 
     @property
     def serves_adapters(self) -> bool:

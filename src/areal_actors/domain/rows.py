@@ -25,11 +25,13 @@ from attrs.converters import optional
 
 from areal_actors.domain.chat import InteractionId, SessionId
 from areal_actors.domain.sampling import (
+    Experts,
     FinishReason,
     Floats,
     Ints,
     SamplingDistribution,
     array_equality,
+    as_experts,
     as_floats,
     as_ints,
 )
@@ -120,7 +122,9 @@ class Trajectory:
 
     ``predecessors`` int32 [T], if set, make the row a tree (see ``domain.predecessors``). ``raw_logprobs`` float32 [T],
     if the engine knows them, are those of the plain softmax on the mask, and 0 off it. ``teacher_logprobs`` float32
-    [T], if a teacher has scored the row, are those of its plain softmax on the mask, and 0 off it.
+    [T], if a teacher has scored the row, are those of its plain softmax on the mask, and 0 off it. ``routed_experts``
+    uint8 or uint16 [T, layers, k], if the engine of a mixture of experts recorded them, are the experts that each token
+    was routed to, in each layer with a router.
 
     ``turn_infos`` are aligned with ``interactions``; empty if nothing is known about the turns, as in rows that a
     workflow built from its own tensors.
@@ -140,6 +144,7 @@ class Trajectory:
     raw_logprobs: Floats | None = field(default=None, converter=optional(as_floats), eq=array_equality)
     turn_infos: tuple[TurnInfo, ...] = ()
     teacher_logprobs: Floats | None = field(default=None, converter=optional(as_floats), eq=array_equality)
+    routed_experts: Experts | None = field(default=None, converter=optional(as_experts), eq=array_equality, repr=False)
 
     @property
     def position_ids(self) -> Ints:
@@ -403,6 +408,7 @@ def _branch(row: Trajectory, places: npt.NDArray[np.int64], is_done: npt.NDArray
         predecessors=None,
         raw_logprobs=None if row.raw_logprobs is None else np.where(mask == 1, row.raw_logprobs[places], 0),
         teacher_logprobs=None if row.teacher_logprobs is None else np.where(mask == 1, row.teacher_logprobs[places], 0),
+        routed_experts=None if row.routed_experts is None else row.routed_experts[places],
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from attrs import cmp_using, field, frozen
+from attrs.converters import optional
 
 from areal_actors.domain.grammar import Grammar
 
@@ -18,6 +19,8 @@ __all__ = []
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
+Experts = npt.NDArray[Any]
+"""The experts of each token, uint8 or uint16 [T, layers, k]; the largest value of the type where they are unknown."""
 
 _INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
 
@@ -33,6 +36,16 @@ def as_ints(values: Any) -> Ints:
 def as_floats(values: Any) -> Floats:
     """Return ``values`` as a read-only float32 array, copied only if necessary."""
     return values if _is_settled(values, _FLOAT32) else _read_only(np.asarray(values, dtype=np.float32))
+
+
+def as_experts(values: Any) -> Experts:
+    """Return ``values`` [T, layers, k] as a read-only array of the smallest type that holds 255 or 65535 experts."""
+    array = np.asarray(values)
+    if array.dtype not in (np.uint8, np.uint16):
+        array = array.astype(np.uint8 if array.size == 0 or array.max() < np.iinfo(np.uint8).max else np.uint16)
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _is_settled(values: Any, dtype: np.dtype[Any]) -> bool:
@@ -157,7 +170,8 @@ class Completion:
     ``logprobs`` are of the distribution that was sampled from (after temperature, penalties and truncation) and
     ``raw_logprobs`` of the plain softmax, NaN where the engine does not know them; ``versions`` are those of the
     weights that sampled each token. A stop token is included if it was sampled. ``top_logprobs`` holds a tuple per
-    token if the request asked for alternatives.
+    token if the request asked for alternatives. ``routed_experts`` [m, layers, k], if the engine records them, are the
+    experts of the m tokens before the last one, including those of the prompt: the last token was not computed.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=array_equality)
@@ -166,6 +180,7 @@ class Completion:
     versions: Ints = field(converter=as_ints, eq=array_equality)
     finish: FinishReason
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] = ()
+    routed_experts: Experts | None = field(default=None, converter=optional(as_experts), eq=array_equality, repr=False)
 
 
 @frozen(kw_only=True)
@@ -197,7 +212,8 @@ class Chunk:
 
     Arrays are [n], n >= 0 (only the last may be empty). A stop token is delivered if it was sampled. A raw
     log-probability that the engine does not know is NaN. ``num_cached_tokens`` of the prompt came from the prefix cache
-    (set in the first chunk).
+    (set in the first chunk). ``routed_experts`` (set in the last chunk of an engine that records them) are those of all
+    tokens of prompt and output but the last, as in ``Completion``.
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -207,6 +223,7 @@ class Chunk:
     finish: FinishReason | None = None
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] = ()
     num_cached_tokens: int = 0
+    routed_experts: Experts | None = field(default=None, converter=optional(as_experts), eq=False, repr=False)
 
 
 class PauseMode(StrEnum):

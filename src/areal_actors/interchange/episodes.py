@@ -37,7 +37,7 @@ ARRAYS_TYPE = "application/x-npz"
 """The media type in the ``Accept`` header of a client that wants arrays instead of the document."""
 
 _ARRAYS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
-_OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs")
+_OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs", "routed_experts")
 
 
 def format_episode(episode: Episode) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from areal_actors.domain import (
     Attempt,
     ChatMessage,
     Completion,
+    Experts,
     FinishReason,
     Floats,
     ForkReason,
@@ -63,6 +64,7 @@ __all__ = [
     "load_messages",
     "pack_alternatives",
     "pack_bytes",
+    "pack_experts",
     "pack_floats",
     "pack_ints",
     "real",
@@ -72,6 +74,7 @@ __all__ = [
     "turn_values",
     "unpack_alternatives",
     "unpack_bytes",
+    "unpack_experts",
     "unpack_floats",
     "unpack_ints",
 ]
@@ -217,6 +220,22 @@ def unpack_alternatives(blob: bytes | None) -> tuple[tuple[TopLogprob, ...], ...
     return tuple(tuple(next(flat) for _ in range(count)) for count in counts)
 
 
+def pack_experts(experts: Experts | None) -> bytes | None:
+    """Return [n, layers, k] as bytes: the size of an item, layers and k, then the items."""
+    if experts is None:
+        return None
+    items = experts.astype(experts.dtype.newbyteorder("<"), copy=False)
+    return struct.pack("<3H", experts.dtype.itemsize, *experts.shape[1:]) + items.tobytes()
+
+
+def unpack_experts(blob: bytes | None) -> Experts | None:
+    """Return the array that was given to ``pack_experts``."""
+    if blob is None:
+        return None
+    size, num_layers, num_chosen = struct.unpack_from("<3H", blob)
+    return np.frombuffer(blob, f"<u{size}", offset=6).reshape(-1, num_layers, num_chosen)
+
+
 def pack_bytes(parts: Sequence[bytes] | None) -> bytes | None:
     """Return several digests as one blob: their number, their lengths, then the digests."""
     if parts is None:
@@ -238,7 +257,7 @@ def unpack_bytes(blob: bytes | None) -> tuple[bytes, ...] | None:
 
 _COMPLETION_COLUMNS = (
     *("finish", "num_output_tokens", "head_version", "tail_version"),
-    *("token_ids", "logprobs", "raw_logprobs", "versions", "top_logprobs"),
+    *("token_ids", "logprobs", "raw_logprobs", "versions", "top_logprobs", "routed_experts"),
 )
 TURN_COLUMNS = (
     *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
@@ -313,6 +332,7 @@ def _completion_values(completion: Completion | None) -> dict[str, Sql]:
         "raw_logprobs": None if raw == logprobs else raw,
         "versions": None if has_one and len(versions) == len(completion.token_ids) else packed,
         "top_logprobs": pack_alternatives(completion.top_logprobs),
+        "routed_experts": pack_experts(completion.routed_experts),
     }
 
 
@@ -370,6 +390,7 @@ def _completion(row: Mapping[str, Any]) -> Completion | None:
         versions=np.full(len(token_ids), row["head_version"] or 0) if versions is None else unpack_ints(versions),
         finish=FinishReason(row["finish"]),
         top_logprobs=unpack_alternatives(row["top_logprobs"]),
+        routed_experts=unpack_experts(row["routed_experts"]),
     )
 
 

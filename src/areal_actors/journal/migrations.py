@@ -118,7 +118,13 @@ CREATE TABLE steps (
 );
 """
 
-MIGRATIONS: tuple[Migration, ...] = (_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH)
+_TENTH = """
+ALTER TABLE turns ADD COLUMN routed_experts BLOB;
+"""
+
+MIGRATIONS: tuple[Migration, ...] = (
+    *(_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH),
+)
 """All steps; their number is the version that this program writes."""
 
 

@@ -319,7 +319,7 @@ async def open_actors(
 def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig | None) -> InferenceConfig:
     """Return the inference settings of a run."""
     return InferenceConfig(
-        engine=config.engine,
+        engine=config.embedded_engine,
         renderer=config.renderer,
         proxy=proxy,
         sessions=config.sessions,

@@ -138,7 +138,7 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
     find_weights = partial(context.find, Weights, "weights") if needs_weights(config) else None
     async with (
         open_engine(
-            served or config.engine, model=files.path, renderer=context.renderer, find_weights=find_weights
+            served or config.embedded_engine, model=files.path, renderer=context.renderer, find_weights=find_weights
         ) as engine,
         ActorSystem.open(name=context.name) as system,
     ):

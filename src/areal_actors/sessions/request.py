@@ -703,6 +703,7 @@ class Choice:
             versions=versions.repeat([len(chunk.token_ids) for chunk in chunks]),
             finish=chunks[-1].finish or FinishReason.ABORT,
             top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+            routed_experts=chunks[-1].routed_experts,
         )
         return _Sampled(completion=completion, num_cached_tokens=chunks[0].num_cached_tokens)
 

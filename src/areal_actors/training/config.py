@@ -532,6 +532,8 @@ class TrainerConfig:
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
+    router_replay: bool = False
+    """Compute a mixture of experts with the experts that the engine recorded for each token when it sampled it."""
     metrics: tuple[FunctionReference, ...] = field(default=(), validator=deep_iterable(builtin_or_reference(())))
     """Your own functions (file.py:name), whose numbers appear in the metrics of each step as custom/<name>."""
     publish: PublishBy = PublishBy.MEMORY

@@ -20,6 +20,7 @@ from areal_actors.training.forward import score_pack
 from areal_actors.training.gang import Gang
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.passes import Passes, Scorer
+from areal_actors.training.router_replay import require_replayable
 from areal_actors.training.tree_attention import PackMask, create_mask, has_planned_attention, planned_attention
 
 __all__ = [
@@ -51,6 +52,8 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
     plan_attention(model)
     if any(config.layout is Layout.TREE for config in configs):
         require_tree_support(model, max_length=max_length)
+    if any(config.router_replay for config in configs):
+        require_replayable(model)
     if any(config.chunk_tokens is not None for config in configs):
         require_chunk_support(model)
 

@@ -90,7 +90,9 @@ class Pack:
     attend to which. ``rows``
     names the batch rows inside; for their trained tokens, row by row, ``sources`` int64 [n] is the index into R·L that
     predicts the token, and ``targets`` int64 [n] its id. ``num_tokens`` excludes padding. ``distributions`` are those
-    that the targets were sampled from; ``None`` means the plain softmax.
+    that the targets were sampled from; ``None`` means the plain softmax. ``routed_experts`` int32
+    [R·L, layers, k] are those that the engine recorded for each position, -1 where it recorded none, if all rows have
+    them. Of a token that several rows share, those of the first row are taken.
     """
 
     input_ids: Indices = field(eq=False)
@@ -101,6 +103,7 @@ class Pack:
     targets: Indices = field(eq=False)
     num_tokens: int
     distributions: Distributions | None = field(default=None, eq=False)
+    routed_experts: Ints | None = field(default=None, eq=False)
 
 
 def pack_flat(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens: int) -> list[Pack]:
@@ -142,6 +145,11 @@ def pack_padded(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_toke
                 targets=_targets(rows, chosen),
                 num_tokens=sum(map(len, sequences)),
                 distributions=_distributions(rows, chosen),
+                routed_experts=_experts(
+                    rows,
+                    [(row, slot * length + np.arange(_needed(rows[row]))) for slot, row in enumerate(chosen)],
+                    size=len(chosen) * length,
+                ),
             )
         )
     return packs
@@ -279,6 +287,15 @@ def _packed(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
         targets=_targets(rows, indices),
         num_tokens=int(offsets[-1]),
         distributions=_distributions(rows, indices),
+        routed_experts=_experts(
+            rows,
+            [
+                (index, path + offset)
+                for trie, offset in zip(tries, offsets, strict=False)
+                for index, path in zip(trie.rows, trie.paths, strict=True)
+            ],
+            size=int(offsets[-1]),
+        ),
     )
 
 
@@ -316,3 +333,18 @@ def _targets(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Indices:
 
 def _distributions(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Distributions:
     return Distributions.join([rows[index].distributions for index in indices])
+
+
+def _experts(rows: Sequence[TrainingRow], places: Sequence[tuple[int, Indices]], *, size: int) -> Ints | None:
+    """Return the recorded experts of ``size`` positions, given the positions of each row's tokens."""
+    recorded = [rows[index].trajectory.routed_experts for index, _ in places]
+    known = [experts for experts in recorded if experts is not None]
+    if not known or len(known) < len(recorded):
+        return None
+    result = np.full((size, *known[0].shape[1:]), -1, dtype=np.int32)
+    # Backwards, so that the first row with a token decides; entries that it does not know are left to the others.
+    for experts, (_, nodes) in zip(reversed(known), reversed(places), strict=True):
+        part = experts[: len(nodes)].astype(np.int32)
+        part[part == np.iinfo(experts.dtype).max] = -1
+        result[nodes] = np.where(part < 0, result[nodes], part)
+    return result

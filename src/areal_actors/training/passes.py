@@ -163,6 +163,7 @@ def split_pack(pack: Pack, size: int) -> tuple[Chunk, ...]:
                     targets=pack.targets[trained],
                     num_tokens=stop - start,
                     distributions=pack.distributions and Distributions(settings=pack.distributions.settings[trained]),
+                    routed_experts=None if pack.routed_experts is None else pack.routed_experts[start:stop],
                 ),
                 prefix=tuple(prefix.tolist()),
                 trained=trained,

@@ -22,7 +22,7 @@ import torch
 from attrs import evolve, frozen
 
 from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
-from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
+from areal_actors.errors import CaptureViolation, ConfigError, ExportError, TrainingDiverged
 from areal_actors.training.advantages import supervised_advantages
 from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_updates
 from areal_actors.training.capture import CaptureGate, CaptureWatch
@@ -194,18 +194,27 @@ class PolicyTrainer(TrainedPolicy):
         advantages = estimate_advantages(penalised, self.config.advantages, self._estimator)
         num_zero = sum(found.has_zero_variance for found in advantages)
         rows = create_rows(penalised, advantages, self.config)
+        for row in rows:
+            if self.config.router_replay and row.trajectory.routed_experts is None:
+                raise ExportError(
+                    f"trainer.router_replay is on, but no experts were recorded for a row of session "
+                    f"{row.trajectory.session}. The embedded engine records them; for rows of other engines and of "
+                    "workflows that make their own, switch router_replay off."
+                )
         if self.phase.name is PhaseName.DISTILLATION:
             # Under the teacher's plain softmax, whatever the student's turns were sampled with.
-            scored = None if self._teacher is None else self._score_rows(self._teacher, rows, is_raw=True)
+            teacher = self._teacher
+            scored = None if teacher is None else self._score_rows(teacher, rows, is_raw=True, replays=False)
             taught = scored or [required_scores(row.trajectory) for row in rows]
             rows = [evolve(row, teacher=found) for row, found in zip(rows, taught, strict=True)]
         kl, reference = self.config.objective.kl, None
         if self._reference is not None:
-            reference = self._score_rows(self._reference, rows)
+            # Other weights choose other experts, as the reference did when it was trained.
+            reference = self._score_rows(self._reference, rows, replays=False)
         elif self.adapter is not None and kl.coefficient > 0:
             # The base model is the reference: no second copy.
             with self.adapter.disabled():
-                reference = self._score_rows(self._scorer, rows)
+                reference = self._score_rows(self._scorer, rows, replays=False)
         if reference is not None:
             rows = [evolve(row, reference=found) for row, found in zip(rows, reference, strict=True)]
         if not kl.coefficient or kl.place is not KlPlace.REWARD:
@@ -300,11 +309,22 @@ class PolicyTrainer(TrainedPolicy):
         return result
 
     def _score_rows(
-        self, scorer: Scorer, rows: Sequence[TrainingRow], watch: CaptureWatch | None = None, *, is_raw: bool = False
+        self,
+        scorer: Scorer,
+        rows: Sequence[TrainingRow],
+        watch: CaptureWatch | None = None,
+        *,
+        is_raw: bool = False,
+        replays: bool = True,
     ) -> list[Floats]:
-        """Return log-probabilities float32 [T] of each row's trained tokens by ``scorer``, plain with ``is_raw``."""
+        """Return log-probabilities float32 [T] of each row's trained tokens by ``scorer``, plain with ``is_raw``.
+
+        ``replays`` is false for other weights than those that are trained: they choose experts themselves.
+        """
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
         packs = self._pack(rows, [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens])
+        if not replays:
+            packs = [evolve(pack, routed_experts=None) for pack in packs]
         for pack, found in zip(packs, self._passes.score(scorer, packs), strict=True):
             if watch is not None:
                 watch.note(rows, pack.rows, found.raw_logprobs, found.logprobs)
@@ -322,7 +342,7 @@ class PolicyTrainer(TrainedPolicy):
         """
         if self.config.layout is Layout.FLAT:
             pack = pack_flat if all(map(has_planned_attention, self._models)) else pack_padded
-            return pack(rows, chosen, max_tokens=self.config.max_packed_tokens)
+            return self._replayed(pack(rows, chosen, max_tokens=self.config.max_packed_tokens))
         window = None if has_planned_attention(self.model) else attention_window(self.model.config)
         longest = max((row.trajectory.num_tokens for row in rows), default=0)
         if window is not None and longest > window:
@@ -330,7 +350,10 @@ class PolicyTrainer(TrainedPolicy):
                 f"layout: tree computes full attention, and {type(self.model).__name__} attends to the last {window} "
                 f"tokens only; a row has {longest}. Use layout=flat."
             )
-        return pack_tree(rows, chosen, max_tokens=self.config.max_packed_tokens)
+        return self._replayed(pack_tree(rows, chosen, max_tokens=self.config.max_packed_tokens))
+
+    def _replayed(self, packs: list[Pack]) -> list[Pack]:
+        return packs if self.config.router_replay else [evolve(pack, routed_experts=None) for pack in packs]
 
     @property
     def _passes(self) -> Passes:

@@ -31,3 +31,5 @@ class TorchEngineConfig:
     prefill_chunk: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     num_threads: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     deterministic: bool = False
+    return_routed_experts: bool = False
+    """Record the experts of each token of a mixture of experts; on with trainer.router_replay."""

@@ -319,6 +319,7 @@ class _Stream:
             finish=finish,
             top_logprobs=tuple(tokens.tops) if self.generation.sampling.top_logprobs else (),
             num_cached_tokens=(self.generation.num_cached or 0) if self._num_chunks == 1 else 0,
+            routed_experts=None if last is None else last.experts,
         )
 
 

@@ -18,14 +18,17 @@ from collections.abc import Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from attrs import define, frozen
 from torch.nn.functional import silu
 
+from areal_actors.domain import Experts
 from areal_actors.errors import ModelError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch.attention import DecodeLayout, KeyValues, Span, StepAttention, plan_alone
 from areal_actors.lib.checkpoint_tensors import LazyTensors, read_checkpoint
+from areal_actors.lib.routers import find_routers
 
 __all__ = ["FlatBatch", "Forward", "GenericForward", "LlamaForward", "LlamaLayer", "create_forward", "load_snapshot"]
 
@@ -302,9 +305,24 @@ class GenericForward:
         AttentionInterface.register(_ATTENTION_NAME, _attend)
         model.set_attn_implementation(_ATTENTION_NAME)
         self._model = model
+        self._experts: list[torch.Tensor] = []
         self.parameters: Mapping[str, torch.Tensor] = dict(model.named_parameters())
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         self.aliases: Mapping[str, str] = {name: target for name, target in tied.items() if name not in self.parameters}
+
+    def record_experts(self) -> None:
+        """Record from now on which experts the routers of the model choose, if it has any."""
+        for router in find_routers(self._model):
+            router.register_forward_hook(lambda _router, _args, output: self._experts.append(output[2]))
+
+    def take_experts(self) -> Experts | None:
+        """Return the experts of the tokens of the last run, [N, layers, k]; ``None`` if none are recorded."""
+        if not self._experts:
+            return None
+        found, self._experts = torch.stack(self._experts, 1), []
+        # The largest value of a type means that an expert is unknown.
+        is_small = all(len(router.weight) <= np.iinfo(np.uint8).max for router in find_routers(self._model))
+        return found.cpu().numpy().astype(np.uint8 if is_small else np.uint16)
 
     def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:
         """Return logits float32 [M, V]."""

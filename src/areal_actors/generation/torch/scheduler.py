@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from areal_actors.domain import FinishReason, Ints, SampleKey, Sampling, TopLogprob
+from areal_actors.domain import Experts, FinishReason, Ints, SampleKey, Sampling, TopLogprob
 from areal_actors.generation.base import Decode, EngineRequest, StopScanner, find_stop_ids
 from areal_actors.generation.torch.attention import common_prefix
 from areal_actors.generation.torch.sampler import has_penalties, is_neutral
@@ -73,6 +73,33 @@ def create_uniforms(key: SampleKey) -> Callable[[], float]:
     return generator.random
 
 
+@define(eq=False)
+class ExpertLog:
+    """The experts of the first ``num_known`` of up to ``capacity`` tokens of a generation, computed in order.
+
+    What was written first stays: tokens that are computed again with newer weights keep the experts with which their
+    successors were sampled.
+    """
+
+    capacity: int
+    num_known: int = 0
+    _array: Experts | None = None
+
+    def write(self, start: int, experts: Experts) -> None:
+        """Record ``experts`` [n, layers, k] of the tokens from ``start`` on."""
+        stop = start + len(experts)
+        if stop <= self.num_known:
+            return
+        if self._array is None:
+            self._array = np.zeros((self.capacity, *experts.shape[1:]), dtype=experts.dtype)
+        self._array[self.num_known : stop] = experts[self.num_known - start :]
+        self.num_known = stop
+
+    def read(self, length: int) -> Experts | None:
+        """Return the experts of the first ``length`` tokens; ``None`` unless all are known."""
+        return None if self._array is None or self.num_known < length else self._array[:length]
+
+
 @define(eq=False, kw_only=True)
 class Generation:
     """The state of one generation.
@@ -101,6 +128,7 @@ class Generation:
     num_cached: int | None = None
     finish: FinishReason | None = None
     outbox: Tokens = field(factory=Tokens)
+    experts: ExpertLog
 
     @classmethod
     def create(
@@ -128,6 +156,7 @@ class Generation:
             constraint=constraint,
             is_plain=constraint is None and is_neutral(request.sampling) and not request.sampling.top_logprobs,
             needs_output=constraint is not None or has_penalties(request.sampling),
+            experts=ExpertLog(limit),
         )
 
     @property
@@ -196,6 +225,7 @@ class Slot:
     owner: Generation | None = None
     used: int = 0
     logits: Any = None
+    experts: ExpertLog | None = None
 
 
 @frozen
@@ -268,6 +298,12 @@ class Scheduler:
             logits = source.logits if source is not None and num_cached == generation.length else None
             if source is not None:
                 source.used = self._tick()
+            # What is not computed again has the experts with which it was computed.
+            if source is not None and source.experts is not None:
+                cached = source.experts.read(num_cached)
+                if cached is not None:
+                    generation.experts.write(0, cached)
+            slot.experts = generation.experts
             slot.owner, slot.used = generation, self._tick()
             self._fill(slot, generation.context.copy(), num_cached, logits)
             generation.slot, generation.base = slot, generation.length

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from attrs import define, evolve, field, frozen
 
-from areal_actors.domain import FinishReason
+from areal_actors.domain import Experts, FinishReason
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.base import EngineStatistics, PauseMode, Snapshot
 from areal_actors.generation.torch.attention import (
@@ -36,7 +36,7 @@ from areal_actors.generation.torch.attention import (
     plan_sharing,
 )
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.generation.torch.forward import FlatBatch, Forward, load_snapshot
+from areal_actors.generation.torch.forward import FlatBatch, Forward, GenericForward, load_snapshot
 from areal_actors.generation.torch.sampler import RowSampling, Sample, start_sampling
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill, Scheduler, Tokens
 
@@ -136,6 +136,7 @@ class Delivery:
     version: int
     finish: FinishReason | None = None
     error: Exception | None = None
+    experts: Experts | None = None
 
 
 @define(eq=False)
@@ -410,7 +411,10 @@ class Worker:
     ) -> None:
         tokens, generation.outbox = generation.outbox, Tokens()
         self._undelivered.pop(generation, None)
-        self._outgoing.deliveries.append(Delivery(generation, tokens, self._version, finish, error))
+        # A copy: the log has room for the longest output, and remains with the slot.
+        known = None if finish is None else generation.experts.read(generation.length - 1)
+        experts = None if known is None else known.copy()
+        self._outgoing.deliveries.append(Delivery(generation, tokens, self._version, finish, error, experts))
 
     def _deliver_all(self) -> None:
         for generation in list(self._undelivered):
@@ -533,6 +537,8 @@ class StepRunner:
         self._num_fixed_rows = -(-config.max_concurrent // 64) * 64
         self._kv = KeyValues()
         self._free_tails = list(range(config.max_concurrent))
+        if config.return_routed_experts and isinstance(forward, GenericForward):
+            forward.record_experts()
         self._planned: tuple[Generation, ...] = ()
         self._plan = SharingPlan((), ())
 
@@ -615,6 +621,13 @@ class StepRunner:
         batch = FlatBatch(self._tensor(ids), self._tensor(positions), self._tensor(np.array(wanted, dtype=np.int64)))
         attention = StepAttention(self._kv, layout, spans, is_padded=self._is_padded)
         logits = self._forward.run(batch, attention)
+        experts = self._forward.take_experts() if isinstance(self._forward, GenericForward) else None
+        if experts is not None:
+            for place, row in enumerate(rows):
+                row.experts.write(row.length - 1, experts[place : place + 1])
+            for prefill, span in zip(prefills, spans, strict=True):
+                size = prefill.stop - prefill.start
+                prefill.generation.experts.write(prefill.start, experts[span.offset : span.offset + size])
         # Rows are padded only if there are no spans.
         return logits if num_rows == len(rows) else logits[: len(rows)]
 

@@ -75,6 +75,18 @@ def test_missing_numbers_are_no_verdict_and_no_error(steps: list[dict[str, Any]]
     assert find_verdict(steps) == find_verdict(steps), NUM_JUDGED_STEPS
 
 
+def test_a_source_whose_groups_are_replaced_is_named():
+    """It has no trained groups at all."""
+    steps = [
+        STEP
+        | {"reward": index / 10}
+        | {"source/bad/reward": 0.0, "source/bad/groups": 0, "source/bad/replaced_groups": 2, "source/bad/episodes": 16}
+        for index in range(NUM_JUDGED_STEPS)
+    ]
+
+    assert (find_verdict(steps) or "").startswith("Source bad: 16 of 16 groups had equal rewards in the last 8 steps")
+
+
 def test_a_source_without_signal_is_named_though_the_run_learns():
     """The mean of all sources rises; one of them was never rewarded."""
     steps = [

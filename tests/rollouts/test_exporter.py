@@ -369,9 +369,9 @@ async def test_groups_without_signal_are_replaced_up_to_a_bound():
 
         assert [True, False, True, False, True, True, False, True] == accepted
         assert [0, 2, 4, 5] == positions_of(lease)
-        assert (2, (0.0, 0.0)) == (lease.drawn.replaced, lease.drawn.replaced_rewards)
+        assert [(0.0,), (0.0,)] == [group.rewards for group in lease.drawn.replaced]
         assert DataPosition(next=6) == position
-        assert ([8], 1) == (positions_of(following), following.drawn.replaced)
+        assert ([8], 1) == (positions_of(following), len(following.drawn.replaced))
 
 
 async def test_the_lengths_of_what_was_drawn_are_told_once():

@@ -11,7 +11,7 @@ import pytest
 
 from areal_actors import Trainer, create_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.errors import ConfigError, EpisodeError
+from areal_actors.errors import ConfigError, DatasetError, EpisodeError
 
 HERE = Path(__file__)
 SCRIPT = """
@@ -110,6 +110,27 @@ def test_a_resumed_run_goes_on_with_the_same_problems(tmp_path: Path) -> None:
         return [tuple(row[f"source/{name}/reward"] for name in "ab") for row in steps]
 
     assert rewards(whole) == rewards(resumed)
+
+
+def test_a_source_whose_groups_are_all_replaced_keeps_its_numbers(tmp_path: Path) -> None:
+    """Its rewards are all equal, so that none of its groups is trained; the verdict needs to know."""
+    sources = {"good": source(), "equal": source(workflow_kwargs={"factor": 0.0})}
+    trainer = {"dtype": "float32", "advantages": {"drop_zero_variance": True, "max_refills": 1}}
+    (row,) = train(tmp_path / "run", sources, total_steps=1, trainer=trainer)
+
+    assert row["source/equal/replaced_groups"] > 0
+    assert 0.0 == row["source/equal/reward"]
+    replaced = sum(row[f"source/{name}/replaced_groups"] for name in sources)
+    assert row["replaced_groups"] == replaced
+    episodes = sum(row[f"source/{name}/episodes"] for name in sources)
+    assert row["episodes"] + 2 * replaced == episodes
+
+
+def test_an_empty_source_is_named(tmp_path: Path) -> None:
+    """Among several, the one that has no problems."""
+    (tmp_path / "none.jsonl").touch()
+    with pytest.raises(DatasetError, match=r"^sources\.none: "):
+        train(tmp_path / "run", {"some": source(), "none": source(dataset={"jsonl": str(tmp_path / "none.jsonl")})})
 
 
 def test_a_source_that_always_fails_is_named(tmp_path: Path) -> None:

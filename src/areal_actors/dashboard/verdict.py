@@ -61,16 +61,14 @@ def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
         return None
     keys = {key.split("/")[1] for step in steps for key in step if key.startswith("source/")}
     for name in sorted(keys):
-        own = [
-            {
-                "reward": step.get(f"source/{name}/reward"),
-                "episodes": step.get(f"source/{name}/episodes"),
-                "failed_episodes": step.get(f"source/{name}/failed_episodes"),
-                "groups": step.get(f"source/{name}/groups"),
-                "zero_variance_groups": step.get(f"source/{name}/equal_groups"),
-            }
-            for step in steps
-        ]
+        own = []
+        for step in steps:
+            numbers = {key: step.get(f"source/{name}/{key}") for key in ("reward", "episodes", "failed_episodes")}
+            # Groups with equal rewards are replaced if advantages.drop_zero_variance is set.
+            replaced = step.get(f"source/{name}/replaced_groups") or 0
+            numbers["groups"] = (step.get(f"source/{name}/groups") or 0) + replaced
+            numbers["zero_variance_groups"] = (step.get(f"source/{name}/equal_groups") or 0) + replaced
+            own.append(numbers)
         if (verdict := find_verdict(own)) is not None:
             return f"Source {name}: {verdict}"
     return None

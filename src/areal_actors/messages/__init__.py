@@ -84,6 +84,7 @@ from areal_actors.messages.exports import (
     ExportSession,
     Lease,
     LeaseGroups,
+    ReplacedGroup,
     SaveVersion,
     StoreEpisodes,
 )
@@ -269,6 +270,7 @@ __all__ = [
     "Receiver",
     "RefundGroup",
     "RemoveReplica",
+    "ReplacedGroup",
     "ReplicaState",
     "ReplicaView",
     "Replicas",

@@ -76,21 +76,29 @@ class DeliverGroup(Message[Exports, bool]):
 
 
 @frozen(kw_only=True)
+class ReplacedGroup:
+    """A group without signal whose place another group took: its source of problems, and how its episodes ended."""
+
+    source: str
+    rewards: tuple[float, ...]
+    num_failed: int
+
+
+@frozen(kw_only=True)
 class Drawn:
     """Counts of the groups that were delivered since the last lease.
 
     ``tokens`` and ``turns`` have one entry for each successful episode, trained or not. ``dropped`` and ``requeued``
-    count groups that had become too stale, ``replaced`` those without signal whose places other groups took;
-    ``replaced_rewards`` are the rewards of the latter's episodes. ``held_seconds`` is how long the lease had enough
-    groups but waited for older ones. ``easy`` and ``hard`` are the sizes of the pools, if there are pools.
+    count groups that had become too stale, ``replaced`` lists those without signal. ``held_seconds`` is how long the
+    lease had enough groups but waited for older ones. ``easy`` and ``hard`` are the sizes of the pools, if there are
+    pools.
     """
 
     tokens: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
     dropped: int = 0
     requeued: int = 0
-    replaced: int = 0
-    replaced_rewards: tuple[float, ...] = ()
+    replaced: tuple[ReplacedGroup, ...] = ()
     held_seconds: float = 0.0
     easy: int | None = None
     hard: int | None = None

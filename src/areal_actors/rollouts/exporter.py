@@ -48,6 +48,7 @@ from areal_actors.messages import (
     Lease,
     LeaseGroups,
     RefundGroup,
+    ReplacedGroup,
     SaveVersion,
     Sessions,
     StoreEpisodes,
@@ -298,16 +299,15 @@ class Exporter(Actor[Exports]):
 
     def _replace(self, group: Group) -> bool:
         """Count a group without signal as replaced by another group; return whether it was one."""
-        if self._drawn.replaced >= self._queue.max_replaced or self._has_signal(group):
+        if len(self._drawn.replaced) >= self._queue.max_replaced or self._has_signal(group):
             return False
         rewards = tuple(episode.reward for episode in group.episodes if episode.failure is None)
-        self._drawn = evolve(
-            self._drawn,
-            replaced=self._drawn.replaced + 1,
-            replaced_rewards=self._drawn.replaced_rewards + rewards,
+        replaced = ReplacedGroup(
+            source=group.problem.source, rewards=rewards, num_failed=len(group.episodes) - len(rewards)
         )
-        if self._drawn.replaced == self._queue.max_replaced:
-            _log.warning("no_more_replaced", replaced=self._drawn.replaced, detail=_NO_MORE_REPLACED)
+        self._drawn = evolve(self._drawn, replaced=(*self._drawn.replaced, replaced))
+        if len(self._drawn.replaced) == self._queue.max_replaced:
+            _log.warning("no_more_replaced", replaced=len(self._drawn.replaced), detail=_NO_MORE_REPLACED)
         return True
 
     @LeaseGroups.handler(concurrency=64)

@@ -334,7 +334,12 @@ def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "") -> Pr
 
 def load_training_problems(config: RunConfig) -> TrainingProblems | None:
     """Load the problems to train on; return ``None`` if none are named. Blocks."""
-    found = {name: load_set(config, one, name=name) for name, one in config.training_sets.items()}
+    found = {}
+    for name, one in config.training_sets.items():
+        try:
+            found[name] = load_set(config, one, name=name)
+        except DatasetError as error:
+            raise DatasetError(f"sources.{name}: {error}" if name else str(error)) from error
     if not config.sources:
         return found.get("")
     return MixedProblems(found, {name: source.weight for name, source in config.sources.items()})

@@ -176,7 +176,9 @@ async def _try(
     groups = tuple(
         TrialGroup(problem=found[0][0], episodes=tuple(episode for _, episode in found)) for found in by_task.values()
     )
-    num_per_step = config.batch_size * config.rollout.group_size
+    weights = {name: source.weight for name, source in config.sources.items()} or {"": 1.0}
+    sizes = {name: config.agents[name].group_size for name in weights}
+    num_per_step = config.batch_size * sum(weights[name] * sizes[name] for name in weights) / sum(weights.values())
     return TrialSummary(
         groups=groups,
         conversations=tuple(read_records(directory.sessions)),
@@ -218,8 +220,10 @@ def _find_problems(
             else "Use harder or easier problems, larger groups, or a reward with more levels"
         )
         yield f"{num_equal} of {len(groups)} groups had equal rewards, from which nothing is learned. {advice}."
-    if config.rollout.group_size == 1:
-        yield "rollout.group_size is 1: a group of one has nothing to compare its reward with."
+    for name, rollout in config.agents.items():
+        if rollout.group_size == 1:
+            setting = f"sources.{name}.group_size" if name else "rollout.group_size"
+            yield f"{setting} is 1: a group of one has nothing to compare its reward with."
     num_silent = sum(episode.num_turns == 0 and episode.traceback is None for episode in episodes)
     if num_silent and is_recorded:
         yield (

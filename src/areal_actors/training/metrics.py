@@ -78,21 +78,27 @@ def describe_lengths(name: str, tokens: Sequence[int], turns: Sequence[int]) -> 
     return metrics
 
 
-def describe_sources(groups: Sequence[Group]) -> dict[str, float | int | None]:
-    """Return the metrics of each source of problems, ``source/<name>/<key>``; none for problems without sources."""
+def describe_sources(lease: Lease) -> dict[str, float | int | None]:
+    """Return the metrics of each source of problems, ``source/<name>/<key>``; none for problems without sources.
+
+    Episodes of replaced groups count as well: a source that teaches nothing may have no other groups.
+    """
     metrics: dict[str, float | int | None] = {}
-    for source in sorted({group.problem.source for group in groups} - {""}):
-        found = [group for group in groups if group.problem.source == source]
+    names = {group.problem.source for group in lease.groups} | {group.source for group in lease.drawn.replaced}
+    for source in sorted(names - {""}):
+        found = [group for group in lease.groups if group.problem.source == source]
+        replaced = [group for group in lease.drawn.replaced if group.source == source]
         episodes = [episode for group in found for episode in group.episodes]
-        succeeded = [episode for episode in episodes if episode.failure is None]
-        rewards = [{episode.reward for episode in group.episodes if episode.failure is None} for group in found]
+        rewards = [[episode.reward for episode in group.episodes if episode.failure is None] for group in found]
+        succeeded = [reward for group in (*rewards, *(group.rewards for group in replaced)) for reward in group]
         lengths = measure_episodes(found)
         numbers: dict[str, float | int | None] = {
-            "reward": float(np.mean([episode.reward for episode in succeeded])) if succeeded else None,
+            "reward": float(np.mean(succeeded)) if succeeded else None,
             "groups": len(found),
-            "equal_groups": sum(len(each) < 2 for each in rewards),  # noqa: PLR2004 - no two rewards differ
-            "episodes": len(episodes),
-            "failed_episodes": len(episodes) - len(succeeded),
+            "equal_groups": sum(len(set(each)) < 2 for each in rewards),  # noqa: PLR2004 - no two rewards differ
+            "replaced_groups": len(replaced),
+            "episodes": len(episodes) + sum(len(group.rewards) + group.num_failed for group in replaced),
+            "failed_episodes": len(episodes) - sum(map(len, rewards)) + sum(group.num_failed for group in replaced),
             "tokens_mean": float(np.mean(lengths.tokens)) if lengths.tokens else None,
             "turns_mean": float(np.mean(lengths.turns)) if lengths.turns else None,
             "seconds_mean": float(np.mean([episode.seconds for episode in episodes])) if episodes else None,
@@ -106,7 +112,7 @@ def mean_reward(statistics: StepStatistics, lease: Lease) -> float:
 
     Without the replaced ones, the mean would never be near 0 or 1.
     """
-    data, replaced = statistics.data, lease.drawn.replaced_rewards
+    data, replaced = statistics.data, [reward for group in lease.drawn.replaced for reward in group.rewards]
     if not replaced:
         return data.reward_mean
     num_trained = data.num_episodes - data.num_failed_episodes
@@ -138,7 +144,7 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
         "zero_variance_groups": data.num_zero_variance_groups,
         "dropped_groups": lease.drawn.dropped,
         "requeued_groups": lease.drawn.requeued,
-        "replaced_groups": lease.drawn.replaced,
+        "replaced_groups": len(lease.drawn.replaced),
         "grad_norm": statistics.grad_norm,
         "learning_rate": statistics.learning_rate,
         "num_updates": statistics.num_updates,
@@ -161,7 +167,7 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
     metrics |= describe_lengths("trained", trained.tokens, trained.turns)
     episodes = [episode.logged for group in lease.groups for episode in group.episodes]
     metrics |= average_numbers(episodes, scope=SCOPE)
-    metrics |= describe_sources(lease.groups)
+    metrics |= describe_sources(lease)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step without any advantage computed nothing, so values such as its entropy are NaN; report them as missing.
     return {key: value if value is None or isfinite(value) else None for key, value in metrics.items()}

@@ -170,7 +170,8 @@ def _examine_limits(config: RunConfig) -> Iterator[Finding]:
     yield from found.findings
     with Examination("open files") as found:
         limit, rollout = open_files_limit(), config.rollout
-        needed = _OWN_FILES + _FILES_PER_EPISODE * rollout.max_concurrent_rollouts * rollout.group_size
+        size = max(agent.group_size for agent in config.agents.values())
+        needed = _OWN_FILES + _FILES_PER_EPISODE * rollout.max_concurrent_rollouts * size
         allowed = "any number may be open" if limit is None else f"{limit:,} files and connections may be open at once"
         if limit is None or limit >= needed:
             found.add(Verdict.OK, allowed)

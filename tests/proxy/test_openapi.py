@@ -243,6 +243,20 @@ async def test_the_schema_and_the_proxy_agree(is_valid: bool):  # noqa: FBT001
 
 
 @pytest.mark.anyio
+async def test_people_find_the_routes():
+    """At the URL that the terminal shows, without a key, and below a path of a proxy in front."""
+    async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        pages = [await http.get(path) for path in ("/", "/docs", "/v1/docs")]
+        alive = await http.get("/livez")
+
+    assert {"text/html; charset=utf-8"} == {page.headers["content-type"] for page in pages}
+    assert 1 == len({page.text for page in pages})
+    paths = {path for path in DOCUMENT["paths"] if not path.startswith("/{session_id}")}
+    assert all(f" {path}</code>" in pages[0].text for path in paths)
+    assert (200, {"status": "ok", "requests": 0}) == (alive.status_code, alive.json())
+
+
+@pytest.mark.anyio
 async def test_the_settings_reach_the_document():
     """What the proxy ignores, its document says."""
     config = ProxyConfig(inert_parameters=("mystery",))

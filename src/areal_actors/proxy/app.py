@@ -49,7 +49,7 @@ from areal_actors.proxy.exchange import Exchange, Meter, Operation, Operations, 
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
-from areal_actors.proxy.openapi import OpenAPIEndpoint, create_document, describe_routes
+from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_document, describe_routes
 from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.stored_responses import StoredResponses
 
@@ -359,6 +359,7 @@ def create_app(
         read_run=read_run,
     )
     document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))
+    page = RoutesPage(document=document.document)
     operations = {
         "chat/completions": complete(chat),
         "completions": complete(CompletionsDialect(model=model, decode=decode, inert=inert)),
@@ -377,6 +378,9 @@ def create_app(
         "models/{id}": Operation(handle=control.retrieve_model, methods=("GET",), has_session=True),
         "models": Operation(handle=control.list_models, methods=("GET",), has_session=True),
         "health": Operation(handle=control.report_health, methods=("GET",), is_always_open=True),
+        "livez": Operation(handle=control.report_life, methods=("GET",), is_always_open=True),
+        "": Operation(handle=page, methods=("GET",), is_always_open=True),
+        "docs": Operation(handle=page, methods=("GET",), is_always_open=True),
         "keys": Operation(handle=keys.create_or_list, methods=("POST", "GET")),
         "keys/{id}": Operation(handle=keys.revoke, methods=("DELETE",)),
         "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),

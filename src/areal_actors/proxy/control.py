@@ -287,6 +287,10 @@ class ControlEndpoints:
         status = "ok" if is_ready else "stopping" if self.traffic.is_draining else "unavailable"
         await exchange.send_json(200 if is_ready else 503, {"status": status, "requests": len(self.traffic)})
 
+    async def report_life(self, exchange: Exchange) -> None:
+        """Answer 200, also while the proxy drains: a supervisor that restarted it then would cut its answers."""
+        await exchange.send_json(200, {"status": "ok", "requests": len(self.traffic)})
+
     # ---------------------------------------------------------------------------------------------- arguments
 
     async def _arguments(self, exchange: Exchange) -> dict[str, Any]:

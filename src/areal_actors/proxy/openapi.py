@@ -1,4 +1,4 @@
-"""The ``/openapi.json`` route: the proxy's routes as an OpenAPI 3.1 document.
+"""The ``/openapi.json`` route: the proxy's routes as an OpenAPI 3.1 document, and ``/docs``: as a page for people.
 
 Each route has one entry in ``describe_routes``; a test compares the entries with the table that serves requests, and
 real answers with the schemas. The schemas of completions come from the dialects, those of other answers are at the end.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping
+from html import escape
 from http import HTTPStatus
 from typing import Any
 
@@ -29,7 +30,7 @@ from areal_actors.proxy.dialects.responses.stored import STORED_ANSWERS
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.keys import KEY_ARGUMENTS
 
-__all__ = ["OpenAPIEndpoint", "Route", "create_document", "describe_routes"]
+__all__ = ["OpenAPIEndpoint", "Route", "RoutesPage", "create_document", "describe_routes"]
 
 _SESSION_FAILURES = (400, 401, 404, 408, 410, 413, 500, 503)
 _CONTROL_FAILURES = tuple(sorted({*_SESSION_FAILURES, 403}))
@@ -234,6 +235,30 @@ _OPEN_ROUTES = (
         failures=(500,),
     ),
     Route(
+        operation="livez",
+        path="/livez",
+        summary="Whether the process answers at all",
+        methods=("get",),
+        answers={200: _json("Health")},
+        failures=(500,),
+    ),
+    Route(
+        operation="",
+        path="/",
+        summary="The page of /docs",
+        methods=("get",),
+        answers={200: {"text/html": {"type": "string"}}},
+        failures=(500,),
+    ),
+    Route(
+        operation="docs",
+        path="/docs",
+        summary="These routes as a page",
+        methods=("get",),
+        answers={200: {"text/html": {"type": "string"}}},
+        failures=(500,),
+    ),
+    Route(
         operation="metrics",
         path="/metrics",
         summary="Numbers for Prometheus",
@@ -325,6 +350,46 @@ class OpenAPIEndpoint:
     async def __call__(self, exchange: Exchange) -> None:
         """Answer with the document."""
         await exchange.send_json(200, self.document)
+
+
+_PAGE = """<!doctype html><html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>areal_actors</title>
+<style>:root {{color-scheme: light dark; font: 15px/1.5 system-ui}}
+body {{max-width: 60em; margin: 2em auto; padding: 0 1em}}
+td, th {{padding: .3em 1em .3em 0; text-align: left; vertical-align: top}} code {{white-space: nowrap}}</style>
+<h1>areal_actors</h1><p>{description}</p>
+<p>An agent uses the base URL of its session, or this server's with <code>/v1</code> and the session's key, in the SDK
+of OpenAI or, without <code>/v1</code>, of Anthropic.</p>
+<table><tr><th>Route<th>Use<th>Keys</tr>
+{rows}</table>
+<p><a href="openapi.json">openapi.json</a> has the fields of requests and answers.</p></html>
+"""
+
+
+@frozen(kw_only=True)
+class RoutesPage:
+    """The handler of ``/`` and ``/docs``: the routes of ``document`` as a page. It shows no key and needs none."""
+
+    document: Mapping[str, Any]
+
+    async def __call__(self, exchange: Exchange) -> None:
+        """Answer with the page."""
+        await exchange.send_document(200, self.format().encode(), content_type=b"text/html; charset=utf-8")
+
+    def format(self) -> str:
+        """Return the page; links are relative, because a proxy in front may have put it below a path."""
+        rows = []
+        for path, item in self.document["paths"].items():
+            # Each of the others is listed once.
+            if path.startswith("/{session_id}"):
+                continue
+            for method, operation in item.items():
+                if method == "parameters":
+                    continue
+                keys = ", ".join(name for choice in operation["security"] for name in choice) or "none"
+                route, use = f"{method.upper()} {escape(path)}", escape(operation["summary"])
+                rows.append(f"<tr><td><code>{route}</code><td>{use}<td>{keys}</tr>\n")
+        return _PAGE.format(description=escape(self.document["info"]["description"]), rows="".join(rows))
 
 
 # ------------------------------------------------------------------------------------------------------- answers

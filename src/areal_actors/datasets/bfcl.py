@@ -193,7 +193,7 @@ def _is_right_value(value: Any, schema: Mapping[str, Any], choices: Sequence[Any
 
 
 def _python_type(schema: Mapping[str, Any]) -> type:
-    kind = schema.get("type", "any")
+    kind = str(schema.get("type", "any"))
     return _PYTHON.get(_TYPES.get(kind, kind), str)
 
 

@@ -9,7 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from attrs import asdict, evolve, field, frozen
+from attrs import Factory, asdict, evolve, field, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import RunSummarizer, read_new_records
@@ -37,11 +37,9 @@ class ViewedRun:
     name: str
     directory: RunDirectory
     status: Status | None = None
-    _summarizer: RunSummarizer = field(eq=False, repr=False)
-
-    @_summarizer.default
-    def _create_summarizer(self) -> RunSummarizer:
-        return RunSummarizer(self.directory)
+    _summarizer: RunSummarizer = field(
+        default=Factory(lambda run: RunSummarizer(run.directory), takes_self=True), eq=False, repr=False
+    )
 
     def describe(self) -> dict[str, Any]:
         """Return the summary, the verdict, the settings without secrets, and what there is to look at."""

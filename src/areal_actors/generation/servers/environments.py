@@ -77,10 +77,10 @@ class InstallPlan:
     build: Build
     directory: Path
     commands: tuple[tuple[str, ...], ...]
-    version: str = field()
 
-    @version.default
-    def _default_version(self) -> str:
+    @property
+    def version(self) -> str:
+        """The version of the server, which was tried with this library."""
         return TRIED_VERSIONS[self.backend]
 
 

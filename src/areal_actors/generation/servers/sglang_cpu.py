@@ -66,9 +66,9 @@ if __name__ in {"__main__", "__mp_main__"}:
     _prepare()
 
 if __name__ == "__main__":
-    from sglang.launch_server import run_server
-    from sglang.srt.server_args import prepare_server_args
-    from sglang.srt.utils import kill_process_tree
+    from sglang.launch_server import run_server  # pyright: ignore[reportMissingImports]
+    from sglang.srt.server_args import prepare_server_args  # pyright: ignore[reportMissingImports]
+    from sglang.srt.utils import kill_process_tree  # pyright: ignore[reportMissingImports]
 
     try:
         run_server(prepare_server_args(sys.argv[1:]))

@@ -18,18 +18,18 @@ import json
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
 from math import ceil
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
 
 import anyio
 from anyio import to_thread
 
-from areal_actors.config import load_config
+from areal_actors.config import RunConfig, load_config
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
 from areal_actors.kernel import Ref
@@ -41,7 +41,6 @@ from areal_actors.lib.open_files import raise_open_files_limit
 from areal_actors.lib.telemetry import get_logger, logging_to_stream
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import (
-    AwaitReady,
     AwaitTraining,
     Directory,
     FetchRoleSpec,
@@ -62,6 +61,9 @@ from areal_actors.schedulers.bootstrap import (
     read_bootstrap,
     rejoin_next_controller,
 )
+
+if TYPE_CHECKING:
+    from areal_actors.run.plan import Finder
 
 __all__ = ["main"]
 
@@ -222,7 +224,7 @@ async def _serve_until_warned(
     """Open the role and serve. After a warning, a trainer saves its state and raises ``_Preempted``."""
     from areal_actors.run.job import load_rendering
     from areal_actors.run.openers import RoleContext, open_role
-    from areal_actors.run.plan import PREEMPTED, dependencies_of
+    from areal_actors.run.plan import PREEMPTED
     from areal_actors.run.ranks import SPEC_SECONDS, expect_ranks, open_ranks
 
     directory = controller.ref(Directory, "directory")
@@ -235,9 +237,7 @@ async def _serve_until_warned(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         # Renewed from the start, since opening a role (loading a model) may take longer than the lease.
         tasks.start_soon(_keep_lease, bootstrap, directory, spec.lease_seconds, spec.hang_seconds)
-        connections = await stack.enter_async_context(
-            _open_connections(bootstrap, spec, controller, dependencies_of(spec.role, config))
-        )
+        find = await stack.enter_async_context(_open_finder(bootstrap, spec, config, controller))
         address = spec.listen
         if address is None:
             # The interface that connections to the controller leave from, which other workers can reach, too.
@@ -253,7 +253,7 @@ async def _serve_until_warned(
             config=config,
             spec=spec,
             renderer=await to_thread.run_sync(load_rendering, config),
-            find=_Finder(spec, controller, connections),
+            find=find,
             open_ranks=open_ranks if bootstrap.num_tasks == 1 else ranks,
         )
         opened = await stack.enter_async_context(open_role(context))
@@ -274,54 +274,34 @@ async def _serve_until_warned(
                 raise _Preempted
 
 
-class _Finder:
-    """A finder of refs; see ``run.plan.Finder``."""
-
-    def __init__(
-        self, spec: RoleSpec, controller: ReconnectingConnection, connections: dict[Role, ReconnectingConnection]
-    ) -> None:
-        self._spec, self._controller, self._connections = spec, controller, connections
-
-    async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
-        """Return a ref to the actor in the controller process, or in the worker of the actor's role."""
-        from areal_actors.run.plan import ACTOR_ROLES
-
-        role = ACTOR_ROLES[name]
-        is_local = role is None or role in self._spec.local_roles
-        return (self._controller if is_local or role is None else self._connections[role]).ref(protocol, name)
-
-
 @asynccontextmanager
-async def _open_connections(
-    bootstrap: Bootstrap, spec: RoleSpec, controller: ReconnectingConnection, needs: Sequence[Role]
-) -> AsyncIterator[dict[Role, ReconnectingConnection]]:
-    """Connect to the worker of each role in ``needs`` that is not in the controller process."""
+async def _open_finder(
+    bootstrap: Bootstrap, spec: RoleSpec, config: RunConfig, controller: ReconnectingConnection
+) -> AsyncIterator[Finder]:
+    """Connect to the workers that the role depends on, and yield a finder of actors there and in the controller."""
+    from areal_actors.run.control_plane import connect_to_worker
+    from areal_actors.run.plan import ACTOR_ROLES, dependencies_of
+
     directory = controller.ref(Directory, "directory")
     connections: dict[Role, ReconnectingConnection] = {}
+
+    async def find(protocol: type[P], name: str, /) -> Ref[P]:
+        role = ACTOR_ROLES[name]
+        is_local = role is None or role in spec.local_roles
+        return (controller if is_local or role is None else connections[role]).ref(protocol, name)
+
     async with AsyncExitStack() as stack:
-        for role in needs:
-            if role in spec.local_roles:
-                continue
-            target = f"{role}-0"
-            connection = reconnecting(
-                _Locator(directory, target),
-                secret=bootstrap.secret,
-                target=target,
-                node=bootstrap.name,
-                incarnation=max(bootstrap.life, 1),
-            )
-            connections[role] = await stack.enter_async_context(connection)
-        yield connections
-
-
-class _Locator:
-    """Asks the controller for the current address of a worker."""
-
-    def __init__(self, directory: Ref[Directory], worker: str) -> None:
-        self._directory, self._worker = directory, worker
-
-    async def __call__(self) -> str:
-        return (await self._directory.ask(AwaitReady(worker=self._worker))).address
+        for role in dependencies_of(spec.role, config):
+            if role not in spec.local_roles:
+                connecting = connect_to_worker(
+                    directory,
+                    f"{role}-0",
+                    secret=bootstrap.secret,
+                    node=bootstrap.name,
+                    incarnation=max(bootstrap.life, 1),
+                )
+                connections[role] = await stack.enter_async_context(connecting)
+        yield find
 
 
 async def _keep_lease(

@@ -11,7 +11,7 @@ import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from attrs import define, evolve, field, frozen
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError, Conflict, NotFound
 from areal_actors.kernel import Actor, ActorSystem, Ref
-from areal_actors.kernel.remote import Listener, listen
+from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.messages import (
@@ -62,6 +62,7 @@ __all__ = [
     "ControlPlane",
     "DirectoryActor",
     "Proxies",
+    "connect_to_worker",
     "controller_address",
     "open_control_plane",
     "open_proxies",
@@ -144,6 +145,17 @@ async def open_control_plane(
             sockets=sockets if is_local else None,
             endpoint=endpoint,
         )
+
+
+def connect_to_worker(
+    directory: Ref[Directory], worker: str, *, secret: bytes, node: str, incarnation: int = 1
+) -> AbstractAsyncContextManager[ReconnectingConnection]:
+    """Connect to the worker of this name, wherever its current incarnation listens; ``directory`` knows the address."""
+
+    async def locate() -> str:
+        return (await directory.ask(AwaitReady(worker=worker))).address
+
+    return reconnecting(locate, secret=secret, target=worker, node=node, incarnation=incarnation)
 
 
 def controller_address(config: SchedulerConfig, sockets: Path) -> str:

@@ -39,14 +39,13 @@ from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError,
 from areal_actors.generation.router import GenerationRouter, RouterConfig
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import open_tasks, root_cause
-from areal_actors.kernel.remote import ReconnectingConnection, reconnecting
+from areal_actors.kernel.remote import ReconnectingConnection
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AddReplica,
     AwaitEndpoint,
-    AwaitReady,
     AwaitTraining,
     AwaitWeights,
     Endpoint,
@@ -65,7 +64,7 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.rendering import Renderer
-from areal_actors.run.control_plane import ControlPlane, open_control_plane, open_proxies
+from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane, open_proxies
 from areal_actors.run.job import load_rendering, no_checkpoint
 from areal_actors.run.openers import RoleContext, open_role
 from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, RunPlan
@@ -202,11 +201,8 @@ class RunController:
 
     def connect(self, worker: str) -> AbstractAsyncContextManager[ReconnectingConnection]:
         """Connect to the worker of this name, wherever its current incarnation listens."""
-
-        async def locate() -> str:
-            return (await self.control_plane.directory.ask(AwaitReady(worker=worker))).address
-
-        return reconnecting(locate, secret=self.control_plane.secret, target=worker, node="controller")
+        plane = self.control_plane
+        return connect_to_worker(plane.directory, worker, secret=plane.secret, node="controller")
 
     # ---------------------------------------------------------------------------------------------- attempts
 

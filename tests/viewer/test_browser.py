@@ -98,6 +98,40 @@ def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
     assert [] == complaints
 
 
+def test_a_host_shows_its_trials_to_whom_they_belong(tmp_path: Path):
+    """The operator filters all trials by name and state, and follows a link; a user logs in and finds one."""
+    runs = tmp_path / "runs"
+    for name in ("ada", "bob"):
+        write_run(runs / "sums" / name)
+    issue = [sys.executable, "-m", "areal_actors", "keys", "create", "ada", "--store", str(runs / "keys.sqlite")]
+    issued = subprocess.run(
+        [*issue, "--experiment", "sums", "--trial", "ada"], capture_output=True, text=True, check=True
+    )
+    words = ("host", "serve.yaml", "host.port=0", f"fileroot={runs}")
+    with command(*words, cwd=EXAMPLES) as url:
+        with opened(url) as (tab, complaints):
+            tab.wait_for_selector(".chart canvas")
+            playwright.expect(tab.locator("#run-list label")).to_have_count(2)
+            assert "stopped" in tab.inner_text("#runs")
+            tab.fill('input[aria-label="filter runs"]', "BOB stop")
+            playwright.expect(tab.locator("#run-list label")).to_have_count(1)
+            tab.click("#run-list button")
+            playwright.expect(tab.locator("#title")).to_have_text("sums/bob")
+            tab.goto(f"{tab.url.partition('#')[0]}#sums%2Fbob")
+            tab.reload()
+            playwright.expect(tab.locator("#title")).to_have_text("sums/bob")
+            assert [] == complaints
+        with opened(url.partition("?")[0], viewport={"width": 390, "height": 800}) as (tab, complaints):
+            tab.fill("input[name=key]", issued.stdout.strip())
+            tab.click("button")
+            playwright.expect(tab.locator("#title")).to_have_text("sums/ada")
+            playwright.expect(tab.locator("#run-list label")).to_have_count(1)
+            tab.click("#tab-conversations")
+            tab.wait_for_selector("tr.pick")
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+            assert [] == complaints
+
+
 def test_a_live_run_draws_itself(tmp_path: Path):
     """On the page that ``train`` serves, curves grow without a reload; on a phone, nothing is wider than the screen."""
     words = ("train", "tiny.yaml", "total_steps=200", "logging.display=plain", "--run-dir", str(tmp_path / "run"))

@@ -13,19 +13,29 @@ from anyio import to_thread
 from attrs import evolve, field, frozen
 
 from areal_actors.config import RunConfig, save_config
-from areal_actors.domain import TrialId
-from areal_actors.errors import ConfigError
+from areal_actors.domain import ServiceView, TrialId
+from areal_actors.errors import ConfigError, InvalidRequest
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.atomic_write import atomic_path, atomic_write
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.messages import Accounts, DescribeEndpoint, Endpoint, Hosting, StopServices
-from areal_actors.proxy.access import create_admin_key
+from areal_actors.messages import (
+    Accounts,
+    DescribeEndpoint,
+    Endpoint,
+    Hosting,
+    IdentifyUser,
+    ListKeys,
+    ListServices,
+    StopServices,
+)
+from areal_actors.proxy.access import Gatekeeper, create_admin_key
 from areal_actors.run.signals import EXIT_INTERRUPTED
 from areal_actors.service.account_keeper import AccountKeeper
 from areal_actors.service.entry import HostPeers, HostServer
 from areal_actors.service.launcher import Launcher, ServiceProvider
 from areal_actors.service.processes import ServiceProcesses
+from areal_actors.viewer import HostPage, Visitor
 
 __all__ = ["Host", "open_host", "run_host"]
 
@@ -40,6 +50,8 @@ class Host:
     hosting: Ref[Hosting]
     accounts: Ref[Accounts]
     key_file: Path
+    page_url: str | None = field(default=None, repr=False)
+    """The URL at which the operator sees all trials, with its token."""
 
 
 def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
@@ -54,6 +66,8 @@ async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:
             tasks.start_soon(_listen, signals, stopping)
             async with open_host(config) as host:
                 announce(f"Listening at {host.endpoint.url}; the admin key is in {host.key_file}.")
+                if host.page_url is not None:
+                    announce(f"Watch its trials at {host.page_url}")
                 await stopping.wait()
             tasks.cancel_scope.cancel()
 
@@ -89,17 +103,46 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
         accounts = await system.spawn(AccountKeeper(users.path, config=users), name="accounts")
         default = TrialId(config.experiment_name, config.trial_name)
         peers = HostPeers(hosting=hosting, accounts=accounts, default=default, admin_key=admin_key)
+        page = _create_page(peers, config.fileroot) if config.logging.page else None
+        if page is not None:
+            peers = evolve(peers, page=page, is_page_path=page.serves)
         own = config.host
         # The host's own address, with the limits that its services have.
         listening = evolve(config.proxy, host=own.host, port=own.port, public_host=own.public_host, admin_key=None)
         serving = await system.spawn(HostServer(peers, config=listening), name="host")
         endpoint = await serving.ask(DescribeEndpoint())
         try:
-            yield Host(endpoint=endpoint, hosting=hosting, accounts=accounts, key_file=key_file)
+            page_url = None if page is None else f"{endpoint.url}/?token={page.token}"
+            yield Host(endpoint=endpoint, hosting=hosting, accounts=accounts, key_file=key_file, page_url=page_url)
         finally:
             # Each service has a bounded time to stop.
             with anyio.CancelScope(shield=True):
                 await hosting.ask(StopServices())
+
+
+def _create_page(peers: HostPeers, fileroot: Path) -> HostPage:
+    gatekeeper = Gatekeeper(admin_key=peers.admin_key)
+
+    async def identify(key: str) -> Visitor:
+        if gatekeeper.is_admin(key):
+            return Visitor(trial=None)
+        user = (await peers.accounts.ask(IdentifyUser(secret=key))).user
+        try:
+            trial = peers.find_trial(user)
+        except ValueError as error:
+            raise InvalidRequest(f"{error}. Ask the operator of this host to name your experiment.") from error
+        others = {
+            issued.user.name
+            for issued in await peers.accounts.ask(ListKeys())
+            if (issued.user.experiment or peers.default.experiment, issued.user.trial or peers.default.trial)
+            == (trial.experiment, trial.trial)
+        }
+        return Visitor(trial=trial.name, is_shared=bool(others - {user.name}))
+
+    async def list_services() -> tuple[ServiceView, ...]:
+        return await peers.hosting.ask(ListServices())
+
+    return HostPage(fileroot=fileroot, identify=identify, list_services=list_services)
 
 
 def check_host(config: RunConfig) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hmac
 import secrets
 import signal
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -26,17 +26,28 @@ from starlette.responses import RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from areal_actors.errors import RequestError
 from areal_actors.kernel.failure import open_tasks
 from areal_actors.proxy.server import listen, serve, url_of
-from areal_actors.viewer.runs import ViewedRun, find_runs
+from areal_actors.viewer.runs import Access, ViewedRun, find_runs
 
-__all__ = ["create_page", "open_page", "run_viewer"]
+__all__ = [
+    "PAGE_HEADERS",
+    "STATIC",
+    "create_app",
+    "create_page",
+    "open_page",
+    "read_cookie",
+    "run_viewer",
+    "set_cookie",
+    "with_headers",
+]
 
-_STATIC = Path(__file__).parent / "static"
+STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 _SECONDS_BETWEEN_LOOKS = 1.0
 """How often files are looked at for an open page: some microseconds of stat calls per run."""
-_HEADERS = {
+PAGE_HEADERS = {
     # Texts of models and agents are on the page; they must not become scripts, whatever they contain.
     "content-security-policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -50,26 +61,47 @@ _HEADERS = {
 Read = Callable[[ViewedRun, Request], Any]
 
 
+Find = Callable[[Request], Awaitable[Mapping[str, ViewedRun]]]
+"""Returns the runs that the sender of a request may see. Raises ``RequestError``."""
+Describe = Callable[[Mapping[str, ViewedRun]], Awaitable[list[dict[str, Any]]]]
+
+
 def create_page(runs: Mapping[str, ViewedRun], *, token: str, stopping: anyio.Event | None = None) -> ASGIApp:
     """Return the application that shows ``runs`` to the owner of ``token``. Streams end when ``stopping`` is set."""
 
-    async def asset(request: Request) -> Response:
-        path = _STATIC / request.path_params.get("name", "index.html")
-        if path.parent != _STATIC or path.suffix not in _TYPES or not path.is_file():
-            return _answer({"error": "There is no such file."}, status=404)
-        return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
+    async def find(_: Request) -> Mapping[str, ViewedRun]:
+        return runs
 
-    async def list_runs(_: Request) -> Response:
-        return _answer({"runs": [{"name": run.name, "is_live": run.status is not None} for run in runs.values()]})
+    async def describe(found: Mapping[str, ViewedRun]) -> list[dict[str, Any]]:
+        return [{"name": run.name, "is_live": run.status is not None} for run in found.values()]
 
-    async def events(_: Request) -> Response:
-        return StreamingResponse(_changes(runs, stopping or anyio.Event()), media_type="text/event-stream")
+    return _Guarded(create_app(find, describe=describe, stopping=stopping), token)
 
-    def answering(read: Read) -> Callable[[Request], Awaitable[Response]]:
+
+def create_app(
+    find: Find, *, describe: Describe, stopping: anyio.Event | None = None, more: Sequence[Route] = ()
+) -> Starlette:
+    """Return the application of a page, with ``more`` routes.
+
+    ``describe`` lists runs for its head; streams end when ``stopping`` is set.
+    """
+
+    async def list_runs(request: Request) -> Response:
+        return _answer({"runs": await describe(await find(request))})
+
+    async def events(request: Request) -> Response:
+        await find(request)
+        changes = _changes(request, find, describe, stopping or anyio.Event())
+        return StreamingResponse(changes, media_type="text/event-stream")
+
+    def answering(name: str, read: Read) -> Callable[[Request], Awaitable[Response]]:
         async def endpoint(request: Request) -> Response:
-            run = runs.get(request.query_params.get("run", ""))
+            run = (await find(request)).get(request.query_params.get("run", ""))
             if run is None:
                 return _answer({"error": "There is no such run."}, status=404)
+            if run.access is Access.CURVES and name in _PRIVATE:
+                hidden = "Several users share this run, so that only the operator of the host sees this."
+                return _answer({"error": hidden}, status=403)
             try:
                 # Files are read on a thread, since a disk may be slow and the event loop is that of a run.
                 found = await to_thread.run_sync(read, run, request)
@@ -82,15 +114,29 @@ def create_page(runs: Mapping[str, ViewedRun], *, token: str, stopping: anyio.Ev
         return endpoint
 
     routes = [
-        Route("/", asset),
-        Route("/static/{name}", asset),
+        *more,
+        Route("/", _send_asset),
+        Route("/static/{name}", _send_asset),
         Route("/api/runs", list_runs),
         Route("/api/events", events),
-        *(Route(f"/api/{name}", answering(read)) for name, read in _READERS.items()),
+        *(Route(f"/api/{name}", answering(name, read)) for name, read in _READERS.items()),
     ]
-    return _Guarded(Starlette(routes=routes), token)
+    return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
 
 
+async def _send_asset(request: Request) -> Response:
+    path = STATIC / request.path_params.get("name", "index.html")
+    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
+        return _answer({"error": "There is no such file."}, status=404)
+    return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
+
+
+async def _refuse(_: Request, error: Exception) -> Response:
+    return _answer({"error": str(error)}, status=401)
+
+
+_PRIVATE = frozenset({"failures", "sessions", "session", "groups", "group"})
+"""What holds texts of episodes."""
 _READERS: dict[str, Read] = {
     "run": lambda run, _: run.describe(),
     "metrics": lambda run, request: run.read_metrics(request.query_params.get("after", "")),
@@ -112,11 +158,23 @@ def _answer(document: Any, *, status: int = 200) -> Response:
     return Response(orjson.dumps(document, default=str), status, media_type="application/json")
 
 
-async def _changes(runs: Mapping[str, ViewedRun], stopping: anyio.Event) -> AsyncIterator[bytes]:
-    """Yield a server-sent event for each run with the names of its parts that changed, as long as a browser listens."""
+async def _changes(request: Request, find: Find, describe: Describe, stopping: anyio.Event) -> AsyncIterator[bytes]:
+    """Yield server-sent events as long as a browser listens, and its key is valid.
+
+    There is one for each run, with the names of its parts that changed, and one for the list of runs if that did.
+    """
     before: dict[str, dict[str, str]] = {}
+    listed: list[dict[str, Any]] | None = None
     yield b": connected\n\n"
     while not stopping.is_set():
+        try:
+            runs = await find(request)
+            found = await describe(runs)
+        except RequestError:  # the key was revoked
+            return
+        if listed is not None and found != listed:
+            yield b"data: " + orjson.dumps({"runs": found}) + b"\n\n"
+        listed = found
         for name, run in runs.items():
             after = await to_thread.run_sync(run.signature)
             parts = [part for part, state in after.items() if state != before.get(name, after)[part]]
@@ -125,6 +183,21 @@ async def _changes(runs: Mapping[str, ViewedRun], stopping: anyio.Event) -> Asyn
                 yield b"data: " + orjson.dumps({"run": name, "parts": parts}) + b"\n\n"
         with anyio.move_on_after(_SECONDS_BETWEEN_LOOKS):
             await stopping.wait()
+
+
+def read_cookie(request: Request) -> str:
+    """Return the cookie of the page that ``request`` was sent to, or an empty text."""
+    return request.cookies.get(_name_cookie(request), "")
+
+
+def set_cookie(response: Response, request: Request, value: str) -> None:
+    """Give the browser a cookie that scripts and other sites cannot use."""
+    response.set_cookie(_name_cookie(request), value, httponly=True, samesite="strict")
+
+
+def _name_cookie(request: Request) -> str:
+    # Cookies are shared by all ports of a host, so the name tells the pages of two runs apart.
+    return f"areal_page_{request.url.port or 80}"
 
 
 @frozen
@@ -139,32 +212,32 @@ class _Guarded:
             await self.app(scope, receive, send)
             return
         request = Request(scope)
-        # Cookies are shared by all ports of a host, so the name tells the pages of two runs apart.
-        cookie = f"areal_page_{request.url.port or 80}"
         given = request.query_params.get("token", "")
         bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
         if request.method not in ("GET", "HEAD"):
             response: ASGIApp = _answer({"error": "The page only reads."}, status=405)
         elif self._is_right(given) and request.url.path == "/":
             # The token leaves the address bar and the history.
-            response = RedirectResponse("/", status_code=303, headers=_HEADERS)
-            response.set_cookie(cookie, self.token, httponly=True, samesite="strict")
-        elif self._is_right(request.cookies.get(cookie, "")) or self._is_right(bearer):
+            response = RedirectResponse("/", status_code=303, headers=PAGE_HEADERS)
+            set_cookie(response, request, self.token)
+        elif self._is_right(read_cookie(request)) or self._is_right(bearer):
             response = self.app
         else:
             hint = "Open the whole URL that the run printed, with its token."
             response = _answer({"error": f"This page needs its token. {hint}"}, status=401)
-        await response(scope, receive, _with_headers(send))
+        await response(scope, receive, with_headers(send))
 
     def _is_right(self, given: str) -> bool:
         return hmac.compare_digest(given.encode(), self.token.encode())
 
 
-def _with_headers(send: Send) -> Send:
+def with_headers(send: Send) -> Send:
+    """Return a sender that adds ``PAGE_HEADERS`` to a response, unless it has others."""
+
     async def sending(message: Any) -> None:
         if message["type"] == "http.response.start":
             known = {name for name, _ in message["headers"]}
-            added = ((name.encode(), value.encode()) for name, value in _HEADERS.items())
+            added = ((name.encode(), value.encode()) for name, value in PAGE_HEADERS.items())
             message["headers"] = [*message["headers"], *(pair for pair in added if pair[0] not in known)]
         await send(message)
 

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from areal_actors.dashboard.records import read_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact, redact_settings
 
-__all__ = ["Status", "ViewedRun", "describe_runs", "find_runs", "format_runs", "view_run"]
+__all__ = ["Access", "Status", "ViewedRun", "describe_runs", "find_runs", "format_runs", "is_run", "view_run"]
 
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
@@ -30,6 +31,16 @@ _MAX_CONFIG = 40_000
 _MAX_FAILURES = 200
 
 
+class Access(StrEnum):
+    """What a visitor may see of a run."""
+
+    ALL = "all"
+    NO_SETTINGS = "no settings"
+    """All but ``config.yaml``, which is that of the host's operator."""
+    CURVES = "curves"
+    """Neither settings nor texts of episodes."""
+
+
 @frozen(kw_only=True)
 class ViewedRun:
     """A run to look at: its name on the page, its directory, and the status of its actors if it is live."""
@@ -37,6 +48,7 @@ class ViewedRun:
     name: str
     directory: RunDirectory
     status: Status | None = None
+    access: Access = Access.ALL
     _summarizer: RunSummarizer = field(
         default=Factory(lambda run: RunSummarizer(run.directory), takes_self=True), eq=False, repr=False
     )
@@ -45,7 +57,8 @@ class ViewedRun:
         """Return the summary, the verdict, the settings without secrets, and what there is to look at."""
         summary = self._summarizer.summarize().to_json()
         config = self.directory.config
-        text = config.read_text(encoding="utf-8", errors="replace") if config.exists() else ""
+        is_shown = self.access is Access.ALL and config.exists()
+        text = config.read_text(encoding="utf-8", errors="replace") if is_shown else ""
         return {
             "name": self.name,
             "is_live": self.status is not None,
@@ -171,7 +184,7 @@ def find_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
     for path in paths:
         # Experiments are directories of trials, so runs are found two levels below a directory of runs.
         candidates = (path, *sorted(path.glob("*/")), *sorted(path.glob("*/*/"))) if path.is_dir() else ()
-        runs = [where for where in candidates if _is_run(RunDirectory(path=where))]
+        runs = [where for where in candidates if is_run(RunDirectory(path=where))]
         if not runs:
             raise RunDirectoryError(
                 f"{path} holds no run: there is no metrics.jsonl or config.yaml in it or below it. Give the directory "
@@ -219,7 +232,8 @@ def _format(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 
-def _is_run(directory: RunDirectory) -> bool:
+def is_run(directory: RunDirectory) -> bool:
+    """Return whether ``directory`` is that of a run."""
     # A directory of agents may have a config.yaml, too; that of a run has the logs of the run next to it.
     return (
         directory.metrics.exists()

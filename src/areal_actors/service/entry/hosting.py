@@ -8,7 +8,7 @@ the routes for keys, services, health and metrics.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import AbstractAsyncContextManager
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ import anyio
 import httpx
 from attrs import field, frozen
 from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from areal_actors.cache.session import shard_of
 from areal_actors.domain import ServiceView, TrialId
-from areal_actors.domain.accounts import is_user_key
+from areal_actors.domain.accounts import User, is_user_key
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
@@ -34,7 +35,7 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.access import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.exchange import Exchange, Traffic, parse_object
+from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic, parse_object
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import Values, gauge, process_families, read_users, send_families
 from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of
@@ -53,6 +54,13 @@ class HostPeers:
     accounts: Ref[Accounts]
     default: TrialId
     admin_key: str = field(repr=False)
+    page: ASGIApp | None = field(default=None, repr=False)
+    """Answers browsers, at the paths that ``is_page_path`` accepts."""
+    is_page_path: Callable[[str, str], bool] = lambda _method, _path: False
+
+    def find_trial(self, user: User) -> TrialId:
+        """Return the trial that a key of ``user`` trains. Raises ``ValueError`` for names that are no directories."""
+        return TrialId(user.experiment or self.default.experiment, user.trial or self.default.trial)
 
 
 def create_host_app(
@@ -72,6 +80,15 @@ class _Host(EveryPath):
         self._client = client
         self._gatekeeper = Gatekeeper(admin_key=peers.admin_key)
         self._keys = KeysEndpoint(accounts=peers.accounts, gatekeeper=self._gatekeeper, config=config)
+
+    async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
+        """Serve one request: of a browser that looks at the page, or of a client of a service."""
+        peers = self._peers
+        if peers.page is not None and peers.is_page_path(scope["method"], scope["path"]):
+            # Not counted as traffic: an open page must not hold up a stop.
+            await peers.page(scope, receive, send)
+        else:
+            await super().handle(scope, receive, send)
 
     async def serve(self, exchange: Exchange) -> None:
         """Answer the host's own routes, and forward all other requests."""
@@ -185,9 +202,8 @@ class _Host(EveryPath):
                 return hosting.stream(VisitSession(home=home, name=name))
         if is_user_key(key):
             user = (await self._peers.accounts.ask(IdentifyUser(secret=key or ""))).user
-            default = self._peers.default
             try:
-                trial = TrialId(user.experiment or default.experiment, user.trial or default.trial)
+                trial = self._peers.find_trial(user)
             except ValueError as error:
                 raise InvalidRequest(
                     f"{error}. Ask the operator of this host to name the experiment of {user.name}."

@@ -62,6 +62,7 @@ async function loadMetrics(run) {
 
 async function choose(run) {
   state.chosen = run;
+  history.replaceState(null, "", `#${encodeURIComponent(run)}`); // a link to this run
   state.overlaid.add(run);
   state.view = {};
   await refresh(["metrics"]);
@@ -79,7 +80,13 @@ function listen() {
   events.onopen = () => setState(true);
   events.onerror = () => setState(false);
   events.onmessage = async (event) => {
-    const { run, parts } = JSON.parse(event.data);
+    const { run, parts, runs } = JSON.parse(event.data);
+    if (runs) {
+      state.runs = runs;
+      if (!runs.some((known) => known.name === state.chosen)) location.reload();
+      drawRuns();
+      return;
+    }
     if (!state.overlaid.has(run)) return;
     await refresh(parts);
     const shown = { curves: ["metrics"], groups: ["groups", "evaluations"], conversations: ["sessions"], failures: ["failures"] };
@@ -115,8 +122,21 @@ function drawHead() {
     ...(summary.model ? { model: summary.model } : {}),
   };
   put($("summary"), ...Object.entries(facts).map(([name, value]) => h("div", {}, h("dt", {}, name), h("dd", {}, value))));
-  $("runs").hidden = state.runs.length < 2;
-  put($("runs"), ...state.runs.map((run) => {
+  drawRuns();
+  put($("tabs"), ...Object.entries(TABS).map(([name, title]) =>
+    h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-selected": String(name === state.tab), onclick: () => show(name) }, title)));
+}
+
+function drawRuns() {
+  const isHost = state.runs.some((run) => run.state);
+  $("runs").hidden = state.runs.length < 2 && !isHost;
+  const list = state.runList ??= h("span", { id: "run-list" });
+  // Made once: what is being typed survives the arrival of a step.
+  state.runSearch ??= h("input", { type: "search", placeholder: "Filter runs by name or state …", "aria-label": "filter runs", oninput: drawRuns });
+  const words = state.runSearch.value.toLowerCase().split(/\s+/).filter(Boolean);
+  const found = state.runs.filter((run) => words.every((word) => `${run.name} ${run.state ?? ""} ${run.failure ?? ""}`.toLowerCase().includes(word)));
+  if (list.parentElement === null) put($("runs"), state.runs.length > 1 && state.runSearch, list);
+  put(list, found.length === 0 && h("span", { class: "facts" }, "No run matches."), ...found.map((run) => {
     const swatch = h("span", { class: "swatch" });
     swatch.style.color = color(run.name);
     const box = h("input", { type: "checkbox", "aria-label": `overlay ${run.name}`, onchange: async (event) => {
@@ -128,10 +148,9 @@ function drawHead() {
     } });
     box.checked = state.overlaid.has(run.name);
     const button = h("button", { type: "button", "aria-pressed": String(run.name === state.chosen), onclick: () => choose(run.name) }, run.name);
-    return h("label", {}, box, swatch, button);
+    const facts = [run.state, run.requests ? `${run.requests} requests` : "", run.starts > 1 ? `${run.starts} starts` : ""].filter(Boolean).join(", ");
+    return h("label", { title: run.failure }, box, swatch, button, run.state && h("span", { class: `facts ${run.failure ? "bad" : ""}` }, ` ${facts}`));
   }));
-  put($("tabs"), ...Object.entries(TABS).map(([name, title]) =>
-    h("button", { type: "button", role: "tab", id: `tab-${name}`, "aria-selected": String(name === state.tab), onclick: () => show(name) }, title)));
 }
 
 const color = (run) => SERIES[state.runs.findIndex((known) => known.name === run) % SERIES.length];
@@ -369,7 +388,10 @@ addEventListener("resize", () => { if (state.tab === "curves") for (const chart 
 
 try {
   state.runs = (await get("runs")).runs;
-  await choose((state.runs.find((run) => run.is_live) ?? state.runs[0]).name);
+  const linked = decodeURIComponent(location.hash.slice(1));
+  const first = state.runs.find((run) => run.name === linked) ?? state.runs.find((run) => run.is_live) ?? state.runs[0];
+  if (first === undefined) put($("view"), h("p", { class: "empty" }, "There is no run yet. It appears here with the first request of its user."));
+  else await choose(first.name);
   listen();
 } catch (error) {
   put($("view"), h("p", { class: "bad" }, error.message));

@@ -135,8 +135,11 @@ class InteractionViews:
             raise NotFound(f"There is no completed interaction {name}; look at the ids of the answers.")
         # The views of its ancestors first, without recursion: a conversation may have more turns than its limit.
         line = [] if name in self._made else [self._interactions[name]]
-        while line and (parent := line[-1].parent) in self._interactions and parent not in self._made:
-            line.append(self._interactions[cast("InteractionId", parent)])
+        while line:
+            parent = line[-1].parent
+            if parent is None or parent in self._made or parent not in self._interactions:
+                break
+            line.append(self._interactions[parent])
         for turn in reversed(line):
             history, completion = self._history(turn), cast("Completion", turn.completion)
             self._made[turn.id] = InteractionWithTokenLogpReward(

@@ -17,7 +17,7 @@ from enum import StrEnum
 from importlib import util
 from pathlib import Path
 
-from attrs import field, frozen
+from attrs import frozen
 
 from areal_actors.errors import ConfigError, EngineError
 from areal_actors.generation.servers.config import Backend, ServerConfig

@@ -79,12 +79,12 @@ DOCKERFILE = """
 # The base is replaced by the host.
 FROM python:3.11-slim AS base
 LABEL a=b
-WORKDIR /work/repo
+WORKDIR /project/repo
 ENV LANG=C.UTF-8 NAME="two words"
 ENV OLD value of it
 COPY --chown=root:root a.txt \\
      b.txt ./
-COPY src/ /work/repo/lib/
+COPY src/ /project/repo/lib/
 COPY ["c.txt", "/data/"]
 COPY a.txt copy/a.txt
 ADD . .
@@ -98,15 +98,15 @@ def test_a_dockerfile_that_copies_needs_no_build(write):
     path = write({"environment/Dockerfile": DOCKERFILE, **files})
     task = load_task(path)
 
-    assert "/work/repo" == task.work_directory
+    assert "/project/repo" == task.work_directory
     assert {"LANG": "C.UTF-8", "NAME": "two words", "OLD": "value of it"} == task.environment
     assert [
-        ("a.txt", "/work/repo"),
-        ("b.txt", "/work/repo"),
-        ("src", "/work/repo/lib"),
+        ("a.txt", "/project/repo"),
+        ("b.txt", "/project/repo"),
+        ("src", "/project/repo/lib"),
         ("c.txt", "/data"),
-        ("a.txt", "/work/repo/copy"),
-        (".", "/work/repo"),
+        ("a.txt", "/project/repo/copy"),
+        (".", "/project/repo"),
     ] == [(str(one.source.relative_to(path / "environment")), one.target) for one in task.copies]
     assert ("/data",) == task.directories
 

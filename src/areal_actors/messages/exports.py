@@ -18,6 +18,7 @@ __all__ = [
     "Exports",
     "Lease",
     "LeaseGroups",
+    "ReplacedGroup",
     "SaveVersion",
     "StoreEpisodes",
 ]

@@ -255,7 +255,8 @@ def fuzz_tokens(session: nox.Session) -> None:
 def chaos(session: nox.Session) -> None:
     """Kill a service and its agents 200 times, and see that nothing is lost. ``-- --profile long``: 1,000 times.
 
-    ``-- datasets`` kills a run over a dataset 50 times; ``-- datasets --kills 500`` as often as it says.
+    ``-- datasets`` kills a run over a dataset 50 times; ``-- datasets --kills 500 --fork`` as often as it says, and
+    faster.
     """
     install(session, "test")
     options = list(session.posargs)

@@ -31,7 +31,9 @@ from rich.console import Console
 NAMES = (
     *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents", "updates", "broadcasts", "tokens"),
     *(
+        "page",
         "connections",
+        "forwarding",
         "proxy",
         "proxies",
         "memory",

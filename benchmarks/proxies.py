@@ -1,7 +1,8 @@
 """Several proxies of one service on one machine: what a request costs all of them, and which process is full first.
 
-The service is a process of its own, with the session manager, the engine (which costs nothing) and the first proxy; the
-others are its children. Load comes over 32 connections, which the kernel deals out. Requests per second are those of a
+The service is a process of its own, with the engine (which costs nothing), sessions, their journal and the first proxy;
+the others are its children, each with sessions, a journal and a proxy. Load comes over 32 connections, one for each
+session. Requests per second are those of a
 machine that the load shares; ``limit`` is what the service could answer if it had a core for each process, from the CPU
 time of the busiest one.
 """
@@ -26,11 +27,13 @@ from benchmarks.load import Connection, converse
 from benchmarks.null_engine import SETUPS, NullEngine
 
 from areal_actors.config import create_config, save_config
+from areal_actors.journal import SqliteJournal
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.messages import OpenSession
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.control_plane import open_proxies
 from areal_actors.run.inference import InferenceConfig, open_actors
+from areal_actors.sessions.intake import IntakeConfig
 
 _NUMBERS = (1, 2, 4)
 _NUM_CONNECTIONS = 32
@@ -153,16 +156,24 @@ async def _open(number: int, directory: Path) -> AsyncIterator[list[str]]:
     save_config(create_config(settings | {"proxy": {"num_processes": number}}), directory / "config.yaml")
     setup = SETUPS["idle"]
     renderer = setup.create_renderer()
-    config = InferenceConfig(proxy=ProxyConfig(num_processes=number))
+    config = InferenceConfig(proxy=ProxyConfig(num_processes=number), intake=IntakeConfig())
     async with (
-        open_actors(config, engine=NullEngine(renderer, setup), renderer=renderer) as inference,
+        SqliteJournal.open(directory / "journal.sqlite") as journal,
+        open_actors(config, engine=NullEngine(renderer, setup), renderer=renderer, journal=journal) as inference,
         open_proxies(
-            inference.actors, inference.endpoint, num_more=number - 1, config=directory / "config.yaml", logs=directory
+            inference.actors,
+            inference.endpoint,
+            num_more=number - 1,
+            config=directory / "config.yaml",
+            logs=directory,
+            handover=inference.handover,
         ) as proxies,
     ):
         with anyio.fail_after(_START_SECONDS):
             await proxies.wait_for(number - 1)
-        opened = [await inference.sessions.ask(OpenSession(task=f"s{n}")) for n in range(_NUM_CONNECTIONS)]
+        opened = [
+            await inference.sessions.ask(OpenSession(task=f"s{n}", is_durable=True)) for n in range(_NUM_CONNECTIONS)
+        ]
         yield [f"{inference.endpoint.url}/{session.session}" for session in opened]
 
 

@@ -288,7 +288,7 @@ class _Run:
             endpoint=Endpoint(url="http://simulated", admin_key=""),
             http_client=http,
             config=RolloutsConfig(group_size=self.scenario.group_size, episode_timeout_seconds=7200.0),
-            problem_at=lambda position, _: Problem(position=position, data={"position": position}),
+            problem_at=lambda draw: Problem(position=draw.position, data={"position": draw.position}),
         )
         await service.spawn(runner, "rollouts")
         tasks.start_soon(self._train, service, name=TRAINER)

@@ -6,8 +6,9 @@ Other names are imported from their modules, such as ``areal_actors.domain`` or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+# Type checkers take the name for that of typing, whose import would be most of the time before `__main__` can see to it
+# that Ctrl-C leaves without a traceback.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
     from areal_actors.cache.rewards import RewardTree, backpropagate
     from areal_actors.client import AgentRunner, AgentSession, OpenAIProxyClient

@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
-from areal_actors.cli import cli, main
+import os
+import signal
+from contextlib import suppress
 
 __all__ = ["cli", "main"]
+
+
+def _leave(*_: object) -> None:
+    os.write(2, b"Interrupted.\n")
+    os._exit(130)  # an exception could become another one inside a module that is being imported
+
+
+# Ctrl-C in the tenth of a second that the imports take leaves without a traceback. A parent such as nohup may have
+# ignored the signal, and threads, on which programs may import this module, cannot set it.
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    with suppress(ValueError):
+        signal.signal(signal.SIGINT, _leave)
+try:
+    from areal_actors.cli import cli, main
+finally:
+    if signal.getsignal(signal.SIGINT) is _leave:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if __name__ == "__main__":
     main()

@@ -146,7 +146,7 @@ class _Run:
             await session.set_last_reward(1.0)
             await session.end_session()
             record = await stage.record(session.session_id)
-            exported = await session.export_interactions(style="individual", discount=1.0)
+            exported = await session.export_episode(style="individual", discount=1.0)
         report = judge(record, exported, stage.engine.cues, stage.engine.recorded())
         faults += self._wrong_files(episode)
         faults += _wrong_figures(episode, report)

@@ -8,13 +8,17 @@ witness saw in all processes:
   weights, or still waits; it is not sampled again, and neither is a finished member of a group that was running
 * a step that is repeated has the same groups with the same tokens, and the same numbers in ``metrics.jsonl``
 * no position is trained twice, and none is left out
+* a recorded turn of an episode that was not over is not sampled again, and of each such episode at most as many turns
+  as were in flight; some agents are not deterministic, some are commands, some are workflows without a session
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import random
+import re
 import shutil
 import signal
 import sys
@@ -22,6 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +34,16 @@ import anyio
 import click
 import yaml
 from attrs import define, field
+from tests.chaos import service
 from tests.chaos.judge import surviving
-from tests.chaos.processes import Child, Failed, Stages, spawn, wait_for
+from tests.chaos.processes import Child, Failed, Stages, fork, spawn, wait_for
 from tests.chaos.stages import DATASET_POINTS, Stage
 
+from areal_actors.config import load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
-from areal_actors.domain import DataPosition, GroupQueued, StepLeased
+from areal_actors.domain import DataPosition, GroupQueued, Problem, StepLeased
 from areal_actors.journal import SqliteJournal
-from areal_actors.rollouts.exporter import ConsumedPositions
 from areal_actors.rollouts.group_journal import RestoredQueue, restore_queue
 from areal_actors.run.job import sampling_digest
 from areal_actors.training.actor import parse_position
@@ -47,23 +53,29 @@ LIFE_SECONDS = 120.0
 """The longest time until a process serves, or makes a step."""
 KILL_SECONDS = 5.0
 """The longest time from then until it is killed."""
+MAX_PARALLEL = 2
+"""The requests that an agent has in flight."""
+SOURCES = ("tools", "command", "workflow")
+Place = tuple[str, int]
 TIMED = ("seconds", "per_second", "sampled_tokens")
 
 
 @define
 class Play:
-    """One run with its kills. ``stored`` are the sessions of each stored group by position, as first seen."""
+    """One run with its kills. ``stored`` are the sessions of each stored group by its place, as first seen."""
 
     directory: Path
     seed: int
     random: random.Random
-    stored: dict[int, tuple[str, ...]] = field(factory=dict)
-    members: dict[tuple[int, int], str] = field(factory=dict)
-    """The sessions of stored members of groups that were running, by position and member."""
+    stored: dict[Place, tuple[str, ...]] = field(factory=dict)
+    members: dict[tuple[Place, int], str] = field(factory=dict)
+    """The sessions of stored members of groups that were running, by place and member."""
     metrics: dict[int, dict[str, Any]] = field(factory=dict)
     problems: list[str] = field(factory=list)
     counts: Counter[str] = field(factory=Counter)
     num_lives: int = 0
+    is_forked: bool = False
+    """Whether processes are copies of this one, which takes a third of the time of new ones."""
 
     @property
     def run_dir(self) -> RunDirectory:
@@ -75,12 +87,19 @@ class Play:
         arguments = ["train", str(self.directory / "run.yaml"), "--run-dir", str(self.run_dir.path), "--resume=auto"]
         variables = {"CHAOS_LIFE": str(self.num_lives)} | ({} if trap is None else {"CHAOS_TRAP": trap})
         self.num_lives += 1
-        return spawn("train", ["-m", "tests.chaos.service", *arguments], directory=self.directory, variables=variables)
+        if not self.is_forked:
+            module = ["-m", "tests.chaos.service", *arguments]
+            return spawn("train", module, directory=self.directory, variables=variables)
 
-    def kill_one(self, stages: Stages) -> None:
-        """Start the run and kill it."""
-        trap = None
-        if self.random.random() < 0.5:
+        def run() -> None:
+            sys.argv[1:] = arguments
+            service.main()
+
+        return fork("train", run, directory=self.directory, variables=variables)
+
+    def kill_one(self, stages: Stages, trap: str | None = None) -> None:
+        """Start the run and kill it, at ``trap`` if that is given."""
+        if trap is None and self.random.random() < 0.5:
             trap = f"{self.random.choice(DATASET_POINTS)}:{self.random.randint(1, 2)}"
         life = self.num_lives
         child = self.start(trap)
@@ -105,15 +124,16 @@ class Play:
         restored = anyio.run(self._read)
         for part in restored.parts:
             for episode in part.group.episodes:
-                known = self.members.setdefault((part.group.problem.position, episode.member), episode.session)
+                known = self.members.setdefault((part.group.problem.place, episode.member), episode.session)
                 if known != episode.session:
                     self.problems.append(f"sampled again: member {episode.member} of {part.group.id}")
         self.counts["members found finished"] += len(restored.parts)
         for entry in restored.held:
-            position = entry.group.problem.position
             sessions = tuple(episode.session for episode in entry.group.episodes)
-            if self.stored.setdefault(position, sessions) != sessions:
-                self.problems.append(f"sampled again: position {position}")
+            if self.stored.setdefault(entry.group.problem.place, sessions) != sessions:
+                self.problems.append(f"sampled again: {entry.group.id}")
+        self.counts["episodes found unfinished"] += len(restored.episodes.episodes)
+        self.counts["their turns"] += sum(len(episode.turns) for episode in restored.episodes.episodes)
         self.counts["groups found waiting"] += len(restored.waiting)
         self.counts["steps found recorded"] += len(restored.steps)
         for record in read_records(self.run_dir.metrics):
@@ -129,26 +149,37 @@ class Play:
         position = DataPosition() if found is None else parse_position(found.counters["caller"])
         async with SqliteJournal.open(self.run_dir.groups) as journal:
             events = [event async for event in journal.read()]
-        consumed = ConsumedPositions(position)
+        config = load_config(self.run_dir.config)
+        is_consumed = config.queue.open_draws(position).is_consumed
         restored = restore_queue(
             events,
             settings=sampling_digest(self.run_dir.config),
             version=0 if found is None else found.step,
-            is_done=consumed.__contains__,
+            is_done=is_consumed,
+            max_staleness=config.limits.max_staleness,
         )
+        if restored.episodes.num_too_old:
+            self.problems.append(f"too old: {restored.episodes.num_too_old} episodes")
         # Groups of the checkpoint are discarded if the run was killed before they were deleted; nothing else is.
         for event in restored.void:
-            if isinstance(event, StepLeased) or (isinstance(event, GroupQueued) and event.position not in consumed):
+            is_lost = isinstance(event, StepLeased)
+            if isinstance(event, GroupQueued):
+                source = event.group.split("-")[1]
+                is_lost = not is_consumed(Problem(position=event.position, source=source, data={}))
+            if is_lost:
                 self.problems.append(f"discarded by the resume: {event}")
         return restored
 
-    def finish(self) -> None:
+    def finish(self, num_steps: int = 3) -> None:
         """Let the run make some steps, and stop it as a user would."""
         child = self.start()
         try:
             newest = max(self.metrics, default=0)
             wait_for(
-                lambda: not child.is_alive or any(r["step"] > newest + 2 for r in read_records(self.run_dir.metrics)),
+                lambda: (
+                    not child.is_alive
+                    or any(r["step"] >= newest + num_steps for r in read_records(self.run_dir.metrics))
+                ),
                 LIFE_SECONDS,
                 "further steps",
             )
@@ -160,30 +191,63 @@ class Play:
     def judge(self, waiting: RestoredQueue) -> None:
         """Compare the steps of all processes with one another, and with what was stored."""
         steps = self._compare_steps()
-        trained: dict[int, Mapping[str, Any]] = {}
+        self._judge_samples()
+        trained: dict[Place, Mapping[str, Any]] = {}
         self.counts["groups trained twice"] = self.counts["groups stored and never trained"] = 0
         for group in (group for step in steps for group in step["groups"]):
-            if group["position"] in trained:
+            place = group["source"], group["position"]
+            if place in trained:
                 self.counts["groups trained twice"] += 1
-                self.problems.append(f"trained twice: position {group['position']}")
-            trained[group["position"]] = group
-        held = {entry.group.problem.position for entry in waiting.held}
-        for position in self.stored.keys() - trained.keys() - held:
+                self.problems.append(f"trained twice: {group['group']}")
+            trained[place] = group
+        held = {entry.group.problem.place for entry in waiting.held}
+        for place in self.stored.keys() - trained.keys() - held:
             self.counts["groups stored and never trained"] += 1
-            self.problems.append(f"lost: position {position}")
-        for position, group in trained.items():
+            self.problems.append(f"lost: {place}")
+        for place, group in trained.items():
             for episode in group["episodes"]:
-                member = self.members.get((position, episode["member"]), episode["session"])
-                if member != episode["session"] or episode["session"] not in self.stored.get(position, (member,)):
-                    self.problems.append(f"sampled again: member {episode['member']} of position {position}")
-        failed = {int(record["task_id"]) for record in read_records(self.run_dir.failures)}
-        missing = sorted({*range(max(trained))} - {*trained} - failed)
+                member = self.members.get((place, episode["member"]), episode["session"])
+                if member != episode["session"] or episode["session"] not in self.stored.get(place, (member,)):
+                    self.problems.append(f"sampled again: member {episode['member']} of {group['group']}")
+        failed = {_place(record["task_id"]) for record in read_records(self.run_dir.failures)}
         self.counts["groups trained"], self.counts["groups that failed"] = len(trained), len(failed)
-        if len(missing) > 16:  # what may run at once
-            self.problems.append(f"left out: positions {missing}")
+        over = {*trained, *failed}
+        for source in SOURCES:
+            last = max((position for name, position in trained if name == source), default=0)
+            missing = [position for position in range(last) if (source, position) not in over]
+            if len(missing) > 16:  # what may run at once
+                self.problems.append(f"left out: positions {missing} of {source}")
         numbers = [record["step"] for record in read_records(self.run_dir.metrics)]
         if numbers != list(range(1, len(numbers) + 1)):
             self.problems.append(f"metrics.jsonl has the steps {numbers}")
+        for name in ("episodes_replayed", "turns_replayed", "episodes_diverged"):
+            self.counts[f"{name} (trained)"] = sum(record[name] for record in read_records(self.run_dir.metrics))
+
+    def _judge_samples(self) -> None:
+        """Compare what the engines of all processes were asked for with the turns that were recorded."""
+        lines = (self.directory / "samples.jsonl").read_text("utf-8").splitlines()
+        events = [json.loads(line) for line in lines]
+        recorded = {event["id"] for event in events if event["event"] == "recorded"}
+        asked: dict[tuple[Any, ...], list[tuple[int, bool]]] = {}
+        """By episode and prompt, the processes that sampled it, and whether it is recorded."""
+        for event in events:
+            if event["event"] == "sampled" and event["key"][0] == "train":
+                asked.setdefault(_prompt_of(event["key"]), []).append((event["life"], event["id"] in recorded))
+        self.counts["samples"] = sum(map(len, asked.values()))
+        self.counts["turns recorded"] = len(recorded)
+        repeated: Counter[tuple[int, tuple[Any, ...]]] = Counter()
+        self.counts["completed turns sampled again"] = 0
+        for prompt, lives in asked.items():
+            for (life, is_recorded), (later, _) in pairwise(lives):
+                if is_recorded and later > life:
+                    self.counts["completed turns sampled again"] += 1
+                    self.problems.append(f"a completed turn was sampled again in process {later}: {prompt}")
+                elif not is_recorded:
+                    repeated[life, prompt[:-1]] += 1
+        self.counts["turns in flight sampled again"] = repeated.total()
+        self.counts["of one episode, at most"] = max(repeated.values(), default=0)
+        if max(repeated.values(), default=0) > MAX_PARALLEL:
+            self.problems.append(f"more turns in flight than an agent has: {repeated.most_common(3)}")
 
     def _compare_steps(self) -> list[Mapping[str, Any]]:
         """Return the steps that led to the last weights."""
@@ -199,6 +263,17 @@ class Play:
         return steps
 
 
+def _place(task: str) -> Place:
+    source, _, position = task.rpartition("-")
+    return source, int(position)
+
+
+def _prompt_of(key: list[Any]) -> tuple[Any, ...]:
+    """Return the episode and the digest of the prompt, from the path of a sample key."""
+    digests = [index for index, part in enumerate(key) if re.fullmatch("[0-9a-f]{16}", str(part))]
+    return tuple(key[: digests[0] + 1])
+
+
 def settings(seed: int) -> dict[str, Any]:
     """A configuration in which many groups wait, and checkpoints are rare."""
     agent = Path(__file__).with_name("tool_agent.py")
@@ -208,13 +283,22 @@ def settings(seed: int) -> dict[str, Any]:
         "seed": seed,
         "total_steps": 100_000,
         "batch_size": 3,
-        "dataset": {"python": f"{agent}:problems", "size": 500, "seed": 0},
-        "rollout": {
-            "workflow": f"{agent}:ToolAgent",
-            "group_size": 3,
-            "max_concurrent_rollouts": 16,
-            "max_head_offpolicyness": 2,
+        "sources": {
+            "tools": {
+                "dataset": {"python": f"{agent}:problems", "size": 500, "seed": 0},
+                "workflow": f"{agent}:ToolAgent",
+                "weight": 2,
+            },
+            "command": {
+                "dataset": {"python": f"{agent}:problems", "size": 500, "seed": 1000},
+                "workflow": {"command": [sys.executable, str(agent.with_name("command_agent.py"))]},
+            },
+            "workflow": {
+                "dataset": {"python": f"{agent}:problems", "size": 500, "seed": 2000},
+                "workflow": f"{agent}:ToolWorkflow",
+            },
         },
+        "rollout": {"group_size": 3, "max_concurrent_rollouts": 16, "max_head_offpolicyness": 2},
         "engine": {"max_concurrent": 32, "max_length": 256, "dtype": "float32"},
         "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.001, "num_warmup_steps": 1}},
         "checkpoint": {"every_steps": 6},
@@ -222,10 +306,12 @@ def settings(seed: int) -> dict[str, Any]:
     }
 
 
-def play(directory: Path, *, seed: int, kills: int) -> Play:
+def play(directory: Path, *, seed: int, kills: int, is_forked: bool = False) -> Play:
     """Kill the run so often, let it go on, and judge it. Raises ``Failed`` if it does not come so far."""
     (directory / "run.yaml").write_text(yaml.safe_dump(settings(seed)), encoding="utf-8")
-    running = Play(directory, seed, random.Random(seed))
+    running = Play(directory, seed, random.Random(seed), is_forked=is_forked)
+    if is_forked:
+        _import_all()
     stages = Stages(directory)
     try:
         for _ in range(kills):
@@ -238,6 +324,14 @@ def play(directory: Path, *, seed: int, kills: int) -> Play:
     return running
 
 
+def _import_all() -> None:
+    """Import what a run imports, before it is copied."""
+    for name in ("run.training", "run.openers", "training.trainer", "training.actor", "generation.torch.engine"):
+        importlib.import_module(f"areal_actors.{name}")
+    for name in ("transformers", "openai", "matplotlib.pyplot", "tests.chaos.tool_agent", "areal_actors.proxy.app"):
+        importlib.import_module(name)
+
+
 def _lines(played: Play) -> Iterator[str]:
     yield f"\n{played.num_lives} processes"
     yield from (f"  {name:<40}{number:>8}" for name, number in sorted(played.counts.items()))
@@ -248,13 +342,14 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.datasets")
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--fork", action="store_true", help="copy this process for each one: faster, and less real")
     parser.add_argument("--directory", type=Path, help="where everything is written down, and kept")
     options = parser.parse_args()
     directory = options.directory or Path(tempfile.mkdtemp(prefix="chaos-"))
     directory.mkdir(parents=True, exist_ok=True)
     click.echo(f"{options.kills} kills, seed {options.seed}, in {directory}")
     try:
-        played = play(directory.absolute(), seed=options.seed, kills=options.kills)
+        played = play(directory.absolute(), seed=options.seed, kills=options.kills, is_forked=options.fork)
         problems = tuple(played.problems)
         click.echo("\n".join(_lines(played)))
     except Failed as error:

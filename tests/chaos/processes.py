@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -9,12 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import psutil
 from attrs import define, field
 from tests.chaos.stages import Stage
 
-__all__ = ["ADMIN_KEY", "MARK", "ROOT", "Child", "Failed", "Stages", "marked", "spawn", "wait_for"]
+__all__ = ["ADMIN_KEY", "MARK", "ROOT", "Child", "Failed", "Stages", "fork", "marked", "spawn", "wait_for"]
 
 ROOT = Path(__file__).parents[2]
 ADMIN_KEY = "admin-key-of-the-chaos-test"
@@ -31,7 +33,7 @@ class Child:
     """A process that was started. ``began`` is when, by the monotonic clock."""
 
     name: str
-    process: subprocess.Popen[str]
+    process: subprocess.Popen[str] | ForkedProcess
     log: Path
     began: float = field(factory=time.monotonic)
 
@@ -67,14 +69,7 @@ class Child:
 def spawn(name: str, arguments: Sequence[str], *, directory: Path, variables: Mapping[str, str]) -> Child:
     """Start a Python in a session of its own, with everything that it prints in ``<name>.log``."""
     log = directory / f"{name}.log"
-    environment = os.environ | {
-        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-        "TOKENIZERS_PARALLELISM": "false",
-        "HF_HUB_OFFLINE": "1",
-        MARK: str(directory),
-    }
+    environment = os.environ | _environment(directory)
     with log.open("a") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -86,6 +81,73 @@ def spawn(name: str, arguments: Sequence[str], *, directory: Path, variables: Ma
             start_new_session=True,
         )
     return Child(name, process, log)
+
+
+def fork(name: str, function: Callable[[], None], *, directory: Path, variables: Mapping[str, str]) -> Child:
+    """Run ``function`` in a copy of this process, which has imported everything, as ``spawn`` does."""
+    log = directory / f"{name}.log"
+
+    def run() -> None:
+        os.setsid()
+        os.environ.update(_environment(directory) | dict(variables))
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        function()
+
+    process = multiprocessing.get_context("fork").Process(target=run)
+    process.start()
+    return Child(name, ForkedProcess(process), log)
+
+
+@define(eq=False)
+class ForkedProcess:
+    """A copy of this process, with the methods of ``subprocess.Popen`` that a child needs."""
+
+    _process: Any
+
+    @property
+    def pid(self) -> int:
+        """Its id."""
+        return int(self._process.pid)
+
+    @property
+    def returncode(self) -> int | None:
+        """Its exit code, if it has ended; that of a signal is negative."""
+        return self.poll()
+
+    def poll(self) -> int | None:
+        """The same."""
+        code: int | None = self._process.exitcode
+        return code
+
+    def kill(self) -> None:
+        """End it with SIGKILL."""
+        self._process.kill()
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal."""
+        if self._process.exitcode is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code. Raises ``subprocess.TimeoutExpired``."""
+        self._process.join(timeout)
+        if self._process.exitcode is None:
+            raise subprocess.TimeoutExpired("fork", timeout or 0.0)
+        return int(self._process.exitcode)
+
+
+def _environment(directory: Path) -> dict[str, str]:
+    return {
+        "PYTHONPATH": f"{ROOT / 'src'}{os.pathsep}{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+        "TOKENIZERS_PARALLELISM": "false",
+        "HF_HUB_OFFLINE": "1",
+        MARK: str(directory),
+    }
 
 
 def marked(directory: Path) -> Iterator[psutil.Process]:

@@ -26,6 +26,7 @@ KINDS = {
     "TurnEnded": Point.TURN,
     "RewardSet": Point.REWARD,
     "SessionEnded": Point.END,
+    "SessionForgotten": Point.FORGET,
     "GroupQueued": Point.QUEUE,
     "StepLeased": Point.LEASE,
     "GroupConsumed": Point.CONSUME,
@@ -38,6 +39,7 @@ class Witness:
 
     def __init__(self, directory: Path, *, life: int, trap: str | None) -> None:
         self._steps = os.open(directory / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        self._samples = os.open(directory / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._stage = os.open(directory / "stage", os.O_WRONLY | os.O_CREAT, 0o644)
         self._life = life
         name, _, times = (trap or "").partition(":")
@@ -73,16 +75,23 @@ class Witness:
         line = json.dumps({"life": self._life, "event": event, **what}) + "\n"
         os.write(self._steps, line.encode())
 
+    def note_sample(self, event: str, **what: Any) -> None:
+        """Write down that the engine was asked for a sample, or that a turn is in the journal."""
+        line = json.dumps({"life": self._life, "event": event, **what}) + "\n"
+        os.write(self._samples, line.encode())
+
 
 def install(witness: Witness) -> None:
     """Wrap what is to be witnessed. The first import of anything heavy happens here."""
     witness.enter(Stage.LOADING)
+    from areal_actors.generation.torch.engine import TorchEngine
     from areal_actors.journal.sqlite import Store
     from areal_actors.training import checkpoints, directories
     from areal_actors.training.trainer import PolicyTrainer
 
     _wrap_start(witness)
     _wrap_journal(witness, Store)
+    _wrap_engine(witness, TorchEngine)
     _wrap_trainer(witness, PolicyTrainer)
     _before(witness, checkpoints, "write_tensors", Point.CHECKPOINT_PART)
     _wrap_install(witness, directories)
@@ -130,12 +139,26 @@ def _wrap_start(witness: Witness) -> None:
     setattr(openers, name, spawning)
 
 
+def _wrap_engine(witness: Witness, engine: Any) -> None:
+    inner = engine.generate
+
+    def generating(self: Any, request: Any) -> Any:
+        witness.note_sample("sampled", id=request.id, key=request.key.path, num_drawn=request.key.num_drawn)
+        return inner(self, request)
+
+    engine.generate = generating
+
+
 def _wrap_journal(witness: Witness, store: Any) -> None:
     encode, write = store.encode, store.write
     kinds: set[Point] = set()
+    turns: list[str] = []
 
     def encoding(self: Any, facts: Sequence[Any]) -> Any:
         kinds.update(KINDS[name] for fact in facts if (name := type(fact).__name__) in KINDS)
+        turns.extend(
+            fact.interaction.id for fact in facts if type(fact).__name__ == "TurnEnded" and fact.request is not None
+        )
         return encode(self, facts)
 
     def writing(self: Any, statements: Any) -> None:
@@ -145,6 +168,9 @@ def _wrap_journal(witness: Witness, store: Any) -> None:
         for kind in chosen:
             witness.reach(f"before {kind}")
         write(self, statements)
+        for turn in turns:
+            witness.note_sample("recorded", id=turn)
+        turns.clear()
         for kind in chosen:
             witness.reach(f"after {kind}")
         witness.leave(Stage.COMMITTING)
@@ -184,7 +210,8 @@ def _wrap_trainer(witness: Witness, trainer: Any) -> None:
 
 def _describe(group: Any) -> dict[str, Any]:
     episodes = [_describe_episode(episode) for episode in group.episodes if episode.failure is None]
-    return {"group": group.id, "position": group.problem.position, "episodes": episodes}
+    place = {"source": group.problem.source, "position": group.problem.position}
+    return {"group": group.id, **place, "episodes": episodes}
 
 
 def _describe_episode(episode: Any) -> dict[str, Any]:

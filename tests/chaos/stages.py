@@ -34,6 +34,7 @@ class Point(StrEnum):
     TURN = "turn"
     REWARD = "reward"
     END = "end"
+    FORGET = "forgotten"
     QUEUE = "queued"
     LEASE = "leased"
     CONSUME = "consumed"
@@ -47,8 +48,8 @@ class Point(StrEnum):
 
 
 _FACTS = (Point.START, Point.TURN, Point.REWARD, Point.END, Point.QUEUE, Point.CONSUME, Point.SAVE)
-_OF_DATASETS = (Point.QUEUE, Point.LEASE, Point.CONSUME, Point.SAVE)
-_OTHERS = tuple(point for point in Point if point not in (*_FACTS, Point.LEASE))
+_OF_DATASETS = (Point.START, Point.TURN, Point.FORGET, Point.QUEUE, Point.LEASE, Point.CONSUME, Point.SAVE)
+_OTHERS = tuple(point for point in Point if point not in (*_FACTS, Point.LEASE, Point.FORGET))
 
 POINTS: tuple[str, ...] = (*(f"{when} {point}" for point in _FACTS for when in ("before", "after")), *_OTHERS)
 """All of them, as ``CHAOS_TRAP`` names them."""

@@ -7,6 +7,7 @@ import json
 import signal
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -53,6 +54,9 @@ def run(monkeypatch):
         return calls
 
     return place
+
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 def invoke(*arguments):
@@ -321,6 +325,45 @@ def test_help_loads_nothing_heavy():
     assert shown.rstrip().endswith("[]")
     assert "areal-actors train examples/" in shown
     assert __version__ in version
+
+
+COMMANDS = {
+    "train": ("tiny.yaml", "--run-dir", "{}/run"),
+    "serve": ("serve.yaml", "fileroot={}"),
+    "host": ("serve.yaml", "fileroot={}"),
+    "try": ("tiny.yaml",),
+    "eval": ("tiny.yaml", "model=tiny", "fileroot={}"),
+    "doctor": ("tiny.yaml", "fileroot={}"),
+    "view": ("{}",),
+    "init": ("{}/job",),
+}
+
+
+@pytest.mark.parametrize(
+    ("command", "loaded"),
+    [*((command, "click.core") for command in COMMANDS), ("train", "areal_actors.config")],
+)
+def test_ctrl_c_while_modules_are_imported_leaves_without_a_traceback(tmp_path, command, loaded):
+    """Real processes, each interrupted as soon as a module is loaded: 130, one line, and nothing on the disk."""
+    words = (command, *(word.format(tmp_path) for word in COMMANDS[command]))
+    # A shell starts background jobs with SIGINT ignored, and children inherit that unless this process handles it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(
+        [sys.executable, "-X", "importtime", "-m", "areal_actors", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=EXAMPLES,
+    )
+    signal.signal(signal.SIGINT, before)
+    assert process.stderr is not None
+    assert any(line.endswith(f" {loaded}\n") for line in process.stderr)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+
+    said = "".join(line for line in said.splitlines(keepends=True) if not line.startswith("import time:"))
+    assert (process.returncode, said) == (130, "Interrupted.\n")
+    assert not list(tmp_path.iterdir())
 
 
 def test_settings_load_no_torch():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,9 @@ from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = (ROOT / "docs" / "mistakes.md").read_text(encoding="utf-8")
 AGENTS = """
 class NoRun:
     pass
@@ -59,7 +62,7 @@ MISTAKES = [
     (("train", "empty.yaml"), "experiment_name is missing; it must be text"),
     (("train", "broken.yaml"), "broken.yaml:2:1 is not valid YAML: expected ',' or ']'"),
     ((*TRAIN, "dataset={jsonl: nothere.jsonl}"), "nothere.jsonl cannot be read: No such file"),
-    ((*TRAIN, "dataset={jsonl: empty.jsonl}"), "The dataset has no problems; check its source"),
+    ((*TRAIN, "dataset={jsonl: empty.jsonl}"), "empty.jsonl has no problems: 0 in all."),
     ((*TRAIN, "dataset={jsonl: bad.jsonl}"), "bad.jsonl, line 2 is not JSON"),
     ((*TRAIN, "dataset={python: 'tiny_agent.py:problem'}"), "did you mean problems?"),
     ((*TRAIN, "dataset=null"), "dataset is missing: the problems to train on"),
@@ -98,6 +101,12 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
+def row_of(command: tuple[str, ...], stderr: str, place: Path) -> str:
+    """Return the row of a mistake on the page of mistakes: the command, and what it prints."""
+    message = stderr.replace(f"{place}/", "").replace(sys.executable, "python").partition("Error: ")[2]
+    return f"| `{' '.join(command)}` | {' '.join(message.split())} |"
+
+
 @pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[" ".join(command) for command, _ in MISTAKES])
 def test_a_mistake_is_explained(
     place: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], message: str
@@ -110,6 +119,7 @@ def test_a_mistake_is_explained(
     assert message in result.stderr
     assert result.exit_code in (1, 2)
     assert "Traceback" not in result.stderr
+    assert f"\n{row_of(command, result.stderr, place)}\n" in PAGE
     assert [] == [path for path in place.glob("runs/*/*/*") if path.is_file()]
 
 

@@ -192,7 +192,7 @@ async def test_other_clients_of_ours_bring_their_own_keys():
     async with open_scripted_proxy(config=ProxyConfig(session_urls=False)) as proxy, open_session(proxy):
         async with OpenAIProxyClient(proxy.url, admin_key=proxy.endpoint.admin_key) as other:
             pass
-        assert 0 == (await other.export_interactions()).num_turns
+        assert 0 == (await other.export_episode()).num_turns
 
 
 async def test_waiting_for_room(monkeypatch):

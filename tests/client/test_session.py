@@ -37,10 +37,10 @@ async def test_an_episode_from_start_to_rows():
             first, second = await _ask(session), await _ask(session)
             await session.set_reward(first.id, np.float32(0.5))
             last = await session.set_last_reward(True)
-        episode = await session.export_interactions(discount=0.9, style="individual")
-        again = await session.export_interactions(discount=0.9, style="individual")
+        episode = await session.export_episode(discount=0.9, style="individual")
+        again = await session.export_episode(discount=0.9, style="individual")
         with pytest.raises(Unprocessable, match="style"):
-            await session.export_interactions(style="baroque")
+            await session.export_episode(style="baroque")
 
     assert session.session_id.startswith("task-7-")
     assert session.base_url == session.session_url == f"{proxy.url}/{session.session_id}/v1"

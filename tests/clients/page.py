@@ -24,7 +24,7 @@ _HEAD = """\
 
 Real clients, each in an environment of its own with the versions named below, are run against the proxy: on a socket,
 with real sessions and a real chat template, while a script in the place of the model says what clients stumble over
-(thinking, text beside tool calls, odd spacing and escapes in arguments, line breaks at the beginning, many alphabets).
+(thinking, text next to tool calls, odd spacing and escapes in arguments, line breaks at the beginning, many alphabets).
 Tools are run by the client's own loop where it has one, and follow-up turns come from its own memory.
 `nox -s clients` runs all of them and writes this page; `nox -s clients -- langchain` runs one.
 

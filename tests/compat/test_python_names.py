@@ -276,7 +276,7 @@ async def test_the_client_of_a_session() -> None:
                 one, _ = await ask(), await ask()
             await session.set_reward(one, 0.5)
             await session.set_last_reward(1.0)
-        episode = await session.export_interactions(discount=0.9, style="individual")
+        episode = await session.export_episode(discount=0.9, style="individual")
 
     assert session.session_url.endswith("/v1")
     assert session.session_id.startswith("task-0-0-")

@@ -396,3 +396,10 @@ def test_proxies_of_one_service_need_its_sessions_in_the_same_process():
         create_config(settings | {"scheduler": {"roles": {"sessions": {}}}})
     for roles in ({}, {"generation": {}}, {"sessions": {}, "proxy": {"replicas": 3}}):
         assert 3 == create_config(settings | {"scheduler": {"roles": roles}}).proxy.num_processes
+
+
+def test_a_cluster_without_jobs_is_refused():
+    """Otherwise everything would run on the login node, without a word."""
+    with pytest.raises(ConfigError, match=r"scheduler type is slurm, and no role is placed"):
+        create_config(MINIMAL | {"scheduler": {"type": "slurm"}})
+    create_config(MINIMAL | {"scheduler": {"type": "slurm", "roles": {"trainer": {}}}})

@@ -121,6 +121,15 @@ def test_the_documentation_explains_every_key():
     assert set(STEP_KEYS) == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
 
 
+def test_the_documentation_says_how_each_metric_should_look():
+    """``docs/healthy_runs.md`` has every key once, in the first column of its tables."""
+    page = (Path(__file__).parents[2] / "docs" / "healthy_runs.md").read_text()
+    columns = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
+    keys = [key for column in columns for key in re.findall(r"`(\w+)`", column)]
+
+    assert sorted(keys) == sorted(STEP_KEYS)
+
+
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.floats() | st.text() | st.lists(st.floats())))
 def test_a_record_is_one_line_of_strict_json(record):
     """Whatever it holds."""
@@ -128,6 +137,28 @@ def test_a_record_is_one_line_of_strict_json(record):
 
     assert text.count("\n") == 1
     assert set(json.loads(text, parse_constant=pytest.fail)) == set(record)
+
+
+def test_sources_are_labels_of_gauges(tmp_path):
+    """Names that differ in punctuation only are two sources; a source that the latest step lacks has no number."""
+    directory = RunDirectory(path=tmp_path)
+    lines = [
+        {"step": 1, "source/old/reward": 0.0},
+        {
+            "step": 2,
+            "source/a-b/reward": 0.25,
+            "source/a.b/reward": 0.75,
+            "source/a.b/groups": 3,
+            "source/a-b/groups": None,
+        },
+    ]
+    directory.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert {
+        "step_step": 2,
+        "step_source_reward": {"a-b": 0.25, "a.b": 0.75},
+        "step_source_groups": {"a.b": 3},
+    } == read_gauges(directory)
 
 
 def test_gauges_are_the_numbers_of_the_latest_step(tmp_path):

@@ -122,6 +122,15 @@ def test_a_thousand_long_sessions_stay_small(tmp_path, news, decode):
     assert write_report(directory).stat().st_size < 3_000_000
 
 
+def test_only_the_owner_can_read_the_report(tmp_path):
+    """It has conversations, as sessions.jsonl has; also one that an earlier release wrote."""
+    directory = RunDirectory(path=tmp_path)
+    directory.metrics.write_text('{"step": 1, "version": 1, "reward": 0.25}\n')
+    directory.report.touch(mode=0o644)
+
+    assert 0o600 == write_report(directory).stat().st_mode & 0o777
+
+
 def test_a_crashed_run_has_a_report_too(tmp_path):
     """A directory with half a line of metrics, and nothing else, is enough."""
     directory = RunDirectory(path=tmp_path / "crashed" / "trial")

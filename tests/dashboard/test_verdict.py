@@ -87,6 +87,16 @@ def test_a_source_whose_groups_are_replaced_is_named():
     assert (find_verdict(steps) or "").startswith("Source bad: 16 of 16 groups had equal rewards in the last 8 steps")
 
 
+def test_a_source_whose_episodes_all_fail_is_named():
+    """It has no reward; those that a workflow rejected on purpose are not blamed on it."""
+    bad = {"source/bad/reward": None, "source/bad/episodes": 8, "source/bad/failed_episodes": 8}
+    steps = [STEP | {"reward": index / 10} | bad for index in range(NUM_JUDGED_STEPS)]
+    rejected = [step | {"source/bad/rejected_episodes": 8} for step in steps]
+
+    assert (find_verdict(steps) or "").startswith("Source bad: 64 of 64 episodes failed in the last 8 steps")
+    assert find_verdict(rejected) is None
+
+
 def test_a_source_without_signal_is_named_though_the_run_learns():
     """The mean of all sources rises; one of them was never rewarded."""
     steps = [

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 
 import pytest
+from attrs import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
+from areal_actors.datasets import Problems
 from areal_actors.datasets.difficulty import DifficultyConfig, Pool, ProblemPools
-from areal_actors.domain import Episode, Group, GroupId, PoolsState, Problem, SessionId
+from areal_actors.domain import DataPosition, Episode, Group, GroupId, PoolsState, Problem, SessionId
+from areal_actors.errors import DatasetError
+from areal_actors.training.actor import parse_position
 
 ON = DifficultyConfig(enabled=True)
 
@@ -26,6 +31,13 @@ SOLVED, HALF, UNSOLVED = group_of(1, 1), group_of(1, 0), group_of(0, 0.5)
 events = st.lists(st.sampled_from(["draw", "solved", "half", "unsolved"]), max_size=40)
 
 
+def reload(state: PoolsState) -> PoolsState:
+    """The state after it was written to a checkpoint and read again."""
+    found = parse_position({"position": json.loads(json.dumps(asdict(DataPosition(pools=state))))}).pools
+    assert found is not None
+    return found
+
+
 def play(pools: ProblemPools, history: list[str], *, position: int, running: list[int]) -> tuple[list[int], int]:
     """Draw at one position after the other, and learn of the oldest that runs; returns the rows that were drawn."""
     rows = []
@@ -39,14 +51,24 @@ def play(pools: ProblemPools, history: list[str], *, position: int, running: lis
     return rows, position
 
 
-@given(before=events, after=events, size=st.integers(1, 12), seed=st.integers(0, 99))
-def test_a_resumed_run_draws_the_same(before: list[str], after: list[str], size: int, seed: int) -> None:
+configs = st.builds(
+    DifficultyConfig,
+    enabled=st.just(True),
+    retire_after=st.none() | st.integers(1, 3),
+    order_by=st.sampled_from([None, "level"]),
+)
+
+
+@given(before=events, after=events, size=st.integers(1, 12), seed=st.integers(0, 99), config=configs)
+def test_a_resumed_run_draws_the_same(
+    before: list[str], after: list[str], size: int, seed: int, config: DifficultyConfig
+) -> None:
     """From the summary at any moment: what runs is run again as it was, and what follows is the same."""
-    pools = ProblemPools(ON, num_problems=size, seed=seed)
+    pools = ProblemPools(config, num_problems=size, seed=seed)
     running: list[int] = []
     _, position = play(pools, before, position=0, running=running)
     state = pools.summary()
-    resumed = ProblemPools(ON, num_problems=size, seed=seed, start=state)
+    resumed = ProblemPools(config, num_problems=size, seed=seed, start=reload(state))
 
     assert [pools.draw(at) for at in running] == [resumed.draw(at) for at in running]
     assert state == resumed.summary()
@@ -61,6 +83,45 @@ def test_every_problem_comes_before_one_comes_twice(size: int, seed: int) -> Non
     pools = ProblemPools(ON, num_problems=size, seed=seed)
 
     assert set(range(size)) == {pools.draw(position) for position in range(size)}
+
+
+@given(history=events, size=st.integers(1, 6), limit=st.integers(1, 3), seed=st.integers(0, 99))
+def test_a_problem_that_was_solved_often_enough_is_retired(
+    history: list[str], size: int, limit: int, seed: int
+) -> None:
+    """It is not drawn again as long as there are others; one group that does not solve it begins the count anew."""
+    pools = ProblemPools(DifficultyConfig(enabled=True, retire_after=limit), num_problems=size, seed=seed)
+    in_a_row, running = [0] * size, list[tuple[int, int]]()
+    for position, event in enumerate(history):
+        if event == "draw":
+            row = pools.draw(position)
+            assert in_a_row[row] < limit or min(in_a_row) >= limit
+            running.append((position, row))
+        elif running:
+            at, row = running.pop(0)
+            pools.learn(at, {"solved": SOLVED, "half": HALF, "unsolved": UNSOLVED}[event])
+            in_a_row[row] = in_a_row[row] + 1 if event == "solved" else 0
+    retired = sum(num >= limit for num in in_a_row)
+
+    assert retired == pools.sizes().retired == pools.count(Pool.RETIRED)
+
+
+def test_easier_problems_come_first() -> None:
+    """In the order of a number of the problems, as often as none is known; the problems know it by any path."""
+    rows = [{"n": n, "metadata": {"level": (7 * n) % 10}} for n in range(10)]
+    problems = Problems(rows).ordered_by("metadata.level")
+    pools = ProblemPools(DifficultyConfig(enabled=True, order_by="metadata.level"), num_problems=10)
+    levels = [problems.at(at, pools.draw(at)).data["metadata"]["level"] for at in range(20)]
+
+    assert [*range(10), *range(10)] == levels
+    assert [0, 1] == [row.data["a.b"] for row in Problems([{"a.b": 1}, {"a.b": 0}]).ordered_by("a.b").all()]
+
+
+@pytest.mark.parametrize("row", [{}, {"level": "easy"}, {"level": None}, {"level": True}, {"level": float("nan")}])
+def test_a_problem_without_a_difficulty_is_named(row: dict[str, object]) -> None:
+    """With its number, before anything runs."""
+    with pytest.raises(DatasetError, match=r"difficulty\.order_by is level, and problem 1 has .* instead of a number"):
+        Problems([{"level": 1}, row]).ordered_by("level")
 
 
 def learnt(config: DifficultyConfig) -> ProblemPools:
@@ -121,4 +182,6 @@ def test_settings_that_contradict_each_other_are_refused() -> None:
         DifficultyConfig(easy_above=0.2, hard_below=0.2)
     with pytest.raises(ValueError, match=r"add up to 1\.5"):
         DifficultyConfig(easy_fraction=0.75, hard_fraction=0.75)
+    with pytest.raises(ValueError, match="retire_after has no effect without enabled"):
+        DifficultyConfig(retire_after=1)
     assert PoolsState() == ProblemPools(ON, num_problems=2).summary()

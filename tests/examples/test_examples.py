@@ -10,7 +10,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+from click.testing import CliRunner
 
+from areal_actors.__main__ import cli
 from areal_actors.bugs import FixFunction
 from areal_actors.config import load_config
 from areal_actors.datasets import load_problems
@@ -134,6 +136,23 @@ def test_the_job_of_several_sources_trains(tmp_path):
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
 
     assert (4, 2) == (row["source/short/groups"], row["source/long/groups"])
+
+
+@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bwrap")
+def test_one_run_trains_reasoning_tool_use_and_bug_fixing(tmp_path):
+    """On bugs that were made before, by the command of the example; no episode fails."""
+    words = ["--level", "0", "--num", "2", "--package", "textwrap"]
+    CliRunner().invoke(cli, ["tasks", "bugs", str(tmp_path / "bugs"), *words], catch_exceptions=False)
+    overrides = [f"sources.bugs.dataset.harbor={tmp_path / 'bugs'}", "total_steps=1", "logging.display=none"]
+    Trainer(load_config(EXAMPLES / "skills.yaml", overrides)).train(run_dir=tmp_path / "run")
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
+    sources = ("reasoning", "tools", "bugs")
+
+    assert [2, 1, 1] == [row[f"source/{name}/groups"] for name in sources]
+    assert [8, 4, 2] == [row[f"source/{name}/episodes"] for name in sources]
+    assert 0 == row["failed_episodes"]
+    assert row["source/tools/tokens_mean"] <= 2 * 44
+    assert 0 == row["source/reasoning/retired_problems"]
 
 
 def test_the_job_of_bugs_can_be_read(tmp_path):

@@ -53,7 +53,9 @@ class Framework:
     @property
     def is_installed(self) -> bool:
         """Whether this environment has what the agent needs."""
-        has_module = self.module is None or find_spec(self.module) is not None
+        # A directory of this name on the path is a package, too, without an origin.
+        spec = None if self.module is None else find_spec(self.module)
+        has_module = self.module is None or (spec is not None and spec.origin is not None)
         return has_module and (self.program is None or which(self.program) is not None)
 
 

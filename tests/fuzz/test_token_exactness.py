@@ -170,7 +170,7 @@ def test_a_token_parent_must_begin_the_prompt() -> None:
     """What the engine saw does not begin with what it sampled before."""
     log = {**LOG, "b": recorded([1, 2, 3, 5, 5], [6])}
 
-    assert any("the prompt, beside" in violation for violation in find_prompt_violations(RECORD, log))
+    assert any("the prompt, next to" in violation for violation in find_prompt_violations(RECORD, log))
 
 
 def test_styles_must_agree_on_returns() -> None:

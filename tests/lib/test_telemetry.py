@@ -102,11 +102,15 @@ def test_a_quiet_stream_does_not_quieten_the_file(tmp_path):
     assert stream.getvalue() == ""
 
 
-@given(prefix=st.sampled_from(["", "train-5-0-", "task.a_b-"]), secret=st.binary(min_size=16, max_size=16))
-def test_secrets_are_cut_wherever_they_stand(prefix, secret):
+@given(
+    prefix=st.sampled_from(["", "train-5-0-", "task.a_b-"]),
+    secret=st.binary(min_size=16, max_size=16),
+    process=st.sampled_from(["", ".1", ".27"]),
+)
+def test_secrets_are_cut_wherever_they_stand(prefix, secret, process):
     """The random part of a session id or key never survives in a URL, a message, a header or a fact."""
     token = base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
-    session, stream = prefix + token, io.StringIO()
+    session, stream = prefix + token + process, io.StringIO()
 
     with logging_to_stream(stream):
         log.warning(
@@ -114,8 +118,8 @@ def test_secrets_are_cut_wherever_they_stand(prefix, secret):
             f"http://127.0.0.1:8000/{session}/v1/chat/completions",
             f"Session {session} ended 40 s ago",
             session=session,
-            api_key=f"sk-{token}",
-            headers={"Authorization": f"Bearer sk-{token}"},
+            api_key=f"sk-{token}{process}",
+            headers={"Authorization": f"Bearer sk-{token}{process}"},
             urls=(f"http://127.0.0.1:8000/{session}/rl/set_reward", f"http://127.0.0.1:8000/{session}"),
         )
 

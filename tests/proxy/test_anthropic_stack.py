@@ -56,7 +56,7 @@ async def test_what_was_sampled_is_what_is_exported(is_stream):
         second = await _ask(client, is_stream=is_stream, messages=history, tools=[TOOL])
         await stack.session.set_reward(second.id, 1.0)
         await stack.session.end_session()
-        (row,) = (await stack.session.export_interactions(discount=0.9, style="concat")).trajectories
+        (row,) = (await stack.session.export_episode(discount=0.9, style="concat")).trajectories
 
     expected = [*sampled("Let me see.\n" + CALLS), *sampled("It is 408 and 60.")]
     assert [call.input for call in calls] == [{"a": 12, "b": 34}, {"a": 12, "b": 5}]

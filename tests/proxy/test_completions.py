@@ -260,7 +260,7 @@ async def test_what_was_sampled_is_what_is_exported(is_stream):
         await stack.session.set_reward(second, 1.0)
         turns = await stack.record()
         await stack.session.end_session()
-        (row,) = (await stack.session.export_interactions(discount=0.9, style="concat")).trajectories
+        (row,) = (await stack.session.export_episode(discount=0.9, style="concat")).trajectories
 
     read = [renderer().encode(text, is_start=False).tolist() for text in (prompt, "And times 5?")]
     assert text == "<think>408?"

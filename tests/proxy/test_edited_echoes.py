@@ -49,7 +49,7 @@ async def test_a_default_that_claude_code_adds_to_a_call_forgets_no_turn():
         await stack.session.set_reward(answer.id, 1.0)
         await stack.session.end_session()
         turns = await stack.record()
-        rows = (await stack.session.export_interactions(discount=1.0, style="individual")).trajectories
+        rows = (await stack.session.export_episode(discount=1.0, style="individual")).trajectories
 
     assert [turn.fork for turn in turns] == [ForkReason.ROOT, None, None, *[EDITED] * 5]
     assert [turn.parent for turn in turns] == [None, *(turn.id for turn in turns[:-1])]
@@ -80,7 +80,7 @@ async def test_a_code_agent_that_puts_its_stop_string_back_forgets_no_turn():
         await stack.session.set_reward(answer["id"], 1.0)
         await stack.session.end_session()
         turns = await stack.record()
-        rows = (await stack.session.export_interactions(discount=1.0, style="individual")).trajectories
+        rows = (await stack.session.export_episode(discount=1.0, style="individual")).trajectories
 
     assert [(turn.parent, turn.fork) for turn in turns] == [(None, ForkReason.ROOT), (turns[0].id, EDITED)]
     assert [row.reward for row in rows] == [1.0, 1.0]

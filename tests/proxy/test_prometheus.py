@@ -19,7 +19,7 @@ from areal_actors.proxy import ProxyServer
 from areal_actors.testing.engines import EchoEngine
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
-NUMBERS = {"step_reward": 0.5, "step_loss": -0.25, "journal_bytes": 4096.0}
+NUMBERS = {"step_reward": 0.5, "step_source_reward": {"a-b": 0.25, "a.b": 0.75}, "journal_bytes": 4096.0}
 
 
 def expressions() -> list[str]:
@@ -37,7 +37,7 @@ def test_the_dashboard_asks_for_documented_metrics():
     assert len(names) > 20
     for name in names:
         known = name.removesuffix("_bucket").removeprefix("areal_step_")
-        assert f"`{known}`" in document, name
+        assert f"`{known}`" in document or f"`{name}`" in document, name
 
 
 async def find_free_port() -> int:
@@ -89,6 +89,9 @@ async def test_prometheus_reads_what_a_service_says(tmp_path: Path):
                 assert "0.5" == found[0]["value"][1]
                 for expression in expressions():
                     await ask(expression)
+                rewards = await ask("areal_step_source_reward")
+                by_source = {each["metric"]["source"]: each["value"][1] for each in rewards}
+                assert {"a-b": "0.25", "a.b": "0.75"} == by_source
                 (build,) = await ask("areal_build_info")
                 assert build["metric"]["version"]
         finally:

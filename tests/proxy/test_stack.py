@@ -64,7 +64,7 @@ async def test_what_was_sampled_is_what_is_exported(renderer):
         second = await client.chat.completions.create(model="m", messages=history, tools=[TOOL])
         await session.set_last_reward(1.0)
         await session.end_session()
-        (row,) = (await session.export_interactions(discount=0.9, style="concat")).trajectories
+        (row,) = (await session.export_episode(discount=0.9, style="concat")).trajectories
         models = [model.id async for model in client.models.list()]
 
     sampled = [*_ids(renderer, CALL), *_ids(renderer, "It is 408.")]

@@ -196,7 +196,7 @@ async def test_the_trusted_client_gives_its_agent_the_lesser_key():
             answer = await http.post(f"{session.base_url}/chat/completions", json=QUESTION, headers=headers)
             await session.set_reward(answer.json()["id"], 0.5)
             shown = json.dumps([repr(session), repr(inference)])
-        episode = await session.export_interactions()
+        episode = await session.export_episode()
 
     assert 0.5 == episode.reward
     assert session.completion_key not in shown

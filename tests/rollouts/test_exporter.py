@@ -6,6 +6,7 @@ from itertools import islice
 
 import anyio
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.stacks.inference_stack import InferenceStack, echo_of, open_inference_stack, say
@@ -20,6 +21,7 @@ from areal_actors.domain import (
     InteractionId,
     Problem,
     SessionId,
+    SourcePosition,
     Trajectory,
 )
 from areal_actors.errors import Conflict, ExportError, NotFound
@@ -35,7 +37,8 @@ from areal_actors.messages import (
     SetReward,
     SettlePermit,
 )
-from areal_actors.rollouts.exporter import ExportConfig, QueueConfig, positions_from
+from areal_actors.rollouts.draws import positions_from
+from areal_actors.rollouts.exporter import ExportConfig, QueueConfig
 from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 
 pytestmark = pytest.mark.anyio
@@ -294,7 +297,9 @@ async def test_a_resumed_exporter_goes_on_from_the_position():
 
 
 async def begin(inference: InferenceStack, num: int, *, version: int = 0) -> list[int]:
-    return [(await inference.exports.ask(BeginGroup(version=version, num_problems=4))).position for _ in range(num)]
+    return [
+        (await inference.exports.ask(BeginGroup(version=version, num_problems={"": 4}))).position for _ in range(num)
+    ]
 
 
 async def test_problems_are_given_out_in_order_and_those_that_were_left_first():
@@ -374,6 +379,26 @@ async def test_groups_without_signal_are_replaced_up_to_a_bound():
         assert ([8], 1) == (positions_of(following), len(following.drawn.replaced))
 
 
+async def test_groups_that_failed_are_told_with_the_next_lease():
+    """Their places are taken by others; those that a workflow rejected on purpose are told apart."""
+    failed, rejected, partly = (make_group(position, num_trained=0) for position in range(3))
+    failure = Episode(session=SessionId("f"), member=0, failure="boom")
+    failed = evolve(failed, episodes=(failure, evolve(failure, member=1)))
+    rejected = evolve(rejected, episodes=(evolve(failure, is_rejected=True),))
+    partly = evolve(partly, episodes=(*failed.episodes, *rejected.episodes))
+    async with open_inference_stack() as inference:
+        accepted = await deliver(inference, failed, rejected, partly, make_group(3))
+        lease = await inference.exports.ask(ask_for(1))
+        await inference.exports.ask(AcknowledgeLease(lease=lease.id))
+        await deliver(inference, make_group(4))
+        following = await inference.exports.ask(ask_for(1))
+
+        assert [False, False, False, True] == accepted
+        told = [(group.num_failed, group.num_rejected, group.is_rejected) for group in lease.drawn.failed]
+        assert [(2, 0, False), (1, 1, True), (3, 1, False)] == told
+        assert () == following.drawn.failed == lease.drawn.replaced
+
+
 async def test_the_lengths_of_what_was_drawn_are_told_once():
     """Trained or not: of each successful episode, since the last lease."""
     replacing = {"queue": QueueConfig(max_replaced=2), "has_signal": has_even_position}
@@ -394,12 +419,12 @@ async def test_draws_by_difficulty_are_kept_with_the_position():
     """The checkpoint's position says which rows were drawn, how they were solved, and what still runs."""
     pools = {"queue": QueueConfig(difficulty=DifficultyConfig(enabled=True), seed=3)}
     async with open_inference_stack(exporter=pools) as inference:
-        draws = [await inference.exports.ask(BeginGroup(version=0, num_problems=4)) for _ in range(3)]
+        draws = [await inference.exports.ask(BeginGroup(version=0, num_problems={"": 4})) for _ in range(3)]
         await deliver(inference, make_group(0))
         lease = await inference.exports.ask(ask_for(1, max_staleness=3))
         position = await inference.exports.ask(AcknowledgeLease(lease=lease.id))
     async with open_inference_stack(exporter=pools, start=position) as inference:
-        again = [await inference.exports.ask(BeginGroup(version=1, num_problems=4)) for _ in range(2)]
+        again = [await inference.exports.ask(BeginGroup(version=1, num_problems={"": 4})) for _ in range(2)]
 
     assert len({draw.row for draw in draws}) == 3
     assert draws[1:] == again
@@ -446,7 +471,7 @@ async def test_every_accepted_group_is_trained_once_or_dropped(program: list[tup
     assert set(trained) <= accepted
     assert version > 1 or set(trained) == accepted
     assert [where for where in range(30) if where not in fates] == list(
-        islice(positions_from(consumed), 30 - len(fates))
+        islice(positions_from(SourcePosition(next=consumed.next, pending=consumed.pending)), 30 - len(fates))
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import anyio
 import pytest
@@ -20,8 +21,10 @@ from areal_actors.domain import (
     DataPosition,
     Group,
     GroupConsumed,
+    GroupId,
     GroupQueued,
     JournalEvent,
+    Problem,
     StepLeased,
     VersionSaved,
 )
@@ -46,7 +49,8 @@ from areal_actors.messages import (
     StoreEpisodes,
     VersionAdvanced,
 )
-from areal_actors.rollouts.exporter import ConsumedPositions, QueueConfig
+from areal_actors.rollouts.draws import DrawConfig
+from areal_actors.rollouts.exporter import QueueConfig
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, StoredGroup, restore_queue
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, spawn_session_actors
@@ -55,7 +59,19 @@ from areal_actors.testing.engines import EchoEngine
 pytestmark = pytest.mark.anyio
 
 LIMITS = CapacityLimits(max_concurrent=6, batch_size=2, max_staleness=1)
-POOLS = QueueConfig(difficulty=DifficultyConfig(enabled=True), seed=3)
+QUEUES = {
+    "plain": QueueConfig(),
+    "pools": QueueConfig(difficulty=DifficultyConfig(enabled=True), seed=3),
+    "sources": QueueConfig(sources={"a": DrawConfig(weight=1.0), "b": DrawConfig(weight=2.0)}),
+}
+Place = tuple[str, int]
+"""A source and a position."""
+
+
+def group_at(place: Place, **options: Any) -> Group:
+    group = make_group(place[1], **options)
+    problem = Problem(source=place[0], position=place[1], data={})
+    return evolve(group, id=GroupId(f"train-{problem.task}"), problem=problem)
 
 
 class Killable(MemoryJournal):
@@ -85,27 +101,28 @@ class World:
     events: list[JournalEvent] = field(factory=list)
     saved: int = 0
     position: DataPosition = field(factory=DataPosition)
-    steps: dict[int, list[int]] = field(factory=dict)
-    """The positions that each step was given, by all processes."""
+    steps: dict[int, list[Place]] = field(factory=dict)
+    """The problems that each step was given, by all processes."""
+    queue: QueueConfig = field(factory=QueueConfig)
 
     @property
-    def stored(self) -> set[int]:
-        return {event.position for event in self.events if isinstance(event, GroupQueued) and "/" not in event.group}
+    def stored(self) -> set[Place]:
+        return {place_of(event) for event in self.events if isinstance(event, GroupQueued) and "/" not in event.group}
 
     @property
-    def parts(self) -> set[int]:
-        """The positions of groups of which only a member is stored."""
-        queued = {event.position for event in self.events if isinstance(event, GroupQueued) and event.content}
+    def parts(self) -> set[Place]:
+        """The problems of groups of which only a member is stored."""
+        queued = {place_of(event) for event in self.events if isinstance(event, GroupQueued) and event.content}
         return queued - self.stored
 
     def restore(self, version: int | None = None) -> RestoredQueue:
-        done = ConsumedPositions(self.position)
+        done = self.queue.open_draws(self.position)
         at = self.saved if version is None else version
-        return restore_queue(self.events, settings="s", version=at, is_done=done.__contains__)
+        return restore_queue(self.events, settings="s", version=at, is_done=done.is_consumed)
 
     @asynccontextmanager
     async def open_process(
-        self, journal: MemoryJournal, *, queue: QueueConfig, progress: Ref[Progress] | None = None
+        self, journal: MemoryJournal, *, progress: Ref[Progress] | None = None
     ) -> AsyncIterator[Process]:
         restored = self.restore()
         async with ActorSystem.open(grace=0.0) as system:
@@ -113,7 +130,7 @@ class World:
             await group_journal.discard(restored)
             actors = await spawn_session_actors(
                 system,
-                InferenceConfig(limits=LIMITS, queue=queue),
+                InferenceConfig(limits=LIMITS, queue=self.queue),
                 renderer=renderer(),
                 generation=await system.spawn(GenerationActor(EchoEngine(lambda _: encode("42")))),
                 version=self.saved,
@@ -136,32 +153,33 @@ class Process:
     capacity: Ref[Capacity]
     version: int
     position: DataPosition
-    stored: set[int]
-    parts: set[int]
-    begun: list[tuple[int, int, int]] = field(factory=list)
+    stored: set[Place]
+    parts: set[Place]
+    begun: list[tuple[Place, int, int]] = field(factory=list)
     lease: Lease | None = None
 
     async def begin(self) -> None:
         if (await self.capacity.ask(DescribeCapacity())).available <= 0:
             return
         permit = await self.capacity.ask(ClaimPermit(holder="test"))
-        draw = await self.exports.ask(BeginGroup(version=permit.version, num_problems=5))
-        assert draw.position not in self.stored, "a stored group is not sampled again"
-        assert bool(draw.finished) == (draw.position in self.parts), "nor is a stored member"
-        self.begun.append((draw.position, permit.id, permit.version))
+        draw = await self.exports.ask(BeginGroup(version=permit.version, num_problems={"": 5}))
+        place = draw.source, draw.position
+        assert place not in self.stored, "a stored group is not sampled again"
+        assert bool(draw.finished) == (place in self.parts), "nor is a stored member"
+        self.begun.append((place, permit.id, permit.version))
 
     async def store(self) -> None:
         """A member of the newest group is over, and others are not."""
         if self.begun:
-            position, _, version = self.begun[-1]
-            await self.exports.ask(StoreEpisodes(group=make_group(position, version=version), member=0))
+            place, _, version = self.begun[-1]
+            await self.exports.ask(StoreEpisodes(group=group_at(place, version=version), member=0))
 
     async def deliver(self, at: int = 0) -> None:
         """The oldest group is over; of every third, nothing can be trained."""
         if len(self.begun) <= at:
             return
-        position, permit, version = self.begun.pop(at)
-        group = make_group(position, version=version, num_trained=0 if position % 3 == 2 else 2)
+        place, permit, version = self.begun.pop(at)
+        group = group_at(place, version=version, num_trained=0 if place[1] % 3 == 2 else 2)
         is_accepted = await self.exports.ask(DeliverGroup(group=group))
         await self.capacity.ask(SettlePermit(permit=permit, is_accepted=is_accepted))
 
@@ -172,8 +190,8 @@ class Process:
         with anyio.move_on_after(1):
             wanted = LeaseGroups(num_groups=LIMITS.batch_size, version=self.version, max_staleness=1)
             self.lease = await self.exports.ask(wanted)
-            positions = [group.problem.position for group in self.lease.groups]
-            assert self.world.steps.setdefault(self.version + 1, positions) == positions, "a step is always the same"
+            places = [group.problem.place for group in self.lease.groups]
+            assert self.world.steps.setdefault(self.version + 1, places) == places, "a step is always the same"
             assert max(group.head_version for group in self.lease.groups) <= self.version
 
     async def step(self) -> None:
@@ -198,22 +216,26 @@ MOVES = st.lists(
 )
 
 
-@given(lives=st.lists(st.tuples(MOVES, st.integers(0, 3)), max_size=5), has_pools=st.booleans())
+def place_of(event: GroupQueued) -> Place:
+    """The problem of a group by its name."""
+    _, source, position = f"-{event.group.partition('/')[0]}".rsplit("-", 2)
+    return ("" if source == "train" else source), int(position)
+
+
+@given(lives=st.lists(st.tuples(MOVES, st.integers(0, 3)), max_size=5), queue=st.sampled_from(sorted(QUEUES)))
 async def test_killed_at_any_moment_each_group_is_trained_once_in_its_step(
-    lives: list[tuple[list[str], int]],
-    has_pools: bool,  # noqa: FBT001 - a parameter of the test
+    lives: list[tuple[list[str], int]], queue: str
 ):
     """Stored groups are not sampled again, recorded steps have their groups, and no position is lost or repeated."""
-    world, queue = World(), POOLS if has_pools else QueueConfig()
+    world = World(queue=QUEUES[queue])
     rounds = ["begin"] * 6 + ["deliver"] * 6 + ["step"] * 3
     for moves, kept in [*lives, (rounds * 4 + ["save"], 0)]:
         journal = Killable(world.events, kept=kept)
-        async with world.open_process(journal, queue=queue) as process:
+        async with world.open_process(journal) as process:
             for move in moves:
                 await getattr(process, move)()
         world.events = journal.surviving
-    trained = [position for version in range(1, world.saved + 1) for position in world.steps[version]]
-    done = {*trained, *(position for position in range(max(trained)) if position % 3 == 2)}
+    trained = [place for version in range(1, world.saved + 1) for place in world.steps[version]]
 
     assert world.saved >= 4
     if world.position.pools is not None:
@@ -221,7 +243,10 @@ async def test_killed_at_any_moment_each_group_is_trained_once_in_its_step(
         num_done = world.position.next - len(world.position.pending)
         assert num_drawn == num_done + len(world.position.pools.assigned), "each problem is drawn once"
     assert len(trained) == len(set(trained))
-    assert max(trained) - len(done) < LIMITS.max_concurrent  # the others run, or wait for a batch
+    for source in world.queue.sources or [""]:
+        own = [position for name, position in trained if name == source]
+        done = {*own, *(position for position in range(max(own)) if position % 3 == 2)}
+        assert max(own) - len(done) < LIMITS.max_concurrent  # the others run, or wait for a batch
 
 
 def stored(position: int, *, version: int = 0, settings: str = "s", is_rejected: bool = False) -> list[JournalEvent]:
@@ -245,7 +270,7 @@ def positions(groups: tuple[StoredGroup, ...]) -> list[int]:
 def test_what_a_checkpoint_contains_is_not_restored():
     """Steps up to its version are over, and so are the problems that it counts as done."""
     events = [*stored(0), *stored(1), leased(1, 0), leased(2, 1), *stored(2)]
-    restored = restore_queue(events, settings="s", version=1, is_done={0}.__contains__)
+    restored = restore_queue(events, settings="s", version=1, is_done=lambda problem: problem.position == 0)
 
     assert [(2, [1])] == [(step.version, positions(step.groups)) for step in restored.steps]
     assert ([2], 3) == (positions(restored.waiting), restored.next_step)
@@ -331,7 +356,7 @@ async def test_a_batch_that_cannot_be_trained_is_sampled_again():
     """A resumed run would fail on it again."""
     world = World()
     journal = Killable(world.events, kept=99)
-    async with world.open_process(journal, queue=QueueConfig()) as process:
+    async with world.open_process(journal) as process:
         for move in ("begin", "begin", "deliver", "deliver", "lend"):
             await getattr(process, move)()
         assert process.lease is not None
@@ -344,12 +369,12 @@ async def test_a_batch_that_cannot_be_trained_is_sampled_again():
 async def test_a_journal_that_breaks_does_not_end_the_run():
     """Groups are trained on; only a crash samples them again."""
     world, journal = World(), Breakable()
-    async with world.open_process(journal, queue=QueueConfig()) as process:
+    async with world.open_process(journal) as process:
         journal.is_broken = True
         for move in ("begin", "begin", "deliver", "deliver", "step", "save"):
             await getattr(process, move)()
 
-    assert (1, {1: [0, 1]}) == (process.version, world.steps)
+    assert (1, {1: [("", 0), ("", 1)]}) == (process.version, world.steps)
     assert [] == journal.events
 
 
@@ -370,7 +395,7 @@ async def test_restored_episodes_are_reported_once():
         notebook = Notebook()
         progress = await system.spawn(notebook)
         for _ in range(2):
-            async with world.open_process(Killable(world.events, kept=0), queue=QueueConfig(), progress=progress):
+            async with world.open_process(Killable(world.events, kept=0), progress=progress):
                 await anyio.wait_all_tasks_blocked()
             world.saved, world.position = 1, DataPosition(next=1)  # the second process resumes from there
 

@@ -15,6 +15,7 @@ from areal_actors.domain import Credential, DataPosition, SessionId
 from areal_actors.errors import EpisodeError, NotFound
 from areal_actors.kernel.failure import root_cause
 from areal_actors.messages import (
+    CountLostProxies,
     DescribeCapacity,
     EpisodeFinished,
     Evaluate,
@@ -24,6 +25,7 @@ from areal_actors.messages import (
 )
 from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.control_plane import DirectoryActor
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.workflows import EpisodeContext
 from areal_actors.workflows import context as workflow_context
@@ -416,6 +418,45 @@ async def test_an_episode_that_could_not_reach_the_proxy_is_run_again():
     assert [1.0] == [episode.reward for episode in lease.groups[0].episodes]
     assert None is told[0].failure
     assert 0 == num_left
+
+
+class LossyDirectory(DirectoryActor):
+    """Knows of as many lost proxies as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lost = 0
+
+    @CountLostProxies.handler
+    async def count_lost_proxies(self, message: CountLostProxies) -> int:
+        return self.num_lost
+
+
+async def test_an_episode_that_lost_its_proxy_is_run_again_although_another_one_answers():
+    """Its connection broke a moment before the loss was noticed. One that broke without a loss has failed."""
+    attempts, directory = [], LossyDirectory()
+
+    async def lose() -> None:
+        await anyio.sleep(0.1)  # virtual
+        directory.num_lost += 1
+
+    async def act(episode: Episode) -> float:
+        attempts.append(episode.session)
+        if len(attempts) == 1:
+            tasks.start_soon(lose)
+        if len(attempts) < 3:
+            raise httpx.ReadError("Connection reset")
+        await episode.ask()
+        return 1.0
+
+    config, limits = RolloutsConfig(group_size=1), CapacityLimits(max_concurrent=1, batch_size=1)
+    opening = open_rollout_stack(act, is_producing=True, config=config, limits=limits, directory=directory)
+    async with anyio.create_task_group() as tasks, opening as rollout_stack:
+        await rollout_stack.inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))
+        told = [item.episode for item in rollout_stack.notebook.news if isinstance(item, EpisodeFinished)]
+
+    assert 3 <= len(attempts)
+    assert [True, False] == [episode.failure is not None for episode in told][:2]
 
 
 async def test_a_proxy_that_stays_out_of_reach_ends_the_run():

@@ -90,7 +90,7 @@ async def open_stage(
             http_client=http_client,
             engine=EpisodeEngine(inference.generation, renderer()),
             config=config or RolloutsConfig(group_size=2, episode_timeout_seconds=60),
-            problem_at=problem_at if is_producing else None,
+            problem_at=(lambda draw: problem_at(draw.position, draw.row)) if is_producing else None,
             held_out=tuple(map(problem_at, range(2))),
         )
         yield inference, await inference.system.spawn(runner, name="rollouts"), notebook

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -159,6 +160,47 @@ def test_two_users_train_behind_one_url(tmp_path: Path):
     assert (200, 401, 0) == (woken.status_code, stranger.status_code, running.returncode)
     assert not psutil.pid_exists(pid)
     assert any(RunDirectory(path=fileroot / "ada/trial").checkpoints.iterdir())
+
+
+def test_a_finished_trial_answers_with_its_own_weights(tmp_path: Path):
+    """After its training, and after a restart of the host, which neither trains it again nor sets it aside.
+
+    With ``serve.exit_when_trained`` its user gets 410, and no process is started for it.
+    """
+    fileroot, once = tmp_path / "runs", ("total_steps=1", "logging.page=false", "trainer.optimizer.learning_rate=0.1")
+    record = RunDirectory(path=fileroot / "ada/trial").record
+
+    def answer(admin: httpx.Client) -> list[float]:
+        """The log-probabilities of the likeliest tokens: the same weights give the same."""
+        body = {"model": "policy", "max_tokens": 4, "temperature": 0.0, "logprobs": True}
+        body["messages"] = [{"role": "user", "content": "say 7"}]
+        said = admin.post("/v1/chat/completions", json=body, headers=headers).raise_for_status().json()
+        return [token["logprob"] for token in said["choices"][0]["logprobs"]["content"]]
+
+    with host(fileroot, *once) as (running, admin):
+        key = admin.post("/keys", json={"user": "ada", "experiment": "ada"}).json()["key"]
+        headers = {"authorization": f"Bearer {key}"}
+        untrained = answer(admin)
+        anyio.run(train, str(admin.base_url), key)
+        wait_until(lambda: json.loads(record.read_text())["status"] == "serving")
+        trained = answer(admin)
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=MAX_SECONDS)
+    with host(fileroot, *once) as (running, admin):
+        restarted = answer(admin)
+        session = start(admin, headers)
+        asked = ask(admin, session["api_key"])
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=MAX_SECONDS)
+    with host(fileroot, *once, "serve.exit_when_trained=true") as (_, admin):
+        refused = [ask(admin, key), ask(admin, key)]
+        started = pids(admin)
+
+    assert trained == pytest.approx(restarted)
+    assert trained != pytest.approx(untrained)
+    assert (200, 1) == (asked.status_code, num_steps(fileroot, "ada/trial"))
+    assert ["trial"] == [path.name for path in (fileroot / "ada").iterdir() if path.is_dir()]
+    assert ([410, 410], {}) == ([answer.status_code for answer in refused], started)
 
 
 BARE = {"experiment_name": "bare", "total_steps": 1, "model": "tiny"}

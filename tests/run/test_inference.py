@@ -6,11 +6,12 @@ import threading
 
 import anyio
 import pytest
+from attrs import frozen
 from openai import AsyncOpenAI
 
-from areal_actors.errors import ModelError, NotFound, RewardError
+from areal_actors.errors import EngineError, ModelError, NotFound, RewardError
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.kernel import ActorSystem
+from areal_actors.kernel import Actor, ActorSystem, Message
 from areal_actors.messages import CollectSession
 from areal_actors.run import open_inference
 from areal_actors.run.inference import InferenceConfig
@@ -51,6 +52,45 @@ async def test_a_block_that_raises_raises_its_own_error():
         async with open_inference("tiny", CONFIG) as inference, inference.session():
             await inference.sessions.stop()
             raise KeyError("mine")
+
+
+class Engines:
+    """The protocol of an actor of the app."""
+
+
+@frozen
+class Break(Message[Engines, None]):
+    """Crash."""
+
+
+class Crashing(Actor[Engines]):
+    """Raises the error of an engine when it is told to."""
+
+    @Break.handler
+    async def crash(self, message: Break) -> None:
+        raise EngineError("the engine is lost")
+
+
+@pytest.mark.parametrize("is_started", [False, True])
+async def test_the_crash_of_an_actor_is_one_error(*, is_started):
+    """``except ArealError`` catches it: it is in no exception group, whichever way the actors are opened."""
+    opening = open_inference("tiny", CONFIG)
+    with pytest.raises(EngineError, match="the engine is lost"), anyio.fail_after(60):
+        if is_started:
+            inference = await opening.start()
+            await (await inference.system.spawn(Crashing())).tell(Break())
+            await opening.aclose()
+        else:
+            async with opening as inference:
+                await (await inference.system.spawn(Crashing())).tell(Break())
+                await anyio.sleep_forever()
+
+
+async def test_a_group_that_the_block_raises_is_its_own():
+    """It may come from a task group of the app, which knows what to do with it."""
+    with pytest.raises(ExceptionGroup, match="of the app"):
+        async with open_inference("tiny", CONFIG):
+            raise ExceptionGroup("of the app", [EngineError("one"), EngineError("two")])
 
 
 async def test_nothing_is_left_behind():

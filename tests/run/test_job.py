@@ -12,7 +12,8 @@ from attrs import evolve
 
 from areal_actors.config import create_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.errors import ConfigError, ModelError, WorkflowError
+from areal_actors.datasets import DatasetConfig
+from areal_actors.errors import ConfigError, DatasetError, ModelError, WorkflowError
 from areal_actors.models import resolve_model
 from areal_actors.run.job import create_policy, no_checkpoint, prepared_directory
 from areal_actors.run.serving import Server
@@ -30,9 +31,10 @@ def create(device: str, **trainer):
 
 
 def test_the_policy_lives_on_its_device():
-    """Named, it is that one; in a gang the ranks take theirs later, and until then it is on the CPU."""
+    """Named, it is that one; in a gang the ranks take theirs later, and until then weights stay in their files."""
     assert "cpu" == create("cpu").model.device.type
-    assert "cpu" == create("auto", gang={"num_processes": 2}).model.device.type
+    policy = create("auto", gang={"num_processes": 2})
+    assert all(weight.is_meta for weight in policy.model.parameters())
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
@@ -112,6 +114,36 @@ def test_an_agent_that_cannot_start_or_an_interrupt_moves_no_run_away(tmp_path, 
 
     assert directory.metrics.read_text() == "{}"
     assert ["trial"] == [path.name for path in directory.path.parent.iterdir() if path.is_dir()]
+
+
+def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
+    """It is loaded while the engine gets its weights, when the record, the journal and the display exist already."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    with prepared_directory(configure(), directory, resume=False):
+        directory.metrics.write_text("{}")
+    config = evolve(configure(), dataset=DatasetConfig(huggingface="nobody/nothing", split="train"))
+
+    with pytest.raises(DatasetError, match="neither a directory here nor in the cache"):
+        Trainer(config).train("examples/tiny_agent.py:TinyAgent", run_dir=directory.path)
+
+    assert directory.metrics.read_text() == "{}"
+    assert ["trial"] == [path.name for path in directory.path.parent.iterdir() if path.is_dir()]
+
+
+@pytest.mark.parametrize("work", ["metrics.jsonl", "failures.jsonl", "checkpoints/step-1", "rollout/0/1.jsonl", None])
+def test_what_was_sampled_or_trained_is_kept(tmp_path, work):
+    """Bad input that shows later ends the run, and its results stay; files without content are no results."""
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    with pytest.raises(WorkflowError), prepared_directory(configure(), directory, resume=False):
+        directory.record.write_text("{}")
+        directory.metrics.touch()
+        if work is not None:
+            directory.path.joinpath(work).parent.mkdir(parents=True, exist_ok=True)
+            directory.path.joinpath(work).write_text("{}")
+        raise WorkflowError("the agent does not work any more")
+
+    assert directory.path.exists() == (work is not None)
 
 
 def test_a_resumption_that_is_refused_keeps_the_settings_of_the_run(tmp_path):

@@ -72,7 +72,7 @@ async def test_a_number_for_the_session_reaches_all_of_its_conversations(how: st
                 url = f"{session.base_url.removesuffix('/v1')}/rl/finalize"
                 key = {"authorization": f"Bearer {session.api_key}"}
                 assert (await http.post(url, json={"final_reward": 1.0}, headers=key)).is_success
-        exported = [await session.export_interactions(discount=0.5, style=style) for style in sorted(STYLES)]
+        exported = [await session.export_episode(discount=0.5, style=style) for style in sorted(STYLES)]
 
     for episode in exported:
         assert {
@@ -90,7 +90,7 @@ async def test_rewards_of_answers_stay_where_they_are():
         first, sub, second, last = await talk(session.base_url, session.api_key)
         await session.set_reward(sub, 0.5)
         await session.set_last_reward(1.0)
-        episode = await session.export_interactions(discount=1.0)
+        episode = await session.export_episode(discount=1.0)
 
     found = {name: value for name, (value, _) in credits_of(episode).items()}
     assert {first: 0.0, second: 0.0, sub: 0.5, last: 1.0} == found
@@ -101,11 +101,11 @@ async def test_unrewarded_conversations_are_skipped_or_zero_if_so_configured():
     async with open_sessions(Unrewarded.SKIP) as session:
         first, sub, second, last = await talk(session.base_url, session.api_key)
         await session.end_session(1.0)
-        skipped = await session.export_interactions(discount=1.0, style="concat")
+        skipped = await session.export_episode(discount=1.0, style="concat")
     async with open_sessions(Unrewarded.ZERO) as session:
         *_, final = await talk(session.base_url, session.api_key)
         await session.end_session(1.0)
-        zero = await session.export_interactions(discount=1.0, style="concat")
+        zero = await session.export_episode(discount=1.0, style="concat")
 
     assert [last] == list(credits_of(skipped))
     reasons = {entry.interaction: entry.reason for entry in skipped.untrained}

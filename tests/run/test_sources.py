@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
+import torch
 
-from areal_actors import Trainer, create_config
+from areal_actors import GenerationConfig, ModelRequest, RolloutWorkflow, Trainer, create_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.errors import ConfigError, DatasetError, EpisodeError
+from areal_actors.errors import ConfigError, DatasetError, EpisodeError, WorkflowError
+from areal_actors.run.trying import try_agent
 
 HERE = Path(__file__)
 SCRIPT = """
@@ -112,6 +116,76 @@ def test_a_resumed_run_goes_on_with_the_same_problems(tmp_path: Path) -> None:
     assert rewards(whole) == rewards(resumed)
 
 
+def drawn_problems(path: Path) -> dict[str, list[tuple[int, str]]]:
+    """By source, the position and the text of each problem that was run, in order."""
+    found = set()
+    for file in RunDirectory(path=path).rollouts.glob("*/*.jsonl"):
+        row = json.loads(file.read_text().splitlines()[0])
+        (name, _, position), (text,) = row["task_id"].partition("-"), re.findall(r"say \d+", row["prompt"])
+        found.add((name, int(position), text))
+    return {name: sorted((at, text) for source, at, text in found if source == name) for name, _, _ in found}
+
+
+def test_each_source_goes_on_with_its_epochs_when_the_weights_change(tmp_path: Path) -> None:
+    """A resumed run with other weights, and one with another source, leave out and repeat no problem."""
+    path, (a, b) = tmp_path / "run", (source(), source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50}))
+    train(path, {"a": a, "b": b}, total_steps=2)
+    train(path, {"a": a | {"weight": 3.0}, "b": b}, total_steps=3, resume=True)
+    c = source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 70})
+    train(path, {"c": c, "b": b}, total_steps=4, resume=True)
+    steps = train(path, {"a": a, "b": b | {"weight": 3.0}}, total_steps=5, resume=True)
+    drawn = drawn_problems(path)
+
+    assert [(2, 2, None), (2, 2, None), (3, 1, None), (None, 2, 2), (1, 3, None)] == [
+        tuple(row.get(f"source/{name}/groups") for name in "abc") for row in steps
+    ]
+    for name, first in (("a", 0), ("b", 50), ("c", 70)):
+        positions = [position for position, _ in drawn[name]]
+        assert list(range(len(positions))) == positions
+        for start in range(0, len(positions), 4):
+            texts = [text for _, text in drawn[name][start : start + 4]]
+            assert len(texts) == len(set(texts) & {f"say {first + index}" for index in range(4)})
+    assert [8, 10, 2] == [len(drawn[name]) for name in "abc"]
+
+
+def levels(num: int, seed: int) -> Any:
+    """The hardest problem is the first."""
+    return ({"text": f"say {seed + index}", "level": num - index} for index in range(num))
+
+
+class Solver(Asker):
+    """It solves the two easiest problems always, and the others never."""
+
+    async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
+        length = await super().run(data, base_url, http_client, **extra_kwargs)
+        return 1.0 if data["level"] <= 2 else length / 1000
+
+
+def test_a_curriculum_changes_what_is_drawn(tmp_path: Path) -> None:
+    """The easiest come first, and those that are solved once are not drawn again; also after a resumption."""
+    curriculum = {"enabled": True, "order_by": "level", "retire_after": 1, "hard_fraction": 0.0}
+    own = source(
+        dataset={"python": f"{HERE}:levels", "size": 4, "seed": 0}, workflow=f"{HERE}:Solver", difficulty=curriculum
+    )
+    sources = {"own": own, "plain": source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50})}
+    steps = train(tmp_path / "whole", sources, total_steps=4)
+    train(tmp_path / "parts", sources, total_steps=2)
+    resumed = train(tmp_path / "parts", sources, total_steps=4, resume=True)
+    drawn = drawn_problems(tmp_path / "whole")
+
+    assert [3, 2, 1, 0, 1, 0, 1, 0] == [int(text.split()[1]) for _, text in drawn["own"]]
+    assert [set(range(50, 54))] * 2 == [
+        {int(text.split()[1]) for _, text in drawn["plain"][start : start + 4]} for start in (0, 4)
+    ]
+    pools = [(row["source/own/retired_problems"], row["source/own/solve_rate"]) for row in steps]
+    assert [(0, None), (2, 1.0), (2, 0.5), (2, 0.5)] == pools
+    assert [(row["retired_problems"], row["solve_rate"]) for row in steps] == pools
+    assert "source/plain/solve_rate" not in steps[0]
+    assert drawn == drawn_problems(tmp_path / "parts")
+    keys = [key for key in steps[0] if not key.endswith(("seconds", "_mean", "per_second", "sampled_tokens"))]
+    assert [[row[key] for key in keys] for row in steps] == [[row[key] for key in keys] for row in resumed]
+
+
 def test_a_source_whose_groups_are_all_replaced_keeps_its_numbers(tmp_path: Path) -> None:
     """Its rewards are all equal, so that none of its groups is trained; the verdict needs to know."""
     sources = {"good": source(), "equal": source(workflow_kwargs={"factor": 0.0})}
@@ -126,11 +200,147 @@ def test_a_source_whose_groups_are_all_replaced_keeps_its_numbers(tmp_path: Path
     assert row["episodes"] + 2 * replaced == episodes
 
 
+class Moody(Asker):
+    """It fails on even numbers."""
+
+    async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
+        if int(data["text"].split()[1]) % 2 == 0:
+            raise ValueError("an even number")
+        return await super().run(data, base_url, http_client, **extra_kwargs)
+
+
+def test_groups_that_fail_as_a_whole_are_counted(tmp_path: Path) -> None:
+    """Of the run, and of their source; the step trains others in their places."""
+    steps = train(tmp_path / "run", {"good": source(), "moody": source(workflow=f"{HERE}:Moody")})
+    failures = RunDirectory(path=tmp_path / "run").failures.read_text().splitlines()
+    num_failed = sum(row["failed_episodes"] for row in steps)
+
+    assert num_failed == len(failures) > 0
+    assert num_failed == sum(row["source/moody/failed_episodes"] for row in steps)
+    assert num_failed == 2 * sum(row["source/moody/failed_groups"] for row in steps)
+    assert [(8, 0)] * 2 == [
+        (row["episodes"] - row["failed_episodes"], row["source/good/failed_groups"]) for row in steps
+    ]
+
+
 def test_an_empty_source_is_named(tmp_path: Path) -> None:
-    """Among several, the one that has no problems."""
+    """Among several, the one that has no problems; so is a set of held-out problems."""
     (tmp_path / "none.jsonl").touch()
+    none = {"jsonl": str(tmp_path / "none.jsonl")}
     with pytest.raises(DatasetError, match=r"^sources\.none: "):
-        train(tmp_path / "run", {"some": source(), "none": source(dataset={"jsonl": str(tmp_path / "none.jsonl")})})
+        train(tmp_path / "run", {"some": source(), "none": source(dataset=none)})
+    with pytest.raises(DatasetError, match=r"^eval_datasets\.some: "):
+        train(tmp_path / "held_out", {"some": source()}, eval_datasets={"some": none})
+
+
+def test_the_agent_of_a_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    """With the setting of the source, not that of the run."""
+    sources = {"some": source(), "boxed": source(sandbox={"backend": "bubblewrap"})}
+    with pytest.raises(WorkflowError, match=r"^sources\.boxed: sources\.boxed\.sandbox: bubblewrap isolates"):
+        train(tmp_path / "run", sources)
+    with pytest.raises(WorkflowError, match=r"^sources\.lost: "):
+        train(tmp_path / "run", {"some": source(), "lost": source(workflow=f"{HERE}:Nothing")})
+
+
+class Slow:
+    """It never answers."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await anyio.sleep_forever()
+        return 0.0
+
+
+def test_the_limit_of_a_source_is_named(tmp_path: Path) -> None:
+    """An episode that takes longer names the setting to raise."""
+    slow = source(workflow=f"{HERE}:Slow", episode_timeout_seconds=0.01)
+    with pytest.raises(EpisodeError, match=r"raise sources\.slow\.episode_timeout_seconds if"):
+        train(tmp_path / "run", {"good": source(), "slow": slow}, total_steps=100)
+
+
+def trained(path: Path, **settings: Any) -> list[dict[str, Any]]:
+    """The numbers of the steps, without those of sources and of time."""
+    Trainer(create_config(settings_of(settings.pop("sources", {}), **settings))).train(run_dir=path)
+    records = map(json.loads, RunDirectory(path=path).metrics.read_text().splitlines())
+    timed = ("seconds", "per_second", "seconds_mean")
+    return [
+        {key: value for key, value in row.items() if not key.endswith(timed) and not key.startswith("source/")}
+        for row in records
+    ]
+
+
+def test_a_single_source_equals_a_dataset(tmp_path: Path) -> None:
+    """The same problems, samples, gradients and weights, bit by bit."""
+    one, rollout = source(), {"group_size": 2, "max_head_offpolicyness": 0}
+    plain = trained(
+        tmp_path / "plain", dataset=one["dataset"], rollout=rollout | {"workflow": one["workflow"]}, total_steps=3
+    )
+    single = trained(tmp_path / "single", sources={"only": one}, total_steps=3)
+    weights = [(tmp_path / name / "weights" / "model.safetensors").read_bytes() for name in ("plain", "single")]
+
+    assert plain == single
+    assert any(row.get("grad_norm") for row in plain)
+    assert weights[0] == weights[1]
+
+
+class Sampler(RolloutWorkflow):
+    """It asks the engine for six tokens."""
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        request = ModelRequest(input_ids=[5, 6, 7], gconfig=GenerationConfig(max_new_tokens=6))
+        found = await engine.agenerate(request)
+        return {
+            "input_ids": torch.tensor([found.input_tokens + found.output_tokens]),
+            "attention_mask": torch.ones(1, 3 + found.output_len, dtype=torch.bool),
+            "loss_mask": torch.tensor([[0] * 3 + [1] * found.output_len]),
+            "logprobs": torch.tensor([[0.0] * 3 + found.output_logprobs]),
+            "versions": torch.tensor([[-1] * 3 + found.output_versions]),
+            "rewards": torch.tensor([float(found.output_len)]),
+        }
+
+
+def test_a_source_limits_the_tokens_of_its_answers(tmp_path: Path) -> None:
+    """Of agents and of workflows that sample from the engine, which ask for six."""
+    sources = {
+        "agent": source(max_tokens=2),
+        "workflow": source(workflow=f"{HERE}:Sampler", max_tokens=1),
+        "free": source(),
+    }
+    rollout = {"group_size": 2, "max_head_offpolicyness": 0, "max_tokens": 3}
+    (row,) = train(tmp_path / "run", sources, total_steps=1, batch_size=6, rollout=rollout)
+    means = [row[f"source/{name}/tokens_mean"] for name in sources]
+
+    assert all(0 < mean <= limit for mean, limit in zip(means, (2, 1, 3), strict=True))
+    assert means[2] > 2
+
+
+def test_a_source_is_tried_with_groups_of_its_size() -> None:
+    """The numbers of episodes are those of training."""
+    config = create_config(settings_of({"two": source(), "three": source(group_size=3)}))
+    summary = try_agent(config, num_problems=2)
+
+    assert {"two-0": 2, "three-0": 3} == {group.problem.task: len(group.episodes) for group in summary.groups}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "advantages", "warned"),
+    [
+        ((None, 2), {"normalisation": "grpo"}, ["sources.a.group_size"]),
+        ((1, 1), {"normalisation": "reinforce_plus_plus"}, []),
+        ((1, 1), {"unit": "row"}, []),
+    ],
+)
+def test_groups_of_one_are_warned_of_where_members_are_compared(
+    tmp_path: Path, sizes: tuple[int | None, int], advantages: dict[str, str], warned: list[str]
+) -> None:
+    """As serve does; their advantages would all be zero."""
+    sources = {name: source(group_size=size) for name, size in zip("ab", sizes, strict=True)}
+    rollout = {"group_size": 1, "max_head_offpolicyness": 0}
+    trainer = {"dtype": "float32", "advantages": advantages}
+    train(tmp_path / "run", sources, total_steps=1, rollout=rollout, trainer=trainer)
+    log = RunDirectory(path=tmp_path / "run").log.read_text()
+
+    assert warned == re.findall(r"([\w.]+) is 1, and grpo compares", log)
+    assert len(warned) == log.count("advantages_will_be_zero")
 
 
 def test_a_source_that_always_fails_is_named(tmp_path: Path) -> None:
@@ -152,7 +362,7 @@ def test_a_source_that_always_fails_is_named(tmp_path: Path) -> None:
             {"eval_dataset": {"jsonl": "x.jsonl"}},
             "no agent for the held-out problems of eval_dataset",
         ),
-        ({"a": source()}, {"rollout": {"difficulty": {"enabled": True}}}, "rollout.difficulty draws from one dataset"),
+        ({"a": source(difficulty={"order_by": "level"})}, {}, "order_by has no effect without enabled: true"),
     ],
 )
 def test_sources_that_cannot_be_run_are_refused(
@@ -167,7 +377,7 @@ def test_sources_that_cannot_be_run_are_refused(
 
 def test_a_source_without_an_agent_has_that_of_the_run(tmp_path: Path) -> None:
     """And a run without either is refused before it begins."""
-    with pytest.raises(ConfigError, match="workflow is missing"):
+    with pytest.raises(ConfigError, match=r"sources\.a\.workflow is missing"):
         train(tmp_path / "none", {"a": source(workflow=None)})
     rollout = {"workflow": f"{HERE}:Asker", "group_size": 2, "max_head_offpolicyness": 0}
     (row,) = train(tmp_path / "run", {"a": source(workflow=None)}, rollout=rollout, total_steps=1)

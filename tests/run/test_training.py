@@ -7,11 +7,12 @@ import os
 import resource
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,8 @@ def wait_until(is_true: Callable[[], bool]) -> None:
 
 
 def essence(run_dir: Path) -> list[dict[str, Any]]:
-    """What a run learnt, without the time that it took, and what was sampled meanwhile."""
-    took = ("seconds", "per_second", "sampled_tokens")
+    """What a run learnt, without the time that it took, what was sampled meanwhile, and what was answered again."""
+    took = ("seconds", "per_second", "sampled_tokens", "_replayed")
     return [{k: v for k, v in row.items() if not k.endswith(took)} for row in read_metrics(run_dir)]
 
 
@@ -161,6 +162,52 @@ def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tupl
     assert [0, 1, 2, 3] == [row["step"] for row in read_metrics(run_dir)]
     assert 0 == read_metrics(run_dir)[2]["sampled_tokens"]
     assert essence(expected)[:3] == essence(run_dir)[:3]
+
+
+def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(tmp_path: Path):
+    """Its agents start over, and are given the turns that they had: by their ids, and token by token in the rows."""
+    run_dir, agent = tmp_path / "run", ROOT / "tests" / "chaos" / "tool_agent.py"
+    options = (
+        f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
+        f"rollout.workflow={agent}:ToolAgent",
+        *("eval_dataset=null", "batch_size=2", "rollout.group_size=2", "rollout.max_head_offpolicyness=0"),
+        *("total_steps=1", "logging.row_dumps.every_steps=1"),
+    )
+    directory = RunDirectory(path=run_dir)
+    with run_elsewhere(run_dir, *options) as process:
+        wait_until(lambda: process.poll() is not None or len(unfinished_turns(directory.groups)) >= 9)
+        process.kill()
+        process.wait()
+    recorded = unfinished_turns(directory.groups)
+    result = run_here(run_dir, *options, "--resume=auto")
+
+    assert result.exit_code == 0, result.output
+    (row,) = read_metrics(run_dir)
+    sessions = [json.loads(line) for line in directory.sessions.read_text().splitlines()]
+    turns = {episode_of(session["session"]): [turn["id"] for turn in session["turns"]] for session in sessions}
+    met = [(name, turn) for name, turn in recorded if episode_of(name) in turns]
+    assert met
+    assert [] == [turn for name, turn in met if turn not in turns[episode_of(name)]]
+    assert 0 < row["turns_replayed"] <= len(met)
+    assert 0 == row["episodes_diverged"]
+    verified = verify_run(run_dir)
+    assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
+
+
+def unfinished_turns(path: Path) -> list[tuple[str, str]]:
+    """The recorded turns of episodes that are not over, each with the name of its episode."""
+    if not path.exists():
+        return []
+    # Not read-only: the log of a process that was killed has to be recovered. There are no tables at first.
+    with closing(sqlite3.connect(path)) as connection, suppress(sqlite3.OperationalError):
+        query = "SELECT session, interaction FROM turns WHERE session NOT IN (SELECT session FROM forgotten)"
+        return list(connection.execute(query))
+    return []
+
+
+def episode_of(session: str) -> str:
+    """The group and the member, from the name of a session."""
+    return "-".join(session.split("-")[:3])
 
 
 def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):

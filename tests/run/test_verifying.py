@@ -91,6 +91,18 @@ def test_any_change_of_any_field_breaks_the_seal(rows: list[DumpedRow], data: st
     assert changed_columns(row, bytes([1] * 32), num_rows=len(rows))
 
 
+@given(rows=row_batches())
+def test_rows_that_were_sealed_before_there_were_sources_are_verified(rows: list[DumpedRow]):
+    """Their seal has no part for the source, so none can be added to them."""
+    assume(rows)
+    row = evolve(rows[0], source="")
+    old = evolve(row, seal=seal_row(row, KEY, num_rows=len(rows), has_source=False))
+
+    assert changed_columns(old, KEY, num_rows=len(rows)) is None
+    assert changed_columns(evolve(old, source="a"), KEY, num_rows=len(rows)) == ("source",)
+    assert changed_columns(evolve(old, task=old.task + 1), KEY, num_rows=len(rows)) == ("task",)
+
+
 def test_the_key_is_readable_by_its_owner_only(tmp_path: Path):
     """It is made once, and kept by a resumed run."""
     path = tmp_path / "run" / "rows.key"

@@ -14,6 +14,7 @@ from tests.stacks.inference_stack import InferenceStack, open_inference_stack, s
 from areal_actors.domain import Answer, Problem, SessionId
 from areal_actors.kernel import Actor, Ref
 from areal_actors.messages import (
+    Directory,
     Endpoint,
     EpisodeFinished,
     EvaluationFinished,
@@ -137,13 +138,15 @@ async def open_rollout_stack(
     config: RolloutsConfig | None = None,
     num_seats: int | None = None,
     answer_health: Callable[[], None] = lambda: None,
+    directory: Actor[Directory] | None = None,
     **options: Any,
 ) -> AsyncIterator[RolloutStack]:
     """Open an inference stack and a runner; ``options`` are those of the stack.
 
     ``num_seats`` limits the agents that run at once.
 
-    ``answer_health`` is called where the proxy is asked whether it is there, and raises where it is not.
+    ``answer_health`` is called where the proxy is asked whether it is there, and raises where it is not. ``directory``
+    knows which proxies were lost.
     """
 
     def respond(_: httpx.Request) -> httpx.Response:
@@ -157,12 +160,16 @@ async def open_rollout_stack(
         runner = RolloutRunner(
             agent=Acting(inference, act) if num_seats is None else Seated(Acting(inference, act), num_seats),
             peers=Peers(
-                sessions=inference.sessions, exports=inference.exports, capacity=inference.capacity, progress=progress
+                sessions=inference.sessions,
+                exports=inference.exports,
+                capacity=inference.capacity,
+                progress=progress,
+                directory=None if directory is None else await inference.system.spawn(directory, name="directory"),
             ),
             endpoint=Endpoint(url="http://proxy", admin_key="key"),
             http_client=http_client,
             config=config or RolloutsConfig(group_size=2, episode_timeout_seconds=60),
-            problem_at=problem_at if is_producing else None,
+            problem_at=(lambda draw: problem_at(draw.position, draw.row)) if is_producing else None,
             held_out=tuple(map(problem_at, range(held_out))),
         )
         yield RolloutStack(inference, await inference.system.spawn(runner, name="rollouts"), progress, notebook)

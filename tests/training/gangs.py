@@ -23,6 +23,8 @@ from tests.training.conftest import _make_agent_group, _make_model
 from tests.training.live import LiveBytes, bytes_of
 
 from areal_actors.errors import ArealError
+from areal_actors.lib.checkpoint_tensors import StoredModel
+from areal_actors.models import create_empty_policy
 from areal_actors.training.config import (
     Activations,
     ComputeDtype,
@@ -39,9 +41,12 @@ from areal_actors.training.config import (
     TrainerConfig,
 )
 from areal_actors.training.gang import Gang, connect_store, open_store
+from areal_actors.training.loading import attach_source
 from areal_actors.training.packing import Pack
+from areal_actors.training.publication import DiskPublisher
 from areal_actors.training.sharding import gather
 from areal_actors.training.trainer import PolicyTrainer
+from areal_actors.training.weight_store import StorePublisher, WeightStore
 
 ROOT = Path(__file__).parents[2]
 GANG = GangConfig(num_processes=2, backend=GangBackend.GLOO, timeout_seconds=60)
@@ -125,12 +130,25 @@ def emptied(model: Any) -> Any:
     return model
 
 
-def create_trainer(case: Mapping[str, Any], *, is_empty: bool = False) -> PolicyTrainer:
-    """The trainer of a case; one without weights gets those of the first rank."""
+def create_model(case: Mapping[str, Any], *, seed: int, is_empty: bool) -> Any:
+    """The model of a case, or one without weights: they are in ``files``, or those of the first rank."""
     kind = case.get("model", "llama")
-    kept = emptied if is_empty else lambda model: model
-    reference = kept(_make_model(kind, seed=1)) if "kl" in case and "lora" not in case else None
-    trainer = PolicyTrainer(kept(_make_model(kind, seed=case.get("seed", 0))), config_of(case), reference=reference)
+    if "files" not in case:
+        model = _make_model(kind, seed=seed)
+        return emptied(model) if is_empty else model
+    path = Path(case["files"], f"{kind}-{seed}")
+    model = create_empty_policy(path)
+    attach_source(model, StoredModel(path, model))
+    return model
+
+
+def create_trainer(case: Mapping[str, Any], *, is_empty: bool = False) -> PolicyTrainer:
+    """The trainer of a case; one without weights reads them, or gets those of the first rank."""
+    model = create_model(case, seed=case.get("seed", 0), is_empty=is_empty)
+    has_reference = "kl" in case and "lora" not in case
+    reference = create_model(case, seed=1, is_empty=is_empty) if has_reference else None
+    trainer = PolicyTrainer(model, config_of(case), reference=reference)
+    trainer.expect_engine(dtype=case.get("engine", "float32"))
     if "checkpoint" in case:
         trainer.restore(Path(case["checkpoint"]))
     return trainer
@@ -175,7 +193,22 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
         "logprobs": logprobs,
         "weights": trainer.state_dict(),
         "saving": live.peak,
+        **(publish(trainer, Path(case["publish"])) if "publish" in case else {}),
     }
+
+
+def publish(trainer: PolicyTrainer, directory: Path) -> dict[str, Any]:
+    """Publish the weights as a directory and to a store; the peaks of both, and what the store has then."""
+    if trainer.gang.rank > 0:
+        for _ in range(2):
+            trainer.state_dict()
+        return {}
+    with LiveBytes() as writing:
+        DiskPublisher(root=directory, dtype=torch.bfloat16).publish(trainer)
+    store = WeightStore(root=directory / "kept", bucket_bytes=2**20)
+    with LiveBytes() as keeping:
+        StorePublisher(store=store, dtype="bfloat16").publish(trainer)
+    return {"writing": writing.peak, "keeping": keeping.peak, "store": store}
 
 
 def save(trainer: PolicyTrainer, case: Mapping[str, Any]) -> None:
@@ -230,8 +263,8 @@ def main() -> None:
         gang = Gang.alone()
         try:
             gang = Gang.form(connect_store("127.0.0.1", case["port"], config), rank=1, config=config)
-            trainer = create_trainer(case | case.get("other", {}), is_empty=True)
             with LiveBytes() if case.get("is_measured") else contextlib.nullcontext() as live:
+                trainer = create_trainer(case | case.get("other", {}), is_empty=True)
                 trainer.join(gang)
             if live is not None:
                 measured = {"peak": live.peak, "own": bytes_of(list(trainer.model.parameters()))}

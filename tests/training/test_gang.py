@@ -16,14 +16,18 @@ import torch
 from attrs import asdict, evolve
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
+from tests.training.conftest import _make_model
 from tests.training.gangs import GANG, OtherRank, create_trainer, play
-from tests.training.live import bytes_of
+from tests.training.live import LiveBytes, bytes_of
 
 from areal_actors.errors import CheckpointError, ConfigError, GangError, TrainingDiverged
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.training.checkpoints import find_latest
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.gang import Gang, assign_passes, connect_store, interface_to, open_store
+from areal_actors.training.layers import decoder_layers
+from areal_actors.training.publication import DiskPublisher
 from areal_actors.training.trainer import PolicyTrainer
 from areal_actors.training.weights import distinct_tensors
 
@@ -42,6 +46,9 @@ CASES = {
     "an adapter and its base": {"lora": 4, "kl": "loss"},
     "an adapter of experts": {"lora": 4, "model": "mixtral", "experts": True},
 }
+
+
+FROM_FILES = ("tree", "a penalty in the loss", "an adapter", "an adapter of experts")
 
 
 @pytest.fixture(scope="module")
@@ -66,12 +73,22 @@ def test_every_pass_is_in_one_share(sizes, num_ranks):
     assert all(min(before) >= max(after) for before, after in pairwise(rounds))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_two_processes_train_as_one(other, name):
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Directories of models, in several files each, as a hub has them."""
+    root = tmp_path_factory.mktemp("models")
+    for kind, seed in (("llama", 0), ("llama", 1), ("qwen2", 0), ("mixtral", 0), ("wide", 0)):
+        _make_model(kind, seed=seed).save_pretrained(root / f"{kind}-{seed}", max_shard_size="60KB")
+    return root
+
+
+@pytest.mark.parametrize("name", [*CASES, *(f"{name}, from files" for name in FROM_FILES)])
+def test_two_processes_train_as_one(other, name, files):
     """Losses, norms, gradients, log-probabilities and weights after some steps are those of one process."""
-    case = CASES[name]
+    case = CASES[name.removesuffix(", from files")]
     expected = play(create_trainer(case), case)
 
+    case = case | ({"files": str(files)} if name not in CASES else {})
     with other.meet(case) as gang:
         trainer = create_trainer(case)
         trainer.join(gang)
@@ -90,22 +107,26 @@ def test_two_processes_train_as_one(other, name):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rank_holds_its_shard_and_one_layer(other, dtype):
+def test_a_rank_holds_its_shard_and_one_layer(other, dtype, files):
     """Between a forward and a backward pass: the gathered weights of other layers are freed, and not copied."""
-    case = {"model": "wide", "dtype": dtype, "is_measured": True}
+    case = {"model": "wide", "dtype": dtype, "is_measured": True, "files": str(files)}
     weights = list(create_trainer(case).model.model.layers[0].parameters())
     layer, largest = sum(weight.nbytes for weight in weights), max(weight.nbytes for weight in weights)
 
     with other.meet(case) as gang:
-        trainer = create_trainer(case)
-        trainer.join(gang)
+        with LiveBytes() as live:
+            trainer = create_trainer(case)
+            trainer.join(gang)
+        own = bytes_of(list(trainer.model.parameters()))
         found = play(trainer, case)
 
     heard = other.hear()
     assert heard["problem"] == ""
     assert found["kept"] <= layer
-    # When it joined: the other rank had no weights before, and never had the whole model.
-    assert heard["peak"] <= heard["own"] + layer + largest
+    # Loading and joining: no rank ever has the whole model, the first one neither.
+    for peak, part in ((live.peak, own), (heard["peak"], heard["own"])):
+        assert part < 0.6 * sum(weight.nbytes for weight in _make_model("wide").parameters())
+        assert peak <= part + layer + largest
 
 
 def test_two_processes_compute_in_bfloat16_as_one(other):
@@ -126,9 +147,20 @@ def test_two_processes_compute_in_bfloat16_as_one(other):
         np.testing.assert_allclose(own, one, atol=0.02)
 
 
-@pytest.mark.parametrize("kind", [{}, {"lora": 4}, {"optimizer": "adamw_bf16", "offload": "cpu"}, {"is_async": True}])
-def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
+@pytest.mark.parametrize(
+    "kind",
+    [
+        {},
+        {"lora": 4},
+        {"optimizer": "adamw_bf16", "offload": "cpu"},
+        {"is_async": True},
+        {"files": True},
+        {"files": True, "lora": 4},
+    ],
+)
+def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind, files):
     """What two have saved one restores, and what one has saved two restore: weights, moments, version, bit for bit."""
+    kind = kind | ({"files": str(files)} if "files" in kind else {})
     case = {"steps": 2, "save": str(tmp_path / "two"), **kind}
     with other.meet(case) as gang:
         trainer = create_trainer(case)
@@ -143,7 +175,8 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
 
     # Other weights at first, except under an adapter, whose base must be the same.
     restored = kind | {"seed": 0 if "lora" in kind else 1}
-    alone = create_trainer({"checkpoint": str(tmp_path / "two"), **restored})
+    alone = {name: value for name, value in restored.items() if name != "files"}
+    alone = create_trainer({"checkpoint": str(tmp_path / "two"), **alone})
     alone.save(tmp_path / "one")
     # Also when the weights are spread already.
     again = {"steps": 0, "restores_again": kind == {}, **restored}
@@ -165,6 +198,38 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
         for found in rest:
             assert first.keys() == found.keys()
             assert all(torch.equal(first[name], found[name]) for name in first)
+
+
+@pytest.mark.parametrize("case", [{"model": "wide"}, {"model": "mixtral"}, {"model": "mixtral", "lora": 4}])
+def test_weights_are_published_layer_by_layer(other, tmp_path, case):
+    """They are those of one process; the first rank has one layer of them, and the store one copy and a layer."""
+    alone = create_trainer(case)
+    play(alone, {"steps": 1})
+    expected = DiskPublisher(root=tmp_path / "one", dtype=torch.bfloat16).publish(alone).path
+    largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(alone.model))
+
+    case = {**case, "steps": 1, "publish": str(tmp_path / "two"), "engine": "bfloat16"}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        found = play(trainer, case)
+    assert {"problem": ""} == other.hear()
+
+    kept = found["store"].take(1).tensors
+    written, one = (
+        load_file(tmp_path / "two/version-00000001/model.safetensors"),
+        load_file(expected / "model.safetensors"),
+    )
+    assert list(kept) == list(written)
+    assert one.keys() == written.keys()
+    for name, tensor in one.items():
+        assert torch.equal(kept[name], written[name])
+        torch.testing.assert_close(tensor, written[name], rtol=1e-2, atol=1e-3)
+    # The views of the rank's own part are counted, too. A whole layer is in the data type of the engine; under an
+    # adapter, one weight at a time is merged in float32.
+    own = bytes_of(list(trainer.model.parameters()))
+    assert found["writing"] <= own + 2 * 2 * largest + (4 * largest if "lora" in case else 0)
+    assert found["keeping"] <= found["writing"] + bytes_of(list(kept.values()))
 
 
 def test_moments_of_another_optimiser_are_refused_by_all_ranks(other, tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -11,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from tests.stacks.run_files import write_run
+from tests.stacks.run_files import step, write_lines, write_run
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -95,6 +96,64 @@ def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
         tab.click("#tab-settings")
         playwright.expect(tab.locator("main")).to_contain_text("experiment_name: shown")
         assert "broken into" != tab.title()
+    assert [] == complaints
+
+
+def test_groups_and_failures_are_filtered(tmp_path: Path):
+    """By text, rewards, version, source and kind; in the dark and on a phone, too. What is typed survives an update."""
+    directory = write_run(tmp_path / "shown" / "one")
+    write_lines(directory.metrics, [step(number, **{"source/easy/reward": 0.5}) for number in range(1, 4)])
+    with command("view", str(tmp_path)) as url, opened(url) as (tab, complaints):
+        rows, expect = tab.locator("tr.pick"), playwright.expect
+        tab.wait_for_selector(".chart canvas")
+        tab.click("#tab-groups")
+        expect(rows).to_have_count(2)
+        tab.select_option('select[aria-label="rewards"]', "equal rewards")
+        expect(rows).to_have_count(1)
+        assert "11" in rows.inner_text()
+        tab.select_option('select[aria-label="rewards"]', "any rewards")
+        tab.fill('input[aria-label="highest mean reward"]', "0.75")
+        tab.keyboard.press("Enter")
+        expect(rows).to_have_count(1)
+        expect(tab.locator("#num-groups")).to_contain_text("1 group.")
+
+        tab.emulate_media(color_scheme="dark")
+        tab.set_viewport_size({"width": 390, "height": 800})
+        tab.fill('input[aria-label="highest mean reward"]', "")
+        tab.select_option('select[aria-label="version"]', "all")
+        expect(rows).to_have_count(2)
+        write_lines(
+            directory.rollouts / "2" / "easy-3.jsonl", [{"reward": 0.5, "prompt": "mountain", "completion": ""}]
+        )
+        expect(rows).to_have_count(3, timeout=20_000)
+        tab.fill('input[aria-label="search groups"]', "Mountain")
+        tab.keyboard.press("Enter")
+        expect(rows).to_have_count(1)
+        tab.click("tr.pick")
+        expect(tab.locator("#detail")).to_contain_text("Problem easy-3, version 2")
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+
+        tab.click("#tab-failures")
+        cards = tab.locator("main details")
+        expect(cards).to_have_count(2)
+        tab.select_option('select[aria-label="source"]', "easy")
+        expect(tab.locator("main")).to_contain_text("No failure matches.")
+        tab.select_option('select[aria-label="source"]', "")
+        tab.fill('input[aria-label="first version"]', "2")
+        tab.keyboard.press("Enter")
+        expect(cards).to_have_count(1)
+        tab.fill('input[aria-label="first version"]', "")
+        tab.fill('input[aria-label="search failures"]', "late")
+        tab.keyboard.press("Enter")
+        expect(cards).to_contain_text(["TimeoutError: late"])
+        tab.click("summary")
+        failures = [json.loads(line) for line in directory.failures.read_text().splitlines()]
+        write_lines(directory.failures, [*failures, failures[1] | {"task_id": "77"}])
+        expect(cards).to_contain_text(["problem 77"], timeout=20_000)
+        expect(cards).to_have_attribute("open", "")
+        tab.select_option('select[aria-label="kind of failure"]', "rejected")
+        expect(tab.locator("main")).to_contain_text("No failure matches.")
+        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert [] == complaints
 
 

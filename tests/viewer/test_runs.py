@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import RunSummarizer
 from areal_actors.dashboard.records import rewrite_records
 from areal_actors.errors import RunDirectoryError
-from areal_actors.viewer import find_runs, view_run
+from areal_actors.viewer import FailureFilter, GroupFilter, find_runs, view_run
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8), num_steps=st.integers(0, 6))
@@ -117,6 +118,34 @@ def test_failures_are_counted_by_kind_and_show_no_keys(directory):
     assert 1 == second["count"]
 
 
+@pytest.mark.parametrize(
+    ("wanted", "counts"),
+    [
+        ({}, [2, 1]),
+        ({"query": "LATE"}, [1]),
+        ({"query": "line 9"}, [2]),
+        ({"query": "sk-abcdefghijklmnop"}, []),  # of the key in a traceback, of which only a part is shown
+        ({"outcome": "failed"}, [2, 1]),
+        ({"outcome": "rejected"}, []),
+        ({"is_eval": True}, []),
+        ({"first_version": 2}, [1]),
+        ({"last_version": 1}, [1, 1]),
+        ({"source": "easy"}, []),
+        ({"source": ""}, [2, 1]),
+    ],
+)
+def test_failures_are_filtered_before_they_are_counted(directory, wanted, counts):
+    """By text, kind, purpose, versions and source."""
+    assert counts == [kind["count"] for kind in view_run(directory).list_failures(FailureFilter(**wanted))]
+
+
+def test_the_newest_failures_of_a_kind_are_named(directory):
+    """So that a reader finds their groups and conversations."""
+    kind = view_run(directory).list_failures()[0]
+
+    assert [("4", 2), ("4", 1)] == [(one["task_id"], one["version"]) for one in kind["newest"]]
+
+
 def test_conversations_are_found_by_their_text(directory):
     """The newest is first; a search looks into messages and tokens, in any case."""
     run = view_run(directory)
@@ -132,13 +161,55 @@ def test_groups_list_the_rewards_of_each_problem(directory):
     """Problems are in numerical order; rows say how far they are above the mean of their group."""
     run = view_run(directory)
 
-    assert [("0", [0.0, 1.0]), ("11", [1.0, 1.0])] == [(g["task"], g["rewards"]) for g in run.list_groups("rollout", 1)]
+    listed = run.list_groups("rollout", 1)["groups"]
+    assert [("0", [0.0, 1.0]), ("11", [1.0, 1.0])] == [(group["task"], group["rewards"]) for group in listed]
     assert [-0.5, 0.5] == [row["above_mean"] for row in run.read_group("rollout", 1, "0")]
     assert [-0.75, 0.75] == [row["advantage"] for row in run.read_group("rollout", 1, "0")]
     assert [None, None] == [row["advantage"] for row in run.read_group("rollout", 1, "11")]
     assert [2, 2] == [row["trained_tokens"] for row in run.read_group("rollout", 1, "0")]
-    assert [] == run.list_groups("rollout", 5)
-    assert [] == run.list_groups("eval-rollout", 1)
+    assert [] == run.list_groups("rollout", 5)["groups"]
+    assert [] == run.list_groups("eval-rollout", 1)["groups"]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "tasks"),
+    [
+        ({"query": "ANSWER 1"}, ["easy-3", "0", "11"]),
+        ({"query": "easy"}, ["easy-3"]),
+        ({"query": "five"}, []),
+        ({"is_equal": True}, ["11"]),
+        ({"is_equal": False, "source": ""}, ["0"]),
+        ({"low": 0.6}, ["11"]),
+        ({"low": 0.25, "high": 0.5}, ["easy-3", "0"]),
+        ({"source": "easy"}, ["easy-3"]),
+        ({"source": "hard"}, []),
+    ],
+)
+def test_groups_are_filtered_over_all_versions(directory, wanted, tasks):
+    """By text, equal rewards, the range of their mean and the source; the newest version is first."""
+    path = directory.rollouts / "2" / "easy-3.jsonl"
+    path.parent.mkdir()
+    path.write_bytes((directory.rollouts / "1" / "0.jsonl").read_bytes())
+
+    found = view_run(directory).list_groups("rollout", None, GroupFilter(**wanted))
+
+    assert tasks == [group["task"] for group in found["groups"]]
+    assert not found["is_cut"]
+
+
+def test_a_group_is_read_again_only_when_it_has_changed(directory):
+    """Otherwise each second of an open page would read all texts of a version."""
+    run = view_run(directory)
+    path = directory.rollouts / "1" / "0.jsonl"
+    before = path.stat()
+    assert [0.0, 1.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
+
+    path.write_text(path.read_text().replace('"reward": 1.0', '"reward": 9.0'))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert [0.0, 1.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
+    with path.open("a") as file:
+        file.write('{"reward": 2.0}\n')
+    assert [0.0, 9.0, 2.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
 
 
 @pytest.mark.parametrize("task", ["../../metrics", "..", "", "/etc/passwd", "0/../0"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -73,6 +75,20 @@ async def test_a_dead_worker_is_replaced_once(tmp_path: Path) -> None:
     assert 1.0 == await wrapped(str(tmp_path / "once"), times=1)
     with pytest.raises(EpisodeError, match="die killed its worker process 2 times"):
         await wrapped(str(tmp_path / "twice"), times=5)
+
+
+def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+    """Each worker imports it, which would start workers again; with the guard it runs. Real scripts."""
+    lines = "from areal_actors import AsyncRewardWrapper\nimport anyio\ndef half(x): return x / 2\n"
+    lines += "async def main(): print(await AsyncRewardWrapper(half)(3))\n"
+    said = []
+    for guard in ("", 'if __name__ == "__main__": '):
+        script = tmp_path / "script.py"
+        script.write_text(f"{lines}{guard}anyio.run(main)\n")
+        said.append(subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False))
+
+    assert 'below `if __name__ == "__main__":`' in said[0].stderr
+    assert "1.5" in said[1].stdout
 
 
 async def test_a_call_that_takes_too_long_is_killed(tmp_path: Path) -> None:

@@ -13,10 +13,11 @@ digests. The content of a session is in its ``ConversationTree``.
 A session has two keys. The key of its creator, issued or brought along, has full access. The completion key, for the
 agent, gives access to the model only: an agent must not be able to reward its own answers.
 
-Several session managers, the shards, may stand behind one entry point. Every token that the shard ``a`` issues begins
-with ``a.``: its sessions are called ``task-7-a.<token>`` and opened by ``sk-a.<token>``, so that the entry point can
-read the shard off either, without a table that could be lost. The name is not secret and proves nothing: the session
-manager compares the whole key.
+Several services may stand behind one entry point. Every token that the service ``a`` issues begins with ``a.``: its
+sessions are called ``task-7-a.<token>`` and opened by ``sk-a.<token>``, so that the entry point can read the service
+off either, without a table that could be lost. In the same way the tokens of a service's second process end with
+``.1``, and those of its third with ``.2``. Name and number are not secret and prove nothing: the session manager
+compares the whole key.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ __all__ = [
     "SessionSettings",
     "SessionStore",
     "create_token_factory",
+    "process_of",
     "shard_of",
 ]
 
@@ -297,7 +299,7 @@ class SessionStore:
         if digest is not None and _opens(session, digest):
             raise Forbidden(
                 f"This key answers completions of session {session.id}, and can neither reward nor end it. Send the "
-                "api_key that start_session returned beside it; agents of a run return their reward, or are given that "
+                "api_key that start_session returned with it; agents of a run return their reward, or are given that "
                 "key by rollout.openai.agents_may_reward."
             )
         raise Unauthorized(
@@ -391,19 +393,31 @@ def _age(ended_at: float, now: float) -> str:
 
 
 SHARD_NAME = r"[a-z0-9]{1,16}"
-"""Pattern of a session manager's name."""
+"""Pattern of a service's name."""
 
-_NAMED = re.compile(rf"(?:.*-|)({SHARD_NAME})\.[A-Za-z0-9_-]{{16,}}(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
+_NAMED = re.compile(rf"(?:.*-|)({SHARD_NAME})\.[A-Za-z0-9_-]{{16,}}(?:\.\d{{1,3}})?(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
+_NUMBERED = re.compile(r".*[A-Za-z0-9_-]{16,}\.(\d{1,3})(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
 
 
 def create_token_factory(
-    shard: str | None, token: Callable[[], str] = lambda: secrets.token_urlsafe(16)
+    shard: str | None, token: Callable[[], str] = lambda: secrets.token_urlsafe(16), *, process: int = 0
 ) -> Callable[[], str]:
-    """Return a factory of unguessable tokens that begin with ``shard``, or of plain ones without it."""
-    return token if shard is None else lambda: f"{shard}.{token()}"
+    """Return a factory of unguessable tokens: they begin with the name ``shard``, and end with the number ``process``.
+
+    The first process, 0, has no number in its tokens.
+    """
+    prefix = "" if shard is None else f"{shard}."
+    suffix = f".{process}" if process else ""
+    return lambda: f"{prefix}{token()}{suffix}"
 
 
 def shard_of(text: str) -> str | None:
-    """Return the session manager's name in a session's id or key; ``None`` if there is none."""
+    """Return the service's name in a session's id or key; ``None`` if there is none."""
     found = _NAMED.fullmatch(text)
     return None if found is None else found[1]
+
+
+def process_of(text: str) -> int:
+    """Return the number of the process that issued a session's id or key; 0 if there is none."""
+    found = _NUMBERED.fullmatch(text)
+    return 0 if found is None else int(found[1])

@@ -22,6 +22,7 @@ import click
 from areal_actors import __version__
 from areal_actors.cli.explaining import (
     EXIT_FAILED,
+    EXIT_INTERRUPTED,
     ResumableCommand,
     ResumeMode,
     config_argument,
@@ -57,6 +58,7 @@ __all__ = [
     "models",
     "report",
     "runs",
+    "scale",
     "serve",
     "settings",
     "slurm",
@@ -452,9 +454,10 @@ def try_(
 ) -> None:
     """Run the agent of the YAML file CONFIG on a few problems without training, and say what is wrong.
 
-    Each problem is run rollout.group_size times. Printed are a conversation per problem, the rewards of each group,
-    tracebacks, the time of a step, and what would keep a run from learning: equal rewards, an agent that sends no
-    request or blocks the event loop, answers that are cut. The exit code is 1 if every episode failed.
+    Each problem is run rollout.group_size times, or as often as its source says. Printed are a conversation per
+    problem, the rewards of each group, tracebacks, the time of a step, and what would keep a run from learning: equal
+    rewards, an agent that sends no request or blocks the event loop, answers that are cut. The exit code is 1 if every
+    episode failed.
 
     \b
     Examples:
@@ -491,6 +494,47 @@ def runs(*, paths: tuple[Path, ...], is_json: bool) -> None:
 
     found = describe_runs(paths or (Path("runs"),))
     click.echo("\n".join(map(json.dumps, found)) if is_json else format_runs(found))
+
+
+@click.command()
+@click.argument("run_dir", type=click.Path(path_type=Path))
+@click.argument("sizes", nargs=-1, required=True, metavar="ROLE=NUMBER...")
+@click.option("--wait", "wait_seconds", type=click.FloatRange(min=0), help="Wait until so many serve, in seconds.")
+@click.option("--json", "is_json", is_flag=True, help="One JSON object in place of the text.")
+@verbose_option
+@explains_errors
+def scale(*, run_dir: Path, sizes: tuple[str, ...], wait_seconds: float | None, is_json: bool) -> None:
+    """Change how many engines or proxies a run has while it goes on.
+
+    RUN_DIR is the directory of a run with scheduler.roles.generation or proxy. Engines that are added get the current
+    weights before they serve. The requests of those that are removed continue at the others, from the next token. The
+    number is kept when the run is resumed.
+
+    \b
+    Examples:
+      areal-actors scale runs/sums/trial generation=4
+      areal-actors scale runs/sums/trial generation=4 proxy=2 --wait 600
+    """  # noqa: D301 - a real backspace tells click to keep the lines
+    from attrs import asdict
+
+    from areal_actors.run.scaling import parse_sizes, scale_run, wait_scaled
+
+    wanted = parse_sizes(sizes)
+    scaled = scale_run(run_dir, wanted)
+    if wait_seconds is not None:
+        wait_scaled(run_dir, wanted, seconds=wait_seconds)
+    if is_json:
+        click.echo(json.dumps({role: asdict(one) for role, one in scaled.items()}))
+        return
+    for role, one in scaled.items():
+        if one.wanted == one.before:
+            click.echo(f"{role}: {one.wanted} already.")
+        elif wait_seconds is not None:
+            click.echo(f"{role}: {one.wanted} serve.")
+        elif one.wanted > one.before:
+            click.echo(f"{role}: {one.before} -> {one.wanted}. The new ones are starting.")
+        else:
+            click.echo(f"{role}: {one.before} -> {one.wanted}. The others leave when their requests have moved.")
 
 
 @click.command()
@@ -774,7 +818,19 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
         click.echo(f"Ended: {said}." if records else "There was nothing to end.")
 
 
+class _Commands(click.Group):
+    """The commands. Ctrl-C while words are parsed ends as it does in a command, and not with click's exit code 1."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            click.echo("Interrupted.", err=True)
+            raise click.exceptions.Exit(EXIT_INTERRUPTED) from None
+
+
 @click.group(
+    cls=_Commands,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     commands=(
         init,
@@ -785,6 +841,7 @@ def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
         host,
         entry,
         runs,
+        scale,
         verify,
         view,
         report,
@@ -816,6 +873,8 @@ def cli() -> None:
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
       areal-actors host examples/serve.yaml     the same for many users, each with a separate model
+    While a run goes on:
+      areal-actors scale runs/<experiment>/<trial> generation=4
     With SGLang or vLLM:
       areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:

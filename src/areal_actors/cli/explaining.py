@@ -108,7 +108,8 @@ def _exit_with(error: BaseException, *, is_verbose: bool) -> NoReturn:
 
     if is_verbose:
         click.echo(redact("".join(traceback.format_exception(error))), err=True)
-    if any(isinstance(leaf, KeyboardInterrupt) for leaf in leaves(error)):
+    # In a class that a module being imported creates, an interrupt becomes the cause of a RuntimeError.
+    if any(isinstance(found, KeyboardInterrupt) for leaf in leaves(error) for found in (leaf, leaf.__cause__)):
         click.echo("Interrupted.", err=True)
         sys.exit(EXIT_INTERRUPTED)
     cause = root_cause(error)

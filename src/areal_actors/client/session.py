@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import httpx
 
+from areal_actors.cache.interactions import InteractionWithTokenLogpReward, interactions_of
 from areal_actors.client.calls import ControlCalls, end_block
 from areal_actors.client.http import RetryPolicy
 from areal_actors.domain import Episode, InteractionId, SessionId, merge_numbers
@@ -26,7 +27,7 @@ class OpenAIProxyClient:
         async with OpenAIProxyClient(url, admin_key=key, task_id="task-7") as session:
             reward = await agent.run(data, base_url=session.base_url, api_key=session.completion_key)
             await session.set_last_reward(reward)
-        episode = await session.export_interactions(discount=0.9)
+        interactions = await session.export_interactions(discount=0.9)
 
     Requests that are not idempotent are never sent twice; the others are retried a limited number of times, with
     back-off.
@@ -84,6 +85,7 @@ class OpenAIProxyClient:
         self._completion_key = ""
         self._role_keys: Mapping[str, str] = {}
         self._is_ended = False
+        self._assigned: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
         """Start the session.
@@ -172,7 +174,9 @@ class OpenAIProxyClient:
         # often return.
         query = {**which, "reward": repr(float(reward))}
         reply = await self._control("set_reward", query)
-        return InteractionId(reply["interaction_id"])
+        interaction = InteractionId(reply["interaction_id"])
+        self._assigned[interaction] = float(reward)
+        return interaction
 
     async def end_session(self, final_reward: float | None = None) -> int:
         """End the session and return the number of its interactions. Ending it twice has no effect.
@@ -184,8 +188,25 @@ class OpenAIProxyClient:
         self._is_ended = True
         return int(reply["interaction_count"])
 
-    async def export_interactions(self, *, discount: float | None = None, style: str | None = None) -> Episode:
-        """Return the session's training rows. It can be called again, also with another discount.
+    async def export_interactions(
+        self, *, discount: float | None = None, style: str | None = None
+    ) -> dict[str, InteractionWithTokenLogpReward]:
+        """Return the session's training rows, each by the interaction that it ends. It can be called again.
+
+        They have tokens, rewards and parents, and no messages: those stay at the proxy. Rewards before propagation are
+        known of those that this client has set; the rest of the session's reward counts for the last row. Errors:
+        ``export_episode``.
+        """
+        episode = await self.export_episode(discount=discount, style=style)
+        assigned = dict(self._assigned)
+        rest = episode.reward - sum(assigned.values())
+        if abs(rest) > 1e-9:  # noqa: PLR2004 - more than the rounding of the sum
+            last = episode.trajectories[-1].interactions[-1] if episode.trajectories else ""
+            assigned[last] = assigned.get(last, 0.0) + rest
+        return interactions_of(episode.trajectories, assigned)
+
+    async def export_episode(self, *, discount: float | None = None, style: str | None = None) -> Episode:
+        """Return the session's training rows with what was not trained. It can be called again, with another discount.
 
         Raises:
             Unprocessable: there is no such style, or the rows cannot be built.

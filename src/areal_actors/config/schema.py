@@ -42,11 +42,12 @@ from areal_actors.lib.references import FunctionReference, builtin_or_reference
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
 from areal_actors.rollouts.capacity import CapacityConfig
+from areal_actors.rollouts.draws import DrawConfig
 from areal_actors.rollouts.exporter import ExportConfig, QueueConfig
-from areal_actors.rollouts.runner import RolloutsConfig
+from areal_actors.rollouts.runner import ResumeEpisodes, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 from areal_actors.sandbox import SandboxConfig
-from areal_actors.schedulers.config import SchedulerConfig
+from areal_actors.schedulers.config import SchedulerConfig, SchedulerType
 from areal_actors.service.account_keeper import UsersConfig
 from areal_actors.service.launcher import LauncherConfig
 from areal_actors.sessions.intake import IntakeConfig
@@ -219,8 +220,14 @@ class RolloutConfig:
     serve, wait and requeue mean train."""
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
+    max_tokens: int | None = field(default=None, validator=optional(ge(1)))
+    """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
+    at a URL, which eval asks, has no such limit."""
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
+    resume: ResumeEpisodes = ResumeEpisodes.REPLAY
+    """What a resumed run does with episodes that were not over: replay runs their agents again, and answers requests
+    that are the same as before from the journal, without sampling; restart samples everything again."""
     dump_to_file: bool = True
     """Whether every training row is written to rollout/<version>/<task>.jsonl in the run directory."""
     openai: AgentConfig = field(factory=AgentConfig)
@@ -232,6 +239,7 @@ class RolloutConfig:
             group_size=self.group_size,
             member_outcome=self.member_outcome,
             episode_timeout_seconds=self.episode_timeout_seconds,
+            max_tokens=self.max_tokens,
             agents_may_reward=self.openai.agents_may_reward,
             train_roles=self.train_roles,
         )
@@ -264,8 +272,12 @@ class SourceConfig:
     """By default rollout.group_size."""
     episode_timeout_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """By default rollout.episode_timeout_seconds."""
+    max_tokens: int | None = field(default=None, validator=optional(ge(1)))
+    """By default rollout.max_tokens."""
     sandbox: SandboxConfig | None = None
     """By default rollout.openai.sandbox."""
+    difficulty: DifficultyConfig | None = None
+    """By default rollout.difficulty. Each source has its own pools."""
 
     @property
     def problems(self) -> DatasetConfig | None:
@@ -283,7 +295,9 @@ class SourceConfig:
             workflow_kwargs=self.workflow_kwargs if is_own else rollout.workflow_kwargs,
             group_size=self.group_size or rollout.group_size,
             episode_timeout_seconds=self.episode_timeout_seconds or rollout.episode_timeout_seconds,
+            max_tokens=self.max_tokens or rollout.max_tokens,
             openai=evolve(rollout.openai, sandbox=self.sandbox or rollout.openai.sandbox),
+            difficulty=self.difficulty or rollout.difficulty,
         )
 
 
@@ -422,7 +436,12 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
 
 
 def _check_scheduler(run: RunConfig, _: object, scheduler: SchedulerConfig) -> None:
-    """Reject several proxies of a service that could not reach its sessions."""
+    """Reject a cluster without jobs, and several proxies of a service that could not reach its sessions."""
+    if scheduler.type is SchedulerType.SLURM and not scheduler.roles.placed:
+        raise ValueError(
+            "type is slurm, and no role is placed, so that everything would run in this process; name the roles that "
+            "are jobs, such as roles: {trainer: {gpus: 1}, generation: {gpus: 1}}"
+        )
     proxy, roles = getattr(run, "proxy", None), scheduler.roles
     # The additional proxies reach only actors of the service's process. They would come up and take their share of the
     # connections, whose requests would wait for sessions that are never exposed there (6 of 12 with two proxies).
@@ -451,8 +470,6 @@ def _check_sources(run: RunConfig, _: object, sources: Mapping[str, SourceConfig
                 f"has no agent for the held-out problems {name or 'of eval_dataset'}; name them like a source in "
                 "eval_datasets, or give rollout.workflow"
             )
-    if sources and run.rollout.difficulty.enabled:
-        raise ValueError("are given, and rollout.difficulty draws from one dataset; turn it off")
 
 
 def _check_eval_datasets(run: RunConfig, _: object, named: Mapping[str, DatasetConfig]) -> None:
@@ -584,6 +601,15 @@ class RunConfig:
         return named if self.sources and self.rollout.workflow is None else {"": self.rollout} | named
 
     @property
+    def missing_agents(self) -> tuple[str, ...]:
+        """The settings that name no agent for problems to train on."""
+        return tuple(
+            f"sources.{name}.workflow" if name else "rollout.workflow"
+            for name, rollout in self.agents.items()
+            if rollout.workflow is None
+        )
+
+    @property
     def runners(self) -> Mapping[str, RolloutsConfig]:
         """The rollout runner's part of the settings in ``agents``, and of those without an agent."""
         return {
@@ -702,6 +728,10 @@ class RunConfig:
             stale_groups=self.rollout.stale_groups,
             max_replaced=max_replaced,
             difficulty=self.rollout.difficulty,
+            sources={
+                name: DrawConfig(weight=source.weight, difficulty=source.difficulty or self.rollout.difficulty)
+                for name, source in self.sources.items()
+            },
             seed=self.seed,
         )
 

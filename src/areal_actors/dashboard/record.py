@@ -1,5 +1,7 @@
 """The record of a run, ``run.json``: whether it is running, finished, interrupted or failed, and why it ended.
 
+``replicas.json`` next to it has the numbers of workers of the roles that can be scaled.
+
 The process of the run writes the record when the run begins and when it ends. A process that was killed cannot; its
 record says that it runs, but the lock of its directory is free, and so the reader sees that it was killed.
 """
@@ -7,6 +9,7 @@ record says that it runs, but the lock of its directory is free, and so the read
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
 
@@ -18,7 +21,7 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import is_held
 from areal_actors.lib.telemetry import redact
 
-__all__ = ["RunRecord", "RunStatus", "read_record", "write_record"]
+__all__ = ["ReplicaCount", "RunRecord", "RunStatus", "read_record", "read_replicas", "write_record", "write_replicas"]
 
 
 class RunStatus(StrEnum):
@@ -74,6 +77,33 @@ def read_record(directory: RunDirectory) -> RunRecord | None:
     if record.status is RunStatus.RUNNING and not _is_locked(directory):
         return RunRecord(**found | {"status": RunStatus.KILLED, "reason": "its process ended without a word"})
     return record
+
+
+@frozen(kw_only=True)
+class ReplicaCount:
+    """The number of workers of one role: ``wanted`` since the last change, and ``serving`` now."""
+
+    configured: int
+    """The number in the configuration, which ``areal-actors scale`` replaces by ``wanted``."""
+    wanted: int
+    serving: int = 0
+    error: str | None = None
+    """Why an added worker was given up, if the number is lower than was asked for."""
+
+
+def write_replicas(directory: RunDirectory, counts: Mapping[str, ReplicaCount]) -> None:
+    """Replace the numbers of workers, by role. Raises ``OSError``."""
+    text = json.dumps({role: asdict(count) for role, count in counts.items()}, indent=1)
+    atomic_write(directory.replicas, text + "\n")
+
+
+def read_replicas(directory: RunDirectory) -> dict[str, ReplicaCount]:
+    """Return the numbers of workers by role; empty for a run in one process, and if the file is damaged."""
+    try:
+        found = json.loads(directory.replicas.read_text(encoding="utf-8"))
+        return {role: ReplicaCount(**count) for role, count in found.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
 
 
 def _is_locked(directory: RunDirectory) -> bool:

@@ -17,7 +17,15 @@ from typing import Any, Literal, TextIO
 
 from areal_actors.lib.atomic_write import atomic_path
 
-__all__ = ["RecordFile", "append_lines", "format_record", "open_records", "read_records", "rewrite_records"]
+__all__ = [
+    "RecordFile",
+    "append_lines",
+    "format_record",
+    "load_object",
+    "open_records",
+    "read_records",
+    "rewrite_records",
+]
 
 
 class RecordFile:
@@ -87,6 +95,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(item) for item in value]
     return value
+
+
+def load_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; an empty one if the file is missing or holds anything else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:

@@ -41,6 +41,8 @@ def write_report(directory: RunDirectory) -> Path:
 
     Raises ``RunDirectoryError`` if there is neither, or its files cannot be read or written.
     """
+    from markupsafe import Markup
+
     is_evaluation = directory.evaluation.exists()
     if not is_evaluation and not directory.metrics.exists():
         raise RunDirectoryError(
@@ -53,31 +55,30 @@ def write_report(directory: RunDirectory) -> Path:
             page = _render("evaluation.html.jinja", directory, evaluation=document)
         else:
             write_curve(directory)
-            page = _render_run(directory)
+            records = list(read_records(directory.metrics))
+            # The columns of all runs, then those that agents and custom metrics logged.
+            further = {
+                key: None for one in records for key in one if key not in STEP_KEYS and not key.endswith("/count")
+            }
+            svg = directory.curve_svg.read_text(encoding="utf-8")
+            page = _render(
+                "report.html.jinja",
+                directory,
+                summary=summarize_run(directory).to_json(),
+                record=read_record(directory),
+                # Not escaped again: matplotlib wrote the picture, and escapes its texts.
+                curve=Markup(svg[svg.index("<svg") :]),  # noqa: S704
+                keys=(*STEP_KEYS, *further),
+                # Evenly spread, counted from the end, so that the last step is shown.
+                steps=records[::-1][:: max(1, math.ceil(len(records) / _MAX_STEPS))][::-1],
+            )
+        # It has the conversations of users.
+        directory.report.touch(mode=0o600)
+        directory.report.chmod(0o600)
         directory.report.write_bytes(_encode(page))
     except OSError as error:
         raise RunDirectoryError(f"The report of {directory.path} could not be written: {error}") from error
     return directory.report
-
-
-def _render_run(directory: RunDirectory) -> str:
-    from markupsafe import Markup
-
-    records = list(read_records(directory.metrics))
-    # The columns of all runs, then those that agents and custom metrics logged.
-    further = {key: None for record in records for key in record if key not in STEP_KEYS and not key.endswith("/count")}
-    svg = directory.curve_svg.read_text(encoding="utf-8")
-    return _render(
-        "report.html.jinja",
-        directory,
-        summary=summarize_run(directory).to_json(),
-        record=read_record(directory),
-        # Not escaped again: matplotlib wrote the picture, and escapes its texts.
-        curve=Markup(svg[svg.index("<svg") :]),  # noqa: S704
-        keys=(*STEP_KEYS, *further),
-        # Evenly spread, counted from the end, so that the last step is shown.
-        steps=records[::-1][:: max(1, math.ceil(len(records) / _MAX_STEPS))][::-1],
-    )
 
 
 def _render(template: str, directory: RunDirectory, **values: Any) -> str:

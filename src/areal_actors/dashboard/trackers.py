@@ -28,13 +28,13 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib.util import find_spec
-from pathlib import Path
 from queue import Full, Queue
 from typing import Any, Protocol
 
 from attrs import frozen
 
 from areal_actors.dashboard.files import RunDirectory
+from areal_actors.dashboard.records import load_object
 from areal_actors.domain import EVAL_SCOPE
 from areal_actors.errors import ConfigError
 from areal_actors.kernel import Message
@@ -75,25 +75,18 @@ class TrackedRun:
 
     def recall(self, tracker: str) -> dict[str, str]:
         """Return what ``remember`` stored for ``tracker``. A new run has a new directory, and so nothing stored."""
-        return _read_names(self.directory.trackers).get(tracker, {})
+        names: dict[str, str] = load_object(self.directory.trackers).get(tracker, {})
+        return names
 
     def remember(self, tracker: str, **names: str) -> None:
         """Store the names by which the tracker knows this run. Raises ``OSError``."""
         with _NAMES:
             path = self.directory.trackers
-            atomic_write(path, json.dumps(_read_names(path) | {tracker: names}))
+            atomic_write(path, json.dumps(load_object(path) | {tracker: names}))
 
 
 _NAMES = threading.Lock()
 """Held while the file of names is changed: trackers open at the same time."""
-
-
-def _read_names(path: Path) -> dict[str, dict[str, str]]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _without_secrets(value: Any) -> Any:

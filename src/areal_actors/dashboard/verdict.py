@@ -19,6 +19,7 @@ VERDICT_KEYS = frozenset(
         "reward",
         "episodes",
         "failed_episodes",
+        "rejected_episodes",
         "trained_tokens",
         "greedy_tokens",
         "groups",
@@ -36,10 +37,18 @@ Metrics = Mapping[str, Any]
 
 def find_verdict(steps: Sequence[Metrics]) -> str | None:
     """Return why the run of ``steps`` (metrics in order) does not learn; ``None`` if it learns or nothing is known."""
-    steps = [step for step in steps if step.get("phase", "rl") != "sft" and step.get("reward") is not None]
+    steps = [
+        step
+        for step in steps
+        # A source of which every episode failed has no reward.
+        if step.get("phase", "rl") != "sft" and (step.get("reward") is not None or step.get("failed_episodes"))
+    ]
+    rewarded = [step for step in steps if step.get("reward") is not None]
     latest = steps[-NUM_JUDGED_STEPS:]
     over = "in the last step" if len(latest) == 1 else f"in the last {len(latest)} steps"
+    # A workflow rejects episodes on purpose; these are among the failed ones.
     num_episodes, num_failed = _sum(latest, "episodes"), _sum(latest, "failed_episodes")
+    num_failed -= _sum(latest, "rejected_episodes")
     num_trained, num_greedy = _sum(latest, "trained_tokens"), _sum(latest, "greedy_tokens")
     verdict = None
     if num_failed * 2 >= num_episodes > 0:
@@ -49,8 +58,8 @@ def find_verdict(steps: Sequence[Metrics]) -> str | None:
             f"{num_greedy:.0f} of {num_greedy + num_trained:.0f} tokens {over} were sampled at temperature 0, and such "
             "tokens are not trained: give requests a temperature."
         )
-    elif latest and not _is_rising(steps):
-        verdict = _find_lack_of_signal(latest, over)
+    elif rewarded and not _is_rising(rewarded):
+        verdict = _find_lack_of_signal(rewarded[-NUM_JUDGED_STEPS:], over)
     return verdict or _find_source_without_signal(steps)
 
 
@@ -59,11 +68,12 @@ def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
     # A step may have a single group of a source.
     if len(steps) < NUM_JUDGED_STEPS:
         return None
-    keys = {key.split("/")[1] for step in steps for key in step if key.startswith("source/")}
-    for name in sorted(keys):
+    names = {key.split("/")[1] for step in steps for key in step if key.startswith("source/")}
+    for name in sorted(names):
         own = []
         for step in steps:
-            numbers = {key: step.get(f"source/{name}/{key}") for key in ("reward", "episodes", "failed_episodes")}
+            keys = ("reward", "episodes", "failed_episodes", "rejected_episodes")
+            numbers = {key: step.get(f"source/{name}/{key}") for key in keys}
             # Groups with equal rewards are replaced if advantages.drop_zero_variance is set.
             replaced = step.get(f"source/{name}/replaced_groups") or 0
             numbers["groups"] = (step.get(f"source/{name}/groups") or 0) + replaced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
 from areal_actors.datasets.harbor import TaskDirectory, find_task_directories, load_task, resolve_variables
-from areal_actors.datasets.problems import MixedProblems, Problems, TrainingProblems, find_overlap
+from areal_actors.datasets.problems import Problems, find_overlap
 from areal_actors.datasets.sources import (
     DataPath,
     DatasetConfig,
@@ -20,13 +20,11 @@ __all__ = [
     "DatasetConfig",
     "DifficultyConfig",
     "HubDataset",
-    "MixedProblems",
     "PluginReference",
     "ProblemPools",
     "Problems",
     "ProblemsReference",
     "TaskDirectory",
-    "TrainingProblems",
     "VerifiersPlugin",
     "find_overlap",
     "find_task_directories",

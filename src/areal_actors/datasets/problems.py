@@ -10,12 +10,11 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
-from attrs import evolve
 
 from areal_actors.domain import Problem
 from areal_actors.errors import DatasetError
 
-__all__ = ["MixedProblems", "Problems", "TrainingProblems", "find_overlap"]
+__all__ = ["Problems", "find_overlap"]
 
 _ABOUT_THE_SOURCE = "metadata"
 """Key under which generators describe how they made a problem; it is ignored when problems are compared."""
@@ -53,6 +52,25 @@ class Problems:
         epoch, index = divmod(position, len(self._rows))
         return self._problem(position, self._order(epoch)[index])
 
+    def ordered_by(self, key: str) -> Problems:
+        """Return the problems in the order of the number at ``key``, which may be a path such as ``metadata.level``.
+
+        Raises ``DatasetError`` for a problem without one.
+        """
+        numbers: list[float] = []
+        for index, row in enumerate(self._rows):
+            value: Any = row
+            for part in [key] if key in row else key.split("."):
+                value = value.get(part) if isinstance(value, Mapping) else None
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
+                raise DatasetError(
+                    f"difficulty.order_by is {key}, and problem {index} has {value!r} there instead of a number; "
+                    f"its keys are {', '.join(map(str, row))}."
+                )
+            numbers.append(float(value))
+        rows = [self._rows[index] for index in sorted(range(len(numbers)), key=numbers.__getitem__)]
+        return Problems(rows, seed=self._seed, is_shuffled=self._is_shuffled)
+
     def all(self) -> tuple[Problem, ...]:
         """Return every problem once, in the order of the source, for an evaluation."""
         return tuple(self._problem(index, index) for index in range(len(self._rows)))
@@ -68,55 +86,13 @@ class Problems:
         return order
 
 
-class MixedProblems:
-    """The problems of several sources, each in its own epochs; ``weights`` are their shares of the positions.
-
-    A position goes to the source that is furthest behind its share. So after n positions the number of a source
-    differs from its share of n by less than the number of sources, and a resumed run draws as an uninterrupted one.
-    """
-
-    def __init__(self, sources: Mapping[str, Problems], weights: Mapping[str, float]) -> None:
-        self._sources = dict(sources)
-        total = math.fsum(weights[name] for name in sources)
-        self._shares = {name: weights[name] / total for name in sources}
-        self._counts = dict.fromkeys(sources, 0)
-        self._places: list[tuple[str, int]] = []
-        """The source of each position so far, and the position within it."""
-
-    def __len__(self) -> int:
-        """Return the number of problems of all sources."""
-        return sum(map(len, self._sources.values()))
-
-    def at(self, position: int, row: int | None = None) -> Problem:
-        """Return the problem at ``position``, with the name of its source. Raises ``IndexError`` for a negative one."""
-        assert row is None, "problems of several sources are run in their order"
-        if position < 0:
-            raise IndexError(f"Problems are counted from 0; there is none at {position}.")
-        while len(self._places) <= position:
-            num = len(self._places) + 1
-            name = max(self._shares, key=lambda name: self._shares[name] * num - self._counts[name])
-            self._places.append((name, self._counts[name]))
-            self._counts[name] += 1
-        name, index = self._places[position]
-        return evolve(self._sources[name].at(index), position=position, source=name)
-
-    def all(self) -> tuple[Problem, ...]:
-        """Return every problem of every source once."""
-        return tuple(
-            evolve(problem, source=name) for name, problems in self._sources.items() for problem in problems.all()
-        )
-
-
-TrainingProblems = Problems | MixedProblems
-
-
-def find_overlap(train: TrainingProblems, held_out: Problems) -> int:
-    """Return how many held-out problems are also trained on.
+def find_overlap(held_out: Problems, *train: Problems) -> int:
+    """Return how many held-out problems are also trained on, in any of several datasets.
 
     Two problems are the same if their JSON is equal without ``metadata``; values that JSON cannot represent are
     compared by their ``repr``.
     """
-    seen = {_fingerprint(problem) for problem in train.all()}
+    seen = {_fingerprint(problem) for one in train for problem in one.all()}
     return sum(_fingerprint(problem) in seen for problem in held_out.all())
 
 

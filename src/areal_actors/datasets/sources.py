@@ -123,13 +123,19 @@ def load_problems(
     elif config.harbor is not None:
         rows = [load_task(path).problem for path in find_task_directories(directory / config.harbor)]
     elif config.bfcl is not None:
-        rows = _read_bfcl(directory / config.bfcl)
+        path = directory / config.bfcl
+        lines = read_json_lines(found) if (found := find_answers(path)).exists() else ()
+        answers = {row["id"]: row["ground_truth"] for _, row in lines}
+        rows = [create_problem(row, answers, where=f"{path.parent / where}") for where, row in read_json_lines(path)]
     elif config.verifiers is not None:
         rows = task_rows(config.verifiers, config.size and config.num_made, num_made=config.num_made)
     else:
         assert config.python is not None
         rows = _call(config.python, import_reference(config.python), config)
     end = len(rows) if config.size is None else config.start + config.size
+    if config.start >= len(rows):
+        after = f" from number {config.start} on" if len(rows) else ""
+        raise DatasetError(f"{config.source} has no problems{after}: {len(rows)} in all.")
     return Problems(rows[config.start : end], seed=shuffle_seed, is_shuffled=config.is_shuffled)
 
 
@@ -158,13 +164,6 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield f"{path.name}, line {number}", row
     except OSError as error:
         raise DatasetError(f"{path} cannot be read: {error.strerror or error}.") from error
-
-
-def _read_bfcl(path: Path) -> Rows:
-    answers_path = find_answers(path)
-    lines = read_json_lines(answers_path) if answers_path.exists() else ()
-    answers = {row["id"]: row["ground_truth"] for _, row in lines}
-    return [create_problem(row, answers, where=f"{path.parent / where}") for where, row in read_json_lines(path)]
 
 
 def _refuse_constant(name: str) -> NoReturn:

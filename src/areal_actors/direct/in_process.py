@@ -152,7 +152,22 @@ def _transport_class(library: Any) -> Any:
 
         async def handle_async_request(self, request: Any) -> Any:
             """Answer ``request``. Raises ``ReadTimeout`` and ``ReadError`` of the library."""
-            call = _Call(_scope_of(request), b"".join([part async for part in request.stream]))
+            url = request.url
+            scope = {
+                "type": "http",
+                "asgi": {"version": "3.0"},
+                "http_version": "1.1",
+                "method": request.method,
+                "scheme": url.scheme,
+                "path": url.path,
+                "raw_path": url.raw_path.partition(b"?")[0],
+                "query_string": url.query,
+                "root_path": "",
+                "headers": [(name.lower(), value) for name, value in request.headers.raw],
+                "client": ("127.0.0.1", 0),
+                "server": (url.host, url.port),
+            }
+            call = _Call(scope, b"".join([part async for part in request.stream]))
             seconds = _read_seconds(request)
             stop = start_companion(partial(call.run, self._app))
             try:
@@ -184,24 +199,6 @@ async def _end(call: _Call, stop: Callable[[], object]) -> None:
 def _read_seconds(request: Any) -> float:
     seconds = request.extensions.get("timeout", {}).get("read")
     return math.inf if seconds is None else float(seconds)
-
-
-def _scope_of(request: Any) -> dict[str, Any]:
-    url = request.url
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": request.method,
-        "scheme": url.scheme,
-        "path": url.path,
-        "raw_path": url.raw_path.partition(b"?")[0],
-        "query_string": url.query,
-        "root_path": "",
-        "headers": [(name.lower(), value) for name, value in request.headers.raw],
-        "client": ("127.0.0.1", 0),
-        "server": (url.host, url.port),
-    }
 
 
 # --------------------------------------------------------------------------------------------- actors

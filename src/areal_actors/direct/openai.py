@@ -29,6 +29,10 @@ class ArealOpenAI(DirectClient, openai.AsyncOpenAI):
         engine: EngineLike | None = None,
         tokenizer: TokenizerLike = None,
         *,
+        tool_call_parser: str | None = None,  # noqa: ARG002 - recognised from the chat template
+        reasoning_parser: str | None = None,  # noqa: ARG002 - the same
+        chat_template_type: str | None = None,  # noqa: ARG002 - prompts always continue the tokens of their parents
+        engine_max_tokens: int | None = None,
         seed: int = 0,
         direct: DirectSession | None = None,
         **options: Any,
@@ -38,6 +42,11 @@ class ArealOpenAI(DirectClient, openai.AsyncOpenAI):
         Args:
             engine: an engine, the ref of a generation actor, or the result of ``open_inference``.
             tokenizer: a fast tokenizer, a model's directory or a renderer; not needed if the engine has one.
+            tool_call_parser: accepted from programs written for AReaL and not needed: formats of tool calls are
+                recognised from the chat template.
+            reasoning_parser: the same for reasoning.
+            chat_template_type: the same: prompts continue the tokens of their parents, as AReaL's ``concat`` does.
+            engine_max_tokens: bound on the tokens of a prompt and its answer; by default that of the engine.
             seed: keys the samples.
             direct: a trajectory to share; by default, a new one.
             options: of ``AsyncOpenAI``, such as ``timeout`` or ``max_retries``.
@@ -45,7 +54,7 @@ class ArealOpenAI(DirectClient, openai.AsyncOpenAI):
         Raises:
             ConfigError: there is no engine, or no tokenizer.
         """
-        self.direct = direct or DirectSession(engine, tokenizer, seed=seed)
+        self.direct = direct or DirectSession(engine, tokenizer, seed=seed, max_length=engine_max_tokens)
         super().__init__(**self.direct.client_options(openai, base_url="http://direct/v1", given=options))
 
     @property

@@ -61,7 +61,10 @@ class DirectSession:
         seed: int = 0,
         key: SampleKey | None = None,
         config: ProxyConfig | None = None,
+        max_length: int | None = None,
     ) -> None:
+        if max_length is not None and max_length < 1:
+            raise ConfigError(f"engine_max_tokens must be >= 1, not {max_length}.")
         if engine is None:
             raise ConfigError("A direct client needs an engine: an Engine, a generation actor's ref, or an Inference.")
         renderer = _renderer_of(tokenizer, engine)
@@ -73,13 +76,15 @@ class DirectSession:
         manager = SessionManager(renderer=renderer, generation=generation, seed=seed)
         sessions: InlineRef[Sessions] = InlineRef(manager, name="sessions")
         capacity = InlineRef(CapacityGranter(CapacityState(limits=_ONE)), name="capacity")
-        opened = manager.open_session(OpenSession(task="direct", key=key))
+        max_tokens = engine.max_tokens if isinstance(engine, EpisodeEngine) else None
+        opened = manager.open_session(OpenSession(task="direct", key=key, max_tokens=max_tokens))
         self.api_key = opened.api_key
         self.discount: float | None = None
         self.completions: dict[str, Any] = {}
         self._id = opened.session
         self._manager = manager
         self._is_ready = False
+        self._max_length = max_length
         self._app = create_app(
             sessions=sessions,
             exports=InlineRef(Exporter(sessions=sessions, capacity=capacity), name="exports"),
@@ -93,7 +98,7 @@ class DirectSession:
         """Serve a request: the proxy as an ASGI application."""
         # Not in ``__init__``, which cannot wait for the engine's description.
         if not self._is_ready:
-            await self._manager.learn_engine()
+            await self._manager.learn_engine(max_length=self._max_length)
             self._is_ready = True
         await cast("App", self._app)(scope, receive, send)
 
@@ -164,7 +169,9 @@ def _renderer_of(tokenizer: TokenizerLike, engine: EngineLike) -> Renderer:
     if tokenizer is None:
         tokenizer = getattr(engine, "renderer", None)
     if tokenizer is None:
-        raise ConfigError("A direct client needs a tokenizer beside this engine: a tokenizer, a model's directory.")
+        raise ConfigError(
+            "A direct client needs a tokenizer in addition to this engine: a tokenizer, a model's directory."
+        )
     if hasattr(tokenizer, "open_stream"):
         return cast("Renderer", tokenizer)
     if isinstance(tokenizer, str | Path):

@@ -123,22 +123,24 @@ def summarize_outcomes(outcomes: Iterable[Outcome], *, solved_reward: float) -> 
     sets: dict[str, dict[str, list[Outcome]]] = {}
     for outcome in outcomes:
         sets.setdefault(outcome.source, {}).setdefault(outcome.task, []).append(outcome)
-    return tuple(_summarize_set(source, list(tasks.values()), solved_reward) for source, tasks in sets.items())
-
-
-def _summarize_set(source: str, problems: Sequence[Sequence[Outcome]], solved_reward: float) -> SetResult:
-    episodes = [outcome for problem in problems for outcome in problem]
-    rewards = [[0.0 if outcome.has_failed else outcome.reward for outcome in problem] for problem in problems]
-    completed = [[outcome.reward for outcome in problem if not outcome.has_failed] for problem in problems]
-    solved = [[not one.has_failed and one.reward >= solved_reward for one in problem] for problem in problems]
-    most = min(map(len, problems))
-    sizes = sorted({most, *(2**power for power in range(most.bit_length()))})
-    return SetResult(
-        source=source,
-        num_problems=len(problems),
-        num_episodes=len(episodes),
-        num_failed=sum(outcome.has_failed for outcome in episodes),
-        mean=estimate_mean(rewards),
-        completed_mean=estimate_mean([kept for kept in completed if kept]) if any(completed) else None,
-        passes={k: estimate_pass(solved, k) for k in sizes if k <= most},
-    )
+    results = []
+    for source, tasks in sets.items():
+        problems = list(tasks.values())
+        episodes = [outcome for problem in problems for outcome in problem]
+        rewards = [[0.0 if outcome.has_failed else outcome.reward for outcome in problem] for problem in problems]
+        completed = [[outcome.reward for outcome in problem if not outcome.has_failed] for problem in problems]
+        solved = [[not one.has_failed and one.reward >= solved_reward for one in problem] for problem in problems]
+        most = min(map(len, problems))
+        sizes = sorted({most, *(2**power for power in range(most.bit_length()))})
+        results.append(
+            SetResult(
+                source=source,
+                num_problems=len(problems),
+                num_episodes=len(episodes),
+                num_failed=sum(outcome.has_failed for outcome in episodes),
+                mean=estimate_mean(rewards),
+                completed_mean=estimate_mean([kept for kept in completed if kept]) if any(completed) else None,
+                passes={k: estimate_pass(solved, k) for k in sizes if k <= most},
+            )
+        )
+    return tuple(results)

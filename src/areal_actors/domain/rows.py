@@ -190,7 +190,7 @@ class Trajectory:
 
 @frozen(kw_only=True)
 class Problem:
-    """One item of a dataset. ``position`` counts problems over all epochs; ``data`` is what ``run`` receives."""
+    """One item of a dataset. ``position`` counts its problems over all epochs; ``data`` is what ``run`` receives."""
 
     position: int
     data: Mapping[str, Any]
@@ -201,6 +201,11 @@ class Problem:
     def task(self) -> str:
         """The id of the problem among those of all datasets, as in names of files and in ``task_id``."""
         return f"{self.source}-{self.position}" if self.source else str(self.position)
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """The source and the position, which no two problems of a run have in common."""
+        return self.source, self.position
 
 
 @frozen(kw_only=True)
@@ -229,6 +234,10 @@ class Episode:
     is_restored: bool = False
     logged: Mapping[str, float] = field(factory=dict)
     """Named numbers that the agent logged, including those of a failed episode."""
+    num_replayed_turns: int = 0
+    """Turns that were sampled for an earlier run of its agent, and answered again from the journal."""
+    num_dropped_turns: int = 0
+    """Turns of that earlier run that its agent did not ask for again: it has diverged from it."""
 
     def _repr_html_(self) -> str:
         """Return the episode and its rows as tables, for notebooks."""
@@ -262,11 +271,15 @@ class Group:
 
 @frozen(kw_only=True)
 class DrawnProblem:
-    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it."""
+    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it.
+
+    ``num_easy`` is the number of groups in a row, up to the last one, for which it was easy.
+    """
 
     row: int
     num_drawn: int
     solve_rate: float | None = None
+    num_easy: int = 0
 
 
 @frozen(kw_only=True)
@@ -286,15 +299,45 @@ class PoolsState:
 
 
 @frozen(kw_only=True)
-class DataPosition:
-    """How far the problems have been consumed: all below ``next`` except ``pending``, which run first.
+class PoolSizes:
+    """The numbers of problems in the pools of a source; all others are normal.
 
-    ``pools`` is set if problems are drawn by difficulty.
+    ``solve_rate`` is the mean solve rate of the ``num_run`` problems that have been run.
+    """
+
+    easy: int
+    hard: int
+    retired: int
+    num_run: int
+    solve_rate: float | None = None
+
+
+@frozen(kw_only=True)
+class SourcePosition:
+    """How far the problems of a source have been consumed: all below ``next`` except ``pending``, which run first.
+
+    ``pools`` is set if problems are drawn by difficulty. ``num_counted`` is the number of problems consumed since the
+    sources have their present weights, of which this one's is ``weight``; 0 for a source that the run does not have.
     """
 
     next: int = 0
     pending: tuple[int, ...] = ()
     pools: PoolsState | None = None
+    weight: float = 0.0
+    num_counted: int = 0
+
+
+@frozen(kw_only=True)
+class DataPosition:
+    """How far the problems have been consumed: all below ``next`` except ``pending``, which run first.
+
+    ``pools`` is set if problems are drawn by difficulty. Problems of ``sources`` have a position for each.
+    """
+
+    next: int = 0
+    pending: tuple[int, ...] = ()
+    pools: PoolsState | None = None
+    sources: Mapping[str, SourcePosition] = field(factory=dict)
 
 
 Indices = npt.NDArray[np.int64]
@@ -473,8 +516,8 @@ class TrainedRow:
     log-probabilities of the trained tokens, under the distributions that they were sampled from and, unless a step
     makes several updates without scoring its rows first, the weights before the step. They are nan off the mask and in
     rows that the step skipped because they could not change the gradient. ``task`` is the position of the row's
-    problem, ``member`` the index of its episode in the group, and ``episode_reward`` the reward that the agent
-    reported; ``trajectory.reward`` is the return of the row's last turn.
+    problem in its ``source``, ``member`` the index of its episode in the group, and ``episode_reward`` the reward that
+    the agent reported; ``trajectory.reward`` is the return of the row's last turn.
     """
 
     trajectory: Trajectory
@@ -483,5 +526,6 @@ class TrainedRow:
     task: int
     member: int
     episode_reward: float
+    source: str = ""
     temperature: float = 1.0
     """The temperature of turns that do not record the one they were sampled at."""

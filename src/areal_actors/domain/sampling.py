@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,8 @@ from areal_actors.domain.grammar import Grammar
 
 __all__ = []
 
+
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -224,6 +227,44 @@ class Chunk:
     top_logprobs: tuple[tuple[TopLogprob, ...], ...] = ()
     num_cached_tokens: int = 0
     routed_experts: Experts | None = field(default=None, converter=optional(as_experts), eq=False, repr=False)
+
+
+def join_chunks(chunks: Sequence[Chunk]) -> Completion:
+    """Return the completion that arrived in ``chunks``, of which there is at least one."""
+    versions = np.array([chunk.version for chunk in chunks], dtype=np.int32)
+    return Completion(
+        token_ids=_join([chunk.token_ids for chunk in chunks]),
+        logprobs=_join([chunk.logprobs for chunk in chunks]),
+        raw_logprobs=_join([chunk.raw_logprobs for chunk in chunks]),
+        versions=versions.repeat([len(chunk.token_ids) for chunk in chunks]),
+        finish=chunks[-1].finish or FinishReason.ABORT,
+        top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
+        routed_experts=chunks[-1].routed_experts,
+    )
+
+
+def split_completion(completion: Completion, *, num_cached_tokens: int = 0) -> tuple[Chunk, ...]:
+    """Return ``completion`` as an engine would deliver it: a chunk for each run of tokens of one version."""
+    versions = completion.versions
+    bounds = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return tuple(
+        Chunk(
+            token_ids=completion.token_ids[start:end],
+            logprobs=completion.logprobs[start:end],
+            raw_logprobs=completion.raw_logprobs[start:end],
+            version=int(versions[start]) if len(versions) else 0,
+            finish=completion.finish if end == len(versions) else None,
+            top_logprobs=completion.top_logprobs[start:end],
+            num_cached_tokens=num_cached_tokens if start == 0 else 0,
+            routed_experts=completion.routed_experts if end == len(versions) else None,
+        )
+        for start, end in pairwise(bounds)
+    )
+
+
+def _join(parts: Sequence[npt.NDArray[ScalarT]]) -> npt.NDArray[ScalarT]:
+    """Concatenate the parts. A single part is returned as it is, because the tree copies the arrays that it keeps."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class PauseMode(StrEnum):

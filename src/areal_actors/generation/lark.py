@@ -80,20 +80,19 @@ class _Translation:
                 schema = {**grammar.schema, "x-guidance": options}
                 return f"%json {json.dumps(schema, allow_nan=False, ensure_ascii=False)}"
             case InOrder(parts=parts):
-                return " ".join(self._sequence(self._flatten(parts))) or '""'
+                texts: list[str] = []
+                # Adjacent texts become one terminal, unless all of them are literals.
+                for is_text, run in groupby(self._flatten(parts), key=self._is_text):
+                    group = tuple(run)
+                    if is_text and not all(isinstance(part, Exactly) for part in group):
+                        texts.append(self._name(group))
+                    else:
+                        texts += map(self._rule, group)
+                return " ".join(texts) or '""'
             case OneOf(parts=parts):
                 return f"({' | '.join(map(self._rule, parts))})"
             case Repeated():
                 return _repeat(grammar, self._rule(grammar.part), self._rule(Exactly(text=grammar.separator)))
-
-    def _sequence(self, parts: Iterable[Grammar]) -> Iterator[str]:
-        """Translate a sequence. Adjacent texts become one terminal, unless all of them are literals."""
-        for is_text, run in groupby(parts, key=self._is_text):
-            group = tuple(run)
-            if is_text and not all(isinstance(part, Exactly) for part in group):
-                yield self._name(group)
-            else:
-                yield from map(self._rule, group)
 
     def _is_text(self, part: Grammar) -> bool:
         """Return whether ``part`` consists of bytes only, without rules or added tokens."""

@@ -19,14 +19,14 @@ publication or pause or, while it joins, by its own task (``ReplicaSet._keep_joi
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol
 
 import anyio
 import anyio.lowlevel
-from attrs import asdict, define, evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, PauseMode, Snapshot
@@ -44,8 +44,9 @@ from areal_actors.errors import (
     Unreachable,
 )
 from areal_actors.generation.base import Engine
-from areal_actors.generation.routing import ReplicaRegistry, ReplicaStatus, ReroutableGeneration, describe_failure
+from areal_actors.generation.routing import Replica, ReroutableGeneration, SessionAffinity, describe_failure
 from areal_actors.kernel import Actor, BackgroundTasks, Context, Down, DownReason, Ref
+from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Scope, running_loop
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
@@ -64,7 +65,7 @@ from areal_actors.messages import (
     ResumeGeneration,
 )
 
-__all__ = ["Admission", "CounterTotals", "EngineSet", "GenerationRouter", "Replica", "ReplicaSet", "RouterConfig"]
+__all__ = ["Admission", "CounterTotals", "EngineSet", "GenerationRouter", "ReplicaSet", "RouterConfig"]
 
 _log = get_logger(__name__)
 
@@ -99,6 +100,9 @@ class RouterConfig:
     """A replica that fails this many generations in a row gets no more until it has joined again."""
     load_seconds: float = field(default=600.0, validator=gt(0))
     """A replica that needs longer than this to load weights or to pause is treated as failed."""
+    straggler_seconds: float = field(default=8.0, validator=gt(0))
+    """A replica that still loads weights this long after another one has them, and after twice the time that this one
+    took, is left out, so that one that hangs does not hold the others. It serves again when it has loaded them."""
     retry_seconds: float = field(default=1.0, validator=gt(0))
     """Delay before a failed replica is tried again; doubled after each further failure."""
     max_retry_seconds: float = field(default=30.0, validator=gt(0))
@@ -311,6 +315,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
                 _log.debug("replica_not_counted", replica=replica.name, reason=describe_failure(error))
             else:
                 replicas.totals.add(replica.name, view.statistics)
+                replica.num_engines = view.num_engines
 
         async with anyio.create_task_group() as tasks:
             for replica in replicas.serving:
@@ -321,10 +326,11 @@ class GenerationRouter(Actor[Generation | Replicas]):
             info=evolve(replicas.info, max_concurrent=room or replicas.info.max_concurrent),
             statistics=replicas.totals.total({replica.name for replica in serving}),
             version=replicas.served_version,
+            num_engines=sum(replica.num_engines for replica in serving),
         )
 
 
-class ReplicaSet(ReplicaRegistry["Replica"]):
+class ReplicaSet:
     """The replicas of a router. ``version`` is the oldest version that may serve before the first publication."""
 
     def __init__(
@@ -336,12 +342,15 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
         admission: Admission | None,
         may_go_back: bool,
     ) -> None:
-        super().__init__()
+        self.by_name: dict[str, Replica] = {}
+        self.changed = ChangeSignal()
+        """Notified when the state of a replica or of all of them changes."""
         self.version = version
         """Version of the last publication that was answered: no replica serves with older weights."""
         self.info: EngineInfo | None = None
         """Engine info of the first replica; every other replica must be able to replace it."""
         self.totals = CounterTotals()
+        self._affinity = SessionAffinity()
         self._config = config
         self._snapshot = snapshot  # the last publication, without tensors that were only lent
         self._admission, self._may_go_back = admission, may_go_back
@@ -351,9 +360,18 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
         self._watchers: dict[Replica, Callable[[Down], object]] = {}
 
     @property
+    def serving(self) -> list[Replica]:
+        """The replicas that get requests."""
+        return [replica for replica in self.by_name.values() if replica.is_serving]
+
+    @property
     def served_version(self) -> int:
         """The oldest version that an answer may come from."""
         return max(self.version, min((replica.version or 0 for replica in self.serving), default=0))
+
+    def choose(self, generation: ReroutableGeneration, *, version: int) -> Replica | None:
+        """Return the replica for the next attempt of a generation; ``None`` if none serves ``version`` or newer."""
+        return self._affinity.choose(self.by_name, generation, version=version)
 
     # ----------------------------------------------------------------------------------------------- members
 
@@ -409,7 +427,7 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
         self._unwatch(replica)
         replica.reset(ReplicaState.GONE, reason)
         replica.wakeup.set()
-        self.notify()
+        self.changed.notify()
 
     def _unwatch(self, replica: Replica) -> None:
         watcher = self._watchers.pop(replica, None)
@@ -463,7 +481,7 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
                 f"No replica could load version {snapshot.version}: {reasons}. Version {self.version} is kept."
             )
         self.version = snapshot.version
-        self.notify()
+        self.changed.notify()
 
     async def set_pause(self, mode: PauseMode | None) -> None:
         """Have all replicas pause or resume, including those that are joining."""
@@ -472,10 +490,26 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
         await self._update_all(self.serving, None)
 
     async def _update_all(self, replicas: list[Replica], snapshot: Snapshot | None) -> None:
+        """Update all at once. One that hangs is left out once the others are done; it joins again if it can."""
         self._wake_joining()
+        began, scopes = anyio.current_time(), {replica: anyio.CancelScope() for replica in replicas}
+        # Lent tensors are read until an engine has loaded them, and a pause may wait for generations to end.
+        may_leave_out = snapshot is not None and snapshot.state is None
+
+        async def update(replica: Replica) -> None:
+            with scopes[replica]:
+                await self._update(replica, snapshot)
+            now = anyio.current_time()
+            if scopes[replica].cancelled_caught:
+                self.mark_unhealthy(replica, f"the others had the weights after {now - began:.0f} s, and it did not")
+            elif may_leave_out and replica.is_serving:
+                limit = now + self._config.straggler_seconds + (now - began)
+                for scope in scopes.values():
+                    scope.deadline = min(scope.deadline, limit)
+
         async with anyio.create_task_group() as tasks:
             for replica in replicas:
-                tasks.start_soon(self._update, replica, snapshot)
+                tasks.start_soon(update, replica)
 
     async def _update(self, replica: Replica, snapshot: Snapshot | None = None) -> None:
         """Apply to a replica the publications and pauses that it has missed. ``snapshot`` is the one being published.
@@ -503,7 +537,7 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
         misfit = None if self.info is None else find_misfit(self.info, view.info)
         if misfit is not None:
             raise EngineError(f"it serves another model: {misfit}")
-        replica.info, replica.version = view.info, view.version
+        replica.info, replica.version, replica.num_engines = view.info, view.version, view.num_engines
         self.totals.add(replica.name, view.statistics)
         # A publication or a pause may arrive while the replica loads, so repeat until it has both.
         while (replica.publication, replica.pausing) != (self._publication, self._pausing):
@@ -514,7 +548,7 @@ class ReplicaSet(ReplicaRegistry["Replica"]):
             self.info = self.info or view.info
             replica.state, replica.error, replica.num_failures = ReplicaState.SERVING, None, 0
             _log.info("replica_serves", replica=replica.name, version=replica.version)
-            self.notify()
+            self.changed.notify()
 
     async def _load(self, replica: Replica, snapshot: Snapshot | None) -> None:
         """Have a replica load the snapshot if that is possible; otherwise check that it has the right version."""
@@ -573,105 +607,6 @@ def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:
     if first.has_grammars and not info.has_grammars:
         return "it takes no grammars, and the others do"
     return None
-
-
-@define(eq=False, kw_only=True)
-class Replica(ReplicaStatus):
-    """The state of a replica that is a generation actor.
-
-    ``publication`` and ``pausing`` are the numbers of the last ones that it has applied; -1 means none.
-    """
-
-    ref: Ref[Generation]
-    info: EngineInfo | None = None
-    publication: int = -1
-    pausing: int = -1
-    error: str | None = None
-    has_refused: bool = False
-    """Whether its last failure is that it rejected weights."""
-    num_failures: int = 0
-    """Consecutive failed generations."""
-    lock: anyio.Lock = field(factory=anyio.Lock)
-    """Held while it is given weights or a pause."""
-    _attempts: set[Attempt] = field(factory=set)
-    _emptied: anyio.Event = field(factory=anyio.Event)
-
-    @property
-    def is_gone(self) -> bool:
-        """Whether it will not return by itself."""
-        return self.state is ReplicaState.GONE
-
-    @property
-    def capacity(self) -> int | None:
-        """Number of generations that it can run at once, if it is known."""
-        return None if self.info is None else self.info.max_concurrent
-
-    @property
-    def view(self) -> ReplicaView:
-        """The public view of it."""
-        return ReplicaView(
-            name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
-        )
-
-    @contextmanager
-    def running(self, new_scope: Callable[[], Scope]) -> Iterator[Attempt]:
-        """Register a generation for the duration of the block."""
-        attempt = Attempt(new_scope)
-        if not self._attempts:
-            self._emptied = anyio.Event()
-        self._attempts.add(attempt)
-        self.num_running += 1
-        try:
-            yield attempt
-        finally:
-            self._attempts.discard(attempt)
-            self.num_running -= 1
-            if not self._attempts:
-                self._emptied.set()
-
-    def move_generations(self) -> None:
-        """Have all generations here continue on other replicas."""
-        for attempt in tuple(self._attempts):
-            attempt.move()
-
-    async def wait_empty(self) -> None:
-        """Wait until nothing runs here."""
-        while self._attempts:
-            await self._emptied.wait()
-
-    def reset(self, state: ReplicaState, reason: str) -> None:
-        """Set the state and the error, and discard which weights and pause it has."""
-        self.state, self.error = state, reason
-        self.version, self.publication, self.pausing = None, -1, -1
-
-
-@define(eq=False)
-class Attempt:
-    """A generation at one replica, until it ends there or moves elsewhere."""
-
-    _new_scope: Callable[[], Scope]
-    is_moved: bool = False
-    _scope: Scope | None = None
-
-    async def next(self, chunks: AsyncIterator[Chunk]) -> Chunk | None:
-        """Return the next chunk, or ``None`` at the end and when the generation has to move."""
-        if self.is_moved:
-            return None
-        try:
-            # The scope surrounds only the wait: around a ``yield`` it would also cancel the consumer's waiting.
-            with self._new_scope() as self._scope:
-                return await anext(chunks)
-        except StopAsyncIteration:
-            pass
-        finally:
-            self._scope = None
-        return None
-
-    def move(self) -> None:
-        """Have the generation continue on another replica."""
-        self.is_moved = True
-        if self._scope is not None:
-            self._scope.cancel()
 
 
 @frozen

@@ -1,6 +1,6 @@
 """The state of replicas and the rules for them: which one gets a request, and what follows if it fails.
 
-* A replica gets requests while it serves, with weights at least as new as promised (``ReplicaStatus``).
+* A replica gets requests while it serves, with weights at least as new as promised (``Replica``).
 * A session stays with one replica. A new session goes to the least loaded one (``SessionAffinity``).
 * If a replica fails in the middle of a generation, another one continues it: the tokens sampled so far become the end
   of the prompt, and each keeps the version that sampled it (``ReroutableGeneration``).
@@ -10,28 +10,31 @@
 * A generation under a grammar cannot move once a token was sampled, because engines start a grammar at its beginning.
   It is refused with 503, which SDKs repeat.
 
-Nothing here waits. ``router`` sends the requests and decides which replicas serve. An engine of a server also continues
-generations that ended there early (``servers.engine``).
+``router`` sends the requests and decides which replicas serve. An engine of a server also continues generations that
+ended there early (``servers.engine``).
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Mapping
-from typing import Generic, TypeVar
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 import anyio
 import numpy as np
 from attrs import define, evolve, field
 
-from areal_actors.domain import Chunk, EngineRequest, FinishReason, Ints
+from areal_actors.domain import Chunk, EngineInfo, EngineRequest, FinishReason, Ints
 from areal_actors.errors import EngineError, Unavailable
 from areal_actors.generation.base import find_stop_ids
-from areal_actors.messages import ReplicaState
+from areal_actors.kernel import Ref
+from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.loops import Scope
+from areal_actors.messages import Generation, ReplicaState, ReplicaView
 
 __all__ = [
-    "ReplicaRegistry",
-    "ReplicaStatus",
+    "Attempt",
+    "Replica",
     "ReroutableGeneration",
     "SessionAffinity",
     "choose",
@@ -177,11 +180,15 @@ class ReroutableGeneration:
 
 
 @define(eq=False, kw_only=True)
-class ReplicaStatus:
-    """The state of one replica (``router.Replica``)."""
+class Replica:
+    """A generation actor of the set, and its state.
+
+    ``publication`` and ``pausing`` are the numbers of the last ones that it has applied; -1 means none.
+    """
 
     name: str
     """Its name, which no other replica has."""
+    ref: Ref[Generation]
     state: ReplicaState = ReplicaState.JOINING
     version: int | None = None
     """Version of its weights; ``None`` while they are unknown or undefined, as during a load."""
@@ -191,6 +198,19 @@ class ReplicaStatus:
     """Number of the choice at which it was last selected."""
     wakeup: anyio.Event = field(factory=anyio.Event)
     """Set when the task that lets it join has something to do."""
+    info: EngineInfo | None = None
+    num_engines: int = 1
+    publication: int = -1
+    pausing: int = -1
+    error: str | None = None
+    has_refused: bool = False
+    """Whether its last failure is that it rejected weights."""
+    num_failures: int = 0
+    """Consecutive failed generations."""
+    lock: anyio.Lock = field(factory=anyio.Lock)
+    """Held while it is given weights or a pause."""
+    _attempts: set[Attempt] = field(factory=set)
+    _emptied: ChangeSignal = field(factory=ChangeSignal)
 
     @property
     def is_serving(self) -> bool:
@@ -198,25 +218,89 @@ class ReplicaStatus:
         return self.state is ReplicaState.SERVING
 
     @property
-    def capacity(self) -> int | None:
-        """Number of generations that it can run at once, if it is known."""
-        raise NotImplementedError
+    def is_gone(self) -> bool:
+        """Whether it will not return by itself."""
+        return self.state is ReplicaState.GONE
 
     @property
     def load(self) -> float:
         """The share of its capacity that is in use."""
-        return self.num_running / (self.capacity or 1)
+        return self.num_running / ((self.info and self.info.max_concurrent) or 1)
+
+    @property
+    def view(self) -> ReplicaView:
+        """The public view of it."""
+        return ReplicaView(
+            name=self.name, state=self.state, version=self.version, num_running=self.num_running, error=self.error
+        )
 
     def can_serve(self, version: int) -> bool:
         """Return whether it may get requests that were promised weights of at least ``version``."""
         # Not through ``is_serving``: each attempt asks about every replica, and the call took 3 µs for 16 of them.
         return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
 
+    @contextmanager
+    def running(self, new_scope: Callable[[], Scope]) -> Iterator[Attempt]:
+        """Register a generation for the duration of the block."""
+        attempt = Attempt(new_scope)
+        self._attempts.add(attempt)
+        self.num_running += 1
+        try:
+            yield attempt
+        finally:
+            self._attempts.discard(attempt)
+            self.num_running -= 1
+            if not self._attempts:
+                self._emptied.notify()
 
-C = TypeVar("C", bound=ReplicaStatus)
+    def move_generations(self) -> None:
+        """Have all generations here continue on other replicas."""
+        for attempt in tuple(self._attempts):
+            attempt.move()
+
+    async def wait_empty(self) -> None:
+        """Wait until nothing runs here."""
+        while self._attempts:
+            await self._emptied.wait()
+
+    def reset(self, state: ReplicaState, reason: str) -> None:
+        """Set the state and the error, and discard which weights and pause it has."""
+        self.state, self.error = state, reason
+        self.version, self.publication, self.pausing = None, -1, -1
 
 
-def choose(replicas: Mapping[str, C], *, pinned: str | None, version: int, failed_at: Collection[str]) -> C | None:
+@define(eq=False)
+class Attempt:
+    """A generation at one replica, until it ends there or moves elsewhere."""
+
+    _new_scope: Callable[[], Scope]
+    is_moved: bool = False
+    _scope: Scope | None = None
+
+    async def next(self, chunks: AsyncIterator[Chunk]) -> Chunk | None:
+        """Return the next chunk, or ``None`` at the end and when the generation has to move."""
+        if self.is_moved:
+            return None
+        try:
+            # The scope surrounds only the wait: around a ``yield`` it would also cancel the consumer's waiting.
+            with self._new_scope() as self._scope:
+                return await anext(chunks)
+        except StopAsyncIteration:
+            pass
+        finally:
+            self._scope = None
+        return None
+
+    def move(self) -> None:
+        """Have the generation continue on another replica."""
+        self.is_moved = True
+        if self._scope is not None:
+            self._scope.cancel()
+
+
+def choose(
+    replicas: Mapping[str, Replica], *, pinned: str | None, version: int, failed_at: Collection[str]
+) -> Replica | None:
     """Return the replica for a generation: the one that its session is pinned to, or else the least loaded.
 
     Ties go to the replica that was chosen longest ago. Replicas that failed the generation come last. Returns ``None``
@@ -242,7 +326,9 @@ class SessionAffinity:
         self._names: OrderedDict[str, str] = OrderedDict()
         self._num_turns = 0
 
-    def choose(self, replicas: Mapping[str, C], generation: ReroutableGeneration, *, version: int) -> C | None:
+    def choose(
+        self, replicas: Mapping[str, Replica], generation: ReroutableGeneration, *, version: int
+    ) -> Replica | None:
         """Return the replica for the next attempt, and pin the session to it. ``None`` if none can serve."""
         key = generation.request.routing_key
         replica = choose(replicas, pinned=self.find(key), version=version, failed_at=generation.failed_at)
@@ -269,27 +355,3 @@ class SessionAffinity:
 def describe_failure(error: BaseException | None) -> str:
     """Return a failure as one line."""
     return "it ended a generation without a reason" if error is None else f"{type(error).__name__}: {error}"
-
-
-@define(eq=False, kw_only=True)
-class ReplicaRegistry(Generic[C]):
-    """Replicas by name, and the choice between those that serve."""
-
-    by_name: dict[str, C] = field(factory=dict)
-    changed: anyio.Event = field(factory=anyio.Event, init=False)
-    """Set, and replaced by a new event, when the state of a replica or of all of them changes."""
-    _affinity: SessionAffinity = field(factory=SessionAffinity, init=False)
-
-    @property
-    def serving(self) -> list[C]:
-        """The replicas that get requests."""
-        return [replica for replica in self.by_name.values() if replica.is_serving]
-
-    def choose(self, generation: ReroutableGeneration, *, version: int) -> C | None:
-        """Return the replica for the next attempt of a generation; ``None`` if none serves ``version`` or newer."""
-        return self._affinity.choose(self.by_name, generation, version=version)
-
-    def notify(self) -> None:
-        """Wake all tasks that wait for ``changed``."""
-        changed, self.changed = self.changed, anyio.Event()
-        changed.set()

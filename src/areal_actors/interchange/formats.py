@@ -145,7 +145,7 @@ def _write_verl(directory: Path, number: int, step: int, rows: Sequence[DumpedRo
         "returns": pad(lambda row: row.returns, np.float32),
     }
     non_tensors = {
-        "uid": _objects(f"{row.step}-{row.task}" for row in rows),
+        "uid": _objects(f"{row.step}-{row.group}" for row in rows),
         "session": _objects(row.session for row in rows),
         "data_source": _objects("areal_actors" for _ in rows),
     }
@@ -189,7 +189,7 @@ def _write_trl(directory: Path, number: int, step: int, rows: Sequence[DumpedRow
                 "env_mask": row.loss_mask[length:],
                 "advantages": row.advantages[length:],
                 "reward": row.reward,
-                "group": f"{row.step}-{row.task}",
+                "group": f"{row.step}-{row.group}",
                 "session": row.session,
             }
         )
@@ -213,14 +213,14 @@ def _write_slime(directory: Path, number: int, step: int, rows: Sequence[DumpedR
     """
     import torch
 
-    groups = {task: index for index, task in enumerate(dict.fromkeys(row.task for row in rows))}
+    groups = {group: index for index, group in enumerate(dict.fromkeys(row.group for row in rows))}
     samples = []
     for index, row in enumerate(rows):
         length, (prompt, response) = row.prompt_length, row.text
         versions = row.versions[row.versions >= 0]
         samples.append(
             {
-                "group_index": groups[row.task],
+                "group_index": groups[row.group],
                 "index": index,
                 "prompt": prompt,
                 "tokens": row.token_ids.tolist(),
@@ -235,6 +235,7 @@ def _write_slime(directory: Path, number: int, step: int, rows: Sequence[DumpedR
                 "metadata": {
                     "step": step,
                     "task": row.task,
+                    "source": row.source,
                     "member": row.member,
                     "row_return": row.row_return,
                     "advantages": row.advantages[length:].tolist(),

@@ -49,7 +49,9 @@ class DumpedRow:
     row: int
     """The index of the row within the step."""
     task: int
-    """The position of the problem; the rows of one group have the same."""
+    """The position of the problem in its source; the rows of one group have the same."""
+    source: str = ""
+    """The source of the problem, in a run with several."""
     member: int
     """The index of the episode in its group."""
     session: str
@@ -90,6 +92,11 @@ class DumpedRow:
     """The authentication code of the other columns; empty in dumps of earlier releases."""
 
     @property
+    def group(self) -> str:
+        """The problem among those of all sources; the rows of one group in a step have the same."""
+        return f"{self.source}-{self.task}" if self.source else str(self.task)
+
+    @property
     def response_length(self) -> int:
         """The number of tokens from the first trained one to the end."""
         return len(self.token_ids) - self.prompt_length
@@ -119,6 +126,7 @@ def dump_row(trained: TrainedRow, decode: Decode, *, step: int, row: int, pieces
         step=step,
         row=row,
         task=trained.task,
+        source=trained.source,
         member=trained.member,
         session=redact(f"session {trajectory.session}").removeprefix("session "),
         tag=trajectory.tag,

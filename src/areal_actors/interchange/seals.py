@@ -11,7 +11,7 @@ import secrets
 from hashlib import blake2b
 from hmac import compare_digest
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from attrs import fields_dict
@@ -54,12 +54,21 @@ def read_seal_key(path: Path) -> bytes | None:
     return key
 
 
-def seal_row(row: DumpedRow, key: bytes, *, num_rows: int) -> str:
-    """Return the seal of a row, one of ``num_rows`` of its step."""
+def seal_row(row: DumpedRow, key: bytes, *, num_rows: int, has_source: bool = True) -> str:
+    """Return the seal of a row, one of ``num_rows`` of its step. Earlier releases had no sources."""
     codes = []
+    # The bytes of a column are those of no other value of it, and parquet preserves them.
     whole = blake2b(str(num_rows).encode(), key=key, digest_size=32, person=b"areal row")
-    for name in _columns():
-        content = _content(getattr(row, name))
+    for name in _columns(has_source=has_source):
+        value = getattr(row, name)
+        if isinstance(value, np.ndarray):
+            # Parquet stores nan as null, so its bits are not preserved.
+            is_nan = np.isnan(value)
+            content = (np.where(is_nan, value.dtype.type(np.nan), value) if is_nan.any() else value).tobytes()
+        else:
+            texts = value if isinstance(value, tuple) else (repr(value),)
+            encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
+            content = b"".join([f"{len(encoded)}:".encode(), *(f"{len(text)}:".encode() + text for text in encoded)])
         whole.update(f"{name}:{len(content)}:".encode())
         whole.update(content)
         codes.append(blake2b(content, key=key, digest_size=_COLUMN_SIZE, salt=name[:16].encode()).hexdigest())
@@ -71,28 +80,21 @@ def changed_columns(row: DumpedRow, key: bytes, *, num_rows: int) -> tuple[str, 
 
     The columns are empty if the row is as it was, but belongs to a step with another number of rows.
     """
-    expected = seal_row(row, key, num_rows=num_rows)
+    has_source = row.seal.count(":") != len(_columns(has_source=False))
+    if row.source and not has_source:
+        return ("source",)
+    expected = seal_row(row, key, num_rows=num_rows, has_source=has_source)
     if compare_digest(expected.encode(), row.seal.encode("utf-8", "replace")):
         return None
     there, here = row.seal.split(":")[1:], expected.split(":")[1:]
-    names = _columns()
+    names = _columns(has_source=has_source)
     if len(there) != len(here):
         return ("seal",)
     return tuple(name for name, old, new in zip(names, there, here, strict=True) if old != new)
 
 
-def _columns() -> tuple[str, ...]:
+def _columns(*, has_source: bool) -> tuple[str, ...]:
     from areal_actors.interchange.rows import DumpedRow
 
-    return tuple(name for name in fields_dict(DumpedRow) if name != "seal")
-
-
-def _content(value: Any) -> bytes:
-    """Return bytes that no other value of the same column has, and that parquet preserves."""
-    if isinstance(value, np.ndarray):
-        # Parquet stores nan as null, so its bits are not preserved.
-        is_nan = np.isnan(value)
-        return bytes(np.where(is_nan, value.dtype.type(np.nan), value).tobytes() if is_nan.any() else value.tobytes())
-    texts = value if isinstance(value, tuple) else (repr(value),)
-    encoded = [text.encode("utf-8", "surrogatepass") for text in texts]
-    return b"".join([f"{len(encoded)}:".encode(), *(f"{len(text)}:".encode() + text for text in encoded)])
+    left_out = {"seal"} if has_source else {"seal", "source"}
+    return tuple(name for name in fields_dict(DumpedRow) if name not in left_out)

@@ -7,6 +7,13 @@ from __future__ import annotations
 
 from areal_actors.journal.base import Journal, MemoryJournal, NoJournal
 from areal_actors.journal.config import JournalConfig, JournalSync
+from areal_actors.journal.episodes import (
+    RecordedEpisode,
+    Recording,
+    RestoredEpisodes,
+    restore_episodes,
+    start_episode,
+)
 from areal_actors.journal.recovery import (
     Recovered,
     RecoveredSession,
@@ -26,8 +33,11 @@ __all__ = [
     "JournalSync",
     "MemoryJournal",
     "NoJournal",
+    "RecordedEpisode",
+    "Recording",
     "Recovered",
     "RecoveredSession",
+    "RestoredEpisodes",
     "RestoredGroups",
     "RestoredSession",
     "SqliteJournal",
@@ -35,5 +45,7 @@ __all__ = [
     "read_journal",
     "recover",
     "restate",
+    "restore_episodes",
     "restore_groups",
+    "start_episode",
 ]

@@ -263,7 +263,7 @@ TURN_COLUMNS = (
     *("session", "interaction", "request_order", "completed_order", "parent", "token_parent", "fork", "status"),
     *("ended_at", "tag", "reward", "stop_sequence", "failure", "num_prompt_tokens", "num_cached_tokens", "is_stored"),
     *("has_instructions", "num_instructions", "messages", "output", "attempt", "siblings", "frame", "prompt_suffix"),
-    *("prompt_digest", "asked", "sampling", "reward_scope", "num_kept", "digest"),
+    *("prompt_digest", "asked", "sampling", "reward_scope", "num_kept", "digest", "request"),
     *_COMPLETION_COLUMNS,
 )
 """All columns except the row's number."""
@@ -294,6 +294,7 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
         "num_instructions": turn.num_instructions,
         "num_kept": turn.num_kept,
         "digest": turn.digest,
+        "request": event.request,
         "messages": dump_messages(turn.messages),
         "output": None if turn.output is None else dump_messages((turn.output,)),
         "attempt": None if attempt is None else dump_json(asdict(attempt)),
@@ -374,6 +375,7 @@ def to_turn(row: Mapping[str, Any]) -> TurnEnded:
         stop_sequence=to_text(row["stop_sequence"]),
         prompt_digest=row["prompt_digest"],
         asked=None if row["asked"] is None else tuple(load_json(row["asked"])),
+        request=row["request"],
     )
 
 

@@ -122,8 +122,13 @@ _TENTH = """
 ALTER TABLE turns ADD COLUMN routed_experts BLOB;
 """
 
+# Turns of episodes over a dataset, which are asked for again if their agent has to start over.
+_ELEVENTH = """
+ALTER TABLE turns ADD COLUMN request TEXT;
+"""
+
 MIGRATIONS: tuple[Migration, ...] = (
-    *(_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH),
+    *(_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH, _ELEVENTH),
 )
 """All steps; their number is the version that this program writes."""
 
@@ -147,7 +152,16 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
     for number, step in enumerate(migrations[version:], start=version + 1):
         connection.execute("BEGIN IMMEDIATE")
         try:
-            _take(connection, step)
+            if callable(step):
+                step(connection)
+            else:
+                # One by one, because ``executescript`` would first commit the transaction.
+                statement = ""
+                for line in step.splitlines(keepends=True):
+                    statement += line
+                    if sqlite3.complete_statement(statement):
+                        connection.execute(statement)
+                        statement = ""
             connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
             connection.execute(f"PRAGMA user_version = {number}")
             connection.execute("COMMIT")
@@ -155,16 +169,3 @@ def migrate(connection: sqlite3.Connection, migrations: Sequence[Migration] = MI
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
             raise
-
-
-def _take(connection: sqlite3.Connection, step: Migration) -> None:
-    if callable(step):
-        step(connection)
-        return
-    # One by one, because ``executescript`` would first commit the transaction.
-    statement = ""
-    for line in step.splitlines(keepends=True):
-        statement += line
-        if sqlite3.complete_statement(statement):
-            connection.execute(statement)
-            statement = ""

@@ -7,19 +7,18 @@ escalates, cancels them.
 Exceptions that leave the block are flattened: the block's own exception is raised as it is, otherwise one group of
 plain exceptions whose message names the root cause.
 
-``Portal`` gives threads and synchronous code access to the actors. ``Host`` holds a system open for frameworks whose
-start and stop hooks run in different tasks.
+``Portal`` gives threads and synchronous code access to the actors. ``HeldContext`` (of ``lib``) holds a system open for
+frameworks whose start and stop hooks run in different tasks.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager
 from random import Random
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar, cast
+from typing import Any, Self, TypeVar, cast
 
 import anyio
 from anyio.abc import TaskGroup
@@ -31,11 +30,11 @@ from areal_actors.kernel.message import Address, Message
 from areal_actors.kernel.ref import Down, Ref, SystemStatistics
 from areal_actors.kernel.runtime import Actor, Blueprint, Cell, LocalRef, Runtime
 from areal_actors.kernel.supervision import Escalate, Supervision
-from areal_actors.lib.loops import is_trio, running_loop
+from areal_actors.lib.held_context import HeldContext
+from areal_actors.lib.loops import running_loop
 
 __all__ = [
     "ActorSystem",
-    "Host",
     "Portal",
 ]
 
@@ -54,7 +53,7 @@ class ActorSystem(Runtime):
         self._tasks: TaskGroup | None = None
         self._portal: BlockingPortal | None = None
         self.loop = running_loop()
-        self.host: Host[ActorSystem] | None = None
+        self.held: HeldContext[ActorSystem] | None = None
         self.is_closing = False
 
     @classmethod
@@ -98,9 +97,9 @@ class ActorSystem(Runtime):
         Use this for frameworks whose start and stop hooks run in different tasks, and ``open`` everywhere else. The
         arguments are those of ``open``.
         """
-        host = Host(lambda: cls.open(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random))
-        system = await host.start()
-        system.host = host
+        held = HeldContext(lambda: cls.open(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random))
+        system = await held.start()
+        system.held = held
         return system
 
     async def aclose(self) -> None:
@@ -110,9 +109,9 @@ class ActorSystem(Runtime):
             ExceptionGroup: an actor had crashed and escalated.
             ActorError: the system was opened with ``async with``, and can be ended only by leaving that block.
         """
-        if self.host is None:
+        if self.held is None:
             raise ActorError(f"system {self.name!r} was opened by 'async with', and ends where that block ends")
-        await self.host.aclose()
+        await self.held.aclose()
 
     async def spawn(
         self,
@@ -305,80 +304,3 @@ class Portal:
             if "not running" not in str(error):
                 raise
             raise ActorStopped(f"system {self._system!r} is closed; no actor can be reached") from None
-
-
-T = TypeVar("T")
-
-_owners: set[asyncio.Task[None]] = set()
-"""Strong references to the owner tasks, because asyncio itself keeps only weak references to tasks."""
-
-
-class Host(Generic[T]):
-    """Holds a context manager, such as a system, open in a task that it owns."""
-
-    def __init__(self, open_hosted: Callable[[], AbstractAsyncContextManager[T]]) -> None:
-        self._open_hosted = open_hosted
-        self._hosted: T | None = None
-        self._error: BaseException | None = None
-        self._ready, self._closing, self._ended = anyio.Event(), anyio.Event(), anyio.Event()
-
-    @property
-    def hosted(self) -> T:
-        """The value of the context manager.
-
-        Raises:
-            BaseException: the error that kept it from opening.
-            RuntimeError: the event loop is shutting down.
-        """
-        if self._hosted is None:
-            raise self._error or RuntimeError("the event loop is shutting down")
-        return self._hosted
-
-    @property
-    def is_open(self) -> bool:
-        """True if the context manager is still open; an error inside may have ended it."""
-        return self._ready.is_set() and not self._closing.is_set() and not self._ended.is_set()
-
-    async def start(self) -> T:
-        """Start the owner task and wait until the context manager is open; returns its value.
-
-        Cancelling the caller closes it again.
-        """
-        if is_trio():
-            import trio
-
-            # A system task belongs to the trio run itself, not to the nursery of the framework's hook.
-            trio.lowlevel.spawn_system_task(self._own, name="owner of a hosted actor system")
-        else:
-            owner = asyncio.get_running_loop().create_task(self._own(), name="owner of a hosted actor system")
-            _owners.add(owner)
-            owner.add_done_callback(_owners.discard)
-        try:
-            await self._ready.wait()
-        except BaseException:
-            self._closing.set()
-            raise
-        return self.hosted
-
-    def close_soon(self) -> None:
-        """Start to close without waiting for it to finish."""
-        self._closing.set()
-
-    async def aclose(self) -> None:
-        """Close and wait until it is closed. An error that ended the context manager is raised once."""
-        self._closing.set()
-        await self._ended.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    async def _own(self) -> None:
-        try:
-            async with self._open_hosted() as self._hosted:
-                self._ready.set()
-                await self._closing.wait()
-        except Exception as error:  # noqa: BLE001 - raised by aclose, in the task that called it
-            self._error = error
-        finally:
-            self._ready.set()
-            self._ended.set()

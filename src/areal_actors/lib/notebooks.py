@@ -9,9 +9,9 @@ from html import escape
 from types import TracebackType
 from typing import Generic, TypeVar
 
-import anyio
-
 from areal_actors.errors import ConfigError
+from areal_actors.lib.held_context import HeldContext
+from areal_actors.lib.loops import is_trio
 
 __all__ = ["Startable", "format_table", "require_no_event_loop"]
 
@@ -27,11 +27,7 @@ class Startable(AbstractAsyncContextManager[T], Generic[T]):
 
     def __init__(self, create: Callable[[], AbstractAsyncContextManager[T]]) -> None:
         self._context = create()
-        self._closing = anyio.Event()
-        self._opened = anyio.Event()
-        self._closed: anyio.Event | None = None
-        self._value: T
-        self._error: BaseException | None = None
+        self._held: HeldContext[T] | None = None
 
     async def __aenter__(self) -> T:
         return await self._context.__aenter__()
@@ -43,55 +39,24 @@ class Startable(AbstractAsyncContextManager[T], Generic[T]):
 
     async def start(self) -> T:
         """Enter the context and return its value. Raises what entering it raises; cancelling it leaves the context."""
-        if self._closed is not None:
+        if self._held is not None:
             raise RuntimeError("it was started before; open another one")
-        self._closed = anyio.Event()
-        # A task group has to be left by the task that entered it, and each cell of a notebook is a task. The context is
-        # therefore held by a background task.
-        if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
-            # The task is kept, or it may be collected.
-            self._task = asyncio.get_running_loop().create_task(self._hold())
-        else:
-            import trio
-
-            trio.lowlevel.spawn_system_task(self._hold)
-        try:
-            await self._opened.wait()
-        except BaseException:
-            self._closing.set()
-            raise
-        if self._error is not None:
-            raise self._error
-        return self._value
+        self._held = HeldContext(lambda: self._context)
+        return await self._held.start()
 
     async def aclose(self) -> None:
         """Leave the context and wait until that is done; a second call does nothing. Raises what leaving it raises."""
-        self._closing.set()
-        if self._closed is not None:
-            await self._closed.wait()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
-
-    async def _hold(self) -> None:
-        assert self._closed is not None
-        try:
-            async with self._context as self._value:
-                self._opened.set()
-                await self._closing.wait()
-        except Exception as error:  # noqa: BLE001 - raised by start or aclose, in the task that called them
-            self._error = error
-        finally:
-            self._opened.set()
-            self._closed.set()
+        if self._held is not None:
+            await self._held.aclose()
 
 
 def require_no_event_loop(name: str, instead: str) -> None:
     """Raise ``ConfigError`` if an event loop runs here, as in a notebook, where ``name`` cannot start another one."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
+    if not is_trio():
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return
     raise ConfigError(
         f"{name} starts an event loop, and one runs here already, as in a notebook; use 'await ... .{instead}'"
     )

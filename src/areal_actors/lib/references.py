@@ -103,6 +103,9 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
     if spec is None or spec.loader is None:
         raise error(f"{path} is no Python file.")
     module = importlib.util.module_from_spec(spec)
+    # Like a script, the file can import the modules beside it. At the end, so that a random.py there hides nothing.
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     # Before the module runs: dataclasses and pickle look it up by its name.
     sys.modules[module_name] = module
     try:

@@ -68,11 +68,13 @@ _NUM_SHOWN = 4
 """Characters of a random token that are shown: enough to distinguish sessions, too few to guess the rest."""
 
 _TOKEN = r"[A-Za-z0-9_-]{22}"  # noqa: S105 - the shape of ``secrets.token_urlsafe(16)``
-_SESSION_TOKEN = re.compile(rf"{_TOKEN}$")
+_PROCESS = r"(?:\.\d{1,3})?"
+"""The number of a process at the end of a session's id; it may be shown."""
+_SESSION_TOKEN = re.compile(rf"{_TOKEN}(?={_PROCESS}$)")
 _PATTERNS = (
     re.compile(rf"(?<=sk-)()({_TOKEN}[A-Za-z0-9_-]*)"),
     re.compile(r"(?i)(?<=bearer )()(\S{5,})"),
-    re.compile(rf"(?<=://)([^/\s]+/(?:[A-Za-z0-9._-]*-)?)({_TOKEN})(?=/(?:v1|rl)\b|[\s'\")]|$)"),
+    re.compile(rf"(?<=://)([^/\s]+/(?:[A-Za-z0-9._-]*-)?)({_TOKEN})(?={_PROCESS}(?:/(?:v1|rl)\b|[\s'\")]|$))"),
     re.compile(rf"(?i)(?<=\bsession )([A-Za-z0-9._-]*?)({_TOKEN})(?![A-Za-z0-9_-])"),
 )
 

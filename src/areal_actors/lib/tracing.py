@@ -69,12 +69,17 @@ def open_tracing() -> Iterator[None]:
     if tracer is not None:
         yield
         return
-    provider = _find_provider()
-    if provider is not None:
+    # The embedding program, or ``opentelemetry-instrument``, has imported this if it has set a provider.
+    api: Any = sys.modules.get("opentelemetry.trace")
+    provider: Any = None if api is None else api.get_tracer_provider()
+    if api is not None and not isinstance(provider, api.ProxyTracerProvider | api.NoOpTracerProvider):
         with tracing_with(provider):
             yield
         return
-    created = _create_provider() if _is_requested(os.environ) else None
+    exporter = os.environ.get("OTEL_TRACES_EXPORTER", "").strip().lower()
+    is_disabled = exporter == "none" or os.environ.get("OTEL_SDK_DISABLED", "").strip().lower() == "true"
+    is_requested = not is_disabled and (exporter == "otlp" or any(map(os.environ.get, _ENDPOINTS)))
+    created = _create_provider() if is_requested else None
     if created is None:
         yield
         return
@@ -97,23 +102,6 @@ def tracing_with(provider: TracerProvider) -> Iterator[None]:
         yield
     finally:
         tracer = previous
-
-
-def _find_provider() -> TracerProvider | None:
-    """Return the provider that the embedding program, or ``opentelemetry-instrument``, has set."""
-    # A program that has set one has imported this.
-    api: Any = sys.modules.get("opentelemetry.trace")
-    if api is None:
-        return None
-    found: TracerProvider = api.get_tracer_provider()
-    return None if isinstance(found, api.ProxyTracerProvider | api.NoOpTracerProvider) else found
-
-
-def _is_requested(environment: Mapping[str, str]) -> bool:
-    exporter = environment.get("OTEL_TRACES_EXPORTER", "").strip().lower()
-    if environment.get("OTEL_SDK_DISABLED", "").strip().lower() == "true" or exporter == "none":
-        return False
-    return exporter == "otlp" or any(environment.get(name) for name in _ENDPOINTS)
 
 
 def _create_provider() -> SdkTracerProvider | None:

@@ -16,8 +16,10 @@ __all__ = [
     "AwaitEndpoint",
     "AwaitGang",
     "AwaitLapse",
+    "AwaitProxies",
     "AwaitReady",
     "AwaitWeights",
+    "CountLostProxies",
     "Directory",
     "DismissWorker",
     "EndpointChanged",
@@ -51,9 +53,11 @@ class RoleSpec:
     ``listen`` is an address for the worker's own actors; by default it is any port of the interface through
     which it reaches the controller. ``endpoint`` is the proxy's endpoint, as far as it is known. ``fd_socket`` is the
     path of a unix socket over which the proxy receives its listening socket; ``admin_key`` is the administrator's key
-    of a proxy that listens by itself. ``has_intake`` and the like say which actors the run has: one with an intake is a
-    service. ``is_replaced_alone`` says whether the worker may be restarted while the others continue; otherwise its end
-    ends the attempt.
+    of a proxy that listens by itself, at any port, for connections that the controller forwards. ``has_intake`` and the
+    like say which actors the run has: one with an intake is a service. A proxy with a ``process`` above 0 is a further
+    process of a service, with sessions; connections are passed between these processes in the directory ``handover``.
+    ``is_replaced_alone`` says whether the worker may be restarted while the others continue; otherwise its end ends the
+    attempt.
     """
 
     role: Role
@@ -72,6 +76,8 @@ class RoleSpec:
     endpoint: Endpoint | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
     fd_socket: Path | None = None
+    process: int = 0
+    handover: Path | None = None
     is_replaced_alone: bool = False
 
     @property
@@ -204,9 +210,25 @@ class AwaitEndpoint(Message[Directory, Endpoint]):
 
 @frozen(kw_only=True)
 class EndpointChanged(Message[Directory, None]):
-    """News: the proxy in the controller process listens at another address from now on, or at none."""
+    """News: the proxy in the controller process listens at another address from now on, or at none.
+
+    With ``is_forwarded``, the controller forwards connections from there to proxies in workers.
+    """
 
     endpoint: Endpoint | None
+    is_forwarded: bool = False
+
+
+@frozen(kw_only=True)
+class AwaitProxies(Message[Directory, tuple[str, ...]]):
+    """Wait until the URLs of the proxies that serve in workers differ from ``known``, and return them."""
+
+    known: tuple[str, ...] = ()
+
+
+@frozen(kw_only=True)
+class CountLostProxies(Message[Directory, int]):
+    """Return how many proxies have ended after they served, in workers of this run."""
 
 
 @frozen(kw_only=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from attrs import field, frozen
 
-from areal_actors.domain import DataPosition, Episode, Group, SessionId
+from areal_actors.domain import DataPosition, Episode, Group, PoolSizes, SessionId
 from areal_actors.kernel import Message
 
 __all__ = [
@@ -18,9 +20,9 @@ __all__ = [
     "Exports",
     "Lease",
     "LeaseGroups",
-    "ReplacedGroup",
     "SaveVersion",
     "StoreEpisodes",
+    "UntrainedGroup",
 ]
 
 
@@ -40,11 +42,12 @@ class ExportSession(Message[Exports, Episode]):
 
 @frozen(kw_only=True)
 class Draw:
-    """The problem of a group: its ``position`` in the run, and its ``row`` if the dataset is not run in order.
+    """The problem of a group: its ``position`` in its ``source``, and its ``row`` if that is not run in order.
 
     ``finished`` are episodes of the group that an earlier process finished, and that are not run again.
     """
 
+    source: str = ""
     position: int
     row: int | None = None
     finished: tuple[Episode, ...] = ()
@@ -54,11 +57,12 @@ class Draw:
 class BeginGroup(Message[Exports, Draw]):
     """Assign a problem to a training group that was granted a permit of ``version``.
 
-    Replies with the group's problem, one of ``num_problems``. The exporter waits for the group from now on.
+    Replies with the group's problem. The exporter waits for the group from now on. ``num_problems`` are the numbers of
+    problems by source, as far as they are known.
     """
 
     version: int
-    num_problems: int | None = None
+    num_problems: Mapping[str, int] = field(factory=dict)
 
 
 @frozen(kw_only=True)
@@ -77,12 +81,26 @@ class DeliverGroup(Message[Exports, bool]):
 
 
 @frozen(kw_only=True)
-class ReplacedGroup:
-    """A group without signal whose place another group took: its source of problems, and how its episodes ended."""
+class UntrainedGroup:
+    """A group that was delivered and whose place another group took: its source, and how its episodes ended.
+
+    ``rewards`` are those of its successful episodes. ``num_rejected`` of the ``num_failed`` others were rejected.
+    """
 
     source: str
     rewards: tuple[float, ...]
     num_failed: int
+    num_rejected: int = 0
+
+    @property
+    def num_episodes(self) -> int:
+        """The number of its episodes."""
+        return len(self.rewards) + self.num_failed
+
+    @property
+    def is_rejected(self) -> bool:
+        """Whether its workflow rejected it on purpose: no episode failed otherwise."""
+        return 0 < self.num_rejected == self.num_failed
 
 
 @frozen(kw_only=True)
@@ -90,19 +108,19 @@ class Drawn:
     """Counts of the groups that were delivered since the last lease.
 
     ``tokens`` and ``turns`` have one entry for each successful episode, trained or not. ``dropped`` and ``requeued``
-    count groups that had become too stale, ``replaced`` lists those without signal. ``held_seconds`` is how long the
-    lease had enough groups but waited for older ones. ``easy`` and ``hard`` are the sizes of the pools, if there are
-    pools.
+    count groups that had become too stale, ``replaced`` lists those without signal, and ``failed`` those without
+    anything to train. ``held_seconds`` is how long the lease had enough groups but waited for older ones. ``pools`` are
+    the sizes of the pools of the sources that are drawn by difficulty.
     """
 
     tokens: tuple[int, ...] = ()
     turns: tuple[int, ...] = ()
     dropped: int = 0
     requeued: int = 0
-    replaced: tuple[ReplacedGroup, ...] = ()
+    replaced: tuple[UntrainedGroup, ...] = ()
+    failed: tuple[UntrainedGroup, ...] = ()
     held_seconds: float = 0.0
-    easy: int | None = None
-    hard: int | None = None
+    pools: Mapping[str, PoolSizes] = field(factory=dict)
 
 
 @frozen(kw_only=True)

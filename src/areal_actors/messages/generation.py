@@ -58,11 +58,12 @@ class ResumeGeneration(Message[Generation, None]):
 
 @frozen(kw_only=True)
 class EngineView:
-    """The engine's info, counters and version at this moment."""
+    """The engine's info, counters and version at this moment; of a router, those of its ``num_engines`` engines."""
 
     info: EngineInfo
     statistics: EngineStatistics
     version: int
+    num_engines: int = 1
 
 
 @frozen(kw_only=True)

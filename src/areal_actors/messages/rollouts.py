@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from attrs import frozen
+from collections.abc import Mapping
+
+from attrs import field, frozen
 
 from areal_actors.domain import Group, Problem
 from areal_actors.kernel import Message
@@ -22,13 +24,14 @@ class Rollouts:
 class Evaluate(Message[Rollouts, tuple[Group, ...]]):
     """Run the agent on every held-out problem with the weights now served, and return the groups.
 
-    Each problem is run ``num_samples`` times, except for the episodes in ``finished``, each named by its task and
-    member; a group lacks these, and a problem whose episodes are all finished has no group. With ``is_repeated``, an
-    earlier process may have reported the episodes of this version.
+    Each problem is run ``num_samples`` times, or as often as ``num_by_source`` says, except for the episodes in
+    ``finished``, each named by its task and member; a group lacks these, and a problem whose episodes are all finished
+    has no group. With ``is_repeated``, an earlier process may have reported the episodes of this version.
     """
 
     version: int
     num_samples: int = 1
+    num_by_source: Mapping[str, int] = field(factory=dict)
     finished: tuple[tuple[str, int], ...] = ()
     is_repeated: bool = False
 

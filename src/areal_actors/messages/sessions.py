@@ -14,6 +14,7 @@ from areal_actors.domain import (
     CompletionRequest,
     Credential,
     Episode,
+    EpisodePlace,
     GroupId,
     Interaction,
     InteractionId,
@@ -22,6 +23,7 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
     StreamItem,
+    TurnEnded,
 )
 from areal_actors.kernel import Message, Ref, StreamMessage
 from areal_actors.lib.tracing import TraceContext
@@ -35,12 +37,16 @@ __all__ = [
     "DescribeOwner",
     "DescribeSessions",
     "EndSession",
+    "ForgetEpisodes",
     "ForgetSession",
     "HideAnswer",
     "Intake",
     "LogNumbers",
     "NoteRefusal",
+    "OpenEpisode",
     "OpenSession",
+    "OpenedEpisode",
+    "RecordTurn",
     "SessionClosed",
     "SessionFinished",
     "SessionOpened",
@@ -49,6 +55,8 @@ __all__ = [
     "SessionsView",
     "SetReward",
     "SettleTaken",
+    "ShardOpened",
+    "Shards",
     "StartSession",
     "StoredAnswer",
     "StreamComplete",
@@ -109,6 +117,52 @@ class OpenSession(Message[Sessions, SessionOpened]):
     is_durable: bool = False
     roles: tuple[str, ...] = ()
     """Roles to issue a completion key for."""
+    max_tokens: int | None = None
+    """The most tokens that an answer may have; requests for more get this many."""
+    episode: EpisodePlace | None = None
+    """The place of an episode whose agent the run can run again, from the beginning.
+
+    The recorded turns of an earlier run of this agent are answered again, as long as its requests are the same.
+    """
+
+
+@frozen(kw_only=True)
+class OpenedEpisode:
+    """A recorded episode, under the ``name`` that it has in the journal, with the ``turns`` of earlier runs.
+
+    With ``is_remade``, these have tokens of weights that are not on disk.
+    """
+
+    name: SessionId
+    turns: tuple[TurnEnded, ...] = field(default=(), repr=False)
+    is_remade: bool = False
+
+
+@frozen(kw_only=True)
+class OpenEpisode(Message[Sessions, OpenedEpisode | None]):
+    """Record an episode that has no session, as one of a workflow that samples from the engine.
+
+    Replies with ``None`` if episodes are not recorded.
+    """
+
+    place: EpisodePlace
+    key: SampleKey
+
+
+@frozen(kw_only=True)
+class RecordTurn(Message[Sessions, None]):
+    """Record a turn of such an episode. Replies once it is durable, or at once if the episode is over."""
+
+    place: EpisodePlace
+    turn: TurnEnded
+
+
+@frozen(kw_only=True)
+class ForgetEpisodes(Message[Sessions, None]):
+    """Forget the recorded turns of a ``member`` of a group, or of all its members: their rows are stored."""
+
+    group: GroupId
+    member: int | None = None
 
 
 @frozen(kw_only=True)
@@ -286,6 +340,18 @@ class WatchSessions(Message[Sessions, None]):
     """Notify ``watcher`` of every session that ends or expires from now on."""
 
     watcher: Ref[Intake]
+
+
+class Shards:
+    """Address of the router of a service with several processes, each of which has a session manager."""
+
+
+@frozen(kw_only=True)
+class ShardOpened(Message[Shards, None]):
+    """News: the session manager of ``process`` can be reached, now or as soon as it has started."""
+
+    process: int
+    sessions: Ref[Sessions]
 
 
 # ---------------------------------------------------------------------------------------------------------- intake

@@ -2,7 +2,7 @@
 
 One broadcast serves the servers of all engines. ::
 
-    Generation                          Weights (beside the trainer)        servers
+    Generation                          Weights (next to the trainer)       servers
         ├─ DescribeWeights ────────────────▶│                                  │
         ├─ SendWeights ────────────────────▶│ waits for the other engines      │
         │◀────────────────────── GroupPlace ┤ listens                          │
@@ -60,7 +60,7 @@ class DescribeWeights(Message[Weights, tuple[TensorBucket, ...]]):
 class WriteWeights(Message[Weights, Path]):
     """Write a version as a directory of safetensors, unless it exists, for a server that cannot receive broadcasts.
 
-    Broadcasts of it no longer wait for the servers of ``engine``.
+    Broadcasts of it no longer wait for the server of ``engine``.
 
     Raises ``EngineError`` if another version is kept, ``CheckpointError`` if it cannot be written.
     """
@@ -85,10 +85,9 @@ class Receiver:
 
 @frozen(kw_only=True)
 class GroupPlace:
-    """The address at which the servers of an engine join rank 0 of a group, which is the owner of the weights.
+    """The address at which a server joins rank 0 of a group, which is the owner of the weights.
 
-    The processes of a server take consecutive ranks from its entry in ``offsets`` on, which are in the order of the
-    ``receivers`` that asked.
+    The processes of the server take consecutive ranks from ``offset`` on.
     """
 
     name: str
@@ -98,14 +97,14 @@ class GroupPlace:
     """``nccl`` or ``gloo``."""
     size: int
     """The number of all ranks, rank 0 included."""
-    offsets: tuple[int, ...]
+    offset: int
 
 
 @frozen(kw_only=True)
 class SendWeights(StreamMessage[Weights, GroupPlace]):
-    """Broadcast all buckets of a version to servers, together with those of other engines that ask for it.
+    """Broadcast all buckets of a version to a server, together with those of other engines that ask for it.
 
-    Yields the place of the group once, which remains open for later versions: servers that are in it already do not
+    Yields the place of the group once, which remains open for later versions: a server that is in it already does not
     join again. The stream ends when all ranks have received everything. Leaving it earlier ends the broadcast for all
     engines. Raises ``EngineError`` if another version is kept, or if a rank did not join, was lost, or did not receive
     a bucket in time; the group is closed then.
@@ -114,6 +113,6 @@ class SendWeights(StreamMessage[Weights, GroupPlace]):
     engine: str
     """A unique name of the engine."""
     version: int
-    receivers: tuple[Receiver, ...]
+    receiver: Receiver
     timeout_seconds: float
     """Time limit for the ranks to join, and for each bucket."""

@@ -26,6 +26,7 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.app import create_app
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Traffic
+from areal_actors.proxy.handover import Handover
 from areal_actors.proxy.metrics import ReadRun
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
@@ -36,7 +37,7 @@ class ProxyServer(Actor[Serving]):
     """An actor that serves the HTTP application and forwards requests as messages.
 
     The arguments are those of ``create_app``. ``listener`` is a listening socket to serve instead of one that is bound
-    according to ``config``.
+    according to ``config``. With ``handover``, each connection is served by the process that it belongs to.
 
     Raises:
         ConfigError: at spawn, if the address cannot be used.
@@ -57,6 +58,7 @@ class ProxyServer(Actor[Serving]):
         model: str = "policy",
         listener: socket | None = None,
         read_run: ReadRun | None = None,
+        handover: Handover | None = None,
     ) -> None:
         config = config or ProxyConfig()
         self._config = config
@@ -64,6 +66,7 @@ class ProxyServer(Actor[Serving]):
         self._traffic = Traffic()
         self._url = ""
         self._listener = listener
+        self._handover = handover
         self._app = create_app(
             sessions=sessions,
             exports=exports,
@@ -87,7 +90,14 @@ class ProxyServer(Actor[Serving]):
             self._url = url_of(listener, self._config.public_host)
             seconds = self._config.drain_seconds
             context.tasks.start_soon(
-                partial(serve_until_cancelled, self._app, listener, self._traffic, drain_seconds=seconds)
+                partial(
+                    serve_until_cancelled,
+                    self._app,
+                    listener,
+                    self._traffic,
+                    drain_seconds=seconds,
+                    handover=self._handover,
+                )
             )
             yield
         finally:

@@ -31,7 +31,7 @@ class ProxyConfig:
     public_host: str | None = None
     """Name under which agents reach this machine, if it differs from ``host``."""
     num_processes: int = field(default=1, validator=ge(1))
-    """Number of proxies of a service that share its port; all but one run in separate processes."""
+    """Number of processes that share the port, each with a proxy and sessions; engine and trainer stay in the first."""
     admin_key: str | None = field(default=None, repr=False)
     """Key for the routes that start and export sessions. A random one is generated if it is not set."""
     session_urls: bool = True

@@ -47,7 +47,8 @@ R = TypeVar("R")
 Values = float | Mapping[tuple[str, ...], float]
 """One number, or one for each combination of labels."""
 
-ReadRun = Callable[[], Mapping[str, float]]
+ReadRun = Callable[[], Mapping[str, float | Mapping[str, float]]]
+"""Returns the numbers of a run by name; those that each source of problems has are by source."""
 """Returns numbers of the run by the names of their metrics, such as ``step_reward``. Blocks."""
 
 _PROBE_SECONDS = 0.01
@@ -64,7 +65,7 @@ class Readings:
     engine: EngineView | None = None
     capacity: CapacityView | None = None
     sessions: SessionsView | None = None
-    run: Mapping[str, float] = field(factory=dict)
+    run: Mapping[str, float | Mapping[str, float]] = field(factory=dict)
     users: tuple[Metric, ...] = ()
     loop_lag_seconds: float = 0.0
 
@@ -135,7 +136,11 @@ class MetricsEndpoint:
 
         yield gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
         for name, value in readings.run.items():
-            yield gauge(name, "Of the run; see metrics.jsonl for those of the latest step.", value)
+            meaning = "Of the run; see metrics.jsonl for those of the latest step."
+            if isinstance(value, Mapping):
+                yield gauge(name, meaning, {(source,): each for source, each in value.items()}, labels=("source",))
+            else:
+                yield gauge(name, meaning, value)
         yield from readings.users
         yield from process_families()
         for view, families in (
@@ -243,6 +248,7 @@ _MAILBOXES: tuple[tuple[Callable[..., Metric], str, str, str], ...] = (
 _ENGINE = (
     (gauge, "engine_running", "Generations that are being sampled.", "statistics.running"),
     (gauge, "engine_waiting", "Generations that wait for a place.", "statistics.waiting"),
+    (gauge, "engine_replicas", "Engines that serve.", "num_engines"),
     (gauge, "engine_version", "Version of the weights that are served.", "version"),
     (_counter, "engine_prompt_tokens", "Tokens of prompts, cached ones included.", "statistics.prompt_tokens"),
     (_counter, "engine_cached_tokens", "Of these, those that were not computed again.", "statistics.cached_tokens"),

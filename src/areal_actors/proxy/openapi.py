@@ -301,7 +301,7 @@ def create_document(routes: tuple[Route, ...]) -> dict[str, Any]:
                 "anthropicKey": {"type": "apiKey", "in": "header", "name": "x-api-key"},
                 "userKey": {
                     **bearer,
-                    "description": "The key of a user; beside a session's name, it opens the user's own",
+                    "description": "The key of a user; with a session's name, it opens the user's own",
                 },
                 "adminKey": {**bearer, "description": "The administrator's key"},
             },

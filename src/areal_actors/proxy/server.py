@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, cast
 
 import anyio
@@ -22,8 +23,9 @@ from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Traffic
+from areal_actors.proxy.handover import Handover, ServeConnection, serve_connections
 
-__all__ = ["bind", "check_access", "listen", "serve", "serve_until_cancelled", "url_of"]
+__all__ = ["bind", "check_access", "listen", "serve", "serve_shielded", "serve_until_cancelled", "url_of"]
 
 _BACKLOG = 4096
 _CLOSE_SECONDS = 3.0
@@ -112,8 +114,17 @@ def url_of(listener: socket.socket, public_host: str | None = None) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[], Awaitable[None]]) -> None:
-    """Serve on asyncio or trio until ``shutdown`` returns, which closes the listener."""
+async def serve(
+    app: ASGIApp,
+    listener: socket.socket,
+    *,
+    shutdown: Callable[[], Awaitable[None]],
+    handover: Handover | None = None,
+) -> None:
+    """Serve on asyncio or trio until ``shutdown`` returns, which closes the listener.
+
+    With ``handover``, connections are passed to and taken from other processes.
+    """
     # Starlette and Hypercorn name the same interface differently.
     framework = cast("ASGIFramework", app)
     log = logging.getLogger("areal_actors.proxy.hypercorn")
@@ -130,24 +141,81 @@ async def serve(app: ASGIApp, listener: socket.socket, *, shutdown: Callable[[],
     config.include_server_header = False
     config.alpn_protocols = ["http/1.1"]
     config.graceful_timeout = 1.0
-    config.bind = [f"fd://{listener.detach()}"]
     # Ask anyio which event loop runs: trio may be a guest on asyncio's loop, and then both are detectable.
-    if anyio.get_cancelled_exc_class() is asyncio.CancelledError:
+    is_asyncio = anyio.get_cancelled_exc_class() is asyncio.CancelledError
+    serve_on: Any
+    if is_asyncio:
         from hypercorn.asyncio import run as asyncio_run
-        from hypercorn.asyncio import serve as serve_on_asyncio
+        from hypercorn.asyncio import serve as serve_on
 
         _release_closed(asyncio_run)
-        await serve_on_asyncio(framework, config, shutdown_trigger=shutdown, mode="asgi")
     else:
         from hypercorn.trio import run as trio_run
-        from hypercorn.trio import serve as serve_on_trio
+        from hypercorn.trio import serve as serve_on
 
         _release_closed(trio_run)
-        await serve_on_trio(framework, config, shutdown_trigger=shutdown, mode="asgi")
+    if handover is not None:
+        # Hypercorn accepts connections itself, so only its handling of one is used.
+        prepare = _prepare_on_asyncio if is_asyncio else _prepare_on_trio
+        serve_one, close_idle = prepare(framework, config)
+
+        async def closing() -> None:
+            await shutdown()
+            await close_idle()
+
+        seconds = config.graceful_timeout
+        await serve_connections(listener, handover, serve_one, shutdown=closing, grace_seconds=seconds)
+        return
+    config.bind = [f"fd://{listener.detach()}"]
+    await serve_on(framework, config, shutdown_trigger=shutdown, mode="asgi")
+
+
+def _prepare_on_asyncio(
+    framework: ASGIFramework, config: Config
+) -> tuple[ServeConnection, Callable[[], Awaitable[None]]]:
+    """Return functions that serve one connection, and close idle ones, as Hypercorn's ``worker_serve`` does."""
+    from hypercorn.asyncio import run as asyncio_run
+    from hypercorn.asyncio.worker_context import WorkerContext
+    from hypercorn.utils import wrap_app
+
+    server: Any = asyncio_run  # it does not export TCPServer, which _release_closed has replaced
+    app, context = wrap_app(framework, config.wsgi_max_body_size, "asgi"), WorkerContext(None)
+
+    async def serve_one(connection: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        reader = asyncio.StreamReader(loop=loop)
+        protocol = asyncio.StreamReaderProtocol(reader, loop=loop)
+        transport, _ = await loop.connect_accepted_socket(lambda: protocol, connection)
+        writer = asyncio.StreamWriter(transport, protocol, reader, loop)
+        await server.TCPServer(app, loop, config, context, {}, reader, writer)
+
+    return serve_one, context.terminated.set
+
+
+def _prepare_on_trio(framework: ASGIFramework, config: Config) -> tuple[ServeConnection, Callable[[], Awaitable[None]]]:
+    """Return functions that serve one connection, and close idle ones, as Hypercorn's ``worker_serve`` does."""
+    import trio
+    from hypercorn.trio import run as trio_run
+    from hypercorn.trio.worker_context import WorkerContext
+    from hypercorn.utils import wrap_app
+
+    server: Any = trio_run  # as on asyncio
+    app, context = wrap_app(framework, config.wsgi_max_body_size, "asgi"), WorkerContext(None)
+
+    async def serve_one(connection: socket.socket) -> None:
+        stream = trio.SocketStream(trio.socket.from_stdlib_socket(connection))
+        await server.TCPServer(app, config, context, {}, stream)
+
+    return serve_one, context.terminated.set
 
 
 async def serve_until_cancelled(
-    app: ASGIApp, listener: socket.socket, traffic: Traffic, *, drain_seconds: float
+    app: ASGIApp,
+    listener: socket.socket,
+    traffic: Traffic,
+    *,
+    drain_seconds: float,
+    handover: Handover | None = None,
 ) -> None:
     """Serve until cancelled, then stop without interrupting requests that can still finish.
 
@@ -159,7 +227,7 @@ async def serve_until_cancelled(
     async with anyio.create_task_group() as tasks:
         # Hypercorn is shielded until all steps are done, because a cancelled server leaves its connections open.
         shield = anyio.CancelScope(shield=True)
-        tasks.start_soon(_serve_shielded, app, listener, stopping, shield)
+        tasks.start_soon(partial(serve_shielded, app, listener, stopping, shield, handover=handover))
         try:
             await anyio.sleep_forever()
         finally:
@@ -169,11 +237,17 @@ async def serve_until_cancelled(
             shield.deadline = anyio.current_time() + _CLOSE_SECONDS
 
 
-async def _serve_shielded(
-    app: ASGIApp, listener: socket.socket, stopping: anyio.Event, shield: anyio.CancelScope
+async def serve_shielded(
+    app: ASGIApp,
+    listener: socket.socket,
+    stopping: anyio.Event,
+    shield: anyio.CancelScope,
+    *,
+    handover: Handover | None = None,
 ) -> None:
+    """Serve within ``shield`` until ``stopping`` is set. A cancelled server would leave its connections open."""
     with shield:
-        await serve(app, listener, shutdown=stopping.wait)
+        await serve(app, listener, shutdown=stopping.wait, handover=handover)
 
 
 class _ReleasingConnection:

@@ -15,9 +15,8 @@ actors about the decision are sent by background tasks.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
-from itertools import count
 
 import anyio
 from attrs import evolve, field, frozen
@@ -25,8 +24,8 @@ from attrs.validators import ge, in_, le
 
 from areal_actors.cache import STYLES, export_trajectories, total_reward
 from areal_actors.cache.rewards import RULES, Unrewarded, load_rule
-from areal_actors.datasets.difficulty import DifficultyConfig, Pool, ProblemPools
-from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, SessionId, VersionSaved
+from areal_actors.datasets.difficulty import DifficultyConfig
+from areal_actors.domain import DataPosition, Episode, Group, GroupConsumed, GroupId, Problem, SessionId, VersionSaved
 from areal_actors.errors import Conflict, CustomFunctionError
 from areal_actors.journal import Journal, NoJournal
 from areal_actors.kernel import Actor, Context, Ref
@@ -44,20 +43,22 @@ from areal_actors.messages import (
     Drawn,
     Exports,
     ExportSession,
+    ForgetEpisodes,
     ForgetSession,
     Lease,
     LeaseGroups,
     RefundGroup,
-    ReplacedGroup,
     SaveVersion,
     Sessions,
     StoreEpisodes,
+    UntrainedGroup,
 )
+from areal_actors.rollouts.draws import DrawConfig, ProblemDraws
 from areal_actors.rollouts.group_journal import GroupJournal, RecordedStep, RestoredQueue, StoredGroup
 from areal_actors.rollouts.staleness import StaleGroups, is_too_stale, leaves_time
 from areal_actors.training.metrics import measure_episodes
 
-__all__ = ["ConsumedPositions", "ExportConfig", "Exporter", "HighestPosition", "QueueConfig", "positions_from"]
+__all__ = ["ExportConfig", "Exporter", "QueueConfig"]
 
 _log = get_logger(__name__)
 
@@ -83,12 +84,19 @@ class QueueConfig:
     """Selection of problems to run and of finished groups to train.
 
     ``max_replaced`` limits the groups without signal that a step replaces. ``seed`` seeds the draws by ``difficulty``.
+    With ``sources``, problems are drawn from these instead of one dataset.
     """
 
     stale_groups: StaleGroups = StaleGroups.WAIT
     max_replaced: int = field(default=0, validator=ge(0))
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
+    sources: Mapping[str, DrawConfig] = field(factory=dict)
     seed: int = 0
+
+    def open_draws(self, start: DataPosition | None = None, *, is_external: bool = False) -> ProblemDraws:
+        """Return the draws of a run that continues from ``start``."""
+        sources = self.sources or {"": DrawConfig(difficulty=self.difficulty)}
+        return ProblemDraws(sources, seed=self.seed, start=start, is_external=is_external)
 
 
 @frozen(kw_only=True)
@@ -135,13 +143,9 @@ class Exporter(Actor[Exports]):
         if are_problems_external and self._queue.stale_groups is not StaleGroups.DROP:
             self._queue = evolve(self._queue, stale_groups=StaleGroups.TRAIN)
         self._has_signal = has_signal
-        self._start = start or DataPosition()
-        self._positions = positions_from(self._start)
-        self._pools: ProblemPools | None = None
-        self._num_problems: int | None = None
-        self._requeued: set[int] = set()
-        self._running: dict[int, int] = {}  # by position, the version at which the group was admitted
-        self._consumed = HighestPosition(start) if are_problems_external else ConsumedPositions(start)
+        self._draws = self._queue.open_draws(start, is_external=are_problems_external)
+        self._running: dict[tuple[str, int], int] = {}
+        """By the place of their problems, the versions at which running groups were admitted."""
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._unsaved: list[tuple[int, Group]] = []
         self._ready: dict[GroupId, _Ready] = {}
@@ -153,8 +157,10 @@ class Exporter(Actor[Exports]):
         self._group_journal = group_journal
         self._is_lease_written = True
         self._recorded: dict[int, RecordedStep] = {}
-        self._parts: dict[int, list[StoredGroup]] = {}
-        """By position, the members of running groups that are stored."""
+        self._parts: dict[tuple[str, int], list[StoredGroup]] = {}
+        """By the place of their problems, the members of running groups that are stored."""
+        self._begun_before: dict[tuple[str, int], int] = {}
+        """By place, the groups that an earlier process had begun and this one has not: their oldest version."""
         self._changed = ChangeSignal()
         if restored is not None:
             self._restore(restored)
@@ -167,17 +173,16 @@ class Exporter(Actor[Exports]):
             stored.group.id: _Ready(group=stored.group, admitted=stored.admitted) for stored in restored.waiting
         }
         self._drawn = restored.drawn
-        positions = {stored.group.problem.position for stored in (*restored.held, *restored.rejected)}
-        self._positions = (position for position in self._positions if position not in positions)
+        self._begun_before = dict(restored.episodes.heads)
         for stored in restored.parts:
-            self._parts.setdefault(stored.group.problem.position, []).append(stored)
+            place = stored.group.problem.place
+            self._parts.setdefault(place, []).append(stored)
+            self._begun_before[place] = min(stored.admitted, self._begun_before.get(place, stored.admitted))
         for stored in (*restored.held, *restored.rejected, *restored.parts):
-            if stored.row is not None:
-                self._open_pools(stored.num_problems).assign(stored.group.problem.position, stored.row)
+            is_drawn = stored.member is None
+            self._draws.restore(stored.group.problem, stored.row, stored.num_problems, is_drawn=is_drawn)
         for stored in restored.rejected:
-            self._consumed.add(stored.group.problem.position)
-            if self._pools is not None:
-                self._pools.learn(stored.group.problem.position, stored.group)
+            self._draws.consume(stored.group)
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -210,50 +215,53 @@ class Exporter(Actor[Exports]):
             is_restored=record.is_restored,
             num_empty_turns=record.num_empty_turns,
             logged=record.logged,
+            num_replayed_turns=record.num_replayed,
+            num_dropped_turns=record.num_dropped,
         )
 
     @BeginGroup.handler
     async def begin(self, message: BeginGroup) -> Draw:
         """Return the first problem that has to be run again, or otherwise the next one."""
-        position = min(self._requeued) if self._requeued else next(self._positions)
-        self._requeued.discard(position)
-        parts = self._parts.get(position, [])
-        # Members that an earlier process finished are as old as they were.
-        self._running[position] = min([message.version, *(part.admitted for part in parts)])
-        if self._queue.difficulty.enabled and message.num_problems:
-            self._open_pools(message.num_problems)
-        finished = tuple(episode for part in parts for episode in part.group.episodes)
-        row = None if self._pools is None else self._pools.draw(position)
-        return Draw(position=position, row=row, finished=finished)
+        # The oldest first: in another order, more groups could be as old as it than steps are left to train them in.
+        begun = min(self._begun_before, key=self._age_of, default=None)
+        source, position, row = self._draws.draw(message.num_problems, begun=begun)
+        place = source, position
+        # Members that an earlier process finished, and turns that it recorded, are as old as they were.
+        self._running[place] = min(message.version, self._begun_before.pop(place, message.version))
+        finished = tuple(episode for part in self._parts.get(place, []) for episode in part.group.episodes)
+        return Draw(source=source, position=position, row=row, finished=finished)
+
+    def _age_of(self, begun: tuple[str, int]) -> tuple[int, tuple[float, int]]:
+        """Return a key that sorts groups that an earlier process had begun, by age and then as they were drawn."""
+        source, position = begun
+        return self._begun_before[begun], self._draws.order(Problem(source=source, position=position, data={}))
 
     @StoreEpisodes.handler
     async def store(self, message: StoreEpisodes) -> None:
         """Store the episodes of a member, if the run has a journal of groups."""
-        position = message.group.problem.position
-        if self._group_journal is not None and position in self._running:
-            part = self._stored(message.group, admitted=self._running[position], member=message.member)
-            self._parts.setdefault(position, []).append(part)
-            self._group_journal.add(part)
+        place = message.group.problem.place
+        if self._group_journal is not None and place in self._running:
+            part = self._stored(message.group, admitted=self._running[place], member=message.member)
+            self._parts.setdefault(place, []).append(part)
+            if self._group_journal.add(part):
+                # After the rows are in the journal, in which the events keep their order.
+                self._forget_turns(message.group.id, message.member)
+
+    def _forget_turns(self, group: GroupId, member: int | None = None) -> None:
+        """Let the session manager forget the recorded turns of episodes whose rows are stored."""
+        forgotten = ForgetEpisodes(group=group, member=member)
+        self._context.tasks.start_soon(self._sessions.tell, forgotten)
 
     def _stored(self, group: Group, *, admitted: int, member: int | None = None) -> StoredGroup:
+        source, position = group.problem.place
         return StoredGroup(
             group=evolve(group, problem=evolve(group.problem, data={})),
             admitted=admitted,
-            row=None if self._pools is None else self._pools.draw(group.problem.position),
-            num_problems=self._num_problems,
+            row=self._draws.row_of(source, position),
+            num_problems=self._draws.num_problems(source),
             drawn=self._drawn,
             member=member,
         )
-
-    def _open_pools(self, num_problems: int | None) -> ProblemPools:
-        """Return the pools, created with the first group, because only the runner knows the number of problems."""
-        if self._pools is None:
-            assert num_problems is not None, "a group with a row is stored with the number of rows"
-            self._num_problems = num_problems
-            self._pools = ProblemPools(
-                self._queue.difficulty, num_problems=num_problems, seed=self._queue.seed, start=self._start.pools
-            )
-        return self._pools
 
     @DeliverGroup.handler
     async def deliver(self, message: DeliverGroup) -> bool:
@@ -264,10 +272,10 @@ class Exporter(Actor[Exports]):
         """
         group = message.group
         # The intake's groups were not begun here; their oldest version stands in for the one at admission.
-        admitted = self._running.pop(group.problem.position, group.head_version)
+        admitted = self._running.pop(group.problem.place, group.head_version)
         if group.id in self._held:
             return True
-        if group.problem.position in self._consumed:
+        if self._draws.is_consumed(group.problem):
             return False
         lengths = measure_episodes([group])
         self._drawn = evolve(
@@ -276,11 +284,14 @@ class Exporter(Actor[Exports]):
         is_broken = any(episode.num_empty_turns for episode in group.episodes)
         has_rows = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
         is_accepted = is_broken or (has_rows and not self._replace(group))
+        if not (is_accepted or has_rows):
+            self._drawn = evolve(self._drawn, failed=(*self._drawn.failed, _describe_untrained(group)))
         if self._group_journal is not None:
             stored = self._stored(group, admitted=admitted)
             # Not waited for: a group that is lost in the last moments is run again.
-            self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption)
-            parts = self._parts.pop(group.problem.position, [])
+            if self._group_journal.add(stored, rejected_at=None if is_accepted else self._next_consumption):
+                self._forget_turns(group.id)
+            parts = self._parts.pop(group.problem.place, [])
             self._group_journal.end_parts(group.id, (part.member for part in parts if part.member is not None))
         if is_accepted:
             self._held.add(group.id)
@@ -301,11 +312,7 @@ class Exporter(Actor[Exports]):
         """Count a group without signal as replaced by another group; return whether it was one."""
         if len(self._drawn.replaced) >= self._queue.max_replaced or self._has_signal(group):
             return False
-        rewards = tuple(episode.reward for episode in group.episodes if episode.failure is None)
-        replaced = ReplacedGroup(
-            source=group.problem.source, rewards=rewards, num_failed=len(group.episodes) - len(rewards)
-        )
-        self._drawn = evolve(self._drawn, replaced=(*self._drawn.replaced, replaced))
+        self._drawn = evolve(self._drawn, replaced=(*self._drawn.replaced, _describe_untrained(group)))
         if len(self._drawn.replaced) == self._queue.max_replaced:
             _log.warning("no_more_replaced", replaced=len(self._drawn.replaced), detail=_NO_MORE_REPLACED)
         return True
@@ -329,7 +336,8 @@ class Exporter(Actor[Exports]):
                 held_since = anyio.current_time()
             is_timely = self._queue.stale_groups is not StaleGroups.WAIT or leaves_time(
                 [entry.admitted for entry in self._ready.values()],
-                list(self._running.values()),
+                # Groups that are begun again in a moment would otherwise be too old when they are over.
+                [*self._running.values(), *self._begun_before.values()],
                 version=message.version,
                 batch_size=message.num_groups,
                 max_staleness=message.max_staleness,
@@ -338,13 +346,14 @@ class Exporter(Actor[Exports]):
                 await self._changed.wait()
                 continue
             # Oldest first, before they exceed the staleness bound; those of one version in the order of their problems.
-            ready = sorted(self._ready.values(), key=lambda entry: (entry.admitted, entry.group.problem.position))
+            ready = sorted(
+                self._ready.values(), key=lambda entry: (entry.admitted, self._draws.order(entry.group.problem))
+            )
             chosen = tuple(entry.group for entry in ready[: message.num_groups])
             for group in chosen:
                 del self._ready[group.id]
             drawn = evolve(self._drawn, held_seconds=anyio.current_time() - (held_since or 0.0))
-            if self._pools is not None:
-                drawn = evolve(drawn, easy=self._pools.count(Pool.EASY), hard=self._pools.count(Pool.HARD))
+            drawn = evolve(drawn, pools=self._draws.pool_sizes())
             self._drawn = Drawn()
             self._lend(message, chosen, drawn=drawn)
         lease = self._lease
@@ -389,7 +398,7 @@ class Exporter(Actor[Exports]):
             else:
                 self._drawn = evolve(self._drawn, requeued=self._drawn.requeued + 1)
                 self._held.discard(group.id)
-                self._requeued.add(group.problem.position)
+                self._draws.requeue(group.problem)
                 self._context.tasks.start_soon(self._capacity.tell, RefundGroup())
                 self._context.tasks.start_soon(self._forget, _sessions_of(group))
 
@@ -414,8 +423,7 @@ class Exporter(Actor[Exports]):
                 self._group_journal.end_step(version, lease.groups)
             for group in lease.groups:
                 self._consume(group, version=version)
-        pools = self._start.pools if self._pools is None else self._pools.summary()
-        return evolve(self._consumed.summary(), pools=pools)
+        return self._draws.summary()
 
     @DiscardLease.handler
     async def discard(self, message: DiscardLease) -> None:
@@ -438,9 +446,7 @@ class Exporter(Actor[Exports]):
 
     def _consume(self, group: Group, *, version: int | None = None, is_refunded: bool = False) -> None:
         """Count a group as consumed. ``version`` is that of the step, for a group that had been accepted."""
-        self._consumed.add(group.problem.position)
-        if self._pools is not None:
-            self._pools.learn(group.problem.position, group)
+        self._draws.consume(group)
         self._held.discard(group.id)
         if is_refunded:
             self._context.tasks.start_soon(self._capacity.tell, RefundGroup())
@@ -455,60 +461,15 @@ class Exporter(Actor[Exports]):
             await self._sessions.tell(ForgetSession(session=session))
 
 
+def _describe_untrained(group: Group) -> UntrainedGroup:
+    rewards = tuple(episode.reward for episode in group.episodes if episode.failure is None)
+    return UntrainedGroup(
+        source=group.problem.source,
+        rewards=rewards,
+        num_failed=len(group.episodes) - len(rewards),
+        num_rejected=sum(episode.is_rejected for episode in group.episodes),
+    )
+
+
 def _sessions_of(group: Group) -> tuple[SessionId, ...]:
     return tuple(episode.session for episode in group.episodes)
-
-
-class ConsumedPositions:
-    """The positions that need not be run again. Its memory is bounded by how far problems overtake one another."""
-
-    def __init__(self, start: DataPosition | None = None) -> None:
-        start = start or DataPosition()
-        self._floor = min(start.pending, default=start.next)
-        self._above = set(range(self._floor, start.next)) - set(start.pending)
-
-    def add(self, position: int) -> None:
-        """Count ``position`` as consumed: trained, rejected or dropped. Adding it twice is harmless."""
-        if position >= self._floor:
-            self._above.add(position)
-        # Positions below the floor need no entry, which bounds the set.
-        while self._floor in self._above:
-            self._above.remove(self._floor)
-            self._floor += 1
-
-    def __contains__(self, position: int) -> bool:
-        """Return whether ``position`` is consumed."""
-        return position < self._floor or position in self._above
-
-    def summary(self) -> DataPosition:
-        """Return the position to store in a checkpoint."""
-        end = max(self._above, default=self._floor - 1) + 1
-        return DataPosition(next=end, pending=tuple(p for p in range(self._floor, end) if p not in self._above))
-
-
-class HighestPosition:
-    """The counterpart of ``ConsumedPositions`` for external problems: only the highest position is kept.
-
-    External problems are never run again. Their positions are labels, and several groups may have the same one.
-    """
-
-    def __init__(self, start: DataPosition | None = None) -> None:
-        self._next = (start or DataPosition()).next
-
-    def add(self, position: int) -> None:
-        """Count ``position`` as consumed."""
-        self._next = max(self._next, position + 1)
-
-    def __contains__(self, position: int) -> bool:
-        """Return ``False``: a position that was seen before may be used again."""
-        return False
-
-    def summary(self) -> DataPosition:
-        """Return the position to store in a checkpoint."""
-        return DataPosition(next=self._next)
-
-
-def positions_from(start: DataPosition) -> Iterator[int]:
-    """Yield the positions to run: the pending ones first, then all following ones without end."""
-    yield from start.pending
-    yield from count(start.next)

@@ -10,7 +10,8 @@ waited. Nothing of them is sampled again. As the steps of all versions that were
 of a version are made again from the same rows, so the versions of restored tokens keep their meaning.
 
 Finished episodes of a group that is not complete are stored one by one, and a restarted group runs the others only.
-Sessions are not stored: an episode that was not over is run again from its beginning.
+The turns of episodes that are not over are in the same file (``journal.episodes``): such an episode is run again from
+its beginning, and its agent is answered as before.
 """
 
 from __future__ import annotations
@@ -22,9 +23,19 @@ from typing import TypeVar, cast
 
 from attrs import define, evolve, field, frozen
 
-from areal_actors.domain import Group, GroupConsumed, GroupId, GroupQueued, JournalEvent, StepLeased, VersionSaved
+from areal_actors.domain import (
+    EpisodePlace,
+    Group,
+    GroupConsumed,
+    GroupId,
+    GroupQueued,
+    JournalEvent,
+    Problem,
+    StepLeased,
+    VersionSaved,
+)
 from areal_actors.errors import JournalError, ProtocolError
-from areal_actors.journal import Journal
+from areal_actors.journal import Journal, RestoredEpisodes, restore_episodes
 from areal_actors.journal.codec import pack_bytes, unpack_bytes
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import get_logger
@@ -79,6 +90,8 @@ class RestoredQueue:
     rejected: tuple[StoredGroup, ...] = ()
     parts: tuple[StoredGroup, ...] = ()
     drawn: Drawn = field(factory=Drawn)
+    episodes: RestoredEpisodes = field(factory=RestoredEpisodes)
+    """The turns of episodes that were not over."""
     void: tuple[JournalEvent, ...] = ()
 
     next_step: int = 1
@@ -103,18 +116,22 @@ class GroupJournal:
     """The version that the step makes whose lease is next."""
     _is_broken: bool = field(default=False, init=False)
 
-    def add(self, stored: StoredGroup, *, rejected_at: int | None = None) -> None:
-        """Store a delivered group. If it was rejected, its problem is done in the step that makes ``rejected_at``."""
+    def add(self, stored: StoredGroup, *, rejected_at: int | None = None) -> bool:
+        """Store a delivered group, and return whether it can be stored.
+
+        If it was rejected, its problem is done in the step that makes ``rejected_at``.
+        """
         group, name = stored.group, _name(stored.group.id, stored.member)
         try:
             content = _encode(evolve(stored, settings=self.settings, step=self.next_step), StoredGroup)
         except ProtocolError as error:
             # Rows of a workflow may hold objects of its own. The group is trained, but lost if the run is killed.
             _log.warning("group_not_durable", group=group.id, reason=str(error))
-            return
+            return False
         self._note(GroupQueued(group=name, position=group.problem.position, sessions=(), content=content))
         if rejected_at is not None:
             self.reject(group.id, version=rejected_at)
+        return True
 
     def end_parts(self, group: GroupId, members: Iterable[int]) -> None:
         """Store that the group is complete, so that its members that were stored one by one are not needed."""
@@ -172,22 +189,26 @@ def restore_queue(
     settings: str,
     version: int,
     first_version: int = 0,
-    is_done: Callable[[int], bool] = lambda _: False,
+    is_done: Callable[[Problem], bool] = lambda _: False,
+    max_staleness: int | None = None,
+    is_replaying: bool = True,
 ) -> RestoredQueue:
     """Return what ``events``, in order, restore for a process that resumes from the checkpoint of ``version``.
 
     Groups sampled with other ``settings``, and those of problems that are done according to the checkpoint, are left
     out. Steps train groups from ``first_version`` on. Steps are restored up to the first that is not recorded, or of
     which a group is missing; groups with tokens of later versions are discarded, because those will be other weights.
+    With ``is_replaying``, episodes that were not over are restored if their tokens would not exceed ``max_staleness``.
     """
+    events = tuple(events)
     queued, leased, rejected = _fold(events)
     parts: list[StoredGroup] = []
     over: set[GroupId] = set()
     """Members that were stored, of groups that were complete later. They are deleted with the next checkpoint."""
     usable: dict[GroupId, StoredGroup] = {}
     for name, event in queued.items():
-        stored = None if event.content is None or is_done(event.position) else _decode(event.content, StoredGroup)
-        if stored is None or stored.settings != settings:
+        stored = None if event.content is None else _decode(event.content, StoredGroup)
+        if stored is None or stored.settings != settings or is_done(stored.group.problem):
             continue
         if stored.member is None:
             usable[name] = _mark_restored(stored, version)
@@ -211,6 +232,20 @@ def restore_queue(
     kept = {stored.group.id for stored in left} | {stored.group.id for step in steps for stored in step.groups}
     parts = [part for part in parts if _tail_version(part) <= last and part.group.id not in kept]
     kept |= over | {_name(part.group.id, part.member) for part in parts}
+
+    def is_over(at: EpisodePlace) -> bool:
+        source, position = at.problem
+        is_stored = not kept.isdisjoint((at.group, _name(at.group, at.member)))
+        return is_stored or not is_replaying or is_done(Problem(source=source, position=position, data={}))
+
+    episodes = restore_episodes(
+        events,
+        settings=settings,
+        version=version,
+        last_version=last,
+        max_staleness=max_staleness,
+        is_over=is_over,
+    )
     unused = [event for event in queued.values() if event.content is not None and event.group not in kept]
     since = [stored.drawn for stored in left if stored.step == last + 1]
     return RestoredQueue(
@@ -220,7 +255,9 @@ def restore_queue(
         rejected=tuple(stored for stored in left if stored.group.id in rejected),
         parts=tuple(parts),
         drawn=since[-1] if since else Drawn(),
+        episodes=episodes,
         void=(
+            *episodes.void,
             *(StepLeased(version=at, groups=()) for at, lease in leased.items() if at > last and lease.groups),
             *(GroupQueued(group=event.group, position=event.position, sessions=()) for event in unused),
             # Lets the journal delete the row.

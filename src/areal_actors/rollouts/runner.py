@@ -7,20 +7,23 @@ siblings continue. A group is delivered when all of its episodes are over.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
+from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
 import anyio
 import httpx
 from attrs import define, evolve, field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import ge, gt, optional
 
 from areal_actors.domain import (
     Credential,
     Episode,
+    EpisodePlace,
     Group,
     GroupId,
     Problem,
@@ -37,7 +40,10 @@ from areal_actors.messages import (
     BeginGroup,
     Capacity,
     CollectSession,
+    CountLostProxies,
     DeliverGroup,
+    Directory,
+    Draw,
     Endpoint,
     EndSession,
     EpisodeFinished,
@@ -45,6 +51,7 @@ from areal_actors.messages import (
     Exports,
     ExportSession,
     ForgetSession,
+    OpenEpisode,
     OpenSession,
     Permit,
     Progress,
@@ -64,6 +71,7 @@ from areal_actors.workflows import (
     EpisodeEngine,
     GroupedRolloutWorkflow,
     Injected,
+    RecordedGeneration,
     Reward,
     RolloutWorkflow,
     acquire_agent,
@@ -75,7 +83,7 @@ from areal_actors.workflows import (
 from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
-__all__ = ["Agents", "Peers", "ProxyProbe", "RolloutRunner", "RolloutsConfig", "WorkflowEpisode"]
+__all__ = ["Agents", "Peers", "ProxyProbe", "ResumeEpisodes", "RolloutRunner", "RolloutsConfig", "WorkflowEpisode"]
 
 _log = get_logger(__name__)
 
@@ -83,7 +91,16 @@ _FORGET_SECONDS = 5.0
 
 Agents = Mapping[str, Agent | RolloutWorkflow]
 """Agents by the name of the source whose problems they run; that of all other problems has the empty name."""
-ProblemAt = Callable[[int, int | None], Problem]
+ProblemAt = Callable[[Draw], Problem]
+
+
+class ResumeEpisodes(StrEnum):
+    """The treatment of episodes that were not over when the run ended."""
+
+    REPLAY = "replay"
+    """Their agents are run again, and given the recorded answers as long as they ask for the same."""
+    RESTART = "restart"
+    """Their agents are run again, and everything is sampled again. No turns are recorded."""
 
 
 @frozen(kw_only=True)
@@ -93,6 +110,8 @@ class RolloutsConfig:
     group_size: int = field(default=8, validator=ge(1))
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
+    max_tokens: int | None = field(default=None, validator=optional(ge(1)))
+    """The most tokens of an answer, whatever a request asks for."""
     agents_may_reward: bool = False
     """Whether agents get their session's full-access key instead of the completion key, and so may set rewards."""
     train_roles: tuple[str, ...] | None = None
@@ -116,6 +135,8 @@ class Peers:
     capacity: Ref[Capacity] | None = None
     """Only needed to produce training groups."""
     progress: Ref[Progress] | None = None
+    directory: Ref[Directory] | None = None
+    """Knows the proxies in other processes; ``None`` without any."""
 
 
 @frozen(kw_only=True)
@@ -137,6 +158,13 @@ class _Member:
     def is_training(self) -> bool:
         """Whether the exporter needs its session until the group is trained."""
         return self.version is not None and not self.is_eval
+
+    @property
+    def place(self) -> EpisodePlace | None:
+        """Its place in the run, by which its recorded turns are found; only training episodes are recorded."""
+        if not self.is_training:
+            return None
+        return EpisodePlace(group=self.group, problem=self.problem.place, member=self.index)
 
     @property
     def context(self) -> EpisodeContext:
@@ -164,9 +192,9 @@ class RolloutRunner(Actor[Rollouts]):
 
     Problems of a source in ``sources`` are run by its agent, all others by ``agent``.
 
-    ``problem_at`` maps a position, and its row if that was drawn, to its problem, one of ``num_problems``. If it is
-    ``None``, no training groups are run; only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs the
-    ``engine`` that its episodes sample from; the group of a grouped workflow is run member by member. A ``teacher``
+    ``problem_at`` maps a draw to its problem; ``num_problems`` are the numbers of problems by source. If ``problem_at``
+    is ``None``, no training groups are run; only ``RunProblem`` and ``Evaluate`` are served. A rollout workflow needs
+    the ``engine`` that its episodes sample from; the group of a grouped workflow is run member by member. A ``teacher``
     scores groups before they are delivered; they are trained at most ``max_staleness`` versions later.
     """
 
@@ -180,7 +208,7 @@ class RolloutRunner(Actor[Rollouts]):
         engine: EpisodeEngine | None = None,
         config: RolloutsConfig | None = None,
         problem_at: ProblemAt | None = None,
-        num_problems: int | None = None,
+        num_problems: Mapping[str, int] = MappingProxyType({}),
         held_out: tuple[Problem, ...] = (),
         seed: int = 0,
         teacher: GroupTeacher | None = None,
@@ -231,7 +259,7 @@ class RolloutRunner(Actor[Rollouts]):
                 permit = await self._capacity.ask(AcquirePermit(holder="rollouts"))
                 wanted = BeginGroup(version=permit.version, num_problems=self._num_problems)
                 draw = await self._peers.exports.ask(wanted)
-                groups.start_soon(self._produce_group, problem_at(draw.position, draw.row), permit, draw.finished)
+                groups.start_soon(self._produce_group, problem_at(draw), permit, draw.finished)
 
     async def _produce_group(self, problem: Problem, permit: Permit, finished: tuple[Episode, ...]) -> None:
         config = self._source(problem).config
@@ -259,6 +287,10 @@ class RolloutRunner(Actor[Rollouts]):
     def _source(self, problem: Problem) -> RolloutSource:
         return self._sources.get(problem.source, self._default)
 
+    def _timeout_setting(self, problem: Problem) -> str:
+        where = f"sources.{problem.source}" if problem.source in self._sources else "rollout"
+        return f"{where}.episode_timeout_seconds"
+
     @Evaluate.handler(concurrency=2)
     async def evaluate(self, message: Evaluate) -> tuple[Group, ...]:
         """Run the episodes, as many at a time as the settings allow.
@@ -274,7 +306,8 @@ class RolloutRunner(Actor[Rollouts]):
 
         async with anyio.create_task_group() as tasks:
             for problem in self._held_out:
-                created = self._create_members(problem, message.num_samples, purpose="eval", version=message.version)
+                num = message.num_by_source.get(problem.source, message.num_samples)
+                created = self._create_members(problem, num, purpose="eval", version=message.version)
                 members = [
                     evolve(member, is_repeated=message.is_repeated)
                     for member in created
@@ -296,9 +329,11 @@ class RolloutRunner(Actor[Rollouts]):
     def _create_members(self, problem: Problem, num: int, *, purpose: str, version: int | None) -> list[_Member]:
         is_eval = purpose == "eval"
         # Evaluations use the same random numbers at every version, so that only the weights make a difference.
-        name = f"eval-{version}-{problem.task}" if is_eval else f"{purpose}-{problem.position}"
-        # Within its set, so that another set in the configuration does not change the samples of this one.
-        place = (problem.source, problem.position) if problem.source else (problem.position,)
+        name = f"eval-{version}-{problem.task}" if is_eval else f"{purpose}-{problem.task}"
+        # Within its set, so that another set in the configuration does not change the samples of this one. The only
+        # source of a run needs no name, and its episodes are those of the same dataset without a source.
+        is_named = bool(problem.source) and (is_eval or len(self._sources) > 1)
+        place = problem.place if is_named else (problem.position,)
         return [
             _Member(
                 problem=problem,
@@ -362,27 +397,45 @@ class RolloutRunner(Actor[Rollouts]):
         """Run one member, of which a workflow may make several episodes."""
         assert self._engine is not None
         started = anyio.current_time()
+        limit = self._source(member.problem).config.max_tokens
+        engine, generation = self._engine.for_episode(key=member.key, max_tokens=limit), None
+        if member.place is not None:
+            opened = await self._peers.sessions.ask(OpenEpisode(place=member.place, key=member.key))
+            if opened is not None:
+                generation = RecordedGeneration(
+                    self._engine.generation, self._peers.sessions, place=member.place, episode=opened
+                )
+                engine = engine.on(generation)
         played = await WorkflowEpisode(
             workflow=workflow,
-            engine=self._engine.for_episode(key=member.key),
+            engine=engine,
             data=dict(member.problem.data),
             context=member.context,
             session=SessionId(f"{member.group}-{member.index}"),
             group_size=member.num_members,
             is_training=member.is_training,
             timeout_seconds=self._source(member.problem).config.episode_timeout_seconds,
+            timeout_setting=self._timeout_setting(member.problem),
         ).run()
         seconds = anyio.current_time() - started
         episodes = tuple(evolve(episode, seconds=seconds) for episode in played)
+        if generation is not None:
+            episodes = generation.describe(episodes)
         for episode in episodes:
             await self._tell_finished(member, episode)
         return episodes
 
     async def _run_once(self, agent: Agent, member: _Member) -> Episode | None:
-        """Return the episode, or ``None`` if it failed while the proxy does not answer, which no agent can fix."""
-        started = anyio.current_time()
+        """Return the episode, or ``None`` if it failed because a proxy was lost, which no agent can fix."""
+        started, num_lost = anyio.current_time(), await self._count_lost_proxies()
         opened = await self._peers.sessions.ask(
-            OpenSession(task=f"{member.group}-{member.index}", group=member.group, key=member.key)
+            OpenSession(
+                task=f"{member.group}-{member.index}",
+                group=member.group,
+                key=member.key,
+                max_tokens=self._source(member.problem).config.max_tokens,
+                episode=member.place,
+            )
         )
         is_wanted = False
         try:
@@ -393,7 +446,7 @@ class RolloutRunner(Actor[Rollouts]):
                     episode = await self._fail(member, opened.session, error)
                 logged = {**episode.logged, **workflow_context.logged()}
             has_ended_early = episode.failure is not None or episode.cut_short is not None
-            if has_ended_early and not await self._proxy.is_reachable():
+            if has_ended_early and await self._was_cut_off(episode, num_lost):
                 return None
             episode = evolve(episode, seconds=anyio.current_time() - started, logged=logged)
             await self._tell_finished(member, episode)
@@ -411,6 +464,20 @@ class RolloutRunner(Actor[Rollouts]):
                     await self._peers.sessions.tell(ForgetSession(session=opened.session))
         return episode
 
+    async def _was_cut_off(self, episode: Episode, num_lost: int) -> bool:
+        """Return whether the proxy does not answer, or one was lost since ``num_lost`` were, during the episode."""
+        if not await self._proxy.is_reachable() or await self._count_lost_proxies() != num_lost:
+            return True
+        if self._peers.directory is None or not _CUT_OFF.search(f"{episode.failure or episode.cut_short}"):
+            return False
+        # Another proxy answers, and the agent's connection broke before the end of this one was noticed.
+        await anyio.sleep(_NOTICE_SECONDS)
+        return await self._count_lost_proxies() != num_lost
+
+    async def _count_lost_proxies(self) -> int:
+        directory = self._peers.directory
+        return 0 if directory is None else await directory.ask(CountLostProxies())
+
     async def _attempt(self, agent: Agent, member: _Member, opened: SessionOpened) -> Episode:
         injected = Injected(
             base_url=self._endpoint.session_base_url(opened.session),
@@ -426,7 +493,7 @@ class RolloutRunner(Actor[Rollouts]):
         if reward is None:
             raise EpisodeError(
                 f"{name}.run took longer than {seconds:g} s; "
-                "raise rollout.episode_timeout_seconds if episodes need more."
+                f"raise {self._timeout_setting(member.problem)} if episodes need more."
             )
         never_called = f"{name}.run never called the model; use the base_url and api_key that it is given."
         try:
@@ -501,6 +568,8 @@ class RolloutRunner(Actor[Rollouts]):
             logged=record.logged,
             failure=failure,
             traceback=traceback,
+            num_replayed_turns=record.num_replayed,
+            num_dropped_turns=record.num_dropped,
         )
 
     async def _tell_finished(self, member: _Member, episode: Episode) -> None:
@@ -517,6 +586,10 @@ class RolloutRunner(Actor[Rollouts]):
             )
 
 
+_CUT_OFF = re.compile(r"connect|disconnect|protocolerror|readerror|writeerror|reset|broken", re.IGNORECASE)
+"""Words in the errors of HTTP clients whose connection broke."""
+_NOTICE_SECONDS = 1.0
+"""Time within which the end of a process on this machine is noticed: some milliseconds, unless the machine is busy."""
 _ANSWER_SECONDS = 10.0
 """Time limit of one probe.
 
@@ -579,6 +652,8 @@ class WorkflowEpisode:
     group_size: int = 1
     is_training: bool = False
     timeout_seconds: float
+    timeout_setting: str = "rollout.episode_timeout_seconds"
+    """The name of the setting, for the error of an episode that takes longer."""
 
     async def run(self) -> tuple[Episode, ...]:
         """Return one episode for each sample that the workflow returned, or one that says why there is none.
@@ -650,7 +725,7 @@ class WorkflowEpisode:
             return outcome[0]
         raise EpisodeError(
             f"{self._name} took longer than {self.timeout_seconds:g} s; "
-            "raise rollout.episode_timeout_seconds if episodes need more."
+            f"raise {self.timeout_setting} if episodes need more."
         )
 
     def _create_failed(self, *, failure: str, traceback: str | None = None, is_rejected: bool = False) -> Episode:

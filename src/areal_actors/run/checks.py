@@ -31,6 +31,7 @@ from areal_actors.domain import (
 from areal_actors.errors import CustomFunctionError
 from areal_actors.generation.capture import check_capture
 from areal_actors.kernel import Ref
+from areal_actors.lib.openmp import settle_team
 from areal_actors.lib.references import FunctionReference, load_function
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import DescribeEngine, Generate, Generation
@@ -193,6 +194,7 @@ def _compare(policy: PolicyTrainer, prompt: Ints, output: Ints, reported: Floats
         reward=0.0,
     )
     (found,) = policy.logprobs([row], is_raw=True)
+    settle_team()
     compared = Comparison(reported=reported, recomputed=as_floats(found[len(prompt) :]))
     (excess,) = policy.gate.excesses([compared])
     if excess <= 1:

@@ -1,7 +1,7 @@
 """The control plane of a run: what exists from before the first worker until after the last one.
 
 It is the controller's listener, the directory of workers, the scheduler with the supervisor of workers, and the socket
-at which all proxies of this machine listen. ``controller`` runs the attempts of a run on top of it. ``open_proxies``
+at which agents reach all proxies. ``controller`` runs the attempts of a run on top of it. ``open_proxies``
 gives a run in one process more proxies, each a process, on the same port.
 """
 
@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from urllib.parse import urlsplit
 
 import anyio
 from anyio.abc import SocketStream, UNIXSocketStream
@@ -31,8 +32,10 @@ from areal_actors.messages import (
     AwaitEndpoint,
     AwaitGang,
     AwaitLapse,
+    AwaitProxies,
     AwaitReady,
     AwaitWeights,
+    CountLostProxies,
     Directory,
     DismissWorker,
     Endpoint,
@@ -45,14 +48,19 @@ from areal_actors.messages import (
     ReportGang,
     ReportReady,
     RoleSpec,
+    Sessions,
+    ShardOpened,
+    Shards,
     TakeFailure,
     WeightsPublished,
 )
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.access import create_admin_key
+from areal_actors.proxy.handover import Handover
 from areal_actors.proxy.server import bind, url_of
+from areal_actors.run.forwarding import forwarding
 from areal_actors.run.plan import PlacedRole
-from areal_actors.run.supervise import WorkerSupervisor, first_spec
+from areal_actors.run.supervise import WorkerSupervisor, first_specs
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
 from areal_actors.schedulers.config import LocalConfig, RestartsConfig, RoleConfig, SchedulerConfig, SchedulerType
 from areal_actors.schedulers.local import LocalScheduler
@@ -81,7 +89,8 @@ class ControlPlane:
     """The resources that exist from before the first worker until after the last one.
 
     ``sockets`` is the directory of unix sockets, or ``None`` if the controller listens on TCP. ``endpoint`` is set if
-    agents are answered at a socket that the controller owns and passes to each proxy.
+    proxies are in workers: agents know a socket of the controller, which is passed to each proxy of this machine, and
+    whose connections are forwarded to proxies of other machines. A proxy may thus be replaced while agents run.
     """
 
     supervisor: WorkerSupervisor
@@ -90,6 +99,11 @@ class ControlPlane:
     secret: bytes = field(repr=False)
     sockets: Path | None
     endpoint: Endpoint | None
+
+    @property
+    def is_forwarding(self) -> bool:
+        """Whether connections of agents are forwarded to proxies that listen elsewhere."""
+        return self.sockets is None and self.endpoint is not None
 
     @property
     def fd_socket(self) -> Path | None:
@@ -132,11 +146,16 @@ async def open_control_plane(
         scheduler = await stack.enter_async_context(_open_scheduler(scheduling, directory, logs, placed, controller))
         is_local = listener.address.startswith("unix:")
         endpoint = None
-        if is_local and Role.PROXY in placed:
+        if Role.PROXY in placed:
             key = proxy.admin_key or create_admin_key()
             shared = stack.enter_context(bind(evolve(proxy, admin_key=key)))
-            await stack.enter_async_context(serve_fd(shared, sockets / _FD_SOCKET))
-            endpoint = Endpoint(url=url_of(shared, proxy.public_host), admin_key=key)
+            url = url_of(shared, proxy.public_host or _public_host(shared, listener.address))
+            endpoint = Endpoint(url=url, admin_key=key)
+            if is_local:
+                await stack.enter_async_context(serve_fd(shared, sockets / _FD_SOCKET))
+            else:
+                await workers.ask(EndpointChanged(endpoint=endpoint, is_forwarded=True))
+                await stack.enter_async_context(forwarding(shared, workers))
         yield ControlPlane(
             supervisor=WorkerSupervisor(scheduler, workers, controller, scheduling, roles=placed),
             directory=workers,
@@ -145,6 +164,12 @@ async def open_control_plane(
             sockets=sockets if is_local else None,
             endpoint=endpoint,
         )
+
+
+def _public_host(shared: socket.socket, address: str) -> str | None:
+    """Return the host by which workers reach the controller, if ``shared`` listens on all interfaces."""
+    is_wildcard = shared.getsockname()[0] in ("0.0.0.0", "::")  # noqa: S104 - compared, not bound
+    return urlsplit(address).hostname if is_wildcard and address.startswith("tcp:") else None
 
 
 def connect_to_worker(
@@ -187,11 +212,7 @@ async def _open_scheduler(
     placed: Mapping[Role, PlacedRole],
     controller: ControllerAddress,
 ) -> AsyncIterator[Scheduler]:
-    wanted = [
-        first_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
-        for role, one in placed.items()
-        for index in range(one.config.replicas)
-    ]
+    wanted = first_specs(placed, controller=controller)
     if config.type is SchedulerType.SLURM:
         async with SlurmScheduler.open(config.slurm, directory=directory, wanted=wanted) as slurm:
             yield slurm
@@ -199,7 +220,7 @@ async def _open_scheduler(
     async with LocalScheduler.open(config.local, logs=logs) as scheduler:
         if wanted:
             # All roles have to fit at the same time, since each waits for the others.
-            scheduler.inventory.check(f"The roles {', '.join(placed)} of the run", *(spec.total for spec in wanted))
+            scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)
         yield scheduler
 
 
@@ -259,8 +280,14 @@ class Proxies:
             await self._changed.wait()
 
     @asynccontextmanager
-    async def serving(self, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - a callback
-        """Count the proxy ``name`` as ready while the block lasts."""
+    async def serving(
+        self,
+        name: str,
+        connection: ReconnectingConnection,
+        report: Report,  # noqa: ARG002 - a callback
+    ) -> AsyncIterator[None]:
+        """Count the proxy ``name`` as ready while the block lasts, once its sessions can be reached."""
+        await connection.wait_exposed("proxy")
         self._note(name, is_up=True)
         try:
             yield
@@ -274,14 +301,21 @@ class Proxies:
 
 @asynccontextmanager
 async def open_proxies(
-    actors: Mapping[str, Ref[Any]], endpoint: Endpoint, *, num_more: int, config: Path, logs: Path
+    actors: Mapping[str, Ref[Any]],
+    endpoint: Endpoint,
+    *,
+    num_more: int,
+    config: Path,
+    logs: Path,
+    handover: Handover | None = None,
 ) -> AsyncIterator[Proxies]:
     """Start ``num_more`` proxies in addition to the one at ``endpoint``, which must listen on a shared port.
 
-    A proxy owns no state, so any of them can answer for any session, and the kernel routes: all listen on one port
-    (``SO_REUSEPORT``), and each connection goes to one of them. A proxy that dies is replaced; the clients of its
-    connections retry. The others reach ``actors`` of this process (sessions, exports, capacity, generation, and if the
-    service has them intake and accounts).
+    With ``handover``, each has a session manager and a journal, for the sessions that the router
+    (``actors["sessions"]``) opens there, and connections are passed to the process of their session. Otherwise any of
+    them answers for any session, and asks ``actors["sessions"]``. A proxy that dies is replaced, with its sessions; the
+    clients of its connections retry. All use ``actors`` of this process (sessions, exports, capacity, generation, and
+    if the service has them intake and accounts).
 
     ``config`` is the file with the service's settings, and ``logs`` a directory for the output of the processes. The
     proxies are ready some seconds later, and all end with the block.
@@ -292,9 +326,18 @@ async def open_proxies(
         return
     scheduling = SchedulerConfig(restarts=RestartsConfig(max=_UNLIMITED), local=LocalConfig(oversubscribe=True))
     opening = open_control_plane(scheduling, directory=config.parent, logs=logs, placed={}, proxy=ProxyConfig())
-    async with opening as control_plane, anyio.create_task_group() as tasks:
+    async with opening as control_plane, AsyncExitStack() as stack:
         for name, ref in actors.items():
             control_plane.listener.expose(name, ref)
+        secret = control_plane.secret
+        router: Ref[Shards] | None = None if handover is None else actors["sessions"]
+        connections: dict[int, ReconnectingConnection] = {}
+        for number in range(1, num_more + 1):
+            connecting = connect_to_worker(control_plane.directory, f"proxy-{number}", secret=secret, node="controller")
+            connections[number] = connection = await stack.enter_async_context(connecting)
+            if router is not None:
+                await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
+        tasks = await stack.enter_async_context(anyio.create_task_group())
         for number in range(1, num_more + 1):
             name = f"proxy-{number}"
             spec = RoleSpec(
@@ -309,6 +352,8 @@ async def open_proxies(
                 has_accounts="accounts" in actors,
                 listen=control_plane.worker_address(name),
                 endpoint=endpoint,
+                process=0 if handover is None else number,
+                handover=None if handover is None else handover.directory,
                 is_replaced_alone=True,
             )
             running = partial(
@@ -316,7 +361,7 @@ async def open_proxies(
                 name,
                 spec,
                 RoleConfig(),
-                while_ready=partial(proxies.serving, name),
+                while_ready=partial(proxies.serving, name, connections[number]),
             )
             tasks.start_soon(running)
         yield proxies
@@ -353,6 +398,8 @@ class DirectoryActor(Actor[Directory]):
     def __init__(self) -> None:
         self._entries: dict[str, _Entry] = {}
         self._own_endpoint: Endpoint | None = None
+        self._is_forwarded = False
+        self._num_lost_proxies = 0
         self._published_attempt = 0
         self._changed = ChangeSignal()
 
@@ -457,26 +504,45 @@ class DirectoryActor(Actor[Directory]):
         """Remove the worker's report; callers that look for it wait for its next incarnation."""
         entry = self._entries.get(message.worker)
         if entry is not None and entry.incarnation <= message.incarnation:
+            self._count_lost(entry)
             entry.report = None
+            self._changed.notify()
 
     @AwaitEndpoint.handler(concurrency=_MANY)
     async def await_endpoint(self, message: AwaitEndpoint) -> Endpoint:  # noqa: ARG002 - the message says it all
-        """Wait for a proxy that serves at present and return its endpoint.
-
-        An earlier incarnation listened elsewhere.
-        """
+        """Wait for a proxy that serves at present and return the endpoint that agents know."""
         while True:
-            reports = [entry.report for entry in self._entries.values() if not entry.is_replaced]
-            endpoints = [report.endpoint for report in reports if report is not None]
-            endpoint = next(filter(None, endpoints), self._own_endpoint)
-            if endpoint is not None:
+            found = self._proxies()
+            endpoint = self._own_endpoint if self._is_forwarded or not found else found[0]
+            if endpoint is not None and (found or not self._is_forwarded):
                 return endpoint
             await self._changed.wait()
 
+    @AwaitProxies.handler(concurrency=_MANY)
+    async def await_proxies(self, message: AwaitProxies) -> tuple[str, ...]:
+        """Wait until other proxies serve than those that are known."""
+        while (urls := tuple(endpoint.url for endpoint in self._proxies())) == message.known:
+            await self._changed.wait()
+        return urls
+
+    @CountLostProxies.handler
+    async def count_lost_proxies(self, message: CountLostProxies) -> int:  # noqa: ARG002
+        """Return how many proxies have ended that served."""
+        return self._num_lost_proxies
+
+    def _proxies(self) -> list[Endpoint]:
+        """Return the endpoints of the proxies in workers that serve; earlier incarnations listened elsewhere."""
+        reports = [entry.report for entry in self._entries.values() if not entry.is_replaced]
+        return [report.endpoint for report in reports if report is not None and report.endpoint is not None]
+
+    def _count_lost(self, entry: _Entry) -> None:
+        """Count a proxy whose incarnation ends."""
+        self._num_lost_proxies += entry.report is not None and entry.report.endpoint is not None
+
     @EndpointChanged.handler
     async def note_endpoint(self, message: EndpointChanged) -> None:
-        """Store the endpoint of the proxy in the controller process; ``None`` once it has closed."""
-        self._own_endpoint = message.endpoint
+        """Store the endpoint in the controller process; ``None`` once it has closed."""
+        self._own_endpoint, self._is_forwarded = message.endpoint, message.is_forwarded
         self._changed.notify()
 
     @WeightsPublished.handler
@@ -521,5 +587,7 @@ class DirectoryActor(Actor[Directory]):
             self._changed.notify()
             raise Conflict(f"{worker} cannot be replaced alone: the run begins anew from its latest checkpoint.")
         if incarnation > entry.incarnation:
+            self._count_lost(entry)
+            self._changed.notify()
             entry = self._entries[worker] = _Entry(incarnation=incarnation, spec=entry.spec)
         return entry

@@ -15,7 +15,7 @@ and a new attempt resumes as ``--resume`` does. A run without workers has one at
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -48,13 +48,16 @@ from areal_actors.messages import (
     AwaitEndpoint,
     AwaitTraining,
     AwaitWeights,
+    DescribeReplicas,
     Endpoint,
     EndpointChanged,
     Generation,
     Intake,
     PhaseChanged,
     Progress,
+    RemoveReplica,
     Replicas,
+    ReplicaState,
     Report,
     RoleSpec,
     SaveWeights,
@@ -63,15 +66,16 @@ from areal_actors.messages import (
     TrainingSummary,
 )
 from areal_actors.proxy.access import create_admin_key
+from areal_actors.proxy.handover import Handover, open_handover
 from areal_actors.rendering import Renderer
 from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane, open_proxies
 from areal_actors.run.job import load_rendering, no_checkpoint
 from areal_actors.run.openers import RoleContext, open_role
 from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, RunPlan
 from areal_actors.run.reporting import create_reporter
+from areal_actors.run.scaling import Scaling, restore_replicas
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
-from areal_actors.schedulers.config import RoleConfig
 from areal_actors.training.actor import parse_position
 from areal_actors.viewer import open_page, view_run
 
@@ -87,6 +91,7 @@ _CAUSE_SECONDS = 2.0
 
 async def run_plan(plan: RunPlan) -> None:
     """Train to the end and save the results. Raises the ``ArealError`` that ended the run."""
+    plan = await to_thread.run_sync(restore_replicas, plan)
     opening = open_control_plane(
         plan.config.scheduler,
         directory=plan.directory.path,
@@ -128,8 +133,18 @@ class RunController:
         self.control_plane = control_plane
         self.interrupts = interrupts
         self.replicas = ReadyReplicas()
+        self._proxies: set[str] = set()
+        self._scaling = Scaling(
+            plan,
+            self.independent,
+            keep=self._keep,
+            drain=self._drain,
+            find_serving=self._find_serving,
+            check_fits=control_plane.supervisor.check_fits,
+        )
         self._endpoint = control_plane.endpoint
-        self._admin_key = plan.proxy.admin_key or create_admin_key()
+        key = None if self._endpoint is None else self._endpoint.admin_key
+        self._admin_key = key or plan.proxy.admin_key or create_admin_key()
         self._num_attempts = 0
         self._is_announced = False
         self._record = RunRecord(status=RunStatus.RUNNING, is_service=plan.is_service)
@@ -142,12 +157,8 @@ class RunController:
 
     @property
     def independent(self) -> tuple[Role, ...]:
-        """The roles whose workers are replaced individually.
-
-        Proxies are among them only if they share the controller's listening socket: a proxy that restarts on another
-        host or port would have a new address, which agents do not know.
-        """
-        return (Role.GENERATION,) if self.control_plane.sockets is None else (Role.GENERATION, Role.PROXY)
+        """The roles whose workers are replaced individually: they own no state that others need."""
+        return (Role.GENERATION, Role.PROXY)
 
     def spec(self, role: Role, name: str, **options: Any) -> RoleSpec:
         """Return the spec for the worker of this name: its role and settings."""
@@ -163,7 +174,8 @@ class RunController:
             has_intake=plan.is_service,
             has_rollouts=plan.has_rollouts,
             listen=self.control_plane.worker_address(name),
-            endpoint=self._endpoint,
+            # A proxy to which connections are forwarded listens elsewhere.
+            endpoint=None if self.control_plane.is_forwarding else self._endpoint,
             # Only a proxy needs the key, so no other worker gets it.
             admin_key=self._admin_key if role is Role.PROXY and role in plan.placed else None,
             fd_socket=self.control_plane.fd_socket,
@@ -173,17 +185,14 @@ class RunController:
 
     def start_independent_workers(self, tasks: TaskGroup) -> None:
         """Start background tasks that keep proxies and engines running."""
-        for role in self.independent:
-            placed = self.plan.placed.get(role)
-            if placed is not None:
-                for index in range(placed.config.replicas):
-                    tasks.start_soon(self._keep, role, f"{role}-{index}", placed.config)
+        self._scaling.start(tasks)
 
-    async def _keep(self, role: Role, name: str, config: RoleConfig) -> None:
-        while_ready = partial(self._register, name) if role is Role.GENERATION else nullcontext
-        supervisor = self.control_plane.supervisor
+    async def _keep(self, role: Role, name: str) -> None:
+        supervisor, config = self.control_plane.supervisor, self.plan.placed[role].config
         try:
-            await supervisor.run_restarting(name, self.spec(role, name), config, while_ready=while_ready)
+            await supervisor.run_restarting(
+                name, self.spec(role, name), config, while_ready=partial(self._register, role, name)
+            )
         except Exception as error:
             # A worker that cannot be replaced any more does not take back what is saved.
             if not self.is_done:
@@ -191,13 +200,28 @@ class RunController:
             _log.info("error_after_results", worker=name, reason=str(root_cause(error)))
 
     @asynccontextmanager
-    async def _register(self, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - a callback
-        """Register the engine as a replica while it serves."""
+    async def _register(self, role: Role, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - a callback
+        """Count a proxy while it serves, and make an engine a replica."""
+        if role is Role.PROXY:
+            self._proxies.add(name)
+            try:
+                yield
+            finally:
+                self._proxies.discard(name)
+            return
         async with (
             self.connect(name) as connection,
             self.replicas.add(name, connection.ref(Generation, REPLICA)),
         ):
             yield
+
+    async def _drain(self, role: Role, name: str) -> None:
+        """Have the requests of a worker continue at others. A proxy ends those that it has when it is stopped."""
+        if role is Role.GENERATION:
+            await self.replicas.remove(name)
+
+    async def _find_serving(self, role: Role) -> Collection[str]:
+        return self._proxies if role is Role.PROXY else await self.replicas.find_serving()
 
     def connect(self, worker: str) -> AbstractAsyncContextManager[ReconnectingConnection]:
         """Connect to the worker of this name, wherever its current incarnation listens."""
@@ -394,15 +418,26 @@ class _Attempt:
     async def _open(self, role: Role, renderer: Renderer) -> AsyncIterator[None]:
         """Open a role in this process, and more proxies in processes if the configuration wants them."""
         plan = self._plan
-        context = RoleContext(
-            name=f"{role}-local",
-            config=evolve(plan.config, proxy=plan.proxy) if role is Role.PROXY else plan.config,
-            spec=self._begin(role, "controller"),
-            renderer=renderer,
-            find=self.find,
-            agents=plan.agents,
-            supervised=plan.supervised,
-        )
+        # Only the sessions of a service are spread over processes. The episodes of a run over a dataset are recorded in
+        # one journal, so its further proxies ask the sessions of this process.
+        is_spread = role is Role.PROXY and plan.is_service
+        num_processes = plan.config.proxy.num_processes if is_spread else 1
+        async with open_handover(num_processes) as handover:
+            context = RoleContext(
+                name=f"{role}-local",
+                config=evolve(plan.config, proxy=plan.proxy) if role is Role.PROXY else plan.config,
+                spec=self._begin(role, "controller", handover=None if handover is None else handover.directory),
+                renderer=renderer,
+                find=self.find,
+                agents=plan.agents,
+                supervised=plan.supervised,
+            )
+            async with self._open_here(context, handover):
+                yield
+
+    @asynccontextmanager
+    async def _open_here(self, context: RoleContext, handover: Handover | None) -> AsyncIterator[None]:
+        plan = self._plan
         async with open_role(context) as opened:
             # In the controller process there is one engine, which needs no router.
             self._add({"generation" if name == REPLICA else name: ref for name, ref in opened.actors.items()})
@@ -417,6 +452,7 @@ class _Attempt:
                 num_more=plan.config.proxy.num_processes - 1,
                 config=plan.directory.config,
                 logs=plan.directory.logs,
+                handover=handover,
             )
             async with self._controller.listening(opened.endpoint), more:
                 yield
@@ -513,7 +549,23 @@ class ReadyReplicas:
             await self._tell(AddReplica(name=name, ref=ref))
             yield
         finally:
-            del self._refs[name]
+            self._refs.pop(name, None)
+
+    async def remove(self, name: str) -> None:
+        """Have the generations of an engine continue at others, and return when it has none."""
+        # First: the router of the next attempt must not get it.
+        self._refs.pop(name, None)
+        await self._tell(RemoveReplica(name=name))
+
+    async def find_serving(self) -> Collection[str]:
+        """Return the names of the engines that serve with current weights."""
+        if self._router is None:
+            return ()
+        try:
+            views = await self._router.ask(DescribeReplicas())
+        except ActorStopped:
+            return ()
+        return [view.name for view in views if view.state is ReplicaState.SERVING]
 
     @asynccontextmanager
     async def routed(
@@ -532,7 +584,7 @@ class ReadyReplicas:
         finally:
             self._router = None
 
-    async def _tell(self, message: AddReplica) -> None:
+    async def _tell(self, message: AddReplica | RemoveReplica) -> None:
         if self._router is not None:
             # The attempt is over; the next router adds all engines.
             with suppress(ActorStopped):

@@ -17,6 +17,7 @@ from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
+from types import MappingProxyType
 from typing import Any
 
 import anyio
@@ -154,12 +155,13 @@ async def run_evaluation(
     *,
     is_resumed: bool = False,
     held_out: Mapping[str, Problems] | None = None,
+    num_by_source: Mapping[str, int] = MappingProxyType({}),
     listener: Listener | None = None,
 ) -> EvaluationSummary:
     """Evaluate ``model``, writing to a directory that is prepared.
 
-    ``held_out`` are the problems in place of those of the configuration; ``listener`` receives the news, too. Errors
-    are those of ``evaluate``.
+    ``held_out`` are the problems in place of those of the configuration, and ``num_by_source`` the numbers of episodes
+    of their problems by set, where these differ. ``listener`` receives the news, too. Errors are those of ``evaluate``.
     """
     started = time.monotonic()
     if held_out is None:
@@ -189,9 +191,10 @@ async def run_evaluation(
     wanted = Evaluate(
         version=model.step or 0,
         num_samples=num_samples,
+        num_by_source=num_by_source,
         finished=tuple((outcome.task, outcome.member) for outcome in outcomes),
     )
-    num_expected = num_samples * sum(map(len, held_out.values()))
+    num_expected = sum(num_by_source.get(name, num_samples) * len(problems) for name, problems in held_out.items())
     recorder = EpisodeRecorder(directory.episodes, num_finished=summary.num_resumed, num_expected=num_expected)
     listeners: tuple[Listener, ...] = (recorder,) if listener is None else (listener, recorder)
     _log.info("evaluating", model=name, episodes=num_expected, finished=summary.num_resumed)

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -13,6 +14,8 @@ from anyio import to_thread
 from attrs import evolve, field, frozen
 
 from areal_actors.config import RunConfig, save_config
+from areal_actors.dashboard import RunDirectory, summarize_run
+from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.domain import ServiceView, TrialId
 from areal_actors.errors import ConfigError, InvalidRequest
 from areal_actors.kernel import ActorSystem, Ref
@@ -96,6 +99,7 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
         provider = provider or ServiceProcesses(
             settings=settings,
             fileroot=config.fileroot,
+            is_over=partial(_is_over, config),
             max_start_seconds=config.host.max_start_seconds,
             stop_timeout_seconds=config.host.stop_timeout_seconds,
         )
@@ -143,6 +147,18 @@ def _create_page(peers: HostPeers, fileroot: Path) -> HostPage:
         return await peers.hosting.ask(ListServices())
 
     return HostPage(fileroot=fileroot, identify=identify, list_services=list_services)
+
+
+def _is_over(config: RunConfig, directory: RunDirectory) -> bool:
+    """Return whether a trial has made all steps and, as ``config`` says, does not answer with its weights after them.
+
+    After a restart of the host its service would be started, answer for the seconds that it needs to see this, and end.
+    """
+    if not config.serve.exit_when_trained:
+        return False
+    record = read_record(directory)
+    is_finished = record is not None and record.status is RunStatus.FINISHED and directory.model is not None
+    return is_finished and summarize_run(directory).steps >= config.total_steps
 
 
 def check_host(config: RunConfig) -> None:

@@ -7,20 +7,32 @@ roles of a run (``openers``) spawn the same actors with the functions below, eac
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from socket import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from anyio import to_thread
 from attrs import evolve, field, frozen
 
+from areal_actors.cache.session import process_of
 from areal_actors.config import RunConfig
 from areal_actors.dashboard.reporter import ProgressReporter
-from areal_actors.domain import Credential, DataPosition, Episode, Group, InteractionId, SessionId, TrainedModel
+from areal_actors.domain import (
+    Credential,
+    DataPosition,
+    Episode,
+    Group,
+    InteractionId,
+    JournalEvent,
+    SessionId,
+    SessionStarted,
+    TrainedModel,
+    TurnEnded,
+)
 from areal_actors.errors import ActorStopped, ModelError
 from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
@@ -30,9 +42,9 @@ from areal_actors.generation.router import EngineSet, GenerationRouter
 from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.journal import Journal, NoJournal, as_of, recover, restate, restore_groups
+from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
 from areal_actors.journal.recovery import Leftovers
-from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.kernel import ActorSystem, Ref, root_cause
 from areal_actors.lib.notebooks import Startable
 from areal_actors.messages import (
     Accounts,
@@ -57,6 +69,7 @@ from areal_actors.messages import (
 )
 from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
+from areal_actors.proxy.handover import Handover, open_handover
 from areal_actors.proxy.metrics import ReadRun
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
@@ -66,8 +79,10 @@ from areal_actors.rollouts.runner import Peers, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.run.rollouts import RolloutEngine, open_rollouts
 from areal_actors.service.account_keeper import AccountKeeper, UsersConfig
+from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
+from areal_actors.sessions.shards import HomeSessions, SessionRouter
 from areal_actors.training.advantages import has_signal
 from areal_actors.training.config import AdvantageConfig
 from areal_actors.workflows import GenerationConfig
@@ -88,12 +103,17 @@ __all__ = [
     "spawn_generation",
     "spawn_proxy",
     "spawn_session_actors",
+    "spawn_shard",
 ]
 
 FORGET_SECONDS = 5.0
 
 UNLIMITED = 1_000_000
 """The number of open sessions allowed if they are not trained on."""
+
+
+OpenShards = Callable[[], AbstractAsyncContextManager[Sequence[Journal]]]
+"""Opens the journals of the further processes of a service for a block."""
 
 
 @frozen(kw_only=True)
@@ -146,6 +166,8 @@ class Inference:
     accounts: Ref[Accounts] | None = None
     """Users and their keys, if the configuration names a file for them."""
     leftovers: Leftovers = field(factory=Leftovers)
+    handover: Handover | None = None
+    """Where the processes of a service pass connections to each other, if there are several."""
 
     @property
     def actors(self) -> dict[str, Ref[Any]]:
@@ -191,7 +213,7 @@ class Inference:
         finally:
             # If the session manager has stopped, its error must not replace the error of the block.
             with anyio.move_on_after(FORGET_SECONDS, shield=True), suppress(ActorStopped):
-                await self.sessions.tell(ForgetSession(session=opened.session))
+                await self.sessions.ask(ForgetSession(session=opened.session))
 
 
 @frozen(kw_only=True)
@@ -252,7 +274,8 @@ def open_inference(model: str | Path, config: InferenceConfig | None = None) -> 
     In a notebook, ``opening = open_inference("tiny")`` is held over cells with ``inference = await opening.start()``
     and ``await opening.aclose()``.
 
-    Raises ``ModelError`` for a model that cannot be found or read.
+    Raises ``ModelError`` for a model that cannot be found or read, the block's own exception, and the error of an actor
+    that crashes, which cancels the block.
     """
     return Startable(partial(_open_inference, model, config or InferenceConfig()))
 
@@ -262,11 +285,25 @@ async def _open_inference(model: str | Path, config: InferenceConfig) -> AsyncIt
     # Loading blocks for seconds; other tasks of the caller's event loop continue.
     files = await to_thread.run_sync(resolve_model, str(model))
     renderer = await to_thread.run_sync(lambda: load_renderer(files.path, config=config.renderer))
-    async with (
-        open_engine(config.servers or config.engine, model=files.path, renderer=renderer) as engine,
-        open_actors(config, engine=engine, renderer=renderer) as inference,
-    ):
-        yield inference
+    body: BaseException | None = None
+    try:
+        async with (
+            open_engine(config.servers or config.engine, model=files.path, renderer=renderer) as engine,
+            open_actors(config, engine=engine, renderer=renderer) as inference,
+        ):
+            try:
+                yield inference
+            except BaseException as error:
+                body = error
+                raise
+    except ExceptionGroup as group:
+        if group is body:
+            raise
+        # An actor has crashed. As with train(), `except ArealError` works in a program that embeds the actors.
+        raise root_cause(group) from group
+    finally:
+        # Its traceback refers to this frame, which would make a reference cycle.
+        del body
 
 
 @asynccontextmanager
@@ -279,14 +316,17 @@ async def open_actors(
     start: DataPosition | None = None,
     progress: ProgressReporter | None = None,
     journal: Journal | None = None,
+    open_shards: OpenShards | None = None,
 ) -> AsyncIterator[Inference]:
     """Open the actors around an engine that is already open.
 
     ``version`` and ``start`` are the policy version and data position of a resumed run. ``progress`` is notified of the
     sessions that an intake accepts. The actions of external agents are written to ``journal``, and its content is
-    restored first. Raises ``JournalError`` if the journal cannot be read.
+    restored first. ``open_shards`` is as in ``spawn_session_actors``. Raises ``JournalError`` if the journal cannot
+    be read.
     """
-    async with ActorSystem.open() as system:
+    num_processes = 1 if config.intake is None else config.proxy.num_processes
+    async with open_handover(num_processes) as handover, ActorSystem.open() as system:
         generation = await spawn_generation(system, engine)
         reporter = None if progress is None else await system.spawn(progress, name="progress")
         actors = await spawn_session_actors(
@@ -298,8 +338,9 @@ async def open_actors(
             start=start,
             progress=reporter,
             journal=journal,
+            open_shards=open_shards,
         )
-        serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation)
+        serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation, handover=handover)
         yield Inference(
             system=system,
             renderer=renderer,
@@ -313,6 +354,7 @@ async def open_actors(
             progress=reporter,
             accounts=actors.accounts,
             leftovers=actors.leftovers,
+            handover=handover,
         )
 
 
@@ -343,8 +385,9 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
 class SessionActors:
     """The actors that share the journal.
 
-    ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
-    restored.
+    ``sessions`` is the session manager, or in a service with several processes the router; ``own_sessions`` is then the
+    manager of this process. ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the
+    sessions, which are restored.
     """
 
     sessions: Ref[Sessions]
@@ -353,6 +396,7 @@ class SessionActors:
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     leftovers: Leftovers = field(factory=Leftovers)
+    own_sessions: Ref[Sessions] | None = None
 
 
 async def spawn_session_actors(
@@ -365,28 +409,29 @@ async def spawn_session_actors(
     start: DataPosition | None = None,
     progress: Ref[Progress] | None = None,
     journal: Journal | None = None,
+    open_shards: OpenShards | None = None,
     is_worth_training: Callable[[Group], bool] | None = None,
     group_journal: GroupJournal | None = None,
     restored_queue: RestoredQueue | None = None,
+    is_replaying: bool = False,
     wall_clock: Callable[[], float] = time.time,
 ) -> SessionActors:
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
+    ``open_shards`` opens the journals of the service's other processes, which open them again once this returns.
     ``is_worth_training`` replaces the test for a training signal that follows from ``config.advantages``. Groups of a
-    dataset are written to ``group_journal``; ``restored_queue`` are those that it had.
+    dataset are written to ``group_journal``, and if ``is_replaying`` also the turns of episodes that are not over;
+    ``restored_queue`` is what it had.
     """
     journal = journal or NoJournal()
-    told = [fact async for fact in journal.read()]
-    facts = [as_of(fact, version) for fact in told]
-    recovered, restored = recover(facts), restore_groups(facts, version=version)
-    # Weights newer than the checkpoint are lost, so their samples count as samples of ``version``. This is written to
-    # the journal now, since the lost version numbers will be assigned again.
-    again = restate(told, recovered, version=version)
-    if again:
-        await journal.write(*again)
-    leftovers = recovered.leftovers
-    del told, facts
+    recovered, facts = await _read_journals(journal, open_shards, version=version)
+    restored, leftovers = restore_groups(facts, version=version), recovered.leftovers
+    del facts
     queue = restored_queue or RestoredQueue()
+    records = None
+    if group_journal is not None and is_replaying:
+        restored_episodes = queue.episodes.episodes
+        records = EpisodeRecords(group_journal.journal, settings=group_journal.settings, restored=restored_episodes)
     state = CapacityState.at_version(config.limits, version)
     # Restored groups count as at their delivery, so that no more are admitted than in an undisturbed run.
     state = evolve(state, accepted=state.accepted + len(queue.held))
@@ -399,9 +444,14 @@ async def spawn_session_actors(
         capacity=capacity,
         journal=journal,
         recovered=recovered,
+        records=records,
         wall_clock=wall_clock,
     )
     del recovered  # the manager owns the sessions from here on
+    own_sessions = sessions
+    if config.intake is not None and config.proxy.num_processes > 1:
+        router = SessionRouter(own_sessions, num_processes=config.proxy.num_processes, journal=journal)
+        sessions = cast("Ref[Sessions]", await system.spawn(router, name="session-router"))
     exporter = Exporter(
         sessions=sessions,
         capacity=capacity,
@@ -436,8 +486,65 @@ async def spawn_session_actors(
     if config.users.path is not None:
         accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
     return SessionActors(
-        sessions=sessions, exports=exports, capacity=capacity, intake=intake, accounts=accounts, leftovers=leftovers
+        sessions=sessions,
+        exports=exports,
+        capacity=capacity,
+        intake=intake,
+        accounts=accounts,
+        leftovers=leftovers,
+        own_sessions=own_sessions,
     )
+
+
+async def spawn_shard(
+    system: ActorSystem,
+    config: InferenceConfig,
+    actors: SessionActors,
+    *,
+    renderer: Renderer,
+    generation: Ref[Generation],
+    journal: Journal,
+    process: int,
+) -> SessionActors:
+    """Restore the sessions in ``journal``, and spawn the session manager of another process of the service.
+
+    ``actors`` are those of the first process. Raises ``JournalError`` if the journal cannot be read.
+    """
+    recovered = await read_journal(journal)
+    sessions = await _spawn_session_manager(
+        system,
+        config,
+        renderer=renderer,
+        generation=generation,
+        capacity=actors.capacity,
+        journal=journal,
+        recovered=recovered,
+        process=process,
+        intake=actors.intake,
+    )
+    return evolve(actors, own_sessions=sessions)
+
+
+async def _read_journals(
+    journal: Journal, open_shards: OpenShards | None, *, version: int
+) -> tuple[Recovered, list[JournalEvent]]:
+    """Return the sessions in ``journal``, and the events of all journals from which groups are restored."""
+    recovered, facts = Recovered(), list[JournalEvent]()
+    async with nullcontext(()) if open_shards is None else open_shards() as shards:
+        for one in (*shards, journal):
+            told = [fact async for fact in one.read()]
+            if one is journal:
+                # Of sessions of other processes, it has only the start, and whether they were forgotten.
+                told = [fact for fact in told if not (isinstance(fact, SessionStarted) and process_of(fact.session))]
+            known = [as_of(fact, version) for fact in told]
+            recovered = recover(known)
+            # Weights newer than the checkpoint are lost, so their samples count as samples of ``version``. This is
+            # written to the journal now, since the lost version numbers will be assigned again.
+            again = restate(told, recovered, version=version)
+            if again:
+                await one.write(*again)
+            facts += known if one is journal else [fact for fact in known if not isinstance(fact, TurnEnded)]
+    return recovered, facts
 
 
 async def _spawn_session_manager(system: ActorSystem, config: InferenceConfig, **options: Any) -> Ref[Sessions]:
@@ -472,18 +579,23 @@ async def spawn_proxy(
     generation: Ref[Generation],
     listener: socket | None = None,
     read_run: ReadRun | None = None,
+    handover: Handover | None = None,
 ) -> Ref[Serving]:
     """Spawn the proxy, and the host of trained models if they are enabled.
 
     The host returns refs of the actors that it opens, so it has to be in the process of the proxy. ``listener`` is a
-    listening socket that the proxy uses instead of opening one. ``read_run`` is as in ``create_app``.
+    listening socket that the proxy uses instead of opening one. ``read_run`` is as in ``create_app``. ``handover`` is
+    set in a service with several processes.
     """
     models: Ref[Models] | None = None
     if config.models.fileroot is not None and config.models.max_loaded:
         host = ModelHost(Catalogue(root=config.models.fileroot), partial(open_model, config), config=config.models)
         models = await system.spawn(host, name="models")
+    sessions = actors.sessions
+    if handover is not None and actors.own_sessions is not None:
+        sessions = HomeSessions(actors.own_sessions, actors.sessions, process=handover.process)
     proxy = ProxyServer(
-        sessions=actors.sessions,
+        sessions=sessions,
         exports=actors.exports,
         capacity=actors.capacity,
         generation=generation,
@@ -494,6 +606,7 @@ async def spawn_proxy(
         decode=renderer.decode,
         listener=listener,
         read_run=read_run,
+        handover=handover,
     )
     return await system.spawn(proxy, name="proxy")
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+)
+from functools import partial
 from itertools import count
 from pathlib import Path
 from shutil import rmtree
@@ -19,9 +28,7 @@ from areal_actors.config import AgentMode, RolloutConfig, RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, require_trackers
 from areal_actors.datasets import (
     DatasetConfig,
-    MixedProblems,
     Problems,
-    TrainingProblems,
     find_overlap,
     load_problems,
 )
@@ -47,7 +54,7 @@ from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import SandboxKind, create_sandbox
-from areal_actors.training.advice import doubtful_settings, inert_settings
+from areal_actors.training.advice import compares_members, doubtful_settings, inert_settings
 from areal_actors.training.phases import PhaseName
 from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
@@ -91,6 +98,7 @@ __all__ = [
     "prepared_directory",
     "require_packages",
     "sampling_digest",
+    "warn_of_singletons",
 ]
 
 _log = get_logger(__name__)
@@ -105,7 +113,8 @@ _PLAIN_TEXT = "The answer is 42: two plus 40, (a) \"yes\" or 'no'. def sum_of(a,
 class ProblemSets:
     """The problems that agents are run on. ``train`` is ``None`` if external agents bring their own."""
 
-    train: TrainingProblems | None = None
+    train: Mapping[str, Problems] | None = None
+    """The problems to train on by source; those of a dataset without a source have the empty name."""
     held_out: Mapping[str, Problems] = field(factory=dict)
     """The sets of held-out problems by name."""
 
@@ -163,12 +172,32 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
             # Bad input that shows when the model is loaded or the agent is started, and interrupts. Errors of engines
             # and workers are not among them: their messages name logs in this directory.
             is_bad_input = isinstance(error, _BAD_INPUT) or not isinstance(error, Exception)
-            # Settings and logs alone are of a run that could not begin.
-            if is_created and is_bad_input and not directory.is_worth_keeping:
+            if is_created and is_bad_input and not _has_work(directory):
                 rmtree(path, ignore_errors=True)
                 if former is not None:
                     former.rename(path)
             raise
+
+
+def _has_work(directory: RunDirectory) -> bool:
+    """Return whether a run has sampled or trained anything. It may have a record, a report and empty files before."""
+    files = (directory.metrics, directory.failures, directory.sessions)
+    directories = (directory.checkpoints, directory.weights, directory.adapter, directory.captures)
+    dumps = (directory.rollouts, directory.eval_rollouts)
+    try:
+        if any(path.is_file() and path.stat().st_size > 0 for path in files):
+            return True
+        if any(path.is_dir() and any(path.iterdir()) for path in (*directories, *dumps)):
+            return True
+        # Turns of episodes that are not over, which a resumed run would not sample again.
+        for path in (directory.journal, directory.groups):
+            if path.is_file():
+                with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal:
+                    if journal.execute("SELECT EXISTS (SELECT 1 FROM sessions)").fetchone() == (1,):
+                        return True
+    except (OSError, sqlite3.Error):
+        return True
+    return False
 
 
 def _lock(directory: RunDirectory, stack: ExitStack) -> None:
@@ -261,6 +290,18 @@ def log_advice(config: RunConfig) -> None:
             _log.warning("setting", detail=f"{name} has no effect: phases is [{', '.join(config.phases)}].")
 
 
+def warn_of_singletons(config: RunConfig, sizes: Mapping[str, int]) -> None:
+    """Log a warning if groups have one episode, and advantages compare it with others. ``sizes`` are by setting."""
+    if PhaseName.RL not in config.phases or not compares_members(config.trainer.advantages):
+        return
+    for setting in (setting for setting, size in sizes.items() if size == 1):
+        _log.warning(
+            "advantages_will_be_zero",
+            reason=f"{setting} is 1, and {config.trainer.advantages.normalisation} compares episodes of one group",
+            hint=f"set trainer.advantages.normalisation to reinforce_plus_plus, or {setting} to 2 or more",
+        )
+
+
 _SAMPLING = (
     *("seed", "batch_size", "model", "tokenizer", "dataset", "sources", "rollout", "gconfig", "renderer"),
     *("phases", "distillation"),
@@ -272,6 +313,9 @@ def sampling_digest(path: Path) -> str:
     """Return a digest of the settings in ``path`` that groups are sampled with. Blocks."""
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     chosen = {name: settings.get(name) for name in _SAMPLING}
+    if isinstance(chosen["rollout"], dict):
+        # Groups are sampled in the same way however the run is resumed.
+        chosen["rollout"] = {name: value for name, value in chosen["rollout"].items() if name != "resume"}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
 
 
@@ -320,55 +364,73 @@ def load_rendering(config: RunConfig) -> TemplateRenderer:
 
 def load_held_out(config: RunConfig) -> dict[str, Problems]:
     """Load the sets of held-out problems by name. Blocks."""
-    return {name: load_set(config, one, name=name) for name, one in config.held_out_sets.items()}
+    return {name: load_set(config, one, name=name, is_held_out=True) for name, one in config.held_out_sets.items()}
 
 
-def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "") -> Problems:
-    """Load the dataset of this name, and check that its task directories can run in its agent's sandbox. Blocks."""
-    problems = load_problems(dataset, import_reference=import_reference, shuffle_seed=config.seed)
-    rollout = config.agents.get(name, config.rollout)
-    if isinstance(rollout.workflow, CommandConfig):
-        check_tasks(problems, rollout.openai.sandbox)
-    return problems
+def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "", is_held_out: bool = False) -> Problems:
+    """Load the dataset of this name, and check that its task directories can run in its agent's sandbox. Blocks.
+
+    Raises ``DatasetError``, naming the setting if there are several datasets.
+    """
+    setting = f"eval_datasets.{name}" if is_held_out else f"sources.{name}"
+    with _naming(setting if name else "eval_dataset" if is_held_out else "", source=name):
+        problems = load_problems(dataset, import_reference=import_reference, shuffle_seed=config.seed)
+        rollout = config.agents.get(name, config.rollout)
+        if isinstance(rollout.workflow, CommandConfig):
+            check_tasks(problems, rollout.openai.sandbox)
+        return problems
 
 
-def load_training_problems(config: RunConfig) -> TrainingProblems | None:
-    """Load the problems to train on; return ``None`` if none are named. Blocks."""
+@contextmanager
+def _naming(setting: str, *, source: str) -> Iterator[None]:
+    """Name the setting in errors of the problems or the agent of a source, and the source's own settings."""
+    try:
+        yield
+    except (DatasetError, WorkflowError, SandboxError) as error:
+        if not setting:
+            raise
+        text = str(error).replace("rollout.openai.sandbox", f"sources.{source}.sandbox") if source else str(error)
+        kind = next(kind for kind in (DatasetError, WorkflowError, SandboxError) if isinstance(error, kind))
+        raise kind(f"{setting}: {text}") from error
+
+
+def load_training_problems(config: RunConfig) -> dict[str, Problems]:
+    """Load the problems to train on by source; those without a source have the empty name. Blocks."""
     found = {}
     for name, one in config.training_sets.items():
-        try:
-            found[name] = load_set(config, one, name=name)
-        except DatasetError as error:
-            raise DatasetError(f"sources.{name}: {error}" if name else str(error)) from error
-    if not config.sources:
-        return found.get("")
-    return MixedProblems(found, {name: source.weight for name, source in config.sources.items()})
+        found[name] = load_set(config, one, name=name)
+        difficulty = config.agents.get(name, config.rollout).difficulty
+        if difficulty.order_by is not None:
+            with _naming(f"sources.{name}" if name else "rollout", source=name):
+                found[name] = found[name].ordered_by(difficulty.order_by)
+    return found
 
 
 def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
     """Load the datasets. If ``is_external``, only the held-out ones, since agents bring the problems to train on."""
-    problems = None if is_external else load_training_problems(config)
+    problems = (None if is_external else load_training_problems(config)) or None
     held_out = load_held_out(config)
     for name, found in held_out.items():
-        num_shared = 0 if problems is None else find_overlap(problems, found)
+        num_shared = 0 if problems is None else find_overlap(found, *problems.values())
         if num_shared:
             named = {"set": name} if name else {}
             _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(found), **named)
     return ProblemSets(train=problems, held_out=held_out)
 
 
-def create_policy(config: RunConfig, model: ModelFiles, *, is_empty: bool = False) -> PolicyTrainer:
+def create_policy(config: RunConfig, model: ModelFiles, *, is_first: bool = True) -> PolicyTrainer:
     """Create the initial policy. Every process that trains it calls this function.
 
-    A single process trains on ``trainer.device``. In a gang, the model stays on the CPU until it is sharded, and that
-    of all but the first rank ``is_empty``: it has no weights, which the first rank sends when the gang forms. Raises
-    ``ConfigError`` for a device that is not available.
+    A single process trains on ``trainer.device``. In a gang, weights stay in their files until the gang forms, when
+    each rank reads its part. Those of a model that is not in safetensors are loaded by the first rank (``is_first``),
+    which sends the others their parts. Raises ``ConfigError`` for a device that is not available, and ``ModelError``
+    for files that are incomplete or do not fit.
     """
     from areal_actors.training.trainer import PolicyTrainer
 
     # The reference of an adapter is the same model without it.
     needs_reference = config.trainer.objective.kl.coefficient > 0 and config.trainer.lora is None
-    load = create_empty_policy if is_empty else load_policy
+    load = load_policy if config.trainer.gang.num_processes == 1 else partial(_open_policy, is_first=is_first)
     reference = _place(load(model.path), config.trainer) if needs_reference else None
     teacher = None
     if (name := local_teacher(config)) is not None:
@@ -382,6 +444,18 @@ def create_policy(config: RunConfig, model: ModelFiles, *, is_empty: bool = Fals
         phases=config.training_phases,
         teacher=teacher,
     )
+
+
+def _open_policy(path: Path, *, is_first: bool) -> Any:
+    """Return the model at ``path`` for a rank of a gang, without its weights where they can be read in parts."""
+    from areal_actors.lib.checkpoint_tensors import StoredModel
+    from areal_actors.training.loading import attach_source
+
+    if not any(path.glob("*.safetensors")):
+        return load_policy(path) if is_first else create_empty_policy(path)
+    model = create_empty_policy(path)
+    attach_source(model, StoredModel(path, model))
+    return model
 
 
 def local_teacher(config: RunConfig) -> str | None:
@@ -461,21 +535,22 @@ def prepare_agents(
     config: RunConfig, *, workflow: Any = None, workflow_kwargs: Mapping[str, Any] | None = None, logs: Path
 ) -> AbstractAsyncContextManager[Agents]:
     """Return a context manager that opens all agents of a run; see ``prepare_agent``."""
-    prepared = {
-        name: prepare_agent(
-            rollout,
-            workflow=None if name else workflow,
-            workflow_kwargs=None if name else workflow_kwargs,
-            logs=logs / name if name else logs,
-        )
-        for name, rollout in config.agents.items()
-        if name or workflow is not None or rollout.workflow is not None
-    }
+    prepared = {}
+    for name, rollout in config.agents.items():
+        if name:
+            with _naming(f"sources.{name}", source=name):
+                prepared[name] = prepare_agent(rollout, logs=logs / name)
+        elif workflow is not None or rollout.workflow is not None:
+            prepared[name] = prepare_agent(rollout, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=logs)
 
     @asynccontextmanager
     async def open_all() -> AsyncIterator[Agents]:
         async with AsyncExitStack() as stack:
-            yield {name: await stack.enter_async_context(opening) for name, opening in prepared.items()}
+            agents = {}
+            for name, opening in prepared.items():
+                with _naming(f"sources.{name}" if name else "", source=name):
+                    agents[name] = await stack.enter_async_context(opening)
+            yield agents
 
     return open_all()
 

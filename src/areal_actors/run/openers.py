@@ -20,10 +20,11 @@ from attrs import evolve, field, frozen
 from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, read_gauges
-from areal_actors.domain import Role
+from areal_actors.domain import Role, Snapshot
 from areal_actors.errors import CheckpointError, JournalError
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.lib.openmp import settle_team
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     Accounts,
@@ -46,10 +47,11 @@ from areal_actors.messages import (
     WeightsPublished,
 )
 from areal_actors.models import resolve_model, resolve_tokenizer
+from areal_actors.proxy.handover import Handover
 from areal_actors.rendering import Renderer
-from areal_actors.rollouts.exporter import ConsumedPositions
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
-from areal_actors.rollouts.runner import Agents, Peers
+from areal_actors.rollouts.runner import Agents, Peers, ResumeEpisodes
+from areal_actors.rollouts.staleness import StaleGroups
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.control_plane import receive_fd
 from areal_actors.run.exporting import load_trained, save_weights
@@ -60,6 +62,7 @@ from areal_actors.run.inference import (
     spawn_generation,
     spawn_proxy,
     spawn_session_actors,
+    spawn_shard,
 )
 from areal_actors.run.job import (
     Job,
@@ -69,12 +72,14 @@ from areal_actors.run.job import (
     open_group_teacher,
     prepare_agents,
     sampling_digest,
+    warn_of_singletons,
 )
 from areal_actors.run.plan import REPLICA, Finder, needs_weights
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
+from areal_actors.sessions.shards import open_shard_journals, shard_journal
 from areal_actors.training.config import PublishBy
-from areal_actors.workflows import EpisodeEngine
+from areal_actors.workflows import EpisodeEngine, RolloutWorkflow
 
 if TYPE_CHECKING:
     from areal_actors.run.conversations import SupervisedData
@@ -149,7 +154,10 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
 async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
     """Open the actors that share the journal of a service, or that of the groups of a dataset."""
     config, spec, find = context.config, context.spec, context.find
-    settings = settings_of(config, proxy=config.proxy, intake=config.intake if spec.has_intake else None)
+    # Placed proxies have no sessions, nor have those of a run over a dataset: all are in this process.
+    is_spread = spec.has_intake and {Role.PROXY, Role.SESSIONS} <= set(spec.local_roles)
+    proxy = config.proxy if is_spread else evolve(config.proxy, num_processes=1)
+    settings = settings_of(config, proxy=proxy, intake=config.intake if spec.has_intake else None)
     async with AsyncExitStack() as stack:
         # Until then, engines may have the weights of an earlier attempt. The trainer has loaded the model by then, so a
         # start that fails because of its settings leaves no journal.
@@ -162,6 +170,13 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
         if spec.has_rollouts and not spec.has_intake and config.journal.enabled:
             group_journal, restored_queue = await _open_group_journal(context, stack)
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
+        open_shards = partial(
+            open_shard_journals,
+            config.journal.path or context.directory.journal,
+            config.journal,
+            num_processes=proxy.num_processes,
+            is_kept=journal is not None,
+        )
         opened = await spawn_session_actors(
             system,
             settings,
@@ -171,11 +186,14 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
             start=spec.start,
             progress=await find(Progress, "progress"),
             journal=journal,
+            open_shards=open_shards,
             group_journal=group_journal,
             restored_queue=restored_queue,
+            is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
         found: dict[str, Ref[Any] | None] = {
             "sessions": opened.sessions,
+            "own-sessions": opened.own_sessions,
             "exports": opened.exports,
             "capacity": opened.capacity,
             "intake": opened.intake,
@@ -196,14 +214,15 @@ async def _open_group_journal(
     settings = evolve(config.journal, allow_shared=True, retention_days=0.0)
     try:
         journal = await stack.enter_async_context(SqliteJournal.open(context.directory.groups, settings))
-        consumed = ConsumedPositions(spec.start)
         digest = await to_thread.run_sync(sampling_digest, spec.config)
         restored = restore_queue(
             [event async for event in journal.read()],
             settings=digest,
             version=spec.version,
             first_version=config.limits.first_version,
-            is_done=consumed.__contains__,
+            is_done=config.queue.open_draws(spec.start).is_consumed,
+            max_staleness=None if config.queue.stale_groups is StaleGroups.TRAIN else config.limits.max_staleness,
+            is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
     except JournalError as error:
         detail = "Groups that are finished but not trained are sampled again if the run is killed and resumed."
@@ -214,6 +233,10 @@ async def _open_group_journal(
     if restored.held:
         num_steps, num_waiting = len(restored.steps), len(restored.waiting)
         _log.info("groups_restored", steps_repeated=num_steps, waiting=num_waiting, discarded=len(restored.void))
+    episodes = restored.episodes
+    if episodes.episodes or episodes.num_too_old:
+        num_turns = sum(len(episode.turns) for episode in episodes.episodes)
+        _log.info("episodes_restored", episodes=len(episodes.episodes), turns=num_turns, too_old=episodes.num_too_old)
     return group_journal, restored
 
 
@@ -221,11 +244,12 @@ async def _open_group_journal(
 async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
     find, spec = context.find, context.spec
     proxy_config = context.config.proxy
-    if spec.admin_key is not None:
-        proxy_config = evolve(proxy_config, admin_key=spec.admin_key)
     if spec.endpoint is not None:  # join the proxies that listen there
         port = urlsplit(spec.endpoint.url).port or 0
         proxy_config = evolve(proxy_config, port=port, admin_key=spec.endpoint.admin_key)
+    elif spec.admin_key is not None:
+        # The controller listens at the configured address, and forwards connections.
+        proxy_config = evolve(proxy_config, admin_key=spec.admin_key, port=0, public_host=None)
     actors = SessionActors(
         sessions=await find(Sessions, "sessions"),
         exports=await find(Exports, "exports"),
@@ -233,17 +257,46 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
         intake=await find(Intake, "intake") if spec.has_intake else None,
         accounts=await find(Accounts, "accounts") if spec.has_accounts else None,
     )
-    async with ActorSystem.open(name=context.name) as system:
-        serving = await spawn_proxy(
+    config = settings_of(context.config, proxy=proxy_config, intake=None)
+    generation = await find(Generation, "generation")
+    handover = None
+    if spec.handover is not None:
+        handover = Handover(directory=spec.handover, num_processes=proxy_config.num_processes, process=spec.process)
+    async with AsyncExitStack() as stack:
+        opened: dict[str, Ref[Any]] = {}
+        if spec.process:
+            path = shard_journal(context.config.journal.path or context.directory.journal, spec.process)
+            # Without a journal of the service it is removed before the next start, and may be anywhere.
+            is_kept = spec.has_intake and context.config.journal.enabled
+            settings = evolve(context.config.journal, allow_shared=context.config.journal.allow_shared or not is_kept)
+            journal = await stack.enter_async_context(SqliteJournal.open(path, settings))
+            system = await stack.enter_async_context(ActorSystem.open(name=context.name))
+            actors = await spawn_shard(
+                system,
+                config,
+                actors,
+                renderer=context.renderer,
+                generation=generation,
+                journal=journal,
+                process=spec.process,
+            )
+            assert actors.own_sessions is not None
+            opened["sessions"] = actors.own_sessions
+        else:
+            system = await stack.enter_async_context(ActorSystem.open(name=context.name))
+            if handover is not None:
+                actors = evolve(actors, own_sessions=await find(Sessions, "own-sessions"))
+        opened["proxy"] = serving = await spawn_proxy(
             system,
-            settings_of(context.config, proxy=proxy_config, intake=None),
+            config,
             actors,
             renderer=context.renderer,
-            generation=await find(Generation, "generation"),
+            generation=generation,
             listener=None if spec.fd_socket is None else await receive_fd(spec.fd_socket),
             read_run=partial(read_gauges, context.directory),
+            handover=handover,
         )
-        yield Opened(actors={"proxy": serving}, endpoint=await serving.ask(DescribeEndpoint()))
+        yield Opened(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -263,6 +316,13 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
         open_group_teacher(config, context.renderer) as teacher,
         ActorSystem.open(name=context.name) as system,
     ):
+        sizes = {
+            f"sources.{name}.group_size" if name else "rollout.group_size": config.agents[name].group_size
+            for name in problems.train or ()
+            # A workflow may make several episodes of each member, and a grouped one has its own size.
+            if not isinstance(agents[name if name in agents else ""], RolloutWorkflow)
+        }
+        warn_of_singletons(config, sizes)
         runner = create_runner(
             agents,
             peers=Peers(
@@ -270,6 +330,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
                 exports=await find(Exports, "exports"),
                 capacity=await find(Capacity, "capacity"),
                 progress=await find(Progress, "progress"),
+                directory=await find(Directory, "directory"),
             ),
             endpoint=await (await find(Directory, "directory")).ask(AwaitEndpoint()),
             http_client=http_client,
@@ -348,6 +409,7 @@ def _load_job(context: RoleContext) -> Job:
                 f"on from step {spec.checkpoint}; another process writes there. Train one run in a directory."
             )
     supervised = context.supervised or load_supervised(config)
+    settle_team()
     return Job(config=config, directory=directory, policy=policy, supervised=supervised, counters=counters)
 
 
@@ -365,7 +427,14 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: Wei
     # them, and remove them again. Engines in workers report their dtype only once they have weights, so they read
     # float32.
     first = _create_publisher(context, by=PublishBy.MEMORY if are_together else PublishBy.DISK, dtype="float32")
-    snapshot = await to_thread.run_sync(first.publish, policy)
+
+    def publish() -> Snapshot:
+        snapshot = first.publish(policy)
+        # A thread of the pool may not compute again for the rest of the run.
+        settle_team()
+        return snapshot
+
+    snapshot = await to_thread.run_sync(publish)
     await generation.ask(PublishWeights(snapshot=snapshot))
     await check_capture_of(generation, policy=policy, renderer=context.renderer)
     await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=spec.attempt))

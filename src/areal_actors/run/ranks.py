@@ -244,7 +244,7 @@ async def serve_task(bootstrap: Bootstrap, controller: ReconnectingConnection) -
 
 
 def _load_policy(config: RunConfig, checkpoints: Path | None) -> PolicyTrainer:
-    policy = create_policy(config, resolve_model(config.model), is_empty=True)
+    policy = create_policy(config, resolve_model(config.model), is_first=False)
     if checkpoints is not None:
         policy.restore(checkpoints)
     return policy

@@ -21,7 +21,7 @@ from areal_actors.client.http import error_of
 from areal_actors.domain import Credential, TrainedModel
 from areal_actors.errors import ConfigError, InvalidRequest, ModelError, Unavailable
 from areal_actors.generation.model_host import ModelStack
-from areal_actors.kernel.system import Host
+from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import loop_identity
 from areal_actors.messages import Complete, ForgetSession, OpenSession
 from areal_actors.models import Catalogue
@@ -216,7 +216,7 @@ class _Embedded:
     def __init__(self, model: TrainedModel, config: InferenceConfig) -> None:
         self._model = model
         self._config = config
-        self._host: Host[ModelStack] | None = None
+        self._held: HeldContext[ModelStack] | None = None
         self._loop: object = None
         self._opening = anyio.Lock()
 
@@ -231,7 +231,7 @@ class _Embedded:
         finally:
             # Shielded: a cancelled request must not leave its session behind.
             with anyio.move_on_after(_FORGET_SECONDS, shield=True):
-                await stack.sessions.tell(ForgetSession(session=opened.session))
+                await stack.sessions.ask(ForgetSession(session=opened.session))
         completion = answer.completion
         return GeneratedText(
             text=answer.message.content or "",
@@ -246,23 +246,23 @@ class _Embedded:
     async def _open(self) -> ModelStack:
         # An engine of an earlier loop has ended with that loop.
         if self._loop is not loop_identity():
-            self._host, self._loop, self._opening = None, loop_identity(), anyio.Lock()
+            self._held, self._loop, self._opening = None, loop_identity(), anyio.Lock()
         async with self._opening:
-            if self._host is None or not self._host.is_open:
-                host = Host(lambda: open_model(self._config, self._model))
-                await host.start()
-                self._host = host
-            return self._host.hosted
+            if self._held is None or not self._held.is_open:
+                held = HeldContext(lambda: open_model(self._config, self._model))
+                await held.start()
+                self._held = held
+            return self._held.value
 
     async def aclose(self) -> None:
-        host, self._host = self._host, None
-        if host is not None and self._loop is loop_identity():
-            await host.aclose()
+        held, self._held = self._held, None
+        if held is not None and self._loop is loop_identity():
+            await held.aclose()
 
     def close_soon(self) -> None:
-        host, self._host = self._host, None
-        if host is not None:
-            host.close_soon()
+        held, self._held = self._held, None
+        if held is not None:
+            held.close_soon()
 
 
 # ---------------------------------------------------------------------------------------------------- a running service

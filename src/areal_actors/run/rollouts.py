@@ -17,11 +17,11 @@ from attrs import evolve
 
 from areal_actors.cache import to_tensors
 from areal_actors.client import create_agent_http_client
-from areal_actors.datasets import Problems, TrainingProblems
+from areal_actors.datasets import Problems
 from areal_actors.domain import Group, Problem
 from areal_actors.errors import ArealError, ConfigError, EpisodeError
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import Endpoint, Generation, RunProblem
+from areal_actors.messages import Draw, Endpoint, Generation, RunProblem
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner, RolloutsConfig
 from areal_actors.training.teaching import GroupTeacher
@@ -162,17 +162,22 @@ def create_runner(
     engine: EpisodeEngine | None,
     configs: Mapping[str, RolloutsConfig],
     seed: int,
-    train: TrainingProblems | None = None,
+    train: Mapping[str, Problems] | None = None,
     held_out: Mapping[str, Problems] | None = None,
     teacher: GroupTeacher | None = None,
     max_staleness: int = 0,
 ) -> RolloutRunner:
-    """Create the runner of the agents, on the training problems, if there are any, and on sets of held-out ones.
+    """Create the runner of the agents, on the training problems by source, if any, and on sets of held-out ones.
 
     ``configs`` has the settings of episodes by the names of the agents.
     """
     named = (held_out or {}).items()
     default = "" if "" in agents else next(iter(agents))
+
+    def problem_at(draw: Draw) -> Problem:
+        assert train is not None
+        return evolve(train[draw.source].at(draw.position, draw.row), source=draw.source)
+
     return RolloutRunner(
         agent=agents[default],
         peers=peers,
@@ -180,8 +185,8 @@ def create_runner(
         http_client=http_client,
         engine=engine,
         config=configs[default],
-        problem_at=None if train is None else train.at,
-        num_problems=None if train is None else len(train),
+        problem_at=None if train is None else problem_at,
+        num_problems={name: len(found) for name, found in (train or {}).items()},
         held_out=tuple(evolve(problem, source=name) for name, found in named for problem in found.all()),
         seed=seed,
         teacher=teacher,

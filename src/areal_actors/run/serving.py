@@ -23,28 +23,17 @@ from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
-from areal_actors.lib.telemetry import get_logger, logging_to_file
+from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
 from areal_actors.run.checks import log_functions, try_functions
 from areal_actors.run.controller import run_plan
-from areal_actors.run.job import directory_of, log_advice, prepare_agents, prepared_directory
+from areal_actors.run.job import directory_of, log_advice, prepare_agents, prepared_directory, warn_of_singletons
 from areal_actors.run.plan import RunPlan, has_rollouts
-from areal_actors.training.config import Normalisation
 from areal_actors.training.phases import PhaseName
 
 __all__ = ["Server", "describe_service", "format_service", "serve"]
-
-_log = get_logger(__name__)
-
-_GROUP_RELATIVE = (
-    Normalisation.GRPO,
-    Normalisation.DR_GRPO,
-    Normalisation.RLOO,
-    Normalisation.GROUP_MEAN_BATCH_STD,
-)
-"""Methods that compare a session with the others of its group; in a group of one, every advantage is zero."""
 
 Announce = Callable[[Endpoint, RunDirectory], None]
 
@@ -122,7 +111,7 @@ class Server:
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
             log_functions(functions)
             log_advice(config)
-            _warn_of_singletons(config)
+            warn_of_singletons(config, {"rollout.group_size": config.rollout.group_size})
             known = directory.admin_key.read_text(encoding="utf-8").strip() if directory.admin_key.exists() else None
             async with opening as agents:
                 plan = RunPlan(
@@ -152,13 +141,3 @@ def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:
 def format_service(endpoint: Endpoint, directory: RunDirectory) -> str:
     """Return the address of the service, and the paths of its key file and run directory, as one line of JSON."""
     return json.dumps({"url": endpoint.url, "admin_key_file": str(directory.admin_key), "run_dir": str(directory.path)})
-
-
-def _warn_of_singletons(config: RunConfig) -> None:
-    normalisation = config.trainer.advantages.normalisation
-    if config.rollout.group_size == 1 and normalisation in _GROUP_RELATIVE:
-        _log.warning(
-            "advantages_will_be_zero",
-            reason=f"rollout.group_size is 1, and {normalisation} compares sessions within their group",
-            hint="set trainer.advantages.normalisation to reinforce_plus_plus, or rollout.group_size to 2 or more",
-        )

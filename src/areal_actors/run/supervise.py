@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -41,10 +41,20 @@ from areal_actors.messages import (
     RoleSpec,
     TakeFailure,
 )
+from areal_actors.run.plan import PlacedRole
 from areal_actors.schedulers.base import ControllerAddress, Placement, PlacementState, Scheduler, WorkerSpec
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
 
-__all__ = ["PlacementBarrier", "Restarts", "WhileReady", "WorkerExit", "WorkerSupervisor", "find_final", "first_spec"]
+__all__ = [
+    "PlacementBarrier",
+    "Restarts",
+    "WhileReady",
+    "WorkerExit",
+    "WorkerSupervisor",
+    "find_final",
+    "first_spec",
+    "first_specs",
+]
 
 _log = get_logger(__name__)
 
@@ -114,6 +124,15 @@ def first_spec(name: str, role: RoleConfig, *, controller: ControllerAddress, nu
     return _spec_of(name, _INCARNATION_STRIDE, role, controller=controller, num_tasks=num_tasks)
 
 
+def first_specs(placed: Mapping[Role, PlacedRole], *, controller: ControllerAddress) -> list[WorkerSpec]:
+    """Return the specs of the first incarnations of all workers of the roles ``placed``."""
+    return [
+        first_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
+        for role, one in placed.items()
+        for index in range(one.config.replicas)
+    ]
+
+
 def _spec_of(
     name: str, incarnation: int, role: RoleConfig, *, controller: ControllerAddress, num_tasks: int
 ) -> WorkerSpec:
@@ -155,6 +174,11 @@ class WorkerSupervisor:
         self._directory = directory
         self._controller = controller
         self._num_incarnations: Counter[str] = Counter()
+
+    def check_fits(self, placed: Mapping[Role, PlacedRole]) -> None:
+        """Check that the workers of the roles ``placed`` fit together. Raises ``SchedulerError``."""
+        wanted = first_specs(placed, controller=self._controller)
+        self._scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)
 
     async def run_restarting(
         self, name: str, spec: RoleSpec, role: RoleConfig, *, while_ready: WhileReady = nullcontext

@@ -114,7 +114,10 @@ def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:
     missing = []
     if not config.training_sets:
         missing.append("dataset is missing: the problems to train on; to train on what external agents do, use serve")
-    if not has_workflow and any(rollout.workflow is None for rollout in config.agents.values()):
-        missing.append("rollout.workflow is missing: the agent to train; to train agents that run elsewhere, use serve")
+    missing += [
+        f"{setting} is missing: the agent to train; to train agents that run elsewhere, use serve"
+        for setting in config.missing_agents
+        if not has_workflow
+    ]
     if missing:
         raise ConfigError(tuple(missing))

@@ -18,7 +18,7 @@ from typing import Any
 
 import anyio
 from anyio import to_thread
-from attrs import evolve, frozen
+from attrs import frozen
 
 from areal_actors.config import AgentMode, RunConfig
 from areal_actors.dashboard import RunDirectory
@@ -127,20 +127,17 @@ def try_agent(
     output: Path | None = None,
     backend: str = "asyncio",
 ) -> TrialSummary:
-    """Run the agent on the first ``num_problems`` training problems, ``rollout.group_size`` times each.
+    """Run the agent on the first ``num_problems`` training problems, as often each as training does.
 
     ``model`` and ``served_name`` are as for ``evaluate``. Files are written to ``output``, or to a directory that is
     removed again. Raises ``ConfigError`` if the configuration names no agent or no problems.
     """
-    missing = []
-    if any(rollout.workflow is None for rollout in config.agents.values()):
-        missing.append("rollout.workflow is missing: the agent to try")
+    missing = [f"{setting} is missing: the agent to try" for setting in config.missing_agents]
     if not config.training_sets:
         missing.append("dataset is missing: the problems to try the agent on")
     if missing:
         raise ConfigError(tuple(missing))
     found = find_model(config, model, served_name=served_name)
-    config = evolve(config, evaluation=evolve(config.evaluation, num_samples=config.rollout.group_size))
     with TemporaryDirectory(prefix="areal-try-") as temporary:
         directory = RunDirectory(path=Path(temporary) / "try" if output is None else output.absolute())
         if output is not None and output.exists() and any(output.iterdir()):
@@ -160,11 +157,12 @@ async def _try(
         num = max(1, num_problems // len(config.training_sets))
         rows = [dict(problem.data) for problem in islice(everything.all(), num)]
         chosen[name] = Problems(rows, is_shuffled=False)
+    sizes = {name: config.agents[name].group_size for name in chosen}
     heard, lags = _Heard(), [0.0]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_watch_loop, lags, heard)
         try:
-            await run_evaluation(config, model, directory, held_out=chosen, listener=heard)
+            await run_evaluation(config, model, directory, held_out=chosen, num_by_source=sizes, listener=heard)
         except EpisodeError:
             if not heard.found:
                 raise
@@ -177,7 +175,6 @@ async def _try(
         TrialGroup(problem=found[0][0], episodes=tuple(episode for _, episode in found)) for found in by_task.values()
     )
     weights = {name: source.weight for name, source in config.sources.items()} or {"": 1.0}
-    sizes = {name: config.agents[name].group_size for name in weights}
     num_per_step = config.batch_size * sum(weights[name] * sizes[name] for name in weights) / sum(weights.values())
     return TrialSummary(
         groups=groups,

@@ -117,10 +117,12 @@ def verify_run(path: Path) -> Verification:
     rewards: dict[SessionId, float] = {}
     if directory.journal.exists():
         sessions: dict[SessionId, dict[InteractionId, Interaction]] = defaultdict(dict)
-        events = _read_turns(directory.journal, found)
-        for turn in verify_turns(events, found, where=directory.journal.name):
-            turns[turn.interaction.id].append(turn)
-            sessions[turn.session][turn.interaction.id] = turn.interaction
+        # Further processes of a service have a journal each.
+        shards = sorted(path.glob(f"{directory.journal.stem}-*{directory.journal.suffix}"))
+        for journal in (directory.journal, *shards):
+            for turn in verify_turns(_read_turns(journal, found), found, where=journal.name):
+                turns[turn.interaction.id].append(turn)
+                sessions[turn.session][turn.interaction.id] = turn.interaction
         rewards = {
             session: total_reward(SessionRecord(id=session, interactions=tuple(known.values())))
             for session, known in sessions.items()
@@ -161,7 +163,7 @@ def verify_rows(
     rewards: Mapping[SessionId, float] | None = None,
 ) -> None:
     """Check the rows of one step, and add counts and differences to ``found``."""
-    trained: dict[tuple[int, int, str, str], int] = {}
+    trained: dict[tuple[str, int, str, str], int] = {}
     for index, row in enumerate(rows):
         found.num_rows += 1
         found.num_trained_tokens += int((row.loss_mask == 1).sum())
@@ -185,7 +187,7 @@ def verify_rows(
         _verify_spans(row, found, report, recorded or {})
         _verify_reward(row, report, recorded or {}, rewards or {})
         for position in np.unique(row.turns[row.loss_mask == 1]).tolist():
-            place = row.task, row.member, row.session, row.turn_names[position]
+            place = row.group, row.member, row.session, row.turn_names[position]
             if (first := trained.setdefault(place, index)) != index:
                 report(f"row {first} trains the same turn", turn=row.turn_names[position])
 

@@ -155,6 +155,14 @@ class Scheduler(Protocol):
         """Return the name for messages: ``local`` or ``slurm``."""
         ...
 
+    def check(self, name: str, *wanted: WorkerSpec) -> None:
+        """Check that the workers ``wanted`` fit at the same time, as far as that can be known; ``name`` is theirs.
+
+        Raises:
+            SchedulerError: as ``place``.
+        """
+        ...
+
     def place(self, spec: WorkerSpec) -> AbstractAsyncContextManager[Placement]:
         """Start a worker for the duration of a block; it may have to wait for resources first.
 

@@ -60,6 +60,10 @@ class LocalScheduler:
         )
         yield cls(Inventory(machine, is_shared=config.oversubscribe), logs=logs, command=command)
 
+    def check(self, name: str, *wanted: WorkerSpec) -> None:
+        """Check that the workers fit this machine together. Raises ``SchedulerError``."""
+        self.inventory.check(name, *(spec.total for spec in wanted))
+
     @asynccontextmanager
     async def place(self, spec: WorkerSpec) -> AsyncIterator[LocalPlacement]:
         """Start a child process for the block, as ``Scheduler.place`` describes. Raises ``SchedulerError``."""

@@ -70,6 +70,8 @@ class ServiceProcesses:
     fileroot: Path
     max_start_seconds: float = 600.0
     stop_timeout_seconds: float = 120.0
+    is_over: Callable[[RunDirectory], bool] = field(default=lambda _: False)
+    """Whether the run in a directory has ended for good, so that no process is started for it. Called on a thread."""
     environment: Mapping[str, str] = field(factory=lambda: dict(os.environ), repr=False)
 
     @asynccontextmanager
@@ -79,6 +81,8 @@ class ServiceProcesses:
         Its output is in ``logs/service.log`` of its directory.
         """
         directory = self._directory(trial)
+        if await to_thread.run_sync(self.is_over, directory):
+            raise SessionEnded(f"The training of {trial.name} is finished.")
         child = await self._start(trial, directory)
         async with anyio.create_task_group() as tasks:
             # Shielded: a process whose output is not read while it stops would block on a full pipe.

@@ -33,7 +33,16 @@ from attrs import Factory, define, evolve, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.domain import Episode, Group, GroupId, GroupQueued, Problem, SampleKey, SessionId, SessionRecord
-from areal_actors.errors import ActorError, ActorStopped, ArealError, Conflict, CustomFunctionError, NotFound
+from areal_actors.errors import (
+    ActorError,
+    ActorStopped,
+    ArealError,
+    Conflict,
+    CustomFunctionError,
+    NotFound,
+    RemoteError,
+    Unreachable,
+)
 from areal_actors.journal import Journal, NoJournal, RestoredGroups, RestoredSession
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.change_signal import ChangeSignal
@@ -144,8 +153,24 @@ class IntakeKeeper(Actor[Intake]):
         """Watch the session manager for sessions that end, and restore the state of an earlier process."""
         self._context = context
         await self._peers.sessions.ask(WatchSessions(watcher=context.self_ref))
-        if self._restored is not None:
-            await self._restore(self._restored)
+        restored = self._restored
+        if restored is not None:
+            # Take permits for the restored groups, journal the complete ones, and continue from there.
+            waiting = [await self._restore_group(sessions, is_queued=True) for sessions in restored.waiting.values()]
+            opened = [await self._restore_group(sessions, is_queued=False) for sessions in restored.open.values()]
+            events = (_queued(group, tuple(session.id for session in sessions)) for group, sessions in waiting)
+            await self._journal.write(*events)
+            for done in restored.consumed:
+                await self._peers.sessions.tell(ForgetSession(session=done))
+            for group, sessions in (*waiting, *opened):
+                for session in sessions:
+                    if session.is_ended:
+                        is_final = session.is_final or group.is_closed
+                        await self.finish(SessionFinished(session=session.id, is_final=is_final))
+            awaited = [session.id for _, sessions in opened for session in sessions if not session.is_ended]
+            # Their agents may be gone; the log explains why nothing is trained.
+            if awaited:
+                _log.warning("sessions_restored", num_awaited=len(awaited), detail=_RESTORED, sessions=awaited[:8])
         yield
 
     # ---------------------------------------------------------------------------------------------- starting
@@ -257,6 +282,16 @@ class IntakeKeeper(Actor[Intake]):
 
     async def _take_in(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
         """Turn a session into an episode of its group."""
+        try:
+            await self._make_episode(group, seat, session)
+        except RemoteError as error:
+            if error.type_name != Unreachable.__name__:
+                raise
+            # The process of the session was disconnected because the service ends. The next start finds the session in
+            # the journal, ended, and takes it in.
+            _log.warning("session_left", session=session, reason=str(error))
+
+    async def _make_episode(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
         record = await self._read(session)
         if record is not None and not has_reward(record) and not seat.last_word.is_set():
             with anyio.move_on_after(self._config.grace_seconds):
@@ -352,23 +387,6 @@ class IntakeKeeper(Actor[Intake]):
             self._context.tasks.start_soon(self._peers.sessions.tell, ForgetSession(session=kept.episode.session))
 
     # ------------------------------------------------------------------------------------------------ restart
-
-    async def _restore(self, restored: RestoredGroups) -> None:
-        """Take permits for the restored groups, journal the complete ones, and continue from there."""
-        waiting = [await self._restore_group(sessions, is_queued=True) for sessions in restored.waiting.values()]
-        opened = [await self._restore_group(sessions, is_queued=False) for sessions in restored.open.values()]
-        events = (_queued(group, tuple(session.id for session in sessions)) for group, sessions in waiting)
-        await self._journal.write(*events)
-        for done in restored.consumed:
-            await self._peers.sessions.tell(ForgetSession(session=done))
-        for group, sessions in (*waiting, *opened):
-            for session in sessions:
-                if session.is_ended:
-                    await self.finish(SessionFinished(session=session.id, is_final=session.is_final or group.is_closed))
-        awaited = [session.id for _, sessions in opened for session in sessions if not session.is_ended]
-        # Their agents may be gone; the log explains why nothing is trained.
-        if awaited:
-            _log.warning("sessions_restored", num_awaited=len(awaited), detail=_RESTORED, sessions=awaited[:8])
 
     async def _restore_group(
         self, sessions: tuple[RestoredSession, ...], *, is_queued: bool

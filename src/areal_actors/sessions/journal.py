@@ -39,7 +39,7 @@ from areal_actors.journal import Journal, RecoveredSession
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.sessions.retries import RetryCache
 
-__all__ = ["SessionJournal", "restore_retry_cache", "restore_session"]
+__all__ = ["SessionJournal", "answer_of", "restore_retry_cache", "restore_session"]
 
 _log = get_logger(__name__)
 
@@ -147,7 +147,7 @@ def restore_retry_cache(recovered: RecoveredSession, *, now: float, wall_now: fl
         if turn.interaction.parent is not None:
             attempts.note_read(turn.interaction.parent)
         siblings = [known[name] for name in turn.siblings if name in known]
-        answers = tuple(_answer(each) for each in siblings if each.interaction.status is InteractionStatus.COMPLETED)
+        answers = tuple(answer_of(each) for each in siblings if each.interaction.status is InteractionStatus.COMPLETED)
         if turn.attempt is not None and len(answers) == len(turn.siblings):
             sending = attempts.begin(turn.attempt, turn.siblings, None, now)
             sending.end(answers, now - max(wall_now - turn.ended_at, 0.0))
@@ -159,7 +159,8 @@ def restore_retry_cache(recovered: RecoveredSession, *, now: float, wall_now: fl
     return attempts
 
 
-def _answer(turn: TurnEnded) -> Answer:
+def answer_of(turn: TurnEnded) -> Answer:
+    """Return the answer of a completed turn, as it was given."""
     interaction = turn.interaction
     assert interaction.output is not None
     assert interaction.completion is not None

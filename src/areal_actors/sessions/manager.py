@@ -10,8 +10,9 @@ restored when the manager starts.
 
 from __future__ import annotations
 
+import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 
 import anyio
@@ -25,6 +26,7 @@ from areal_actors.cache.session import SHARD_NAME, create_token_factory
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
+    Attempt,
     ChatMessage,
     CompletionRequest,
     Credential,
@@ -53,13 +55,17 @@ from areal_actors.messages import (
     DescribeOwner,
     DescribeSessions,
     EndSession,
+    ForgetEpisodes,
     ForgetSession,
     Generation,
     HideAnswer,
     Intake,
     LogNumbers,
     NoteRefusal,
+    OpenedEpisode,
+    OpenEpisode,
     OpenSession,
+    RecordTurn,
     SessionClosed,
     SessionFinished,
     SessionOpened,
@@ -73,6 +79,7 @@ from areal_actors.messages import (
     WatchSessions,
 )
 from areal_actors.rendering import LongText, Renderer, deferring_long_texts
+from areal_actors.sessions.episodes import EpisodeRecord, EpisodeRecords, answer_again, digest_request
 from areal_actors.sessions.journal import SessionJournal, restore_retry_cache, restore_session
 from areal_actors.sessions.request import (
     PendingRequest,
@@ -109,8 +116,11 @@ class _Extras:
 
     keys: SampleKeys
     permit: int | None = None
+    max_tokens: int | None = None
     attempts: RetryCache[PendingRequest] = field(factory=RetryCache)
     journal: SessionJournal | None = None
+    record: EpisodeRecord | None = None
+    """The record of an episode, which outlives the session. The session's journal writes to it."""
     hidden: set[InteractionId] = field(factory=set)
     """Answers that a client has deleted."""
     threads: dict[InteractionId, tuple[tuple[ChatMessage, ...], tuple[Tool, ...]]] = field(factory=dict)
@@ -130,6 +140,29 @@ class _Extras:
             request = evolve(request, messages=(*instructions, *request.messages), has_instructions=bool(instructions))
         return request if request.tools else evolve(request, tools=tools)
 
+    def note_thread(self, request: CompletionRequest, interactions: Iterable[InteractionId]) -> None:
+        """Store what the thread of ``request`` needs in order to be continued from one of ``interactions``."""
+        if request.is_thread:
+            held = request.messages[: int(request.has_instructions)], request.tools
+            self.threads |= dict.fromkeys(interactions, held)
+
+    def note_answered(
+        self,
+        request: CompletionRequest,
+        answers: tuple[Answer, ...],
+        attempt: Attempt | None,
+        parent: InteractionId | None,
+    ) -> None:
+        """Treat a request that was answered from a recording as one that was sampled."""
+        names, now = tuple(answer.interaction for answer in answers), anyio.current_time()
+        self.note_thread(request, names)
+        if parent is not None:
+            self.attempts.note_read(parent)
+        if attempt is not None:
+            sending = self.attempts.begin(attempt, names, None, now)
+            sending.end(answers, now)
+            sending.is_delivered = True
+
     @property
     def changing(self) -> AbstractAsyncContextManager[None]:
         """A lock that keeps the changes of a durable session in one order, in memory and in the journal."""
@@ -140,7 +173,11 @@ class SessionManager(Actor[Sessions]):
     """The actor that owns the sessions. ``seed`` keys the samples of sessions that are opened without a key.
 
     Sessions opened as durable are written to ``journal``; ``recovered`` are those that it contained when this process
-    started. ``wall_clock`` returns seconds since 1970.
+    started. ``records`` has the episodes whose agents may start over; without it, these are not recorded.
+    ``wall_clock`` returns seconds since 1970.
+
+    A service with several processes has a manager in each (``shards``). Those with a ``process`` above 0 write all
+    their sessions to their journals, and tell ``intake`` which of the restored ones have ended.
     """
 
     def __init__(
@@ -154,13 +191,16 @@ class SessionManager(Actor[Sessions]):
         token_factory: Callable[[], str] | None = None,
         journal: Journal | None = None,
         recovered: Recovered | None = None,
+        records: EpisodeRecords | None = None,
         wall_clock: Callable[[], float] = time.time,
+        process: int = 0,
+        intake: Ref[Intake] | None = None,
     ) -> None:
         self._generation = generation
         self._capacity = capacity
         self._config = config or SessionsConfig()
         self._seed = seed
-        tokens = token_factory or create_token_factory(self._config.service_name)
+        tokens = token_factory or create_token_factory(self._config.service_name, process=process)
         self._store = SessionStore(token_factory=tokens, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
         self._num_retries = 0
@@ -168,9 +208,11 @@ class SessionManager(Actor[Sessions]):
         self._executor = RequestExecutor(generation)
         # One at a time, so that long prompts leave the other cores to short ones.
         self._encoding = anyio.CapacityLimiter(1)
-        self._intake: Ref[Intake] | None = None
+        self._intake = intake
+        self._process = process
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._recovered = recovered
+        self._records = records
         self._wall_clock = wall_clock
 
     @asynccontextmanager
@@ -181,22 +223,28 @@ class SessionManager(Actor[Sessions]):
         for session in () if recovered is None else recovered.sessions.values():
             self._store.restore(restore_session(session, now=now, wall_now=wall_now))
             self._extras[session.id] = _Extras(
-                keys=SampleKeys.restore(session),
+                keys=SampleKeys.restore(session.started.sample_key, session.turns),
                 attempts=restore_retry_cache(session, now=now, wall_now=wall_now),
                 journal=self._session_journal(session.id),
             )
         await self.learn_engine()
         self._executor.tasks = context.tasks
         context.tasks.start_soon(self._expire_idle)
+        if self._process and recovered is not None:
+            # The process may have been killed between the write of an end and its announcement. Twice is harmless.
+            ended = [one for one in recovered.sessions.values() if one.ended_at is not None]
+            news = tuple(SessionFinished(session=one.id, is_final=one.is_final) for one in ended)
+            context.tasks.start_soon(self._announce, *news)
         yield
 
-    async def learn_engine(self) -> None:
-        """Ask the engine for its limits.
+    async def learn_engine(self, *, max_length: int | None = None) -> None:
+        """Ask the engine for its limits. ``max_length``, if given, also bounds prompt plus answer.
 
         Required before the first completion; owners that do not run the lifespan call it themselves.
         """
         view = await self._generation.ask(DescribeEngine())
-        self._planner.learn(view.info)
+        length = view.info.context_length
+        self._planner.learn(evolve(view.info, context_length=min(length, max_length or length)))
 
     def _session_journal(self, session: SessionId) -> SessionJournal | None:
         if self._journal is None:
@@ -209,7 +257,9 @@ class SessionManager(Actor[Sessions]):
     async def open(self, message: OpenSession) -> SessionOpened:
         """Open a session with an id and two keys. If it is durable, reply once its start is in the journal."""
         opened = self.open_session(message)
-        journal = self._session_journal(opened.session) if message.is_durable else None
+        # The process of a shard is replaced alone, and the run continues with its sessions.
+        is_durable = message.is_durable or self._process > 0
+        journal = self._session_journal(opened.session) if is_durable else None
         if journal is not None:
             extras = self._extras[opened.session]
             extras.journal = journal
@@ -220,6 +270,12 @@ class SessionManager(Actor[Sessions]):
                 del self._extras[opened.session]
                 self._store.discard(opened.session)
                 raise
+        if message.episode is not None and self._records is not None:
+            extras = self._extras[opened.session]
+            record = await self._records.open(message.episode, key=extras.keys.base, name=opened.session)
+            extras.keys = SampleKeys.restore(extras.keys.base, record.turns)
+            extras.record = record
+            extras.journal = SessionJournal(session=record.name, journal=record, clock=self._wall_clock)
         return opened
 
     def open_session(self, message: OpenSession) -> SessionOpened:
@@ -237,7 +293,7 @@ class SessionManager(Actor[Sessions]):
             roles=message.roles,
         )
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
-        self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit)
+        self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit, max_tokens=message.max_tokens)
         return SessionOpened(
             session=issued.id,
             api_key=issued.key,
@@ -263,6 +319,14 @@ class SessionManager(Actor[Sessions]):
                 session.tree.put_reward(final)
             self._store.end(session.id, anyio.current_time())
         await self._settle(session.id)
+        if extras.record is not None and extras.record.recording.num_left:
+            recording = extras.record.recording
+            # For example, it is not deterministic, or a tool has answered it differently.
+            detail = "The agent has not asked for these recorded turns again; they are not trained."
+            replayed, dropped = recording.num_replayed, recording.num_left
+            _log.info(
+                "episode_diverged", session=session.id, turns_replayed=replayed, turns_dropped=dropped, detail=detail
+            )
         await self._announce(SessionFinished(session=session.id, is_final=message.final_reward is not None))
         return SessionClosed(session=session.id, num_interactions=len(session.tree))
 
@@ -312,18 +376,54 @@ class SessionManager(Actor[Sessions]):
     @CollectSession.handler
     async def collect(self, message: CollectSession) -> SessionRecord:
         """Return a copy of a session's current state."""
-        return self._store.get(message.session).snapshot()
+        snapshot = self._store.get(message.session).snapshot()
+        extras = self._extras.get(message.session)
+        if extras is None or extras.record is None:
+            return snapshot
+        recording = extras.record.recording
+        return evolve(
+            snapshot,
+            is_restored=extras.record.is_remade and recording.num_replayed > 0,
+            num_replayed=recording.num_replayed,
+            num_dropped=recording.num_left,
+        )
 
-    @ForgetSession.handler
+    @ForgetSession.handler(concurrency=_MANY)
     async def forget(self, message: ForgetSession) -> None:
         """Free a session whose rows were delivered. A live session ends."""
         await self._settle(message.session)
         extras = self._extras.pop(message.session, None)
-        if extras is not None and extras.journal is not None:
+        # The record of an episode is kept for its next run, until its rows are stored.
+        if extras is not None and extras.journal is not None and extras.record is None:
             extras.journal.note_forgotten()
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
+        if self._process and self._journal is not None:
+            # The first process deletes the session's group once this returns, and then knows it no more.
+            await self._journal.write()
+
+    @OpenEpisode.handler(concurrency=_MANY)
+    async def open_episode(self, message: OpenEpisode) -> OpenedEpisode | None:
+        """Return what is recorded of an episode without a session."""
+        if self._records is None:
+            return None
+        name = SessionId(f"{message.place.group}-{message.place.member}-{secrets.token_hex(8)}")
+        record = await self._records.open(message.place, key=message.key, name=name)
+        return OpenedEpisode(name=record.name, turns=tuple(record.turns), is_remade=record.is_remade)
+
+    @RecordTurn.handler(concurrency=_MANY)
+    async def record_turn(self, message: RecordTurn) -> None:
+        """Record a turn of an episode without a session."""
+        record = None if self._records is None else self._records.find(message.turn.session, message.place)
+        if record is not None:
+            await record.write(message.turn)
+
+    @ForgetEpisodes.handler
+    async def forget_episodes(self, message: ForgetEpisodes) -> None:
+        """Forget recorded turns whose rows are stored."""
+        if self._records is not None:
+            self._records.forget(message.group, message.member)
 
     def tree(self, session: SessionId) -> ConversationTree:
         """Return the conversation tree of a session, for an owner that is not an actor."""
@@ -377,9 +477,10 @@ class SessionManager(Actor[Sessions]):
         """Remember the watcher that is notified of sessions that end."""
         self._intake = message.watcher
 
-    async def _announce(self, news: SessionFinished) -> None:
+    async def _announce(self, *news: SessionFinished) -> None:
         if self._intake is not None:
-            await self._intake.tell(news)
+            for finished in news:
+                await self._intake.tell(finished)
 
     # ----------------------------------------------------------------------------------------- completions
 
@@ -404,7 +505,7 @@ class SessionManager(Actor[Sessions]):
         trace = None if message.trace is None else CompletionTrace.begin(message.trace)
         turn = await self._repeat_or_begin(message)
         if not isinstance(turn, PendingRequest):
-            for item in replay(turn):
+            for item in replay(turn, with_tokens=message.request.streams_tokens):
                 yield item
             return
         turn.follow(trace)
@@ -516,7 +617,10 @@ class SessionManager(Actor[Sessions]):
     def _open_for(self, credential: Credential) -> Session:
         return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
 
-    def _begin(self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None) -> PendingRequest:
+    def _begin(
+        self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None
+    ) -> tuple[Answer, ...] | PendingRequest:
+        """Begin a turn, or return the answers that an earlier run of the same agent was given."""
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
         request = extras.in_thread(message.request)
@@ -524,16 +628,24 @@ class SessionManager(Actor[Sessions]):
         if role is not None:
             # Before any that the request names, so that a program with this key cannot choose another role.
             request = evolve(request, tag=role)
+        if extras.max_tokens is not None and request.sampling.max_new_tokens > extras.max_tokens:
+            request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
+        plan, digest = self._planner.plan(session, request), None
+        if extras.record is not None:
+            digest = digest_request(plan)
+            if recorded := extras.record.recording.take(digest):
+                answers = answer_again(session.tree, plan, recorded)
+                extras.note_answered(request, answers, message.attempt, plan.parent)
+                return answers
         turn = self._planner.begin(
             session,
-            request,
+            plan,
             sample_keys=extras.keys,
             journal=extras.journal,
             is_streaming=isinstance(message, StreamComplete),
             asked=None if cut is None else cut.asked,
+            digest=digest,
         )
-        if request.is_thread:
-            held = request.messages[: int(request.has_instructions)], request.tools
-            extras.threads |= {choice.interaction: held for choice in turn.choices}
+        extras.note_thread(request, [choice.interaction for choice in turn.choices])
         turn.begin_in(extras.attempts, message.attempt)
         return turn

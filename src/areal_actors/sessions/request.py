@@ -17,15 +17,12 @@ token by token. Generation is aborted when the last caller has left::
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from hashlib import blake2b
-from typing import TypeVar
 
 import anyio
-import numpy as np
-import numpy.typing as npt
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from areal_actors.cache import ConversationTree, PromptPlan, Session, plan_prompt
 from areal_actors.domain import (
@@ -44,7 +41,9 @@ from areal_actors.domain import (
     InteractionId,
     Ints,
     ReasoningDelta,
+    SampledTokens,
     SampleKey,
+    StreamItem,
     TextDelta,
     Tool,
     ToolArgumentsDelta,
@@ -52,9 +51,10 @@ from areal_actors.domain import (
     ToolChoice,
     TurnEnded,
     Usage,
+    join_chunks,
+    split_completion,
 )
 from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnded, Unavailable, UnsupportedParameter
-from areal_actors.journal import RecoveredSession
 from areal_actors.kernel import BackgroundTasks, Ref
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.lib.tracing import CompletionTrace, SampledChoice
@@ -86,7 +86,8 @@ Streams = list[AsyncIterator[Chunk]]
 class PendingRequest:
     """A request in progress, with one choice and one engine request per answer.
 
-    ``sending`` is set if the request may be retried, ``journal`` if its session is durable.
+    ``sending`` is set if the request may be retried, ``journal`` if its session is durable, and ``digest`` if an agent
+    that starts over may ask for it again.
     """
 
     session: Session
@@ -96,6 +97,7 @@ class PendingRequest:
     is_streaming: bool = False
     sending: CachedRequest[PendingRequest] | None = None
     journal: SessionJournal | None = None
+    digest: str | None = None
     trace: CompletionTrace | None = None
     _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
@@ -187,14 +189,17 @@ class PendingRequest:
         attempt = None
         if sending is not None:
             attempt = Attempt(fingerprint=sending.fingerprint, number=sending.number, idempotency_key=sending.key)
+        assert self.journal is not None
+        is_named = attempt is not None or self.digest is not None
         return TurnEnded(
-            session=self.session.id,
+            session=self.journal.session,
             interaction=interaction,
             frame=(history.frame.system, history.frame.tools, history.frame.options),
             prompt_digest=history.digest(len(history.messages)),
             ended_at=now,
             attempt=attempt,
-            siblings=() if attempt is None else tuple(choice.interaction for choice in self.choices),
+            siblings=tuple(choice.interaction for choice in self.choices) if is_named else (),
+            request=self.digest,
             asked=asked_of(self.plan.request, self.requests[0].key),
             num_cached_tokens=0 if answer is None else answer.usage.cached_tokens,
             stop_sequence=None if answer is None else answer.stop_sequence,
@@ -328,11 +333,14 @@ def check_complete(turn: PendingRequest, choice: Choice) -> None:
         raise SessionEnded(f"Session {turn.session.id} ended while this request was answered; start a new one.")
 
 
-def replay(answers: tuple[Answer, ...]) -> Iterator[AnswerStarted | Delta | Answer]:
+def replay(answers: tuple[Answer, ...], *, with_tokens: bool = False) -> Iterator[StreamItem]:
     """Yield finished answers as a stream would have; the deltas join to the same messages."""
     for choice, answer in enumerate(answers):
         message = answer.message
         yield AnswerStarted(interaction=answer.interaction, num_prompt_tokens=answer.usage.prompt_tokens, choice=choice)
+        if with_tokens:
+            for chunk in split_completion(answer.completion, num_cached_tokens=answer.usage.cached_tokens):
+                yield SampledTokens(chunk=chunk, choice=choice)
         if message.reasoning is not None:
             yield ReasoningDelta(text=message.reasoning, choice=choice)
         if message.content:
@@ -364,21 +372,27 @@ class RequestPlanner:
         """Return the length of the prompt in tokens, without beginning a turn."""
         return len(plan_prompt(session.tree, self._renderer, request).token_ids)
 
+    def plan(self, session: Session, request: CompletionRequest) -> PromptPlan:
+        """Return the prompt of ``request``, without beginning a turn."""
+        return plan_prompt(session.tree, self._renderer, request)
+
     def begin(
         self,
         session: Session,
-        request: CompletionRequest,
+        plan: PromptPlan,
         *,
         sample_keys: SampleKeys,
         journal: SessionJournal | None,
         is_streaming: bool,
         asked: tuple[str, int] | None = None,
+        digest: str | None = None,
     ) -> PendingRequest:
-        """Create the turn of ``request`` and add its interactions to the tree. ``asked`` is of one that it replaces.
+        """Create the turn of ``plan`` and add its interactions to the tree. ``asked`` is of one that it replaces.
 
-        Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
+        ``digest`` is that of its request, if it is recorded. Raises the ``RequestError`` that the client should see;
+        the tree is unchanged in that case.
         """
-        plan = plan_prompt(session.tree, self._renderer, request)
+        request = plan.request
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
         keys = sample_keys.keys(request, plan.token_ids, asked)
         # The id that the client sees.
@@ -420,10 +434,8 @@ class RequestPlanner:
             requests=requests,
             is_streaming=is_streaming,
             journal=journal,
+            digest=digest,
         )
-
-
-ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 
 class SampleKeys:
@@ -438,10 +450,10 @@ class SampleKeys:
         self._asked: dict[str, int] = {}
 
     @classmethod
-    def restore(cls, recovered: RecoveredSession) -> SampleKeys:
+    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded]) -> SampleKeys:
         """Return keys that continue where an earlier process stopped, so that no random numbers are used twice."""
-        keys = cls(recovered.started.sample_key)
-        for digest, occurrence in (turn.asked for turn in recovered.turns if turn.asked is not None):
+        keys = cls(base)
+        for digest, occurrence in (turn.asked for turn in turns if turn.asked is not None):
             keys._asked[digest] = max(keys._asked.get(digest, 0), occurrence + 1)
         return keys
 
@@ -524,14 +536,6 @@ def engine_request(
         routing_key=routing_key,
         is_streamed=is_streamed,
     )
-
-
-@frozen(kw_only=True)
-class _Sampled:
-    """The chunks so far, joined."""
-
-    completion: Completion
-    num_cached_tokens: int
 
 
 class Choice:
@@ -621,13 +625,13 @@ class Choice:
 
     def prepare(self) -> tuple[Interaction, Answer]:
         """Return what ``complete`` will record and return. The interaction stays pending until then."""
-        sampled, request = self._sampled(), self._plan.request
+        sampled, request = join_chunks(self._chunks), self._plan.request
         if self._is_flushed:
             # The message is the one that the client has received, so that its echo is recognised.
             message = join_deltas(self._streamed)
         else:
             message = self._renderer.parse(
-                sampled.completion.token_ids,
+                sampled.token_ids,
                 tools=_callable_tools(request),
                 stop=request.sampling.stop,
                 template_kwargs=request.template_kwargs,
@@ -636,13 +640,13 @@ class Choice:
             )
             if not request.parallel_tool_calls:
                 message = evolve(message, tool_calls=message.tool_calls[:1])
-        interaction = self._tree.prepare(self.interaction, sampled.completion, message)
+        interaction = self._tree.prepare(self.interaction, sampled, message)
         completion = interaction.completion
         assert completion is not None
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
-            completion_tokens=len(sampled.completion.token_ids),
-            cached_tokens=sampled.num_cached_tokens,
+            completion_tokens=len(sampled.token_ids),
+            cached_tokens=self._chunks[0].num_cached_tokens,
         )
         # Shares the tree's arrays, so that keeping an answer for its retry costs almost no memory.
         answer = Answer(
@@ -659,13 +663,13 @@ class Choice:
         """Record that the answer is no longer wanted, and keep the sampled tokens. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
-            self._tree.cancel(self.interaction, self._sampled().completion if self._chunks else None)
+            self._tree.cancel(self.interaction, join_chunks(self._chunks) if self._chunks else None)
 
     def fail(self, reason: str) -> None:
         """Record why there is no answer, and keep the sampled tokens. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
-            self._tree.fail(self.interaction, reason, self._sampled().completion if self._chunks else None)
+            self._tree.fail(self.interaction, reason, join_chunks(self._chunks) if self._chunks else None)
 
     def describe_sampled(self) -> SampledChoice:
         """Return what the spans of a traced request say."""
@@ -692,25 +696,6 @@ class Choice:
             parser.feed(completion.token_ids)
             parser.finish()
         return parser.stop_sequence
-
-    def _sampled(self) -> _Sampled:
-        chunks = self._chunks
-        versions = np.array([chunk.version for chunk in chunks], dtype=np.int32)
-        completion = Completion(
-            token_ids=_join([chunk.token_ids for chunk in chunks]),
-            logprobs=_join([chunk.logprobs for chunk in chunks]),
-            raw_logprobs=_join([chunk.raw_logprobs for chunk in chunks]),
-            versions=versions.repeat([len(chunk.token_ids) for chunk in chunks]),
-            finish=chunks[-1].finish or FinishReason.ABORT,
-            top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
-            routed_experts=chunks[-1].routed_experts,
-        )
-        return _Sampled(completion=completion, num_cached_tokens=chunks[0].num_cached_tokens)
-
-
-def _join(parts: Sequence[npt.NDArray[ScalarT]]) -> npt.NDArray[ScalarT]:
-    """Concatenate the parts. A single part is returned as it is, because the tree copies the arrays that it keeps."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:

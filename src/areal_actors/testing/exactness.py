@@ -61,7 +61,7 @@ def find_prompt_violations(record: SessionRecord, log: Log) -> Iterator[str]:
         yield from _difference(f"{turn.id}: sampled and stored", seen.token_ids, as_ints(stored))
         if turn.token_parent is not None:
             whole = log[turn.token_parent].tokens
-            yield from _difference(f"{turn.id}: the prompt, beside", whole, seen.prompt[: len(whole)])
+            yield from _difference(f"{turn.id}: the prompt, next to", whole, seen.prompt[: len(whole)])
 
 
 def find_row_violations(rows: Sequence[Trajectory], untrained: Sequence[Untrained], log: Log) -> Iterator[str]:

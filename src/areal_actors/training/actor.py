@@ -36,6 +36,7 @@ from areal_actors.domain import (
     DrawnProblem,
     Group,
     PoolsState,
+    SourcePosition,
 )
 from areal_actors.errors import CaptureViolation, CustomFunctionError, ExportError, TrainingDiverged, TrainingStalled
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread, Ref
@@ -444,12 +445,13 @@ class TrainerActor(Actor[Training]):
         self._written.set()
 
     async def _speed(self) -> dict[str, float | int | None]:
-        """Return the tokens that the engine sampled since the last call, evaluations included, and their rate."""
+        """Return the tokens sampled since the last call, with evaluations, their rate, and the number of engines."""
         view = await self._peers.generation.ask(DescribeEngine())
         now, (then, num_before) = anyio.current_time(), self._measured
         self._measured = (now, view.statistics.sampled_tokens)
         num = view.statistics.sampled_tokens - num_before
-        return {"sampled_tokens": num, "tokens_per_second": num / (now - then) if now > then else None}
+        rate = num / (now - then) if now > then else None
+        return {"sampled_tokens": num, "tokens_per_second": rate, "engines": view.num_engines}
 
     async def _tell(self, news: StepFinished | GroupsTrained | RowsTrained | EvaluationFinished | PhaseChanged) -> None:
         if self._peers.progress is not None:
@@ -476,14 +478,29 @@ class _MovingAverage:
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
     """Return the position in the data from a checkpoint's ``counters``, or the start without them."""
     position = (counters or {}).get("position", {})
-    pools = position.get("pools")
+    # Checkpoints of earlier releases have no sources.
+    found = position.get("sources", {}).items()
     return DataPosition(
-        next=int(position.get("next", 0)),
-        pending=tuple(position.get("pending", ())),
-        pools=None
+        **_parse_consumed(position),
+        sources={
+            name: SourcePosition(
+                **_parse_consumed(source), weight=float(source["weight"]), num_counted=int(source["num_counted"])
+            )
+            for name, source in found
+        },
+    )
+
+
+def _parse_consumed(position: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that positions of a run and of a source have in common."""
+    pools = position.get("pools")
+    return {
+        "next": int(position.get("next", 0)),
+        "pending": tuple(position.get("pending", ())),
+        "pools": None
         if pools is None
         else PoolsState(
             problems=tuple(DrawnProblem(**problem) for problem in pools["problems"]),
             assigned=tuple(AssignedProblem(**assigned) for assigned in pools["assigned"]),
         ),
-    )
+    }

@@ -11,6 +11,7 @@ from typing import Any
 
 from areal_actors.training.config import (
     Activations,
+    AdvantageConfig,
     Aggregation,
     BehaviourConfig,
     CaptureConfig,
@@ -28,14 +29,32 @@ from areal_actors.training.config import (
     OptimizerName,
     OverlongConfig,
     PublishBy,
+    StatisticsUnit,
     Surrogate,
     TrainerConfig,
 )
 
-__all__ = ["doubtful_settings", "inert_settings"]
+__all__ = ["compares_members", "doubtful_settings", "inert_settings"]
 
 
 _UNDIVIDED = (Normalisation.DR_GRPO, Normalisation.RLOO, Normalisation.NONE)
+
+
+_GROUP_RELATIVE = (
+    Normalisation.GRPO,
+    Normalisation.DR_GRPO,
+    Normalisation.RLOO,
+    Normalisation.GROUP_MEAN_BATCH_STD,
+)
+
+
+def compares_members(config: AdvantageConfig) -> bool:
+    """Return whether advantages compare an episode with others of its group; in a group of one, they are all zero.
+
+    The units row and turn_depth compare rows and turns of one episode with one another, too.
+    """
+    is_across = config.unit in (StatisticsUnit.TURN_KIND, StatisticsUnit.EPISODE)
+    return is_across and config.normalisation in _GROUP_RELATIVE
 
 
 def inert_settings(config: TrainerConfig, *, has_servers: bool = True) -> list[str]:

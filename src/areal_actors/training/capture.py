@@ -417,8 +417,15 @@ class CaptureWatch:
 
     def expect(self, rows: Sequence[TrainingRow]) -> None:
         """Set the rows of the step, including those that no pass computes."""
-        # By identity: rows are copied when baselines are added to them, and share the trajectory.
-        self._seen = {id(row.trajectory): _Seen(row=row.trajectory, is_constant=_is_constant(row)) for row in rows}
+        self._seen = {}
+        for row in rows:
+            found, is_constant = row.trajectory, False
+            # Different tokens that all have exactly the same log-probability were not sampled from it.
+            if _is_judged_alone(found) and found.raw_logprobs is not None:
+                values, ids = found.raw_logprobs[row.positions], found.input_ids[row.positions]
+                is_constant = len(np.unique(values)) == 1 and len(np.unique(ids)) > 1
+            # By identity: rows are copied when baselines are added to them, and share the trajectory.
+            self._seen[id(found)] = _Seen(row=found, is_constant=is_constant)
 
     def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats, logprobs: Floats) -> None:
         """Add the log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
@@ -499,15 +506,6 @@ def _is_judged_alone(row: Trajectory) -> bool:
     if row.raw_logprobs is None or row.num_trained_tokens < _MIN_TOKENS:
         return False
     return not bool(np.isnan(row.raw_logprobs[row.loss_mask == 1]).any())
-
-
-def _is_constant(row: TrainingRow) -> bool:
-    """Return whether different tokens all have exactly the same log-probability."""
-    if not _is_judged_alone(row.trajectory):
-        return False
-    assert row.trajectory.raw_logprobs is not None
-    values, ids = row.trajectory.raw_logprobs[row.positions], row.trajectory.input_ids[row.positions]
-    return len(np.unique(values)) == 1 and len(np.unique(ids)) > 1
 
 
 def _violation(

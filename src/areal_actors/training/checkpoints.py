@@ -29,6 +29,7 @@ import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_actors.errors import CheckpointError
+from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.lib.atomic_write import partial_path, sync_path
 from areal_actors.training.directories import REPLACED, atomic_directory, sweep, write_tensors
 from areal_actors.training.gang import Gang
@@ -138,24 +139,33 @@ class StoredTensors(Mapping[str, Tensor]):
         last = self._pieces[name][-1]
         return torch.Size((last.end, *last.shape[1:]) if last.shape else ())
 
+    def digest(self) -> str:
+        """Return a hash of the names and shapes: a step has one checkpoint, and its document has the sizes."""
+        return sha256(repr([(name, tuple(self.shape(name))) for name in self]).encode()).hexdigest()
+
     def __getitem__(self, name: str) -> Tensor:
         pieces, like = self._pieces[name], self._like(name)
         if isinstance(like, DTensor) and like.shape == self.shape(name):
             first = first_row(like)
-            return with_local_part(self._rows(name, first, first + len(local_part(like))), like)
+            return with_local_part(self.rows(name, first, first + len(local_part(like))), like)
         if len(pieces) > 1:
-            return self._rows(name, 0, pieces[-1].end)
+            return self.rows(name, 0, pieces[-1].end)
         with _reading(name):
             whole: Tensor = pieces[0].file.get_tensor(name)
             return whole
 
-    def _rows(self, name: str, start: int, stop: int) -> Tensor:
+    def rows(self, name: str, first: int, stop: int) -> Tensor:
+        """Return the rows of a tensor from ``first`` to before ``stop``, on the CPU; a scalar is one row."""
         pieces = self._pieces[name]
+        if not pieces[0].shape:
+            with _reading(name):
+                scalar: Tensor = pieces[0].file.get_tensor(name)
+                return scalar
         with _reading(name):
             parts = [
-                piece.file.get_slice(name)[max(start - piece.first, 0) : min(stop, piece.end) - piece.first]
+                piece.file.get_slice(name)[max(first - piece.first, 0) : min(stop, piece.end) - piece.first]
                 for piece in pieces
-                if max(start, piece.first) < min(stop, piece.end)
+                if max(first, piece.first) < min(stop, piece.end)
             ]
             # A rank has no rows of a tensor that has fewer than there are ranks.
             return torch.cat(parts or [pieces[0].file.get_slice(name)[0:0]])
@@ -288,7 +298,7 @@ def agreed(gang: Gang, problem: str) -> Iterator[None]:
     own: Exception | None = None
     try:
         yield
-    except (OSError, SafetensorError, CheckpointError) as error:
+    except (OSError, SafetensorError, CheckpointError, ModelError) as error:
         own = error
     failed = gang.max(np.eye(gang.size)[gang.rank] * (own is not None))
     if own is not None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -28,6 +28,7 @@ __all__ = [
     "REPLACED",
     "atomic_directory",
     "sweep",
+    "write_buckets",
     "write_tensors",
 ]
 
@@ -96,9 +97,20 @@ _NAMES = {
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mapping[str, str] | None = None) -> None:
     """Write ``tensors`` and ``metadata`` to ``path`` as a safetensors file. Raises ``OSError`` if writing fails."""
+    write_buckets(path, tensors, (tensors,), metadata=metadata)
+
+
+def write_buckets(
+    path: Path,
+    layout: Mapping[str, Tensor],
+    buckets: Iterable[Mapping[str, Tensor]],
+    *,
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write tensors as ``write_tensors`` does; they come in ``buckets``, in the order and shapes of ``layout``."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     offset = 0
-    for name, tensor in tensors.items():
+    for name, tensor in layout.items():
         span = [offset, offset + tensor.nbytes]
         header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": span}
         offset += tensor.nbytes
@@ -107,6 +119,12 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], *, metadata: Mappin
     encoded += b" " * (-len(encoded) % 8)
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(encoded)) + encoded)
-        for tensor in tensors.values():
-            # One tensor at a time on the host: all of them at once would take the memory of the model again.
-            file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        expected = iter(layout)
+        for bucket in buckets:
+            for name, tensor in bucket.items():
+                assert name == next(expected)
+                assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype)
+                # One tensor at a time on the host: all of them at once would take the memory of the model again.
+                file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            # Freed before the next one is made.
+            del bucket

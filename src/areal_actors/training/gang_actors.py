@@ -19,6 +19,7 @@ from attrs import field, frozen
 from areal_actors.domain import Group, Snapshot
 from areal_actors.errors import ArealError, CheckpointError, GangError
 from areal_actors.kernel import Actor, Context, OwnThread, Ref
+from areal_actors.lib.openmp import settle_team
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training.checkpoints import Checkpoint
@@ -144,7 +145,14 @@ class LedPolicy:
     async def publish(self, publisher: Publisher) -> Snapshot:
         """Publish the weights of all ranks, as ``Publisher.publish``."""
         wanted = GatherWeights(only_adapter=publisher.only_adapter)
-        return await self._all(wanted, lambda: publisher.publish(self._policy))
+
+        def publish() -> Snapshot:
+            snapshot = publisher.publish(self._policy)
+            # The thread has nothing to compute until the next batch is there, and an engine may share its cores.
+            settle_team()
+            return snapshot
+
+        return await self._all(wanted, publish)
 
     async def save(self, directory: Path, *, counters: Mapping[str, Any], num_kept: int) -> None:
         """Save a checkpoint, of which each rank writes its part, as ``PolicyTrainer.save``."""

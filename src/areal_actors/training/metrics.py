@@ -17,12 +17,13 @@ from areal_actors.domain import (
     EVAL_SCOPE,
     SCOPE,
     Group,
+    PoolSizes,
     average_numbers,
     find_truncated,
     summarize_outcomes,
     to_outcome,
 )
-from areal_actors.messages import EvaluationFinished, Lease
+from areal_actors.messages import EvaluationFinished, Lease, UntrainedGroup
 
 if TYPE_CHECKING:
     from areal_actors.training.statistics import StepStatistics
@@ -81,13 +82,16 @@ def describe_lengths(name: str, tokens: Sequence[int], turns: Sequence[int]) -> 
 def describe_sources(lease: Lease) -> dict[str, float | int | None]:
     """Return the metrics of each source of problems, ``source/<name>/<key>``; none for problems without sources.
 
-    Episodes of replaced groups count as well: a source that teaches nothing may have no other groups.
+    Episodes of untrained groups count as well: a source that teaches nothing may have no other groups.
     """
     metrics: dict[str, float | int | None] = {}
-    names = {group.problem.source for group in lease.groups} | {group.source for group in lease.drawn.replaced}
+    others = (*lease.drawn.replaced, *lease.drawn.failed)
+    names = {group.problem.source for group in lease.groups} | {group.source for group in others}
     for source in sorted(names - {""}):
         found = [group for group in lease.groups if group.problem.source == source]
+        untrained = [group for group in others if group.source == source]
         replaced = [group for group in lease.drawn.replaced if group.source == source]
+        failed = [group for group in lease.drawn.failed if group.source == source]
         episodes = [episode for group in found for episode in group.episodes]
         rewards = [[episode.reward for episode in group.episodes if episode.failure is None] for group in found]
         succeeded = [reward for group in (*rewards, *(group.rewards for group in replaced)) for reward in group]
@@ -97,14 +101,36 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
             "groups": len(found),
             "equal_groups": sum(len(set(each)) < 2 for each in rewards),  # noqa: PLR2004 - no two rewards differ
             "replaced_groups": len(replaced),
-            "episodes": len(episodes) + sum(len(group.rewards) + group.num_failed for group in replaced),
-            "failed_episodes": len(episodes) - sum(map(len, rewards)) + sum(group.num_failed for group in replaced),
+            **_count_failed_groups(failed),
+            "episodes": len(episodes) + sum(group.num_episodes for group in untrained),
+            "failed_episodes": len(episodes) - sum(map(len, rewards)) + sum(group.num_failed for group in untrained),
+            "rejected_episodes": sum(episode.is_rejected for episode in episodes)
+            + sum(group.num_rejected for group in untrained),
             "tokens_mean": float(np.mean(lengths.tokens)) if lengths.tokens else None,
             "turns_mean": float(np.mean(lengths.turns)) if lengths.turns else None,
             "seconds_mean": float(np.mean([episode.seconds for episode in episodes])) if episodes else None,
         }
+        if source in lease.drawn.pools:
+            numbers |= _describe_pools([lease.drawn.pools[source]])
         metrics |= {f"source/{source}/{key}": value for key, value in numbers.items()}
     return metrics
+
+
+def _describe_pools(pools: Sequence[PoolSizes]) -> dict[str, float | int | None]:
+    """Return the numbers of problems by difficulty, and the mean solve rate of those that were run."""
+    num_run = sum(each.num_run for each in pools)
+    return {
+        "easy_problems": sum(each.easy for each in pools) if pools else None,
+        "hard_problems": sum(each.hard for each in pools) if pools else None,
+        "retired_problems": sum(each.retired for each in pools) if pools else None,
+        "solve_rate": sum((each.solve_rate or 0.0) * each.num_run for each in pools) / num_run if num_run else None,
+    }
+
+
+def _count_failed_groups(failed: Iterable[UntrainedGroup]) -> dict[str, int]:
+    """Return the numbers of groups that failed, and of those that were rejected on purpose."""
+    kinds = [group.is_rejected for group in failed if group.num_failed]
+    return {"failed_groups": kinds.count(False), "rejected_groups": kinds.count(True)}
 
 
 def mean_reward(statistics: StepStatistics, lease: Lease) -> float:
@@ -123,6 +149,7 @@ def mean_reward(statistics: StepStatistics, lease: Lease) -> float:
 def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
     """Return the metrics of a step on sampled episodes."""
     data = statistics.data
+    episodes = [episode for group in lease.groups for episode in group.episodes]
     metrics: dict[str, float | int | None] = {
         "step": statistics.version,
         "version": statistics.version,
@@ -137,14 +164,19 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
         "tokens": data.num_tokens,
         "trained_tokens": data.num_trained_tokens,
         "packed_tokens": statistics.num_packed_tokens,
-        "episodes": data.num_episodes,
-        "failed_episodes": data.num_failed_episodes,
-        "rejected_episodes": data.num_rejected_episodes,
+        # Also of groups in which every episode failed, of which the trainer receives nothing.
+        "episodes": data.num_episodes + sum(group.num_episodes for group in lease.drawn.failed),
+        "failed_episodes": data.num_failed_episodes + sum(group.num_failed for group in lease.drawn.failed),
+        "rejected_episodes": data.num_rejected_episodes + sum(group.num_rejected for group in lease.drawn.failed),
+        "episodes_replayed": sum(episode.num_replayed_turns > 0 for episode in episodes),
+        "turns_replayed": sum(episode.num_replayed_turns for episode in episodes),
+        "episodes_diverged": sum(episode.num_dropped_turns > 0 for episode in episodes),
         "groups": len(lease.groups),
         "zero_variance_groups": data.num_zero_variance_groups,
         "dropped_groups": lease.drawn.dropped,
         "requeued_groups": lease.drawn.requeued,
         "replaced_groups": len(lease.drawn.replaced),
+        **_count_failed_groups(lease.drawn.failed),
         "grad_norm": statistics.grad_norm,
         "learning_rate": statistics.learning_rate,
         "num_updates": statistics.num_updates,
@@ -160,13 +192,12 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
         "outside_fraction": statistics.outside_fraction,
     }
     metrics["truncated_turns"], metrics["truncated_tokens"] = count_truncated(lease.groups)
-    metrics |= {"easy_problems": lease.drawn.easy, "hard_problems": lease.drawn.hard}
+    metrics |= _describe_pools(tuple(lease.drawn.pools.values()))
     metrics["held_seconds"] = lease.drawn.held_seconds
     metrics |= describe_lengths("drawn", lease.drawn.tokens, lease.drawn.turns)
     trained = measure_episodes(lease.groups)
     metrics |= describe_lengths("trained", trained.tokens, trained.turns)
-    episodes = [episode.logged for group in lease.groups for episode in group.episodes]
-    metrics |= average_numbers(episodes, scope=SCOPE)
+    metrics |= average_numbers([episode.logged for episode in episodes], scope=SCOPE)
     metrics |= describe_sources(lease)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}
     # A step without any advantage computed nothing, so values such as its entropy are NaN; report them as missing.

@@ -18,6 +18,7 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import score_pack
 from areal_actors.training.gang import Gang
+from areal_actors.training.loading import first_layers, source_of, streamed
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.router_replay import require_replayable
@@ -43,11 +44,18 @@ _NUM_TRIED = 48
 def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> None:
     """Check that ``model`` can be trained with ``configs``, those of all phases; make it attend by plan if it can.
 
-    A model on the meta device is not checked: it belongs to a rank that gets its weights from the first one, which
-    checks them. Raises ``ConfigError`` and ``ModelError`` as the functions below.
+    Of a model whose weights are in files, only the first layers are read and checked. A model on the meta device is not
+    checked otherwise: it belongs to a rank that gets its weights from the first one, which checks them. Raises
+    ``ConfigError`` and ``ModelError`` as the functions below.
     """
-    if model.device.type == "meta":
-        return
+    if source_of(model) is not None:
+        with first_layers(model), streamed(model):
+            _require_supported(model, configs, max_length=max_length)
+    elif model.device.type != "meta":
+        _require_supported(model, configs, max_length=max_length)
+
+
+def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> None:
     require_plain_head(model)
     plan_attention(model)
     if any(config.layout is Layout.TREE for config in configs):

@@ -8,8 +8,9 @@ the same calls.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -18,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from areal_actors.errors import ArealError, CheckpointError
+from areal_actors.errors import ArealError, CheckpointError, GangError
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.checkpoints import (
@@ -34,6 +35,14 @@ from areal_actors.training.checkpoints import (
 from areal_actors.training.config import Activations
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
+from areal_actors.training.loading import (
+    GatheredWeights,
+    attach_source,
+    is_stored,
+    read_shards,
+    source_of,
+    unread_weights,
+)
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
 from areal_actors.training.memory import device_bytes, held_bytes, resolve_activations
 from areal_actors.training.model_checks import require_supported
@@ -42,7 +51,7 @@ from areal_actors.training.passes import Scorer
 from areal_actors.training.phases import Phase, check_phases, count_steps, phase_of, require_same_phases
 from areal_actors.training.sharding import Rows, gather, shard
 from areal_actors.training.tree_attention import attention_number, set_attention_number
-from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
+from areal_actors.training.weights import digest, distinct_tensors, load_weights, stored_weights, tied_names
 
 __all__ = ["TrainedPolicy"]
 
@@ -116,15 +125,22 @@ class TrainedPolicy:
     def join(self, gang: Gang) -> None:
         """Shard the weights over ``gang`` and compute a part of each step from now on.
 
-        All ranks of ``gang`` call this, with the same version and configuration. Weights and moments are those of the
-        first rank; the models of the others may be on the meta device. If all ranks have restored a checkpoint, each
-        reads its rows of the moments. From then on all of them have to receive the same calls in the same order: steps,
-        log-probabilities, weights and checkpoints.
+        All ranks of ``gang`` call this, with the same version and configuration. If the weights are in files, each rank
+        reads its rows of them. Otherwise weights are those of the first rank, and the models of the others may be on
+        the meta device. If all ranks have restored a checkpoint, each reads its rows of the moments. From then on all
+        of them have to receive the same calls in the same order: steps, log-probabilities, weights and checkpoints.
 
-        Raises ``GangError`` if the ranks differ, and ``CheckpointError`` if one cannot read the moments.
+        Raises ``GangError`` if the ranks differ, ``ModelError`` and ``CheckpointError`` if one cannot read its part.
         """
         with gang.guard():
             digests = {"configuration": digest(repr(self.config)), "version": self.version}
+            # Weights are gathered in it.
+            digests["the data type of the engine"] = digest(self.engine_dtype)
+            digests |= {
+                f"the files of {model.config.name_or_path}": digest(source.digest())
+                for model in self._models
+                if (source := source_of(model)) is not None
+            }
             gang.require_equal(list(digests.values()), list(digests))
             is_read_by_each = int(gang.sum(np.array([float(self._unread is not None)]))[0]) == gang.size
             unreadable = "The moments of the checkpoint could not be read"
@@ -140,10 +156,15 @@ class TrainedPolicy:
             self._lower_base()
             for scorer in filter(None, (self._reference, self._teacher)):
                 cast_weights(scorer.model, self._dtype)
-            # Weights are scattered from the first rank, one tensor after the other: with the whole float32 model on
-            # each rank, 70 billion weights would take 280 GB per process.
+            # No rank has the whole float32 model, which takes 280 GB for 70 billion weights.
             for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
-                shard(scorer, gang, dtype=self._dtype)
+                has_source = source_of(scorer.model) is not None
+                shard(scorer, gang, dtype=self._dtype, is_stored=is_stored if has_source else lambda _: False)
+            with agreed(gang, "The weights could not be read"):
+                for model in self._models:
+                    if (source := source_of(model)) is not None:
+                        read_shards(model, source)
+                        attach_source(model, None)
             self.gang = gang
             self._optimizer = self._create_optimizer()
             if is_read_by_each:
@@ -155,22 +176,55 @@ class TrainedPolicy:
             self._num_updates_before = self._optimizer.num_updates
             self._set_activations()
 
-    @guarded
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return all weights by name, shared with the model: they change with the next ``train_step``.
 
-        An adapter is merged into those that are read. In a gang they are gathered on the CPU of the first rank, in the
-        engine's dtype unless an adapter is merged into them; the others get an empty dictionary.
+        Until the ranks of a gang are together, each is read from its file when it is asked for. An adapter is merged
+        into those that are read. In a gang they are gathered on the CPU of the first rank, in the engine's dtype unless
+        an adapter is merged into them; the others get an empty dictionary.
         """
         if self.gang.is_alone:
-            state: Mapping[str, Tensor] = self.model.state_dict()
-        else:
-            # One tensor at a time is whole in float32; with bfloat16, rank 0 holds a third of what it would otherwise:
-            # 2 bytes per parameter where gathering first and casting later took 6.
-            dtype = None if self.adapter is not None else getattr(torch, self.engine_dtype)
-            whole = self._gather(distinct_tensors(self.model), dtype=dtype)
-            state = {name: whole[own] for name, own in tied_names(self.model).items()} if whole else {}
+            state = unread_weights(self.model) if source_of(self.model) is not None else self.model.state_dict()
+            return state if self.adapter is None else self.adapter.merge(state)
+        with self.gang.guard():
+            weights = self._gather_in_turn()
+            if self.gang.rank > 0:
+                weights.skip_rest()
+                return {}
+            whole = dict(weights)
+        state = {name: whole[own] for name, own in tied_names(self.model).items()}
         return state if self.adapter is None else self.adapter.merge(state)
+
+    @contextmanager
+    def gathered(self) -> Iterator[Mapping[str, Tensor]]:
+        """Yield all weights by name as ``state_dict``, but gather each when it is read: once, and in their order.
+
+        So the first rank of a gang, which calls this, holds one whole tensor at a time. The other ranks call
+        ``state_dict``, which gathers in the same order. What is not read in the block is gathered after it, so that the
+        ranks stay in step.
+        """
+        if self.gang.is_alone:
+            yield self.state_dict()
+            return
+        with self.gang.guard():
+            weights = self._gather_in_turn()
+            try:
+                yield weights if self.adapter is None else self.adapter.merge(weights)
+            except ArealError as error:
+                if not isinstance(error, GangError):
+                    weights.skip_rest()
+                raise
+            weights.skip_rest()
+
+    def _gather_in_turn(self) -> GatheredWeights:
+        tensors = distinct_tensors(self.model)
+        # Merging a weight needs its factors, which are small.
+        factors = {name: tensor for name, tensor in tensors.items() if not is_stored(name)}
+        return GatheredWeights(
+            tensors={name: tensor for name, tensor in tensors.items() if is_stored(name)},
+            dtype=None if self.adapter is not None else getattr(torch, self.engine_dtype),
+            whole=self._gather(factors),
+        )
 
     @guarded
     def adapter_tensors(self) -> dict[str, Tensor]:
@@ -181,19 +235,16 @@ class TrainedPolicy:
         assert self.adapter is not None, "all weights are trained"
         return self._gather({peft_name(name): factor for name, factor in self.adapter.parameters().items()})
 
-    def _gather(self, tensors: Mapping[str, Tensor], *, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-        """Return whole tensors; in a gang on the CPU, in ``dtype`` if it is given, and only on its first rank."""
+    def _gather(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return whole tensors; in a gang on the CPU, and only on its first rank."""
         if self.gang.is_alone:
             return dict(tensors)
         whole = {}
         for name, tensor in tensors.items():
             # One tensor at a time: the other ranks have no memory for all of them.
-            found = gather(tensor)
+            found = gather(tensor).detach()
             if self.gang.rank == 0:
-                # Cast on the device, so that fewer bytes leave it.
-                found = found.detach()
-                cast = found if dtype is None or not found.is_floating_point() else found.to(dtype)
-                whole[name] = cast.to("cpu", copy=cast is found)
+                whole[name] = found.to("cpu", copy=True)
         return whole
 
     # ---------------------------------------------------------------------------------------------- checkpoints
@@ -294,7 +345,7 @@ class TrainedPolicy:
             return None
         past = checkpoint.counters.get("phases")  # older checkpoints do not say
         require_same_phases(self._phases, past, step=checkpoint.step, path=checkpoint.path)
-        if self.model.device.type == "meta":
+        if self.model.device.type == "meta" and source_of(self.model) is None:
             # Weights come from the first rank, and moments are read when this one joins.
             self.follow(phase_of(self._phases, max(checkpoint.step, 1)))
             set_generator_states(checkpoint.load("rng"))
@@ -309,6 +360,8 @@ class TrainedPolicy:
             self.adapter.load(checkpoint.path)
         elif checkpoint.has(ADAPTER_PART):
             raise CheckpointError(f"{checkpoint.path} has an adapter only; set trainer.lora as the run had it.")
+        elif source_of(self.model) is not None:
+            attach_source(self.model, stored_weights(self.model, checkpoint))
         else:
             load_weights(self.model, checkpoint)
         self.follow(phase_of(self._phases, max(checkpoint.step, 1)))

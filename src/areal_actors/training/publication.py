@@ -16,7 +16,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -26,10 +27,11 @@ from attrs.validators import ge
 from torch import Tensor
 
 from areal_actors.domain import Snapshot
-from areal_actors.lib.checkpoint_tensors import to_checkpoint_tensors
+from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, checkpoint_layout
 from areal_actors.training.config import PublishBy
-from areal_actors.training.directories import atomic_directory, sweep, write_tensors
+from areal_actors.training.directories import atomic_directory, sweep, write_buckets
 from areal_actors.training.lora import write_adapter
+from areal_actors.training.policy import TrainedPolicy
 
 __all__ = [
     "AdapterPublisher",
@@ -38,6 +40,7 @@ __all__ = [
     "Publishable",
     "Publisher",
     "create_publisher",
+    "weights_of",
 ]
 
 _NAME = re.compile(r"(?:version|adapter)-(\d{8,})")
@@ -72,6 +75,19 @@ class Publisher(Protocol):
         ...
 
 
+@contextmanager
+def weights_of(policy: Publishable) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the weights of ``policy`` by name. Those of a gang are gathered one by one and can be read once, in order.
+
+    Nothing but the tensor that is read is whole on the first rank.
+    """
+    if isinstance(policy, TrainedPolicy):
+        with policy.gathered() as state:
+            yield state
+    else:
+        yield policy.state_dict()
+
+
 class MemoryPublisher:
     """Lends the weights themselves: for an engine in this process, valid only until the next step.
 
@@ -100,19 +116,24 @@ class DiskPublisher:
 
         Raises ``CheckpointError`` if they cannot be written; older versions are untouched in that case.
         """
-        tensors = to_checkpoint_tensors(policy.model, policy.state_dict(), dtype=self.dtype)
-        path = self.write(policy.version, policy.model, tensors)
+        with weights_of(policy) as state:
+            layout = checkpoint_layout(policy.model, state, dtype=self.dtype)
+            buckets = checkpoint_buckets(policy.model, state, dtype=self.dtype)
+            path = self.write(policy.version, policy.model, layout, buckets)
         return Snapshot(version=policy.version, path=path)
 
-    def write(self, version: int, model: Any, tensors: Mapping[str, Tensor]) -> Path:
+    def write(
+        self, version: int, model: Any, layout: Mapping[str, Tensor], buckets: Iterable[Mapping[str, Tensor]]
+    ) -> Path:
         """Write tensors that already have the names and the dtype of checkpoints, and return their directory.
 
-        Otherwise the same as ``publish``.
+        They come in ``buckets``, in the order of ``layout``, and only one bucket is in memory. Otherwise the same as
+        ``publish``.
         """
         sweep(self.root)
         path = self.root.absolute() / f"version-{version:08d}"
-        with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in tensors.values())) as partial:
-            write_tensors(partial / "model.safetensors", tensors)
+        with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in layout.values())) as partial:
+            write_buckets(partial / "model.safetensors", layout, buckets)
             model.config.save_pretrained(partial)
             config = partial / "config.json"
             document = json.loads(config.read_text(encoding="utf-8")) | {

@@ -6,6 +6,7 @@ them. Gradients are summed over the ranks, never averaged: the weights of tokens
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,12 +32,16 @@ __all__ = [
 ]
 
 
-def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
-    """Shard the weights of the first rank below ``scorer`` over the ranks, which all call this.
+def shard(
+    scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype, is_stored: Callable[[str], bool] = lambda _: False
+) -> None:
+    """Shard the weights below ``scorer`` over the ranks, which all call this.
 
-    The other ranks have the same modules, whose weights may be on the meta device: each receives its part of one weight
-    after the other, and holds at most its parts, one layer and one weight. Layers are gathered one at a time, in
-    ``dtype``, and everything else (embeddings, head, norms) with ``scorer`` itself. Gradients are summed in float32.
+    Weights for whose names ``is_stored`` are on the meta device and get memory without contents, which the caller
+    reads. The others are those of the first rank. The other ranks have the same modules, whose weights may be on the
+    meta device: each receives its part of one weight after the other, and holds at most its parts, one layer and one
+    weight. Layers are gathered one at a time, in ``dtype``, and everything else (embeddings, head, norms) with
+    ``scorer`` itself. Gradients are summed in float32.
     """
     assert gang.device is not None, "a gang of several has devices"
     mesh = init_device_mesh(gang.device.type, (gang.size,))
@@ -63,7 +68,8 @@ def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
         sharded.set_force_sum_reduction_for_comms(enable=True)
     with torch.no_grad():
         for name, weight in scorer.named_parameters():
-            weight.copy_(scatter_from_first(whole.get(name), weight))
+            if not is_stored(name):
+                weight.copy_(scatter_from_first(whole.get(name), weight))
 
 
 def free_gathered(scorer: torch.nn.Module) -> None:

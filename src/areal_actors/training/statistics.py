@@ -255,6 +255,7 @@ class RowRecorder:
                     advantages=np.where(trajectory.loss_mask == 1, row.advantages, 0),
                     trainer_logprobs=computed,
                     task=self._groups[row.group].problem.position,
+                    source=self._groups[row.group].problem.source,
                     member=episode.member,
                     episode_reward=episode.reward,
                     temperature=row.temperature,

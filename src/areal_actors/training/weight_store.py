@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import ClassVar
 from uuid import uuid4
@@ -25,12 +24,13 @@ import torch
 from anyio import CapacityLimiter, to_thread
 from attrs import define, field, frozen
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from areal_actors.domain import Snapshot
 from areal_actors.errors import EngineError
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread
 from areal_actors.lib.change_signal import ChangeSignal
-from areal_actors.lib.checkpoint_tensors import to_checkpoint_tensors
+from areal_actors.lib.checkpoint_tensors import checkpoint_buckets
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     DescribeWeights,
@@ -42,7 +42,7 @@ from areal_actors.messages import (
     WriteWeights,
 )
 from areal_actors.training.broadcast import BroadcastGroup
-from areal_actors.training.publication import DiskPublisher, Publishable
+from areal_actors.training.publication import DiskPublisher, Publishable, weights_of
 
 __all__ = [
     "StorePublisher",
@@ -86,11 +86,17 @@ class WeightStore:
         """Copy the weights in ``dtype``, and drop the previous ones. Blocks during the copy."""
         self._kept = self._written = None  # drop the old copy first: memory may not hold two versions
         disk = DiskPublisher(root=self.root, dtype=dtype, num_kept=self.num_kept)
-        tensors = to_checkpoint_tensors(policy.model, policy.state_dict(), dtype=dtype, is_copied=True)
-        self.device = next(policy.model.parameters()).device
+        parameter = next(policy.model.parameters())
+        tensors: dict[str, Tensor] = {}
+        with weights_of(policy) as state:
+            # What was gathered from the ranks of a gang is new memory already.
+            is_copied = not isinstance(parameter, DTensor)
+            for bucket in checkpoint_buckets(policy.model, state, dtype=dtype, is_copied=is_copied):
+                tensors.update(bucket)
+        self.device = parameter.device
         self._kept = StoredWeights(
             version=policy.version,
-            write=partial(disk.write, policy.version, policy.model, tensors),
+            write=partial(disk.write, policy.version, policy.model, tensors, (tensors,)),
             tensors=tensors,
             buckets=tuple(pack_buckets(tensors, self.bucket_bytes)),
         )
@@ -179,7 +185,7 @@ class _Round:
     @property
     def receivers(self) -> tuple[Receiver, ...]:
         """The servers of all engines, in the order of their ranks."""
-        return tuple(receiver for name in sorted(self.members) for receiver in self.members[name].receivers)
+        return tuple(self.members[name].receiver for name in sorted(self.members))
 
     def join(self, wanted: SendWeights) -> None:
         """Add an engine."""
@@ -204,18 +210,17 @@ class _Round:
         self.placed.set()
 
     def place_of(self, engine: str) -> GroupPlace:
-        """Return the place of the group with the ranks of an engine's servers."""
+        """Return the place of the group with the ranks of an engine's server."""
         assert self.group is not None
-        receivers, group = self.receivers, self.group
-        ends = accumulate((receiver.num_ranks for receiver in receivers), initial=1)
-        offsets = dict(zip((receiver.name for receiver in receivers), ends, strict=False))
+        group = self.group
         return GroupPlace(
             name=group.name,
             host=group.host,
             port=group.port,
             backend=group.backend,
             size=1 + group.num_ranks,
-            offsets=tuple(offsets[receiver.name] for receiver in self.members[engine].receivers),
+            # Rank 0 is the store, and the engines follow by name.
+            offset=1 + sum(member.receiver.num_ranks for name, member in self.members.items() if name < engine),
         )
 
     def end(self) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError
-from areal_actors.training.checkpoints import Checkpoint
+from areal_actors.training.checkpoints import Checkpoint, StoredTensors
 from areal_actors.training.directories import atomic_directory
 
-__all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "tied_names"]
+__all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "stored_weights", "tied_names"]
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -93,17 +93,26 @@ def digest(text: str) -> int:
 @torch.no_grad()
 def load_weights(model: Any, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint into ``model``. Raises ``CheckpointError`` if they belong to another model."""
+    saved = stored_weights(model, checkpoint)
+    for name, tensor in distinct_tensors(model).items():
+        # One at a time, because tensors may be large.
+        tensor.copy_(saved[name])
+
+
+def stored_weights(model: Any, checkpoint: Checkpoint) -> StoredTensors:
+    """Return the weights of a checkpoint, sharded as ``model``, to be read one at a time.
+
+    Raises ``CheckpointError`` if they belong to another model.
+    """
     own = distinct_tensors(model)
     saved = checkpoint.tensors("model", like=own.get)
     misfits = [name for name in own.keys() | saved.keys() if name not in own or name not in saved]
     misfits += [name for name in own.keys() & saved.keys() if own[name].shape != saved.shape(name)]
     if misfits:
         raise CheckpointError(f"{checkpoint.path} is of another model: {', '.join(sorted(misfits)[:5])} do not fit.")
-    for name, tensor in own.items():
-        # One at a time, because tensors may be large.
-        tensor.copy_(saved[name])
+    return saved
 
 
 def _identity(tensor: Tensor) -> int:
-    """Return a key that is equal for tensors with the same storage; sharded tensors have no data address."""
-    return id(tensor) if isinstance(tensor, DTensor) else tensor.data_ptr()
+    """Return a key that is equal for tensors with the same storage; sharded and empty tensors have no data address."""
+    return id(tensor) if isinstance(tensor, DTensor) or tensor.is_meta else tensor.data_ptr()

@@ -10,9 +10,19 @@ from __future__ import annotations
 
 from areal_actors.viewer.app import create_page, open_page, run_viewer
 from areal_actors.viewer.hosted import HostPage, Visitor
-from areal_actors.viewer.runs import ViewedRun, describe_runs, find_runs, format_runs, view_run
+from areal_actors.viewer.runs import (
+    FailureFilter,
+    GroupFilter,
+    ViewedRun,
+    describe_runs,
+    find_runs,
+    format_runs,
+    view_run,
+)
 
 __all__ = [
+    "FailureFilter",
+    "GroupFilter",
     "HostPage",
     "ViewedRun",
     "Visitor",

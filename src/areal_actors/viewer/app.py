@@ -8,13 +8,14 @@ origin can neither read answers (no CORS headers) nor use the cookie (``SameSite
 from __future__ import annotations
 
 import hmac
+import math
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import orjson
@@ -28,8 +29,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_actors.errors import RequestError
 from areal_actors.kernel.failure import open_tasks
-from areal_actors.proxy.server import listen, serve, url_of
-from areal_actors.viewer.runs import Access, ViewedRun, find_runs
+from areal_actors.proxy.server import listen, serve_shielded, url_of
+from areal_actors.viewer.runs import Access, FailureFilter, GroupFilter, ViewedRun, find_runs
 
 __all__ = [
     "PAGE_HEADERS",
@@ -45,8 +46,8 @@ __all__ = [
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-_SECONDS_BETWEEN_LOOKS = 1.0
-"""How often files are looked at for an open page: some microseconds of stat calls per run."""
+_SECONDS_BETWEEN_LOOKS = 2.0
+"""How often files are looked at for an open page. Each event makes a browser ask for what has changed."""
 PAGE_HEADERS = {
     # Texts of models and agents are on the page; they must not become scripts, whatever they contain.
     "content-security-policy": (
@@ -58,8 +59,8 @@ PAGE_HEADERS = {
     "cache-control": "no-store",
 }
 
+Value = TypeVar("Value")
 Read = Callable[[ViewedRun, Request], Any]
-
 
 Find = Callable[[Request], Awaitable[Mapping[str, ViewedRun]]]
 """Returns the runs that the sender of a request may see. Raises ``RequestError``."""
@@ -140,18 +141,54 @@ _PRIVATE = frozenset({"failures", "sessions", "session", "groups", "group"})
 _READERS: dict[str, Read] = {
     "run": lambda run, _: run.describe(),
     "metrics": lambda run, request: run.read_metrics(request.query_params.get("after", "")),
-    "failures": lambda run, _: {"failures": run.list_failures()},
+    "failures": lambda run, request: {"failures": run.list_failures(_failure_filter(request.query_params))},
     "sessions": lambda run, request: {"sessions": run.list_sessions(request.query_params.get("query", ""))},
     "session": lambda run, request: run.read_session(int(request.query_params["index"])),
-    "groups": lambda run, request: {"groups": run.list_groups(*_kind_and_version(request))},
+    "groups": lambda run, request: run.list_groups(
+        _kind(request), _parse(request.query_params, "version", int), _group_filter(request.query_params)
+    ),
     "group": lambda run, request: {
-        "rows": run.read_group(*_kind_and_version(request), request.query_params.get("task", ""))
+        "rows": run.read_group(
+            _kind(request), int(request.query_params.get("version", "0")), request.query_params.get("task", "")
+        )
     },
 }
 
 
-def _kind_and_version(request: Request) -> tuple[str, int]:
-    return request.query_params.get("kind", "rollout"), int(request.query_params.get("version", "0"))
+def _kind(request: Request) -> str:
+    return request.query_params.get("kind", "rollout")
+
+
+def _group_filter(given: Mapping[str, str]) -> GroupFilter:
+    low, high = _parse(given, "low", float), _parse(given, "high", float)
+    return GroupFilter(
+        query=given.get("query", ""),
+        low=-math.inf if low is None else low,
+        high=math.inf if high is None else high,
+        is_equal=_parse(given, "equal", _flag),
+        source=given.get("source") or None,
+    )
+
+
+def _failure_filter(given: Mapping[str, str]) -> FailureFilter:
+    return FailureFilter(
+        query=given.get("query", ""),
+        outcome=given.get("outcome") or None,
+        is_eval=_parse(given, "eval", _flag),
+        source=given.get("source") or None,
+        first_version=_parse(given, "first", int) or 0,
+        last_version=_parse(given, "last", int),
+    )
+
+
+def _flag(text: str) -> bool:
+    return text == "yes"
+
+
+def _parse(given: Mapping[str, str], name: str, parse: Callable[[str], Value]) -> Value | None:
+    """Return a parameter as a value; ``None`` if it is absent or empty. Raises ``ValueError``."""
+    text = given.get(name, "")
+    return parse(text) if text else None
 
 
 def _answer(document: Any, *, status: int = 200) -> Response:
@@ -260,18 +297,13 @@ async def open_page(
         url = url_of(listener)
         async with open_tasks() as tasks:
             # Shielded because a cancelled Hypercorn leaves its connections open; `stopping` ends it and its streams.
-            tasks.start_soon(_serve_shielded, app, listener, stopping)
+            tasks.start_soon(serve_shielded, app, listener, stopping, anyio.CancelScope(shield=True))
             try:
                 yield f"{url}/?token={token}"
             finally:
                 stopping.set()
     finally:
         listener.close()
-
-
-async def _serve_shielded(app: ASGIApp, listener: Any, stopping: anyio.Event) -> None:
-    with anyio.CancelScope(shield=True):
-        await serve(app, listener, shutdown=stopping.wait)
 
 
 def run_viewer(paths: tuple[Path, ...], *, host: str, port: int, announce: Callable[[str], object]) -> None:

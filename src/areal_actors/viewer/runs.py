@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
+import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
@@ -14,12 +18,23 @@ from attrs import Factory, asdict, evolve, field, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import RunSummarizer, read_new_records
-from areal_actors.dashboard.record import RunStatus, read_record
+from areal_actors.dashboard.record import RunStatus, read_record, read_replicas
 from areal_actors.dashboard.records import read_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact, redact_settings
 
-__all__ = ["Access", "Status", "ViewedRun", "describe_runs", "find_runs", "format_runs", "is_run", "view_run"]
+__all__ = [
+    "Access",
+    "FailureFilter",
+    "GroupFilter",
+    "Status",
+    "ViewedRun",
+    "describe_runs",
+    "find_runs",
+    "format_runs",
+    "is_run",
+    "view_run",
+]
 
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
@@ -29,6 +44,12 @@ _MAX_STALENESS = 16
 """Steps after which a group is looked for that began under a version."""
 _MAX_CONFIG = 40_000
 _MAX_FAILURES = 200
+_MAX_FILES = 4096
+"""Files of groups that one search reads, the newest versions first."""
+_MAX_EXAMPLES = 20
+_MAX_CHANGING = 32
+"""Versions whose groups may still be written: more than any staleness."""
+_SETTLED_NS = 2_000_000_000
 
 
 class Access(StrEnum):
@@ -42,6 +63,46 @@ class Access(StrEnum):
 
 
 @frozen(kw_only=True)
+class GroupFilter:
+    """Which groups are listed: those that match all that is set."""
+
+    query: str = ""
+    """In the name of the problem, or in what the model read or wrote, in any case."""
+    low: float = -math.inf
+    high: float = math.inf
+    """Bounds of the mean reward."""
+    is_equal: bool | None = None
+    """Whether all rows have the same reward, so that nothing is learned from them."""
+    source: str | None = None
+    """The dataset of the problem, in a run of several."""
+
+
+@frozen(kw_only=True)
+class FailureFilter:
+    """Which failed episodes are counted: those that match all that is set."""
+
+    query: str = ""
+    """In the reason, the traceback or the name of the problem, in any case."""
+    outcome: str | None = None
+    """``failed``, ``rejected`` or ``cut_short``."""
+    is_eval: bool | None = None
+    source: str | None = None
+    first_version: int = 0
+    last_version: int | None = None
+
+
+@frozen(kw_only=True)
+class _Group:
+    """What is kept of the file of a group until it changes. Texts would be gigabytes; whether they match is not."""
+
+    signature: tuple[int, int]
+    rewards: tuple[float, ...]
+    tokens: tuple[int, ...]
+    query: str
+    is_match: bool
+
+
+@frozen(kw_only=True)
 class ViewedRun:
     """A run to look at: its name on the page, its directory, and the status of its actors if it is live."""
 
@@ -52,25 +113,51 @@ class ViewedRun:
     _summarizer: RunSummarizer = field(
         default=Factory(lambda run: RunSummarizer(run.directory), takes_self=True), eq=False, repr=False
     )
+    _groups: dict[Path, _Group] = field(factory=dict, eq=False, repr=False)
+    _listed: dict[Path, tuple[int, list[int]]] = field(factory=dict, eq=False, repr=False)
+    """The versions in each directory of groups, with the time of its last change."""
+    _settings: dict[tuple[int, int], str] = field(factory=dict, eq=False, repr=False)
+    """The settings without secrets, by the time and the size of their file."""
 
     def describe(self) -> dict[str, Any]:
         """Return the summary, the verdict, the settings without secrets, and what there is to look at."""
         summary = self._summarizer.summarize().to_json()
-        config = self.directory.config
-        is_shown = self.access is Access.ALL and config.exists()
-        text = config.read_text(encoding="utf-8", errors="replace") if is_shown else ""
         return {
             "name": self.name,
             "is_live": self.status is not None,
             "record": None if (record := read_record(self.directory)) is None else asdict(record),
             **summary,
-            "config": redact_settings(text)[:_MAX_CONFIG],
+            "config": self._read_settings() if self.access is Access.ALL else "",
             "versions": {
-                "rollout": _versions(self.directory.rollouts),
-                "eval-rollout": _versions(self.directory.eval_rollouts),
+                "rollout": self._list_versions(self.directory.rollouts),
+                "eval-rollout": self._list_versions(self.directory.eval_rollouts),
             },
             "actors": {} if self.status is None else dict(self.status()),
+            "replicas": _describe_replicas(self.directory),
         }
+
+    def _read_settings(self) -> str:
+        """Return ``config.yaml`` without secrets. Recognising them takes 10 ms, so that it is done once."""
+        path = self.directory.config
+        if not path.exists():
+            return ""
+        key = (path.stat().st_mtime_ns, path.stat().st_size)
+        if key not in self._settings:
+            self._settings[key] = redact_settings(path.read_text(encoding="utf-8", errors="replace"))[:_MAX_CONFIG]
+        return self._settings[key]
+
+    def _list_versions(self, root: Path) -> list[int]:
+        """Return the versions that have groups, in order, listed again only if there is another one."""
+        if not root.is_dir():
+            return []
+        changed = root.stat().st_mtime_ns
+        known, found = self._listed.get(root, (0, []))
+        if known != changed:
+            found = _versions(root)
+            # Within the resolution of the clock of a file system, another version may follow without a later time.
+            if time.time_ns() - changed > _SETTLED_NS:
+                self._listed[root] = (changed, found)
+        return found
 
     def signature(self) -> dict[str, str]:
         """Return a text for each part of the run that differs whenever the part has changed. Costs a few stat calls."""
@@ -86,9 +173,10 @@ class ViewedRun:
         for part, path in parts.items():
             with suppress(OSError):  # there is none yet
                 own = path.stat()
-                # A directory of groups changes with its newest version, whose own directory has the time of its newest
-                # file.
-                times = (child.stat().st_mtime_ns for child in path.iterdir()) if path.is_dir() else ()
+                # A directory of groups changes with its newest versions, whose directories have the times of their
+                # newest files. Looking at all versions took 18 ms after 3,000 steps, each time.
+                newest = self._list_versions(path)[-_MAX_CHANGING:]
+                times = ((path / str(version)).stat().st_mtime_ns for version in newest)
                 found[part] = f"{own.st_ino}:{own.st_size}:{own.st_mtime_ns}:{max(times, default=0)}"
         return found
 
@@ -96,19 +184,27 @@ class ViewedRun:
         """Return the records of ``metrics.jsonl`` after ``cursor``, as ``read_new_records`` does."""
         return asdict(read_new_records(self.directory.metrics, cursor))
 
-    def list_failures(self) -> list[dict[str, Any]]:
-        """Return the kinds of failures: how often each happened, and the first episode that had it."""
+    def list_failures(self, wanted: FailureFilter | None = None) -> list[dict[str, Any]]:
+        """Return the kinds of failures: how often each happened, the first episode that had it, and the newest."""
+        wanted = wanted or FailureFilter()
         kinds: dict[str, dict[str, Any]] = {}
         for record in read_records(self.directory.failures):
+            if not _is_wanted(record, wanted):
+                continue
             reason = str(record.get("failure"))
             if reason not in kinds:
                 # Tracebacks quote the source line, which may contain a key.
                 first = {key: redact(value) if isinstance(value, str) else value for key, value in record.items()}
-                kinds[reason] = {"reason": redact(reason), "count": 0, "first": first}
+                newest = deque[dict[str, Any]](maxlen=_MAX_EXAMPLES)
+                kinds[reason] = {"reason": redact(reason), "count": 0, "first": first, "newest": newest}
             kind = kinds[reason]
             kind["count"] += 1
             kind["last_version"] = record.get("version")
-        return sorted(kinds.values(), key=lambda kind: -kind["count"])[:_MAX_FAILURES]
+            kind["newest"].appendleft(
+                {name: record.get(name) for name in ("task_id", "sample_idx", "version", "is_eval")}
+            )
+        found = sorted(kinds.values(), key=lambda kind: -kind["count"])[:_MAX_FAILURES]
+        return [kind | {"newest": list(kind["newest"])} for kind in found]
 
     def list_sessions(self, query: str = "") -> list[dict[str, Any]]:
         """Return the heads of the sampled conversations, newest first; with ``query``, of those that contain it."""
@@ -127,16 +223,54 @@ class ViewedRun:
                 return record
         return None
 
-    def list_groups(self, kind: str, version: int) -> list[dict[str, Any]]:
-        """Return the groups of episodes that began under ``version``: each problem with the rewards of its rows."""
-        root = (self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts) / str(version)
-        paths = sorted(root.glob("*.jsonl"), key=lambda path: (len(path.stem), path.stem))
-        groups = []
-        for path in paths[:_MAX_TASKS]:
-            rows = list(read_records(path))
-            rewards = [float(row.get("reward") or 0.0) for row in rows]
-            groups.append({"task": path.stem, "rewards": rewards, "tokens": [_num_trained(row) for row in rows]})
-        return groups
+    def list_groups(self, kind: str, version: int | None, wanted: GroupFilter | None = None) -> dict[str, Any]:
+        """Return the ``groups`` of episodes that began under ``version``: each problem with the rewards of its rows.
+
+        Without a version those of all, the newest first. ``is_cut`` says whether there are too many to list all.
+        """
+        wanted = wanted or GroupFilter()
+        root = self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts
+        versions = _versions(root)[::-1] if version is None else [version]
+        groups: list[dict[str, Any]] = []
+        # Problems are in numerical order.
+        files = (
+            (began, path)
+            for began in versions
+            for path in sorted((root / str(began)).glob("*.jsonl"), key=lambda path: (len(path.stem), path.stem))
+        )
+        for number, (began, path) in enumerate(files):
+            if len(groups) == _MAX_TASKS or number == _MAX_FILES:
+                return {"groups": groups, "is_cut": True}
+            if wanted.source not in (None, path.stem.rpartition("-")[0]):
+                continue
+            group = self._load_group(path, wanted.query.casefold())
+            mean = sum(group.rewards) / max(len(group.rewards), 1)
+            is_equal = len(group.rewards) > 1 and len(set(group.rewards)) == 1
+            if group.is_match and wanted.low <= mean <= wanted.high and wanted.is_equal in (None, is_equal):
+                facts = {"task": path.stem, "version": began}
+                groups.append(facts | {"rewards": list(group.rewards), "tokens": list(group.tokens)})
+        return {"groups": groups, "is_cut": False}
+
+    def _load_group(self, path: Path, query: str) -> _Group:
+        """Return what a file holds, read again only if it has changed: an open page asks whenever a file changes."""
+        stat = path.stat()
+        signature = (stat.st_mtime_ns, stat.st_size)
+        known = self._groups.get(path)
+        if known is not None and (known.signature, known.query) == (signature, query):
+            return known
+        rows = list(read_records(path))
+        texts = (path.stem, *(f"{row.get('prompt')}\n{row.get('completion')}" for row in rows if query))
+        group = _Group(
+            signature=signature,
+            rewards=tuple(float(row.get("reward") or 0.0) for row in rows),
+            tokens=tuple(_num_trained(row) for row in rows),
+            query=query,
+            is_match=not query or any(query in text.casefold() for text in texts),
+        )
+        if len(self._groups) >= _MAX_FILES:
+            self._groups.clear()
+        self._groups[path] = group
+        return group
 
     def read_group(self, kind: str, version: int, task: str) -> list[dict[str, Any]]:
         """Return the rows of one problem with the texts that the model read and wrote."""
@@ -148,7 +282,16 @@ class ViewedRun:
         mean = sum(float(row.get("reward") or 0.0) for row in rows) / max(len(rows), 1)
         kept = ("sample_idx", "reward", "seqlen", "prompt_len", "head_version", "tail_version", "prompt", "completion")
         keys = [(row.get("sample_idx"), row.get("seqlen")) for row in rows]
-        advantages = self._read_advantages(version, task, keys) if kind == "rollout" else {}
+        advantages: dict[tuple[Any, Any], list[float | None]] = {}
+        # The problem may have been trained by several of the steps after ``version``, from groups of other versions:
+        # the step that trained these rows has the most of them.
+        for step in range(version + 1, version + 2 + _MAX_STALENESS) if kind == "rollout" else ():
+            found: dict[tuple[Any, Any], list[float | None]] = {}
+            for row in read_records(self.directory.advantages / f"{step}.jsonl"):
+                if row.get("task") == task:
+                    found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
+            if sum(key in found for key in keys) > sum(key in advantages for key in keys):
+                advantages = found
         return [
             {name: row.get(name) for name in kept}
             # Rows of equal length of one episode have been trained in their order.
@@ -156,23 +299,6 @@ class ViewedRun:
             | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}
             for key, row in zip(keys, rows, strict=True)
         ]
-
-    def _read_advantages(
-        self, version: int, task: str, keys: Sequence[tuple[Any, Any]]
-    ) -> dict[tuple[Any, Any], list[float | None]]:
-        """Return the advantages of a problem's rows by episode and length, from the step that trained ``keys``.
-
-        The problem may have been trained by several of the steps after ``version``, from groups of other versions.
-        """
-        best: dict[tuple[Any, Any], list[float | None]] = {}
-        for step in range(version + 1, version + 2 + _MAX_STALENESS):
-            found: dict[tuple[Any, Any], list[float | None]] = {}
-            for row in read_records(self.directory.advantages / f"{step}.jsonl"):
-                if row.get("task") == task:
-                    found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
-            if sum(key in found for key in keys) > sum(key in best for key in keys):
-                best = found
-        return best
 
 
 def find_runs(paths: Sequence[Path]) -> dict[str, ViewedRun]:
@@ -210,7 +336,7 @@ def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for run in find_runs(paths).values():
         record, summary = read_record(run.directory), summarize_run(run.directory).to_json()
         state = {"status": "unknown" if record is None else record.status, "reason": record and record.reason}
-        found.append({"name": run.name} | state | summary)
+        found.append({"name": run.name} | state | summary | {"replicas": _describe_replicas(run.directory)})
     return found
 
 
@@ -223,9 +349,22 @@ def format_runs(runs: Sequence[Mapping[str, Any]]) -> str:
         state = f"{run['name']:{width}}  {run['status']:11}  {run['steps']:5}"
         lines.append(state + "".join(f"  {text:>15}" for text in rewards))
         ended_badly = run["status"] in (RunStatus.FAILED, RunStatus.KILLED)
-        notes = (run["reason"] if ended_badly else None, run["verdict"] and f"did not learn: {run['verdict']}")
+        replicas = (f"{role}: {one['serving']} of {one['wanted']} serve" for role, one in run["replicas"].items())
+        notes = (
+            run["reason"] if ended_badly else None,
+            run["verdict"] and f"did not learn: {run['verdict']}",
+            *replicas,
+            *(one["error"] for one in run["replicas"].values()),
+        )
         lines += [f"{'':{width}}  {note}" for note in notes if note]
     return "\n".join(lines)
+
+
+def _describe_replicas(directory: RunDirectory) -> dict[str, dict[str, Any]]:
+    """Return how many workers of each role a run has that goes on."""
+    record = read_record(directory)
+    is_live = record is not None and record.status in (RunStatus.RUNNING, RunStatus.SERVING)
+    return {role: asdict(count) for role, count in read_replicas(directory).items()} if is_live else {}
 
 
 def _format(value: float | None) -> str:
@@ -243,7 +382,24 @@ def is_run(directory: RunDirectory) -> bool:
 
 
 def _versions(root: Path) -> list[int]:
-    return sorted(int(path.name) for path in root.glob("*") if path.name.isdecimal()) if root.is_dir() else []
+    # Of 5,000 names, pathlib makes paths in 40 ms.
+    return sorted(int(name) for name in os.listdir(root) if name.isdecimal()) if root.is_dir() else []  # noqa: PTH208
+
+
+def _is_wanted(record: Mapping[str, Any], wanted: FailureFilter) -> bool:
+    version, task = int(record.get("version") or 0), str(record.get("task_id"))
+    if wanted.outcome not in (None, record.get("outcome")) or wanted.is_eval not in (
+        None,
+        record.get("is_eval", False),
+    ):
+        return False
+    if wanted.source not in (None, task.rpartition("-")[0]):
+        return False
+    if version < wanted.first_version or (wanted.last_version is not None and version > wanted.last_version):
+        return False
+    # Only what is shown is searched: a search for the beginning of a key must not find it.
+    texts = (task, redact(str(record.get("failure"))), redact(str(record.get("traceback") or "")))
+    return not wanted.query or wanted.query.casefold() in "\n".join(texts).casefold()
 
 
 def _num_trained(row: Mapping[str, Any]) -> int:

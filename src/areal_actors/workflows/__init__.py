@@ -19,6 +19,7 @@ from areal_actors.workflows.context import EpisodeContext
 from areal_actors.workflows.engine import EpisodeEngine, GenerationConfig, GenerationHyperparameters, ModelRequest
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse, Sample, parse_rollout
 from areal_actors.workflows.pool import AgentPool, PoolConfig, serialize_agent
+from areal_actors.workflows.recording import RecordedGeneration
 from areal_actors.workflows.rewards import AsyncRewardWrapper
 from areal_actors.workflows.rollout import (
     GroupedRolloutWorkflow,
@@ -58,6 +59,7 @@ __all__ = [
     "OpenAIProxyWorkflow",
     "PoolConfig",
     "ProxyWorkflow",
+    "RecordedGeneration",
     "Reward",
     "RolloutResult",
     "RolloutWorkflow",

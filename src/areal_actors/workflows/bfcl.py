@@ -38,13 +38,11 @@ class FunctionCaller:
         )
         answer.raise_for_status()
         message = answer.json()["choices"][0]["message"]
-        calls = [_parse_call(call["function"]) for call in message.get("tool_calls") or ()]
+        calls = []
+        for function in (call["function"] for call in message.get("tool_calls") or ()):
+            try:
+                arguments = json.loads(function["arguments"] or "{}")
+            except ValueError:
+                arguments = None
+            calls.append(FunctionCall(function["name"], arguments if isinstance(arguments, dict) else None))
         return float(find_fault(data, calls) is None)
-
-
-def _parse_call(function: Mapping[str, Any]) -> FunctionCall:
-    try:
-        arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
-        arguments = None
-    return FunctionCall(function["name"], arguments if isinstance(arguments, dict) else None)

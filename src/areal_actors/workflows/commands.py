@@ -324,9 +324,16 @@ class _BoxedInvocation:
         reward = _parse_reward(_last_line(ended.stdout), name="The grader")
         if reward != {}:
             return reward
+        # A Python script of the command that does not catch an exception ends with it on the last line, and a line
+        # before names the script. Programs that the grader runs raise in other files, and unittest, which reports
+        # exceptions as failed tests, ends with a summary.
+        lines = ended.stderr.decode(errors="replace").strip().splitlines()
+        is_exception = bool(lines) and re.match(r"[A-Za-z_][\w.]*(: |$)", lines[-1]) is not None
+        scripts = [f'File "{path}", line ' for path in _files_of(grader)]
+        has_raised = is_exception and any(script in line for script in scripts for line in lines)
         # Status 1 is a verdict: that of test, cmp and pytest. The reward 0 for a grader that is missing or raises would
         # teach the model that its answer was wrong.
-        if ended.status > 1 or (ended.status == 1 and _has_raised(ended, grader)):
+        if ended.status > 1 or (ended.status == 1 and has_raised):
             raise EpisodeError(
                 f"The grader {' '.join(grader)} failed, so that this episode has no reward. {ended.describe()}\n"
                 "A grader rewards 0 by printing 0 as its last line, or by exit status 1."
@@ -338,20 +345,6 @@ def _log_numbers(**numbers: float) -> None:
     """Log numbers of the episode; outside of a run, and if they cannot be logged, nothing is."""
     with suppress(InvalidRequest):
         workflow_context.log(**numbers)
-
-
-def _has_raised(ended: Completed, grader: Sequence[str]) -> bool:
-    """Return whether a Python script of the grader's command ended in an exception that it did not catch.
-
-    Its last line on stderr is the exception then, and a line before names the script. Programs that the grader runs
-    raise in other files, and unittest, which reports exceptions as failed tests, ends with a summary.
-    """
-    lines = ended.stderr.decode(errors="replace").strip().splitlines()
-    return (
-        bool(lines)
-        and re.match(r"[A-Za-z_][\w.]*(: |$)", lines[-1]) is not None
-        and any(f'File "{path}", line ' in line for path in _files_of(grader) for line in lines)
-    )
 
 
 def _files_of(command: Sequence[str]) -> tuple[Path, ...]:

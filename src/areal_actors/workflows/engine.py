@@ -40,8 +40,8 @@ class EpisodeEngine:
     """The engine passed to ``arun_episode``. Direct clients take it as their engine: ``ArealOpenAI(engine=engine)``.
 
     ``renderer`` converts messages and texts to ids, and ids to texts. ``gconfig`` are the settings of the run, ``key``
-    seeds the sampling. Two requests with the same prompt are two samples; the order of an episode's requests does not
-    change their samples.
+    seeds the sampling. No answer has more than ``max_tokens``. Two requests with the same prompt are two samples; the
+    order of an episode's requests does not change their samples.
     """
 
     def __init__(
@@ -51,11 +51,13 @@ class EpisodeEngine:
         *,
         gconfig: GenerationConfig | None = None,
         key: SampleKey | None = None,
+        max_tokens: int | None = None,
     ) -> None:
         self.generation = generation
         self.renderer = renderer
         self.gconfig = gconfig or GenerationConfig()
         self.key = key or SampleKey(seed=0)
+        self.max_tokens = max_tokens
         self._asked: Counter[str] = Counter()
         self._num_clients = 0
         self._versions: list[int] = []
@@ -82,10 +84,20 @@ class EpisodeEngine:
                 )
         return next(iter(ways), None)
 
-    def for_episode(self, *path: int | str, key: SampleKey | None = None) -> EpisodeEngine:
-        """Return the same engine under another sample key: ``key``, or this one's with ``path`` appended."""
+    def for_episode(
+        self, *path: int | str, key: SampleKey | None = None, max_tokens: int | None = None
+    ) -> EpisodeEngine:
+        """Return the same engine under another sample key: ``key``, or this one's with ``path`` appended.
+
+        With ``max_tokens``, no answer is longer, whatever a request asks for.
+        """
         key = key or evolve(self.key, path=(*self.key.path, *path))
-        return EpisodeEngine(self.generation, self.renderer, gconfig=self.gconfig, key=key)
+        limit = self.max_tokens if max_tokens is None else max_tokens
+        return EpisodeEngine(self.generation, self.renderer, gconfig=self.gconfig, key=key, max_tokens=limit)
+
+    def on(self, generation: Ref[Generation]) -> EpisodeEngine:
+        """Return the same engine, under the same sample key, behind another ref."""
+        return EpisodeEngine(generation, self.renderer, gconfig=self.gconfig, key=self.key, max_tokens=self.max_tokens)
 
     def next_client_key(self) -> SampleKey:
         """Return a new sample key for each client that an episode creates."""
@@ -155,7 +167,7 @@ class EpisodeEngine:
         return EngineRequest(
             id=f"{request.rid}-{uuid4().hex[:8]}",  # members of a group may all use the problem's name
             prompt=request.input_ids,
-            sampling=evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room)),
+            sampling=evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room, self.max_tokens or room)),
             key=evolve(self.key, path=(*self.key.path, digest, count)),
             stop_token_ids=self.renderer.stop_token_ids,
             routing_key="/".join(map(str, self.key.path)),  # empty outside of episodes

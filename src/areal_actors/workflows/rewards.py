@@ -104,7 +104,14 @@ class AsyncRewardWrapper:
                     if outcome:
                         return value
                     raise EpisodeError(f"Reward function {self._name} raised {value}")
-            raise EpisodeError(f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times.")
+            message = f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times."
+            if getattr(self._function, "__module__", None) == "__main__":
+                # A worker imports the script to find the function, and would run all of it.
+                message += (
+                    " It is defined in the script that runs, which each worker imports: put what the script runs below "
+                    '`if __name__ == "__main__":`, or the function in a module.'
+                )
+            raise EpisodeError(message)
         raise EpisodeError(
             f"Reward function {self._name} took longer than {self._timeout_seconds:g} s; its worker was killed."
         )

@@ -310,7 +310,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         engine: Any,  # noqa: ARG002 - the proxy has an engine
         data: dict[str, Any],
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        """Run one episode; return its training rows, each by the completion that it ends, without messages or parents.
+        """Run one episode; return its training rows, each by the completion that it ends, without messages.
 
         Raises:
             EpisodeError: the agent raised, or returned something that is not a reward. Its session is ended in any
@@ -326,21 +326,10 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             injected = Injected(base_url=session.base_url, api_key=key, http_client=http_client)
             with placeholder_keys():
                 reward = await run_agent(self.agent, data, injected)
-            assigned: dict[str, float] = {}
             for interaction, value in reward.by_interaction.items():
                 await session.set_reward(interaction, value)
-                assigned[interaction] = value
             if reward.last is not None:
-                assigned[await session.set_last_reward(reward.last)] = reward.last
+                await session.set_last_reward(reward.last)
                 # Marks the number as the reward of the whole episode.
                 await session.end_session(reward.last)
-        episode = await session.export_interactions(discount=self._discount, style=self._style)
-        interactions: dict[str, InteractionWithTokenLogpReward] = {}
-        for row in episode.trajectories:
-            # A row of several turns stands for all of them, having no parents: its reward is the sum of theirs.
-            values = [assigned[name] for name in row.interactions if name in assigned]
-            name = row.interactions[-1]
-            interactions[name] = InteractionWithTokenLogpReward(
-                interaction_id=name, reward=row.reward, assigned_reward=sum(values) if values else None, row=row
-            )
-        return interactions
+        return await session.export_interactions(discount=self._discount, style=self._style)

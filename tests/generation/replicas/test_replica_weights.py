@@ -56,6 +56,29 @@ async def test_what_is_kept_is_asked_for_by_who_joins_late():
     assert {"a": "serving", "b": "serving"} == states
 
 
+async def test_a_replica_that_hangs_while_it_loads_does_not_hold_the_others():
+    """It is left out within 10 s, its generation goes on elsewhere, and it comes back with the weights once it can."""
+    async with open_replica_stack("a") as stack:
+        hanging = await stack.add("b", CountingEngine(is_gated=True))
+        await stack.kill("a")
+        async with reading(stack, request()) as one:
+            other = await stack.add("a")
+            hanging.gate = anyio.Event()
+            with anyio.fail_after(10):
+                await stack.publish(1)
+                while not one.versions:  # noqa: ASYNC110 - virtual time
+                    await anyio.sleep(0.1)
+            states = await stack.states()
+        hanging.gate.set()
+        await anyio.sleep(60)
+        later = await stack.states()
+
+    assert {"a": "serving", "b": "joining"} == states
+    assert {"a": "serving", "b": "serving"} == later
+    assert ([1], {1}) == ([snapshot.version for snapshot in other.loaded], {one.version for one in hanging.loaded})
+    assert (EIGHT, {1}) == (one.ids, set(one.versions))
+
+
 async def test_who_cannot_load_is_out_until_it_can():
     """Its generations go on elsewhere under the new weights; it comes back by itself."""
     async with open_replica_stack() as stack:
@@ -112,7 +135,7 @@ async def test_weights_that_nobody_can_load_are_refused_and_the_old_ones_served_
 
 async def test_a_load_that_does_not_end_is_given_up():
     """The others serve the new weights meanwhile."""
-    async with open_replica_stack("a", "b", config=RouterConfig(load_seconds=30)) as stack:
+    async with open_replica_stack("a", "b", config=RouterConfig(load_seconds=30, straggler_seconds=600)) as stack:
         stack.engines["a"].gate = anyio.Event()
         began = anyio.current_time()
         await stack.publish(1)

@@ -12,8 +12,8 @@ from tests.stacks.replica_stack import START, count, request
 
 from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, Exactly, FinishReason
 from areal_actors.errors import EngineError, Unavailable
-from areal_actors.generation.router import CounterTotals, Replica
-from areal_actors.generation.routing import ReroutableGeneration, SessionAffinity, choose
+from areal_actors.generation.router import CounterTotals
+from areal_actors.generation.routing import Replica, ReroutableGeneration, SessionAffinity, choose
 from areal_actors.messages import ReplicaState
 
 INFO = EngineInfo(

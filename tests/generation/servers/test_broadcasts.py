@@ -31,11 +31,13 @@ import areal_actors
 from areal_actors.domain import as_floats
 from areal_actors.errors import ConfigError, EngineError, ModelError
 from areal_actors.generation.base import Snapshot
-from areal_actors.generation.servers.broadcasting import open_broadcasts
+from areal_actors.generation.servers.broadcasting import create_weight_receiver
+from areal_actors.generation.servers.server import open_server
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.kernel import Ref
 from areal_actors.kernel.remote import connect
+from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.messages import Weights
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
 from areal_actors.testing.engines import EchoEngine
@@ -341,5 +343,6 @@ async def test_who_knows_no_keeper_says_so(model: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(ModelError, match="does not know"):
             await engine.load(Snapshot(version=1, is_kept=True))
-    with pytest.raises(ConfigError, match="vllm cannot be sent weights"):
-        open_broadcasts(VllmDialect(), anyio.lowlevel.checkpoint, CONFIG)
+    async with open_server("http://127.0.0.1:1", VllmDialect(), CONFIG, changed=ChangeSignal(), processes=None) as vllm:
+        with pytest.raises(ConfigError, match="vllm cannot be sent weights"):
+            create_weight_receiver(vllm, anyio.lowlevel.checkpoint)

@@ -12,7 +12,16 @@ from pathlib import Path
 import anyio
 import psutil
 import pytest
-from tests.generation.servers.server_stack import WHOLE, ReplicatedServers, ask, ids_of, open_replicated
+from attrs import evolve
+from tests.generation.servers.server_stack import (
+    CONFIG,
+    WHOLE,
+    ReplicatedServers,
+    ask,
+    ids_of,
+    open_replicated,
+    open_server_stack,
+)
 
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
@@ -100,3 +109,27 @@ async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_p
 
     assert [WHOLE, WHOLE] == [ids_of(updated), ids_of(replaced)]
     assert {1} == {chunk.version for chunk in (*updated, *replaced)}
+
+
+async def test_a_server_that_answers_but_samples_nothing_loses_its_requests(tmp_path: Path) -> None:
+    """It has sampled before, and says that it is healthy; a pause is no reason to give it up."""
+    model = create_tiny(tmp_path / "models")
+    config = evolve(CONFIG, progress_timeout_seconds=0.5)
+    async with open_server_stack(model, tmp_path, num_servers=2, config=config, is_gated=True) as (engine, servers):
+        heard = []
+        with anyio.fail_after(30):
+            async with engine.generate(ask(0)) as chunks, anyio.create_task_group() as tasks:
+                for server in servers:
+                    server.engine.release(5)
+                heard.append(await anext(chunks))
+                (stalled,) = [each for each in servers if each.engine.statistics().running]
+                (other,) = [each for each in servers if each is not stalled]
+                await engine.pause()
+                await anyio.sleep(1.0)
+                assert stalled.engine.statistics().running
+                await engine.resume()
+                other.engine.release(1000)
+                heard += [chunk async for chunk in chunks]
+                tasks.cancel_scope.cancel()
+
+    assert WHOLE == ids_of(heard)

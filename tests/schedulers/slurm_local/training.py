@@ -106,7 +106,7 @@ def test_a_run_whose_roles_are_jobs_learns(cluster, tmp_path, job):
 
 @pytest.mark.parametrize("worker", ["generation-0", "trainer-0", "proxy-0"])
 def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
-    """An engine is replaced alone; without trainer or proxy, the run begins again at its checkpoint. Each step once."""
+    """Engine and proxy are replaced alone; without the trainer, the run resumes from its checkpoint. Each step once."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
     directory = tmp_path / "run"
@@ -127,7 +127,7 @@ def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
 
 @pytest.mark.parametrize("how", ["requeue", "cancel"])
 def test_a_run_goes_on_when_its_proxy_is_lost(cluster, tmp_path, how):
-    """The next attempt has another proxy; episodes that were cut off count as no failures. Each step is made once."""
+    """Another one serves behind the same address, in the same attempt; no episode counts as failed. Each step once."""
     directory = tmp_path / "run"
     settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8")
     with training(cluster, directory, *settings, roles=THREE) as run:
@@ -139,9 +139,37 @@ def test_a_run_goes_on_when_its_proxy_is_lost(cluster, tmp_path, how):
     failures = directory / "failures.jsonl"
 
     assert run.returncode == 0
+    assert "attempt_restarted" not in (directory / "logs" / "run.jsonl").read_text()
     assert 8 == json.loads(said.splitlines()[-1])["steps"]
     assert list(range(1, 9)) == steps(directory)
     assert not failures.exists() or not failures.read_text()
+
+
+def test_jobs_are_added_to_a_run_and_removed(cluster, tmp_path):
+    """From one engine to two and back, while the run goes on. Each step is made once, and no job is left."""
+    directory = tmp_path / "run"
+    settings = (*TINY, "total_steps=400", "rollout.group_size=2", "eval_dataset=null")
+    with training(cluster, directory, *settings, roles=THREE) as run:
+        wait_until(run, lambda: len(steps(directory)) >= 1)
+        scale(directory, "generation=2")
+        assert "generation-1" in nodes(cluster)
+        scale(directory, "generation=1")
+        wait_until(run, lambda: "generation-1" not in nodes(cluster))
+        num_steps = len(steps(directory))
+        wait_until(run, lambda: len(steps(directory)) > num_steps + 2)
+        run.terminate()
+        run.communicate(timeout=300)
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+    assert list(range(1, len(records) + 1)) == steps(directory)
+    assert {0} == {record["failed_episodes"] for record in records}
+    assert (1, 2, 1) == (records[0]["engines"], max(one["engines"] for one in records), records[-1]["engines"])
+
+
+def scale(directory: Path, sizes: str) -> None:
+    """Scale a run, and wait until it has so many."""
+    command = [sys.executable, "-m", "areal_actors", "scale", str(directory), sizes, "--wait", "300"]
+    subprocess.run(command, check=True, cwd=ROOT)
 
 
 def test_two_runs_that_want_more_than_there_is_come_one_after_the_other(cluster, tmp_path):

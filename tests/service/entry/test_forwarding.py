@@ -89,7 +89,7 @@ async def test_an_episode_stays_at_its_home():
                 async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none") as client:
                     by_url = await client.chat.completions.create(model="any", messages=HELLO)
                 await session.set_last_reward(1.0)
-            episode = await session.export_interactions(style="concat")
+            episode = await session.export_episode(style="concat")
 
             assert f"I am {home}" == said["content"] == by_url.choices[0].message.content
             assert 3 == episode.num_turns

@@ -66,7 +66,7 @@ async def keeping(root: Path, model: Any, *, grace: float = 5.0) -> AsyncIterato
 def wanted(engine: str = "a", *, seconds: float = 20.0) -> SendWeights:
     """A request for a server that never joins."""
     receiver = Receiver(name=f"server of {engine}", machine="localhost", device="cpu", num_ranks=1)
-    return SendWeights(engine=engine, version=3, receivers=(receiver,), timeout_seconds=seconds)
+    return SendWeights(engine=engine, version=3, receiver=receiver, timeout_seconds=seconds)
 
 
 async def test_what_is_kept_is_described_and_written_once(tmp_path: Path, model: Any) -> None:
@@ -140,7 +140,7 @@ async def test_engines_that_announce_themselves_share_a_group(tmp_path: Path, mo
                 others.cancel_scope.cancel()
 
     assert seen["a"].name == seen["b"].name
-    assert (seen["a"].size, seen["a"].offsets, seen["b"].offsets) == (3, (1,), (2,))
+    assert (seen["a"].size, seen["a"].offset, seen["b"].offset) == (3, 1, 2)
     assert len(said) == 1
     assert "b left" in said[0]
 

@@ -160,11 +160,8 @@ class BroadcastDialect(ServerDialect, Protocol):
     The server is paused meanwhile. Every method raises ``EngineError`` with the reason if the server refuses.
     """
 
-    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, offset: int) -> None:
-        """Let the server's processes join the group at ``place``; return when they have joined.
-
-        Their ranks begin with ``offset``.
-        """
+    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace) -> None:
+        """Let the server's processes join the group at ``place``; return when they have joined."""
         ...
 
     async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
@@ -210,7 +207,20 @@ class Attribution:
         if delta.finish is None:
             if is_settled:
                 self._check_label(delta)
-                return (self._pass_on_all(delta),) if len(delta.token_ids) else ()
+                if not len(delta.token_ids):
+                    return ()
+                # Nearly every delta is passed on here, which costs a third of ``_pass_on``.
+                is_first, self.num_delivered = self.num_delivered == 0, self.num_delivered + len(delta.token_ids)
+                return (
+                    Chunk(
+                        token_ids=delta.token_ids,
+                        logprobs=delta.logprobs,
+                        raw_logprobs=delta.raw_logprobs,
+                        version=self.version,
+                        top_logprobs=delta.top_logprobs,
+                        num_cached_tokens=delta.num_cached_tokens if is_first else 0,
+                    ),
+                )
             self._held.append(delta)
             return ()
         whole = _join([*self._held, delta])
@@ -238,18 +248,6 @@ class Attribution:
                 f"The server has weights {delta.server_version!r} where {self.label!r} was loaded; it has been "
                 "started again."
             )
-
-    def _pass_on_all(self, delta: Delta) -> Chunk:
-        """Return a delta under the first version. This is nearly every delta, and costs a third of ``_pass_on``."""
-        is_first, self.num_delivered = self.num_delivered == 0, self.num_delivered + len(delta.token_ids)
-        return Chunk(
-            token_ids=delta.token_ids,
-            logprobs=delta.logprobs,
-            raw_logprobs=delta.raw_logprobs,
-            version=self.version,
-            top_logprobs=delta.top_logprobs,
-            num_cached_tokens=delta.num_cached_tokens if is_first else 0,
-        )
 
     def _pass_on(self, delta: Delta, versions: Ints) -> tuple[Chunk, ...]:
         """Return a chunk for each run of equal versions; the last one has the finish."""

@@ -50,7 +50,7 @@ from areal_actors.generation.base import (
 from areal_actors.generation.router import EngineSet, RouterConfig
 from areal_actors.generation.routing import ReroutableGeneration
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
-from areal_actors.generation.servers.broadcasting import Broadcasts, FindWeights, open_broadcasts
+from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
 from areal_actors.generation.servers.dialect import Attribution, ServerDialect
 from areal_actors.generation.servers.publishing import Publisher, ServerAdmission, Weights
@@ -76,7 +76,7 @@ class ServerEngine:
         weights: Weights,
         publisher: Publisher,
         *,
-        broadcasts: Broadcasts | None = None,
+        receiver: WeightReceiver | None = None,
         adapters: Adapters | None = None,
         decode: Decode | None = None,
     ) -> None:
@@ -87,7 +87,7 @@ class ServerEngine:
         self._loaded: Weights | None = None
         """The weights that the server was given last; ``None`` while they are undefined, as during a load."""
         self._publisher = publisher
-        self._broadcasts = broadcasts
+        self._receiver = receiver
         self._adapters = adapters
         self._decode = decode
         self._info: EngineInfo
@@ -124,7 +124,7 @@ class ServerEngine:
                 f"{server.url} did not answer within {seconds:g} s (start_timeout_seconds). Check that the server "
                 "runs, and that this machine reaches it."
             )
-        if self._broadcasts is not None and not facts.num_ranks:
+        if self._receiver is not None and not facts.num_ranks:
             raise EngineError(
                 f"{server.url} cannot be sent weights: its processes are parallel in other ways than by tensors. "
                 "Start several servers in the place of data parallelism, or publish by disk (trainer.publish)."
@@ -152,15 +152,15 @@ class ServerEngine:
 
     async def close(self) -> None:
         """Let a server that keeps running leave our process groups, and unload our adapters from it."""
-        server, broadcasts, adapters = self._server, self._broadcasts, self._adapters
+        server, receiver, adapters = self._server, self._receiver, self._adapters
         if not server.is_ready:
             return
         if adapters is not None:
             with anyio.move_on_after(server.config.health_timeout_seconds, shield=True), suppress(EngineError):
                 await adapters.unload_unused(server.control, ())
-        if broadcasts is not None:
+        if receiver is not None:
             with anyio.CancelScope(shield=True):
-                await broadcasts.forget(server.url, server.control)
+                await receiver.forget()
 
     # ------------------------------------------------------------------------------------------ the protocol
 
@@ -216,7 +216,7 @@ class ServerEngine:
         Mode ``WAIT`` waits for generations that run at the server; they end only if their consumers keep reading. If it
         is cancelled, the engine remains pausing: call ``resume``. A server that is lost is paused when it comes back.
         """
-        self._is_paused = True
+        self._is_paused = self._server.is_paused = True
         if mode is PauseMode.ABORT:
             async with anyio.create_task_group() as tasks:
                 for run in tuple(self._placed):
@@ -231,7 +231,8 @@ class ServerEngine:
 
     async def resume(self) -> None:
         """Continue sampling."""
-        self._is_paused = False
+        self._is_paused = self._server.is_paused = False
+        self._expect_progress()
         async with self._control:
             if not self._is_paused and self._server.is_ready:
                 await self._command(self._dialect.resume(self._server.control))
@@ -245,7 +246,19 @@ class ServerEngine:
         """
         # A load that is cancelled half-way would leave the server with undefined weights.
         with anyio.CancelScope(shield=True):
-            weights = await self._find(snapshot)
+            if self._adapters is not None and snapshot.adapter is not None:
+                adapter = await to_thread.run_sync(self._adapters.admit, snapshot.version, snapshot.adapter)
+                weights = Weights(version=snapshot.version, path=self._weights.path, adapter=adapter)
+            elif not snapshot.is_kept:
+                weights = await to_thread.run_sync(self._publisher.write, snapshot)
+            elif self._receiver is not None:
+                buckets = await self._receiver.describe(snapshot.version)
+                weights = Weights(version=snapshot.version, buckets=buckets)
+            else:
+                raise ModelError(
+                    f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
+                    "publish its state or a path."
+                )
             async with self._control:
                 if not self._server.is_ready:
                     self._weights = weights
@@ -271,22 +284,6 @@ class ServerEngine:
 
     # ------------------------------------------------------------------------------------------------ weights
 
-    async def _find(self, snapshot: Snapshot) -> Weights:
-        """Return the weights of a snapshot as the server can load them."""
-        if self._adapters is not None and snapshot.adapter is not None:
-            adapter = await to_thread.run_sync(self._adapters.admit, snapshot.version, snapshot.adapter)
-            return Weights(version=snapshot.version, path=self._weights.path, adapter=adapter)
-        if not snapshot.is_kept:
-            return await to_thread.run_sync(self._publisher.write, snapshot)
-        if self._broadcasts is None:
-            raise ModelError(
-                f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
-                "publish its state or a path."
-            )
-        # A server that comes back loads from disk: it is in no group, and others must not wait for one to form.
-        buckets = await self._broadcasts.describe(snapshot.version, is_receiving=self._server.is_ready)
-        return Weights(version=snapshot.version, buckets=buckets)
-
     async def _load(self, weights: Weights) -> None:
         """Load weights into a server that serves. The caller holds ``_control``."""
         server, former = self._server, self._weights
@@ -301,22 +298,19 @@ class ServerEngine:
             try:
                 await self._command(self._update(weights))
             except ModelError:
-                await self._restore_former(former)
+                self._weights = former
+                try:
+                    await self._command(self._update_from_disk(former))
+                except ModelError:
+                    _log.warning("server_lost", url=server.url, reason="it refuses the former weights as well")
+                    self._mark_unhealthy()
                 raise
         finally:
             if not self._is_paused and server.is_ready:
                 await self._command(self._dialect.resume(server.control))
             server.is_loading = False
+            self._expect_progress()
             server.changed.notify()
-
-    async def _restore_former(self, former: Weights) -> None:
-        """Give a server that rejected weights the former ones. One that rejects those as well is left out."""
-        self._weights = former
-        try:
-            await self._command(self._update_from_disk(former))
-        except ModelError:
-            _log.warning("server_lost", url=self._server.url, reason="it refuses the former weights as well")
-            self._mark_unhealthy()
 
     async def _load_adapter(self, weights: Weights) -> None:
         """Load an adapter into a server that serves, which goes on sampling, and unload older ones that are not used.
@@ -345,16 +339,12 @@ class ServerEngine:
         # Unknown until the load is complete: an interrupted load leaves undefined weights under an old label.
         self._loaded = None
         if weights.path is None:
-            server, broadcasts = self._server, self._broadcasts
-            assert broadcasts is not None
-            assert server.facts is not None
-            receiving = [(server.url, server.control, server.facts)]
-            lost = await broadcasts.send(receiving, version=weights.version, buckets=weights.buckets)
-            for url, error in lost.items():
-                _log.warning("weights_not_received", url=url, version=weights.version, reason=str(error))
-            if not lost:
+            assert self._receiver is not None
+            error = await self._receiver.receive(weights.version, weights.buckets)
+            if error is None:
                 self._loaded = weights
                 return
+            _log.warning("weights_not_received", url=self._server.url, version=weights.version, reason=str(error))
         await self._update_from_disk(weights)
 
     async def _update_from_disk(self, weights: Weights) -> None:
@@ -362,8 +352,8 @@ class ServerEngine:
         self._loaded = None
         path = weights.path
         if path is None:
-            assert self._broadcasts is not None
-            path = await self._broadcasts.write(weights.version)
+            assert self._receiver is not None
+            path = await self._receiver.write(weights.version)
         await self._dialect.update_from_disk(self._server.control, path, version=weights.label)
         self._loaded = weights
 
@@ -394,8 +384,8 @@ class ServerEngine:
                 server.changed.notify()
                 # Requests that still run there must not sample from weights that are half loaded.
                 await server.until_silent(self._pause_server())
-                if self._broadcasts is not None:
-                    await self._broadcasts.forget(server.url, server.control)
+                if self._receiver is not None:
+                    await self._receiver.forget()
                 # From disk: a restarted server is in no group, and others must not wait for one to form.
                 await server.until_silent(self._update_from_disk(weights))
             self._loaded = weights
@@ -409,6 +399,7 @@ class ServerEngine:
             _log.info("server_serves", url=server.url, version=weights.version)
         finally:
             server.may_be_outdated = server.is_loading = False
+            self._expect_progress()
             server.changed.notify()
 
     async def _pause_server(self) -> None:
@@ -481,6 +472,7 @@ class ServerEngine:
             async with AsyncExitStack() as stack:
                 deltas = await server.until_silent(stack.enter_async_context(opening))
                 while (delta := await server.until_silent(anext(deltas, None))) is not None:
+                    server.progressed_at, server.has_sampled = anyio.current_time(), True
                     has_ended = delta.finish is not None
                     if run.is_ending and not (has_ended or was_abort_repeated):
                         # The server may have received the abort before the request, and dropped it: repeat it once.
@@ -509,10 +501,16 @@ class ServerEngine:
                 await self._end_attempt(run)
             self._end(run)
 
+    def _expect_progress(self) -> None:
+        """Measure the time to the next token from now on, if one is expected."""
+        server = self._server
+        server.progressed_at = anyio.current_time() if self._placed and server.has_sampled else None
+
     def _begin(self, run: ServerGeneration) -> None:
         """Count an attempt that begins."""
         if not self._placed:
             self._busy_since = anyio.current_time()
+            self._server.progressed_at = self._busy_since if self._server.has_sampled else None
         self._placed.add(run)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] += 1
@@ -522,6 +520,8 @@ class ServerEngine:
         if len(self._placed) == 1:
             self._finished_seconds += self._busy_seconds
         self._placed.remove(run)
+        if not self._placed:
+            self._server.progressed_at = None
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] -= 1
         self._server.changed.notify()
@@ -608,15 +608,15 @@ async def open_server_engines(
                 for url in urls
             ]
             engines: list[ServerEngine] = []
-            receivers: list[tuple[Server, Broadcasts]] = []
+            receivers: list[WeightReceiver] = []
             for server in servers:
                 server.peers = servers if config.gateway_url is not None else [server]
-                broadcasts = None
+                receiver = None
                 if find_weights is not None:
-                    broadcasts = open_broadcasts(dialect, find_weights, config)
-                    receivers.append((server, broadcasts))
+                    receiver = create_weight_receiver(server, find_weights)
+                    receivers.append(receiver)
                 engines.append(
-                    ServerEngine(server, weights, publisher, broadcasts=broadcasts, adapters=loaded, decode=decode)
+                    ServerEngine(server, weights, publisher, receiver=receiver, adapters=loaded, decode=decode)
                 )
             watching = await stack.enter_async_context(open_tasks())
             for server, engine in zip(servers, engines, strict=True):

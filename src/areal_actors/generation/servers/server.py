@@ -70,6 +70,12 @@ class Server:
     """Incremented before its weights change."""
     silent_since: float | None = None
     """When the first health check began that it left without an answer; ``None`` if it answered the last one."""
+    progressed_at: float | None = None
+    """When it sent the last token, or got its first request after that; ``None`` while none is expected."""
+    has_sampled: bool = False
+    """Whether it has sent a token since it was lost last: before that, it may compile kernels for minutes."""
+    is_paused: bool = False
+    """Whether it was told to stop sampling."""
     has_served: bool = False
     """Whether its process has served: one that starts may be silent for minutes."""
     changed: ChangeSignal
@@ -118,7 +124,7 @@ class Server:
                 if not self.answers:
                     if self.is_ready:
                         _log.warning("server_lost", url=self.url, reason="it does not answer")
-                    self.is_ready = self.may_be_outdated = False
+                    self.is_ready = self.may_be_outdated = self.has_sampled = False
                 elif not (self.is_ready or is_restoring):
                     self.may_be_outdated = True
                     # In a task: the server is also watched while it is given weights.
@@ -126,6 +132,12 @@ class Server:
                 self.changed.notify()
                 with anyio.move_on_after(self.config.health_interval_seconds):
                     await self._wakeup.wait()
+
+    def _give_up(self) -> None:
+        """Cancel what waits for an answer of the server, or of the gateway in front of it."""
+        for peer in self.peers:
+            for scope in tuple(peer._waiting):  # noqa: SLF001 - of the same class
+                scope.cancel()
 
     async def _answers(self) -> bool:
         """Return whether the server answers. If it is silent, give up what waits for it, and kill it in the end."""
@@ -136,14 +148,24 @@ class Server:
                 self.silent_since = None
                 # A server that refuses connections is started again, or has not begun to listen.
                 self.has_served = self.has_served and is_ready
-                return is_ready
+                stalled_since = self.progressed_at
+                if stalled_since is None or self.is_loading or self.is_paused:
+                    return is_ready
+                seconds = anyio.current_time() - stalled_since
+                if seconds < self.config.progress_timeout_seconds:
+                    return is_ready
+                self.progressed_at = None
+                _log.warning("server_stalled", url=self.url, reason=f"it has sent no token for {seconds:.0f} s")
+                self._give_up()
+                if self.processes is not None:
+                    self.processes.kill(self.url)
+                    self.has_served = False
+                return False
         silent_since = self.silent_since = began if self.silent_since is None else self.silent_since
         # One that has just started may be silent for long while it loads its first weights.
         if not self.has_served:
             return False
-        for peer in self.peers:
-            for scope in tuple(peer._waiting):  # noqa: SLF001 - of the same class
-                scope.cancel()
+        self._give_up()
         silent_seconds = anyio.current_time() - silent_since
         if self.processes is not None and silent_seconds >= self.config.hang_timeout_seconds:
             _log.warning("server_killed", url=self.url, reason=f"it has not answered for {silent_seconds:.0f} s")

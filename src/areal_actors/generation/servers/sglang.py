@@ -209,12 +209,12 @@ class SGLangDialect:
         """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
         await post_adapter(client, "/unload_lora_adapter", {"lora_name": name})
 
-    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace, *, offset: int) -> None:
+    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace) -> None:
         """Join a process group; see ``BroadcastDialect.join_group``."""
         body = {
             "master_address": place.host,
             "master_port": place.port,
-            "rank_offset": offset,
+            "rank_offset": place.offset,
             "world_size": place.size,
             "group_name": place.name,
             "backend": place.backend,

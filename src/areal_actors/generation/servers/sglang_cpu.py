@@ -35,7 +35,7 @@ def _prepare() -> None:
     from torch.library import Library
 
     if torch.version.cuda is None:
-        # torchvision is compiled against torch for CUDA: beside one for CPUs, it cannot register these schemas itself.
+        # torchvision is compiled against torch for CUDA: next to one for CPUs, it cannot register these schemas itself.
         operators: Any = Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
             operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

@@ -138,25 +138,22 @@ async def open_teacher(
             # A server without this route is asked without a name.
             models = [] if answer.is_error else _document(answer).get("data") or []
             model = next((entry["id"] for entry in models if isinstance(entry, Mapping) and "id" in entry), None)
-        dialect = await _find_dialect(client, probes[0], model)
+        ids, problems = probes[0].token_ids.tolist(), []
+        for dialect in _DIALECTS:
+            answer = await ask(client, "POST", dialect.path, dialect.write(ids, model))
+            if not answer.is_error and dialect.read(_document(answer), ids) is not None:
+                break
+            said = answer.said if answer.is_error else "no log-probabilities of the prompt"
+            problems.append(f"{dialect.path} answered {answer.status}: {said}")
+        else:
+            raise ConfigError(
+                f"distillation.teacher.url: {client.base_url} returns no log-probabilities of prompts that are token "
+                f"ids ({'; '.join(problems)}). Serve the teacher with vLLM or SGLang, or name its directory as "
+                "distillation.teacher.model."
+            )
         for probe in probes:
             await _check(client, dialect, probe, model)
         yield ServedTeacher(client, dialect, model=model, max_concurrent=max_concurrent)
-
-
-async def _find_dialect(client: httpx.AsyncClient, probe: Probe, model: str | None) -> _Dialect:
-    ids, problems = probe.token_ids.tolist(), []
-    for dialect in _DIALECTS:
-        answer = await ask(client, "POST", dialect.path, dialect.write(ids, model))
-        if not answer.is_error and dialect.read(_document(answer), ids) is not None:
-            return dialect
-        said = answer.said if answer.is_error else "no log-probabilities of the prompt"
-        problems.append(f"{dialect.path} answered {answer.status}: {said}")
-    raise ConfigError(
-        f"distillation.teacher.url: {client.base_url} returns no log-probabilities of prompts that are token ids "
-        f"({'; '.join(problems)}). Serve the teacher with vLLM or SGLang, or name its directory as "
-        "distillation.teacher.model."
-    )
 
 
 async def _check(client: httpx.AsyncClient, dialect: _Dialect, probe: Probe, model: str | None) -> None:

@@ -107,7 +107,25 @@ class StepAttention:
             parts.append(self._attend_rows(layer, q[:, :num_rows], k[:, :num_rows], v[:, :num_rows], scale))
         for span in self.spans:
             at = slice(span.offset, span.offset + span.stop - span.start)
-            parts.append(_attend_span(layer, span, q[:, at], k[:, at], v[:, at], scale=scale))
+            layer.keys[span.slot, :, span.start : span.stop] = k[:, at]
+            layer.values[span.slot, :, span.start : span.stop] = v[:, at]
+            keys, values = layer.keys[span.slot, :, : span.stop], layer.values[span.slot, :, : span.stop]
+            group = q.shape[0] // k.shape[0]
+            if group > 1:
+                keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
+            mask = None
+            if span.start:
+                positions = torch.arange(span.stop, device=q.device)
+                mask = positions[None] <= positions[span.start :, None]
+            out = scaled_dot_product_attention(
+                q[:, at].contiguous()[None],
+                keys[None],
+                values[None],
+                attn_mask=mask,
+                is_causal=mask is None,
+                scale=scale,
+            )
+            parts.append(out[0])
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def _attend_rows(
@@ -235,25 +253,6 @@ def _put_rows(join: _Join, level: int, part: _Part) -> None:
     """Put a part in row order, [n, Hk, G, ...], into the join's order, [Hk, n G, ...]."""
     turned = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (part.output, part.mass, part.peak)]
     join.put(level, slice(0, turned[0].shape[1]), _Part(*turned))
-
-
-def _attend_span(
-    layer: LayerKeyValues, span: Span, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, scale: float
-) -> torch.Tensor:
-    layer.keys[span.slot, :, span.start : span.stop] = k
-    layer.values[span.slot, :, span.start : span.stop] = v
-    keys, values = layer.keys[span.slot, :, : span.stop], layer.values[span.slot, :, : span.stop]
-    group = q.shape[0] // k.shape[0]
-    if group > 1:
-        keys, values = keys.repeat_interleave(group, dim=0), values.repeat_interleave(group, dim=0)
-    mask = None
-    if span.start:
-        positions = torch.arange(span.stop, device=q.device)
-        mask = positions[None] <= positions[span.start :, None]
-    out = scaled_dot_product_attention(
-        q.contiguous()[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=scale
-    )
-    return out[0]
 
 
 COLUMN_STEP = 64

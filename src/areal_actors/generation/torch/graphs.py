@@ -179,33 +179,43 @@ class GraphRunner:
 
     def launch(self, decoding: Sequence[Generation], ready: Sequence[Generation], prefills: Sequence[Prefill]) -> Step:
         """Start a step: see ``Runner.launch``."""
-        samples = self._decode(decoding) if decoding else []
+        samples: list[Sample] = []
+        if decoding:
+            num, graph = len(decoding), next(graph for graph in self._graphs if graph.size >= len(decoding))
+            uniforms = [row.uniform() for row in decoding]
+            self._side = 1 - self._side
+            inputs = graph.staging[self._side].numpy()
+            inputs[0, num:] = self._decoder.padding_slot
+            inputs[1, num:] = 0
+            inputs[0, :num] = _slots(decoding)
+            # ``ahead`` tokens have been sampled that the host has not seen.
+            inputs[1, :num] = [row.length + row.ahead - 1 for row in decoding]
+            inputs[2, :num] = np.array(uniforms).view(np.int64)
+            inputs[3, :num] = [row.sampling.temperature == 0 for row in decoding]
+            graph.inputs.copy_(graph.staging[self._side], non_blocking=True)
+            graph.replay()
+            if all(row.is_plain for row in decoding):
+                samples = [Sample(graph.results, num).start_copy(graph.landing[self._side])]
+            else:
+                samples = self._sample(self._logits[:num], decoding, uniforms)
         done = [p.generation for p in prefills if p.is_last]
-        computed = self._prefill(prefills) if prefills else self._logits[:0]
+        computed = self._logits[:0]
+        if prefills:
+            spans, ids, wanted, offset = [], [], [], 0
+            for prefill in prefills:
+                assert prefill.generation.slot is not None
+                spans.append(Span(prefill.generation.slot.index, prefill.start, prefill.stop, offset))
+                ids.append(prefill.generation.tokens[prefill.start : prefill.stop])
+                offset += prefill.stop - prefill.start
+                if prefill.is_last:
+                    wanted.append(offset - 1)
+            computed = self._decoder.prefill(np.concatenate(ids), spans, wanted)
         if starting := [*ready, *done]:
             stored = [g.slot.logits for g in ready if g.slot is not None]
             logits = torch.cat((torch.stack(stored), computed)) if stored else computed
             samples += self._sample(logits, starting, [g.uniform() for g in starting])
         # Copies, because a row would keep all others in memory.
         return Step([*decoding, *starting], samples, [row.clone() for row in computed])
-
-    def _decode(self, rows: Sequence[Generation]) -> list[Sample]:
-        num, graph = len(rows), next(graph for graph in self._graphs if graph.size >= len(rows))
-        uniforms = [row.uniform() for row in rows]
-        self._side = 1 - self._side
-        inputs = graph.staging[self._side].numpy()
-        inputs[0, num:] = self._decoder.padding_slot
-        inputs[1, num:] = 0
-        inputs[0, :num] = _slots(rows)
-        # ``ahead`` tokens have been sampled that the host has not seen.
-        inputs[1, :num] = [row.length + row.ahead - 1 for row in rows]
-        inputs[2, :num] = np.array(uniforms).view(np.int64)
-        inputs[3, :num] = [row.sampling.temperature == 0 for row in rows]
-        graph.inputs.copy_(graph.staging[self._side], non_blocking=True)
-        graph.replay()
-        if all(row.is_plain for row in rows):
-            return [Sample(graph.results, num).start_copy(graph.landing[self._side])]
-        return self._sample(self._logits[:num], rows, uniforms)
 
     def _sample(
         self, logits: torch.Tensor, generations: Sequence[Generation], uniforms: Sequence[float]
@@ -220,18 +230,6 @@ class GraphRunner:
         at = to_device(np.array(_slots(generations)), self._device)
         self._last_ids[at] = torch.cat([each.ids for each in samples])
         return [each.start_copy() for each in samples]
-
-    def _prefill(self, prefills: Sequence[Prefill]) -> torch.Tensor:
-        """Return logits float32 [M, V] after the prompts that are completed."""
-        spans, ids, wanted, offset = [], [], [], 0
-        for prefill in prefills:
-            assert prefill.generation.slot is not None
-            spans.append(Span(prefill.generation.slot.index, prefill.start, prefill.stop, offset))
-            ids.append(prefill.generation.tokens[prefill.start : prefill.stop])
-            offset += prefill.stop - prefill.start
-            if prefill.is_last:
-                wanted.append(offset - 1)
-        return self._decoder.prefill(np.concatenate(ids), spans, wanted)
 
     def deviation(self, forward: LlamaForward) -> float:
         """Return the mean difference of log-probabilities from ``forward``, over prompts in chunks and decode steps."""

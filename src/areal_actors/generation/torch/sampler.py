@@ -227,24 +227,10 @@ def _first_beyond(ends: torch.Tensor, target: torch.Tensor, masses: torch.Tensor
 
 
 def _shape(logits: torch.Tensor, rows: Sequence[RowSampling]) -> torch.Tensor:
-    """Return the log-probabilities [B, V] of the distributions to sample from. ``logits`` are overwritten."""
-    settings = [row.sampling for row in rows]
-    _adjust(logits, rows)
-    temperatures = to_device(np.array([[s.temperature or 1.0] for s in settings], dtype=np.float32), logits.device)
-    logprobs = torch.log_softmax(logits / temperatures, dim=-1)
-    quick = [i for i, s in enumerate(settings) if _is_truncated(s) and s.top_k <= _NUM_CANDIDATES]
-    slow = [i for i, s in enumerate(settings) if _is_truncated(s) and s.top_k > _NUM_CANDIDATES]
-    if quick:
-        slow += _truncate(logprobs, quick, settings, num_candidates=_NUM_CANDIDATES)
-    if slow:
-        _truncate(logprobs, slow, settings, num_candidates=logprobs.shape[1])
-    return logprobs
+    """Return the log-probabilities [B, V] of the distributions to sample from. ``logits`` are overwritten.
 
-
-def _adjust(logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
-    """Apply masks, penalties and bias to ``logits`` [B, V], in place. None of them restores a masked token.
-
-    Repetition penalties apply to prompt and output; frequency and presence penalties to the output.
+    Repetition penalties apply to prompt and output; frequency and presence penalties to the output. No penalty or bias
+    restores a masked token.
     """
     device, size = logits.device, logits.shape[1]
     masked = [i for i, row in enumerate(rows) if row.allowed is not None]
@@ -271,6 +257,16 @@ def _adjust(logits: torch.Tensor, rows: Sequence[RowSampling]) -> None:
         places, ids, added = zip(*biases, strict=True)
         indices = (to_device(np.array(places), device), to_device(np.array(ids), device))
         logits.index_put_(indices, to_device(np.array(added, dtype=np.float32), device), accumulate=True)
+    settings = [row.sampling for row in rows]
+    temperatures = to_device(np.array([[s.temperature or 1.0] for s in settings], dtype=np.float32), device)
+    logprobs = torch.log_softmax(logits / temperatures, dim=-1)
+    quick = [i for i, s in enumerate(settings) if _is_truncated(s) and s.top_k <= _NUM_CANDIDATES]
+    slow = [i for i, s in enumerate(settings) if _is_truncated(s) and s.top_k > _NUM_CANDIDATES]
+    if quick:
+        slow += _truncate(logprobs, quick, settings, num_candidates=_NUM_CANDIDATES)
+    if slow:
+        _truncate(logprobs, slow, settings, num_candidates=logprobs.shape[1])
+    return logprobs
 
 
 def _count(rows: Sequence[npt.NDArray[Any]], size: int, device: torch.device) -> torch.Tensor:

@@ -433,24 +433,25 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
         It is retried only if the other side cannot have received the message.
         """
         while True:
-            near = self._present() or await self._reach(message, until)
+            near = self._present()
+            if near is None:
+                with anyio.CancelScope(deadline=until):
+                    peer = await self._connection.wait_exposed(self._name)
+                    self.attach()
+                    # ``attach`` ignores an actor that does not speak the protocol; ``Peer.ref`` raises the error that
+                    # says so.
+                    near = self._near or peer.ref(self._protocol, self._name)
+            if near is None:
+                raise DeadlineExceeded(
+                    f"{self._describe(message)} was not sent before its deadline: "
+                    f"the connection is down ({self._connection.cause})"
+                )
             try:
                 return await act(near)
             except Unreachable as error:
                 # A message that may have been received must not be sent twice: delivery is at most once.
                 if error.sent or self._connection.is_closed:
                     raise
-
-    async def _reach(self, message: AnyMessage[Any] | None, until: float) -> Ref[P_contra]:
-        with anyio.CancelScope(deadline=until):
-            peer = await self._connection.wait_exposed(self._name)
-            self.attach()
-            # ``attach`` ignores an actor that does not speak the protocol; ``Peer.ref`` raises the error that says so.
-            return self._near or peer.ref(self._protocol, self._name)
-        raise DeadlineExceeded(
-            f"{self._describe(message)} was not sent before its deadline: "
-            f"the connection is down ({self._connection.cause})"
-        )
 
     @asynccontextmanager
     async def _stream(

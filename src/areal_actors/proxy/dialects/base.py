@@ -7,14 +7,17 @@ of several dialects share.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol, Self, TypeVar
+
+from attrs import evolve, field, frozen
 
 from areal_actors.domain import Answer, Chunk, Completion, CompletionRequest, StreamItem
 from areal_actors.errors import Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.fields import Schema, one_object
-from areal_actors.proxy.failures import Failure
+from areal_actors.proxy.failures import Failure, format_openai_failure
 
 __all__ = [
     "COUNT_SCHEMA",
@@ -27,6 +30,7 @@ __all__ = [
     "AnswerStream",
     "Decode",
     "Dialect",
+    "OpenAIDialect",
     "Parsed",
     "create_abort_error",
     "format_logprobs",
@@ -95,6 +99,28 @@ class Dialect(Protocol[P]):
 
 
 # ---------------------------------------------------------------------------------- common to several dialects
+
+
+@frozen(kw_only=True)
+class OpenAIDialect:
+    """The settings and the errors of OpenAI's dialects.
+
+    ``decode`` converts token ids to text for ``logprobs``; without it, ids are shown as numbers. ``model`` is the model
+    name in an answer if the client named none. ``inert`` names further parameters to accept and ignore.
+    """
+
+    model: str = "policy"
+    decode: Decode | None = None
+    inert: Collection[str] = ()
+    clock: Callable[[], float] = field(default=time.time)
+
+    def decoding_with(self, decode: Decode) -> Self:
+        """Return a copy of the dialect for a model with another tokenizer."""
+        return evolve(self, decode=decode)
+
+    def format_failure(self, failure: Failure) -> dict[str, Any]:
+        """Return OpenAI's error body."""
+        return format_openai_failure(failure)
 
 
 def create_abort_error() -> Unavailable:

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Self
+from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import frozen
 
 from areal_actors.domain import (
     Answer,
@@ -15,7 +14,6 @@ from areal_actors.domain import (
     Chunk,
     Completion,
     CompletionRequest,
-    InteractionId,
     SampledTokens,
     StreamItem,
     TextDelta,
@@ -28,8 +26,10 @@ from areal_actors.proxy.dialects.base import (
     TEXT_SCHEMA,
     USAGE_SCHEMA,
     Decode,
+    OpenAIDialect,
 )
-from areal_actors.proxy.dialects.chat.answer import CHOICE_SCHEMA, format_finish, format_usage
+from areal_actors.proxy.dialects.chat.answer import CHOICE_SCHEMA, OpenAIStream, format_finish, format_usage
+from areal_actors.proxy.dialects.chat.request import ParsedChat
 from areal_actors.proxy.dialects.fields import (
     FLAG,
     MAX_TOKENS,
@@ -55,14 +55,12 @@ from areal_actors.proxy.dialects.fields import (
     refused,
     wrong,
 )
-from areal_actors.proxy.failures import Failure, format_openai_failure
-from areal_actors.proxy.sse import DONE, format_event
+from areal_actors.proxy.sse import format_event
 
 __all__ = [
     "ANSWERS",
     "COMPLETIONS_FIELDS",
     "CompletionsDialect",
-    "ParsedCompletions",
     "parse_completions_request",
 ]
 
@@ -156,23 +154,9 @@ COMPLETIONS_FIELDS = FieldTable(
 )
 
 
-@frozen(kw_only=True)
-class ParsedCompletions:
-    """A parsed plain completion request: the ``CompletionRequest`` to sample, and how to format the answer.
-
-    ``model`` is the name that the client sent, or ``None``.
-    """
-
-    request: CompletionRequest
-    model: str | None = None
-    is_stream: bool = False
-    include_usage: bool = False
-    has_logprobs: bool = False
-
-
 def parse_completions_request(
     body: Mapping[str, Any], *, tag: str | None = None, inert: Collection[str] = ()
-) -> ParsedCompletions:
+) -> ParsedChat:
     """Parse the body of a request; ``tag`` and ``inert`` are those of ``parse_chat_request``.
 
     Raises:
@@ -196,7 +180,7 @@ def parse_completions_request(
         id_prefix=ID_PREFIX,
         streams_tokens=num_tops is not None and values["stream"],
     )
-    return ParsedCompletions(
+    return ParsedChat(
         request=request,
         model=values["model"],
         is_stream=values["stream"],
@@ -209,41 +193,28 @@ def parse_completions_request(
 
 
 @frozen(kw_only=True)
-class CompletionsDialect:
-    """The dialect of plain completions; the fields are those of ``ChatDialect``."""
+class CompletionsDialect(OpenAIDialect):
+    """The dialect of plain completions."""
 
-    model: str = "policy"
-    decode: Decode | None = None
-    inert: Collection[str] = ()
-    clock: Callable[[], float] = field(default=time.time)
-
-    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedCompletions:
+    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
         """Parse a request body; see ``parse_completions_request``."""
         return parse_completions_request(body, tag=tag, inert=self.inert)
 
-    def format_answers(self, parsed: ParsedCompletions, answers: Sequence[Answer]) -> dict[str, Any]:
+    def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
         """Format the finished answers; see ``format_completions``."""
         return format_completions(
             parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
         )
 
-    def open_stream(self, parsed: ParsedCompletions) -> CompletionsStream:
+    def open_stream(self, parsed: ParsedChat) -> CompletionsStream:
         """Return the formatter of one streamed answer."""
         return CompletionsStream(
             parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
         )
 
-    def decoding_with(self, decode: Decode) -> Self:
-        """Return a copy of the dialect for a model with another tokenizer."""
-        return evolve(self, decode=decode)
-
-    def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """Return OpenAI's error body."""
-        return format_openai_failure(failure)
-
 
 def format_completions(
-    parsed: ParsedCompletions, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
+    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
 ) -> dict[str, Any]:
     """Return a ``text_completion`` object, whose id is that of the first choice's interaction.
 
@@ -268,21 +239,18 @@ def format_completions(
     }
 
 
-class CompletionsStream:
+class CompletionsStream(OpenAIStream):
     """The chunks of one request: text as it is sampled, and a last chunk per choice with its finish reason.
 
     If log-probabilities were requested, a chunk carries those of all tokens since the chunk before.
     """
 
-    def __init__(self, parsed: ParsedCompletions, *, created: int, model: str, decode: Decode | None = None) -> None:
-        self._parsed = parsed
-        self._decode = decode
-        self._envelope: dict[str, Any] = {"id": "", "object": "text_completion", "created": created, "model": model}
-        self._choices: dict[InteractionId, int] = {}
-        self._answers: list[Answer] = []
+    kind = "text_completion"
+
+    def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
+        super().__init__(parsed, created=created, model=model, decode=decode)
         self._unsent: dict[str, Any] | None = None
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the field."""
-        self._num_sent = 0
         self._offset = 0
 
     def feed(self, item: StreamItem) -> bytes:
@@ -317,16 +285,6 @@ class CompletionsStream:
             logprobs = {name: values and values[self._num_sent :] for name, values in whole.items()}
         extra = {"interaction_id": item.interaction} if self._parsed.request.num_choices > 1 else {}
         return self._chunk(self._choices[item.interaction], "", logprobs, format_finish(item), **extra)
-
-    def finish(self) -> bytes:
-        """Return the usage, if the client asked for it, and the end marker."""
-        if not self._parsed.include_usage:
-            return DONE
-        return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
-
-    def fail(self, failure: Failure) -> bytes:
-        """Return an event that OpenAI's SDKs raise as an ``APIError``."""
-        return format_event(format_openai_failure(failure))
 
     def _chunk(
         self, choice: int, text: str, logprobs: dict[str, Any] | None, finish_reason: str | None = None, **extra: Any

@@ -375,7 +375,7 @@ METADATA = honoured(
 )
 STORE = honoured("store", FLAG, "false: answered, and not trained", default=True)
 CHAT_TEMPLATE_KWARGS = honoured("chat_template_kwargs", OBJECT, "passed to the chat template", default={})
-SESSION_ID = honoured("session_id", ANY_TEXT, "names the session, beside the key that owns it")
+SESSION_ID = honoured("session_id", ANY_TEXT, "names the session, in addition to the key that owns it")
 SAMPLING = (
     honoured("temperature", number(0, 2), "0 to 2, default 1; 0 takes the most probable token", default=1.0),
     honoured("top_p", number(0, 1), "0 to 1, default 1; 0 takes the most probable token", default=1.0),
@@ -403,7 +403,7 @@ SAMPLING = (
             {"type": ["array", "null"], "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS}},
             _read_token_ids,
         ),
-        "beside the model's own",
+        "in addition to the model's own",
         default=(),
     ),
     honoured("seed", integer(-(2**63), 2**63 - 1), "equal requests with equal seeds and weights sample equal tokens"),

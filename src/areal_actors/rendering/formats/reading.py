@@ -315,7 +315,20 @@ class CallParser:
 
     def _read_text(self) -> bool:
         if self._is_fresh:
-            return self._read_beginning()
+            # At the beginning of an answer, and directly after a call, additional openings count.
+            source = self._source
+            start = source.at
+            source.skip(_SPACE)
+            self._say(source.text[start : source.at])
+            local = self._syntax.after_call if self._is_after_call else self._syntax.at_start
+            openings = {**self._syntax.anywhere, **local}
+            for opening, reader in openings.items():
+                if source.text.startswith(opening, source.at):
+                    self._open(opening, reader)
+                    return True
+            rest = source.text[source.at : source.at + max(map(len, openings), default=0)]
+            self._is_fresh = not source.is_over and any(opening.startswith(rest) for opening in openings)
+            return not self._is_fresh
         source, has_calls = self._source, self._wasted <= _MAX_WASTE
         found = self._tags.search(source.text, source.at) if has_calls else None
         held = num_held_back(source.text[source.at :], self._syntax.anywhere) if has_calls and not source.is_over else 0
@@ -325,22 +338,6 @@ class CallParser:
         if found:
             self._open(found.group(), self._syntax.anywhere[found.group()])
         return found is not None
-
-    def _read_beginning(self) -> bool:
-        """Read the beginning of an answer, or the text directly after a call, where additional openings count."""
-        source = self._source
-        start = source.at
-        source.skip(_SPACE)
-        self._say(source.text[start : source.at])
-        local = self._syntax.after_call if self._is_after_call else self._syntax.at_start
-        openings = {**self._syntax.anywhere, **local}
-        for opening, reader in openings.items():
-            if source.text.startswith(opening, source.at):
-                self._open(opening, reader)
-                return True
-        rest = source.text[source.at : source.at + max(map(len, openings), default=0)]
-        self._is_fresh = not source.is_over and any(opening.startswith(rest) for opening in openings)
-        return not self._is_fresh
 
     def _open(self, opening: str, reader: Reader) -> None:
         self._opening, self._start = opening, self._source.at

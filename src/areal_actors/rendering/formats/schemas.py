@@ -180,13 +180,25 @@ class TaggedFormat(ABC):
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
         """Return the grammar of calls, with parameters in the order of the schema.
 
-        Text is free, other values match the schema.
+        Parameters that are not required may be missing. Text may not contain what follows a value, and must be one of
+        its choices, if there are any; every other value is JSON that matches its schema.
         """
 
         def create_call(tool: Tool) -> Grammar:
             before = Exactly(text=f"{self.before_name}{tool.name}{self.after_name}")
-            values = _describe_parameters(tool, before=self.before_key, between=self.between, after=self.after_value)
-            return InOrder(parts=(before, values, Exactly(text=self.closing)))
+            required = tool.parameters.get("required")
+            needed = frozenset(map(str, required)) if isinstance(required, Iterable) else frozenset()
+            parts: list[Grammar] = []
+            for name, parameter in parameters_of([tool], tool.name).items():
+                value: Grammar = parameter.json_text
+                if parameter.choices:
+                    value = OneOf(parts=tuple(Exactly(text=format_value(choice)) for choice in parameter.choices))
+                elif "string" in parameter.types and parameter.types != _ALL_TYPES:
+                    value = FreeText(excluding=(self.after_value.strip(),))
+                key = Exactly(text=f"{self.before_key}{name}{self.between}")
+                part = InOrder(parts=(key, value, Exactly(text=self.after_value)))
+                parts.append(part if name in needed else Repeated(part=part, at_least=0, at_most=1))
+            return InOrder(parts=(before, InOrder(parts=tuple(parts)), Exactly(text=self.closing)))
 
         return grammar_of_calls(map(create_call, tools), is_parallel=is_parallel)
 
@@ -212,24 +224,3 @@ class TaggedFormat(ABC):
             for key, value in values.items()
         )
         return f"{self.before_name}{name}{self.after_name}{written}{self.closing}"
-
-
-def _describe_parameters(tool: Tool, *, before: str, between: str, after: str) -> Grammar:
-    """Return the grammar of all parameters in order, each as ``before`` name ``between`` value ``after``.
-
-    Parameters that are not required may be missing. Text may not contain ``after`` and must be one of its choices, if
-    there are any; every other value is JSON that matches its schema.
-    """
-    known = parameters_of([tool], tool.name)
-    required = tool.parameters.get("required")
-    needed = frozenset(map(str, required)) if isinstance(required, Iterable) else frozenset()
-    parts: list[Grammar] = []
-    for name, parameter in known.items():
-        value: Grammar = parameter.json_text
-        if parameter.choices:
-            value = OneOf(parts=tuple(Exactly(text=format_value(choice)) for choice in parameter.choices))
-        elif "string" in parameter.types and parameter.types != _ALL_TYPES:
-            value = FreeText(excluding=(after.strip(),))
-        part = InOrder(parts=(Exactly(text=f"{before}{name}{between}"), value, Exactly(text=after)))
-        parts.append(part if name in needed else Repeated(part=part, at_least=0, at_most=1))
-    return InOrder(parts=tuple(parts))

@@ -25,7 +25,7 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.checks import try_functions
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
-from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agent, require_packages
+from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agents, require_packages
 from areal_actors.sandbox import SandboxKind, create_sandbox
 from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
@@ -73,14 +73,14 @@ def _examine_inputs(config: RunConfig) -> Iterator[Finding]:
     yield from found.findings
     with Examination("problems") as found:
         problems = load_training_problems(config)
-        if problems is None:
+        if not problems:
             found.add(Verdict.SKIPPED, "none are named: external agents bring theirs")
         else:
             places = ", ".join(source.source for source in config.training_sets.values())
-            found.add(Verdict.OK, f"{len(problems)} from {places}")
+            found.add(Verdict.OK, f"{sum(map(len, problems.values()))} from {places}")
             for name, dataset in config.held_out_sets.items():
-                held_out = load_set(config, dataset, name=name)
-                shared = find_overlap(problems, held_out)
+                held_out = load_set(config, dataset, name=name, is_held_out=True)
+                shared = find_overlap(held_out, *problems.values())
                 setting = f"eval_datasets.{name}" if name else "eval_dataset"
                 found.add(
                     Verdict.WARNING if shared else Verdict.OK,
@@ -95,13 +95,13 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
     """Check the agent with its sandbox, custom functions, and settings that are likely to be mistakes."""
     sandboxes = {rollout.openai.sandbox for rollout in config.agents.values()}
     with Examination("agent") as found:
+        with tempfile.TemporaryDirectory() as logs:
+            prepare_agents(config, logs=Path(logs))
         for source, rollout in config.agents.items():
             agent = rollout.workflow
             if agent is None:
                 found.add(Verdict.SKIPPED, "none is named: agents run elsewhere")
                 continue
-            with tempfile.TemporaryDirectory() as logs:
-                prepare_agent(rollout, logs=Path(logs))
             match agent:
                 case CommandConfig():
                     name = " ".join(agent.command)

@@ -233,7 +233,17 @@ class SlurmPlacement:
         # A job that did not complete has no exit code 0, whatever Slurm reports.
         elif report is not None and (report.exit.code != 0 or view.state == "COMPLETED"):
             code = report.exit.code
-        words = self._given_up or _describe_end(view, code, is_unwanted=self._is_unwanted)
+        how = f"ended as {view.state or 'LOST'}" + (f" on {view.nodes}" if view.nodes else "")
+        if code is not None:
+            how += f", by signal {-code}" if code < 0 else f", with status {code}"
+        meaning = _MEANINGS.get(code or 0, "")
+        if view.state.startswith("CANCELLED") and not self._is_unwanted:
+            meaning = "it was cancelled from outside"
+        elif view.state == "TIMEOUT":
+            meaning = "its time was over (scheduler.slurm.time_minutes)"
+        elif view.state == "LOST":
+            meaning = "it is not in the queue, and has left no word"
+        words = self._given_up or f"job {view.job} {how}" + (f": {meaning}" if meaning else "")
         if code != 0 and not self._is_unwanted:
             words += await to_thread.run_sync(_last_words, self.log)
         await self._keep_end(PlacementStatus(
@@ -324,20 +334,6 @@ class SlurmPlacement:
                 with anyio.move_on_after(pause):
                     await self._gone.wait()
                 pause = min(_LAST_LOOK_SECONDS, pause * 1.5)
-
-
-def _describe_end(view: JobView, code: int | None, *, is_unwanted: bool) -> str:
-    how = f"ended as {view.state or 'LOST'}" + (f" on {view.nodes}" if view.nodes else "")
-    if code is not None:
-        how += f", by signal {-code}" if code < 0 else f", with status {code}"
-    meaning = _MEANINGS.get(code or 0, "")
-    if view.state.startswith("CANCELLED") and not is_unwanted:
-        meaning = "it was cancelled from outside"
-    elif view.state == "TIMEOUT":
-        meaning = "its time was over (scheduler.slurm.time_minutes)"
-    elif view.state == "LOST":
-        meaning = "it is not in the queue, and has left no word"
-    return f"job {view.job} {how}" + (f": {meaning}" if meaning else "")
 
 
 def _last_words(log: Path | None) -> str:

@@ -140,6 +140,9 @@ class SlurmScheduler:
         """Return how often the queue could not be read."""
         return self._num_failed_reads
 
+    def check(self, name: str, *wanted: WorkerSpec) -> None:
+        """Do nothing: jobs wait in the queue of the cluster until it has room."""
+
     @asynccontextmanager
     async def place(self, spec: WorkerSpec) -> AsyncIterator[SlurmPlacement]:
         """Submit a job for a worker for the duration of the block. When the block exits, the job has ended.

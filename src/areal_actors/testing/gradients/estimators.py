@@ -187,7 +187,11 @@ class Enumeration:
             for episode, member in zip(played, members, strict=True):
                 estimand += share * episode.probability * member.estimand
             for chosen in itertools.combinations_with_replacement(range(len(played)), group_size):
-                probability = share * _multinomial(chosen, [episode.probability for episode in played])
+                # A combination occurs in as many orders as the multinomial coefficient of its counts says.
+                counts = Counter(chosen)
+                num_orders = math.factorial(group_size) // math.prod(map(math.factorial, counts.values()))
+                each = math.prod(played[index].probability ** count for index, count in counts.items())
+                probability = share * num_orders * each
                 combinations.append(
                     _Combination.create([members[index] for index in chosen], probability=probability, problem=problem)
                 )
@@ -323,12 +327,6 @@ def _on_mask(group: Group, values: Sequence[npt.NDArray[Any]]) -> Doubles:
     rows = [row for episode in group.episodes for row in episode.trajectories]
     parts = [value[row.loss_mask == 1] for row, value in zip(rows, values, strict=True)]
     return np.concatenate([*parts, np.zeros(0)]).astype(np.float64)
-
-
-def _multinomial(chosen: Sequence[int], probabilities: Sequence[float]) -> float:
-    counts = Counter(chosen)
-    orders = math.factorial(len(chosen)) // math.prod(math.factorial(count) for count in counts.values())
-    return orders * math.prod(probabilities[index] ** count for index, count in counts.items())
 
 
 def _cosine(left: Doubles, right: Doubles) -> float:

@@ -88,7 +88,8 @@ function listen() {
       return;
     }
     if (!state.overlaid.has(run)) return;
-    await refresh(parts);
+    // The head shows steps and the record; the list of groups needs the versions, too.
+    if (parts.includes("metrics") || parts.includes("record") || state.tab === "groups") await refresh(parts);
     const shown = { curves: ["metrics"], groups: ["groups", "evaluations"], conversations: ["sessions"], failures: ["failures"] };
     // What is being read stays where it is: lists are renewed, an open conversation or group is not.
     if (run === state.chosen || state.tab === "curves") if ((shown[state.tab] ?? []).some((part) => parts.includes(part))) await show(state.tab, true);
@@ -232,33 +233,53 @@ async function groups(isUpdate) {
   const versions = state.summary.versions;
   view.kind ??= versions.rollout.length ? "rollout" : "eval-rollout";
   const known = versions[view.kind];
-  if (!isUpdate || view.version === undefined || view.isNewest) {
-    if (view.version === undefined || view.isNewest) { view.version = known.at(-1); view.isNewest = true; }
-  }
+  if (view.version === undefined || view.isNewest) { view.version = known.at(-1); view.isNewest = true; }
+  const all = view.version === "all", begun = (version) => view.kind === "rollout" ? `, begun in step ${version + 1}` : "";
   const pick = h("select", { "aria-label": "version", onchange: async (event) => {
-    view.version = Number(event.target.value); view.isNewest = view.version === known.at(-1); view.task = undefined; await groups();
-  } }, known.map((version) => h("option", { value: version, selected: version === view.version }, `version ${version}`)));
-  const kind = h("select", { "aria-label": "kind", onchange: async (event) => { state.view = { kind: event.target.value }; await groups(); } },
+    view.version = event.target.value === "all" ? "all" : Number(event.target.value); view.isNewest = view.version === known.at(-1); await groups(true);
+  } }, h("option", { value: "all", selected: all }, "all versions"), known.map((version) => h("option", { value: version, selected: version === view.version }, `version ${version}${begun(version)}`)));
+  const kind = h("select", { "aria-label": "kind", onchange: async (event) => { state.view = { kind: event.target.value, filters: view.filters }; await groups(); } },
     [["rollout", "training"], ["eval-rollout", "evaluation"]].map(([name, title]) => h("option", { value: name, selected: name === view.kind }, title)));
-  const bar = h("div", { class: "bar" }, kind, pick, h("span", { class: "facts" }, "Each square is a training row: the greener, the higher its reward."));
-  if (known.length === 0) return put($("view"), bar, h("p", { class: "empty" }, "No group has ended yet, or rollout.dump_to_file is off."));
-  const found = (await get("groups", { run: state.chosen, kind: view.kind, version: view.version })).groups;
-  const all = found.flatMap((group) => group.rewards), low = Math.min(0, ...all), high = Math.max(...all, low + 1e-9);
-  const rows = found.map((group) => h("tr", { class: "pick", tabindex: 0, onclick: () => openGroup(group.task), onkeydown: (event) => event.key === "Enter" && openGroup(group.task) },
-    h("td", {}, group.task),
-    h("td", {}, h("span", { class: "rewards" }, group.rewards.map((reward) => h("i", { class: `r${Math.round((reward - low) / (high - low) * 4)}`, title: number(reward) })))),
-    h("td", { class: "number" }, number(mean(group.rewards))),
-    h("td", { class: "why" }, group.rewards.length > 1 && new Set(group.rewards).size === 1 ? "equal: no signal" : "")));
-  const table = h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["problem", "rewards", "mean", ""].map((name) => h("th", {}, name)))), h("tbody", {}, rows)));
+  const renew = () => groups(true);
+  // Made once: what is being typed survives the arrival of a step.
+  const filters = view.filters ??= {
+    query: h("input", { type: "search", placeholder: "Search in problems and texts …", "aria-label": "search groups", onchange: renew }),
+    equal: select("rewards", renew, [["", "any rewards"], ["yes", "equal rewards"], ["no", "different rewards"]]),
+    low: h("input", { type: "number", step: "any", placeholder: "from", "aria-label": "lowest mean reward", onchange: renew }),
+    high: h("input", { type: "number", step: "any", placeholder: "to", "aria-label": "highest mean reward", onchange: renew }),
+    source: sourceSelect(renew),
+  };
+  const bar = () => h("div", { class: "bar" }, kind, pick, filters.query, filters.equal,
+    h("span", { class: "range" }, h("span", { class: "facts" }, "mean"), filters.low, filters.high), filters.source);
+  if (known.length === 0) return put($("view"), bar(), h("p", { class: "empty" }, "No group has ended yet, or rollout.dump_to_file is off."));
+  const found = await get("groups", { run: state.chosen, kind: view.kind, version: all ? "" : view.version, ...valuesOf(filters) });
+  const values = found.groups.flatMap((group) => group.rewards), low = Math.min(0, ...values), high = Math.max(...values, low + 1e-9);
+  const rows = found.groups.map((group) => {
+    const open = () => openGroup(group.version, group.task);
+    return h("tr", { class: "pick", tabindex: 0, onclick: open, onkeydown: (event) => event.key === "Enter" && open() },
+      all && h("td", { class: "number" }, number(group.version)),
+      h("td", {}, group.task),
+      h("td", {}, h("span", { class: "rewards" }, group.rewards.map((reward) => h("i", { class: `r${Math.round((reward - low) / (high - low) * 4)}`, title: number(reward) })))),
+      h("td", { class: "number" }, number(mean(group.rewards))),
+      h("td", { class: "why" }, group.rewards.length > 1 && new Set(group.rewards).size === 1 ? "equal: no signal" : ""));
+  });
+  const titles = [...(all ? ["version"] : []), "problem", "rewards", "mean", ""];
+  const count = `${rows.length} group${rows.length === 1 ? "" : "s"}${found.is_cut ? ", the newest; narrow the search for others" : ""}. Each square is a training row: the greener, the higher its reward.`;
+  const table = h("div", {}, h("p", { class: "facts", id: "num-groups" }, count),
+    h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, titles.map((name) => h("th", {}, name)))), h("tbody", {}, rows))));
   const detail = isUpdate && view.detail ? view.detail : h("div", { id: "detail" }, h("p", { class: "empty" }, "Choose a problem to see its rows next to each other."));
   view.detail = detail;
-  put($("view"), bar, h("div", { class: "split" }, table, detail));
+  if (isUpdate && view.table?.isConnected) { // the bar stays, with the focus of the reader
+    view.table.replaceWith(table);
+    if (view.pick.options.length !== pick.options.length || view.pick.value !== pick.value) view.pick.replaceWith(pick);
+  } else put($("view"), bar(), h("div", { class: "split" }, table, detail));
+  Object.assign(view, { table, pick: pick.isConnected ? pick : view.pick });
 
-  async function openGroup(task) {
-    const { rows } = await get("group", { run: state.chosen, kind: view.kind, version: view.version, task });
+  async function openGroup(version, task) {
+    const { rows } = await get("group", { run: state.chosen, kind: view.kind, version, task });
     const shared = rows.length > 1 && rows.every((row) => row.prompt === rows[0].prompt);
     put(detail, 
-      h("h2", {}, `Problem ${task}, version ${view.version}`),
+      h("h2", {}, `Problem ${task}, version ${version}`),
       shared && h("details", { class: "card" }, h("summary", {}, "What the model read, with system text and tools (the same for all rows)"), h("pre", {}, rows[0].prompt ?? "")),
       h("div", { class: "columns" }, rows.map((row) => h("div", { class: "card" },
         h("p", { class: "facts" }, `sample ${row.sample_idx} · reward `, h("b", {}, number(row.reward)), ` · ${row.above_mean >= 0 ? "+" : ""}${number(row.above_mean)} against the group's mean${typeof row.advantage === "number" ? ` · advantage ${row.advantage >= 0 ? "+" : ""}${number(row.advantage)}` : " · not trained yet"} · ${row.trained_tokens} trained tokens · version ${row.head_version}${row.tail_version === row.head_version ? "" : `–${row.tail_version}`}`),
@@ -266,6 +287,17 @@ async function groups(isUpdate) {
         h("pre", {}, row.completion ?? "")))));
   }
 }
+
+function select(name, onchange, options) {
+  return h("select", { "aria-label": name, onchange }, options.map(([value, title]) => h("option", { value }, title)));
+}
+
+function sourceSelect(onchange) { // nothing for a run of one dataset
+  const names = new Set((state.metrics.get(state.chosen)?.records ?? []).flatMap((record) => Object.keys(record).map((key) => /^source\/([^/]+)\//.exec(key)?.[1]).filter(Boolean)));
+  return names.size ? select("source", onchange, [["", "all sources"], ...[...names].sort().map((name) => [name, name])]) : null;
+}
+
+const valuesOf = (filters) => Object.fromEntries(Object.entries(filters).filter(([, input]) => input).map(([name, input]) => [name, input.value]));
 
 const mean = (values) => values.reduce((sum, value) => sum + value, 0) / Math.max(values.length, 1);
 
@@ -350,13 +382,29 @@ function asTree(turns) { // each turn below its parent; only branches are indent
 
 // ------------------------------------------------------------------------------------------------- the rest
 
-async function failures() {
-  const found = (await get("failures", { run: state.chosen })).failures;
-  put($("view"), ...(found.length ? found.map((kind) => h("details", { class: "card" },
+async function failures(isUpdate) {
+  const view = state.view, renew = () => failures(true);
+  const filters = view.filters ??= {
+    query: h("input", { type: "search", placeholder: "Search in reasons, tracebacks, problems …", "aria-label": "search failures", onchange: renew }),
+    outcome: select("kind of failure", renew, [["", "all kinds"], ["failed", "failed"], ["rejected", "rejected by the workflow"], ["cut_short", "cut short"]]),
+    eval: select("purpose", renew, [["", "training and evaluation"], ["no", "training"], ["yes", "evaluation"]]),
+    first: h("input", { type: "number", min: 0, placeholder: "from", "aria-label": "first version", onchange: renew }),
+    last: h("input", { type: "number", min: 0, placeholder: "to", "aria-label": "last version", onchange: renew }),
+    source: sourceSelect(renew),
+  };
+  const isOpen = new Set([...(view.list?.querySelectorAll("details[open]") ?? [])].map((card) => card.dataset.reason));
+  const found = (await get("failures", { run: state.chosen, ...valuesOf(filters) })).failures;
+  const isFiltered = Object.values(valuesOf(filters)).some(Boolean);
+  const list = h("div", {}, found.length ? found.map((kind) => h("details", { class: "card", open: isOpen.has(kind.reason), "data-reason": kind.reason },
     h("summary", {}, h("b", {}, `${kind.count} ×`), ` ${kind.reason}`),
-    h("p", { class: "facts" }, `first: problem ${kind.first.task_id}, sample ${kind.first.sample_idx}, version ${kind.first.version}, ${kind.first.turns} turns, ${number(kind.first.seconds)} s · ${kind.first.outcome}`),
+    h("p", { class: "facts" }, `first: problem ${kind.first.task_id}, sample ${kind.first.sample_idx}, version ${kind.first.version}, ${kind.first.turns} turns, ${number(kind.first.seconds)} s · ${(kind.first.outcome ?? "").replaceAll("_", " ")}`),
+    kind.count > 1 && h("p", { class: "facts" }, `newest: ${kind.newest.map((one) => `problem ${one.task_id} (version ${one.version}, sample ${one.sample_idx})`).join(", ")}`),
     kind.first.traceback ? h("pre", {}, kind.first.traceback) : h("p", { class: "facts" }, "No traceback.")))
-    : [h("p", { class: "empty" }, "No episode failed.")]));
+    : [h("p", { class: "empty" }, isFiltered ? "No failure matches." : "No episode failed.")]);
+  if (isUpdate && view.list) view.list.replaceWith(list);
+  else put($("view"), h("div", { class: "bar" }, filters.query, filters.outcome, filters.eval,
+    h("span", { class: "range" }, h("span", { class: "facts" }, "version"), filters.first, filters.last), filters.source), list);
+  view.list = list;
 }
 
 async function system() {
@@ -364,6 +412,7 @@ async function system() {
   const actors = Object.entries(state.summary.actors);
   const names = { state: "state", num_queued: "waiting messages", mailbox_size: "room", num_running: "running", num_waiting_senders: "senders held back", num_handled: "handled", num_failed: "failed", num_cancelled: "cancelled", incarnation: "starts" };
   put($("view"), h("div", { class: "bar" }, h("button", { type: "button", onclick: () => system() }, "Read again")),
+    ...Object.entries(state.summary.replicas).map(([role, one]) => h("p", { class: "facts" }, `${role}: ${one.serving} of ${one.wanted} serve${one.error ? ` · ${one.error}` : ""}`)),
     actors.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["actor", ...Object.values(names)].map((name) => h("th", {}, name)))),
       h("tbody", {}, actors.map(([name, found]) => h("tr", {}, h("td", {}, name), Object.keys(names).map((key) => h("td", { class: "number" }, number(found[key]))))))))
       : h("p", { class: "empty" }, "The actors of a run can be seen while it runs, on the page that it serves."));

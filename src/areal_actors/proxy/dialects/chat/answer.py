@@ -6,11 +6,10 @@ OpenAI's values, and a tool call's id and name are sent once. ``request`` reads 
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from attrs import evolve, field, frozen
+from attrs import frozen
 
 from areal_actors.domain import (
     Answer,
@@ -34,6 +33,7 @@ from areal_actors.proxy.dialects.base import (
     TEXT_SCHEMA,
     USAGE_SCHEMA,
     Decode,
+    OpenAIDialect,
     create_abort_error,
     format_logprobs,
     has_cut_call,
@@ -48,6 +48,7 @@ __all__ = [
     "CHOICE_SCHEMA",
     "ChatDialect",
     "ChatStream",
+    "OpenAIStream",
     "format_chat_answer",
     "format_finish",
     "format_usage",
@@ -55,20 +56,11 @@ __all__ = [
 
 
 @frozen(kw_only=True)
-class ChatDialect:
-    """The chat completions dialect.
+class ChatDialect(OpenAIDialect):
+    """The chat completions dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training."""
 
-    ``decode`` converts token ids to text for ``logprobs``; without it, ids are shown as numbers. ``model`` is the model
-    name in an answer if the client named none. ``honours_store`` says whether ``store: false`` keeps an answer from
-    training.
-    """
-
-    model: str = "policy"
-    decode: Decode | None = None
     default_max_tokens: int = DEFAULT_MAX_TOKENS
-    inert: Collection[str] = ()
     honours_store: bool = True
-    clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
         """Read a request body; see ``parse_chat_request``."""
@@ -89,14 +81,6 @@ class ChatDialect:
     def open_stream(self, parsed: ParsedChat) -> ChatStream:
         """Return the formatter of one streamed answer."""
         return ChatStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
-
-    def decoding_with(self, decode: Decode) -> Self:
-        """Return a copy of the dialect for a model with another tokenizer."""
-        return evolve(self, decode=decode)
-
-    def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """Return OpenAI's error body."""
-        return format_openai_failure(failure)
 
 
 def format_chat_answer(
@@ -143,7 +127,32 @@ def format_chat_answer(
     }
 
 
-class ChatStream:
+class OpenAIStream:
+    """The envelope and the end of a stream of completions, whose chunks are objects of ``kind``."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None) -> None:
+        self._parsed = parsed
+        self._decode = decode
+        self._envelope: dict[str, Any] = {"id": "", "object": self.kind, "created": created, "model": model}
+        self._choices: dict[InteractionId, int] = {}
+        self._answers: list[Answer] = []
+        self._num_sent = 0
+        """Tokens of the present choice whose log-probabilities were sent."""
+
+    def finish(self) -> bytes:
+        """Return the usage, if the client asked for it, and the end marker."""
+        if not self._parsed.include_usage:
+            return DONE
+        return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
+
+    def fail(self, failure: Failure) -> bytes:
+        """Return an event that OpenAI's SDKs raise as an ``APIError``."""
+        return format_event(format_openai_failure(failure))
+
+
+class ChatStream(OpenAIStream):
     """The ``chat.completion.chunk`` events of one request.
 
     The first chunk of a choice carries the role. It is held back until the first delta, which shows whether the answer
@@ -151,21 +160,13 @@ class ChatStream:
     log-probabilities were requested, a chunk carries those of all tokens since the chunk before.
     """
 
+    kind = "chat.completion.chunk"
+
     def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
-        self._parsed = parsed
-        self._decode = decode
-        self._envelope: dict[str, Any] = {
-            "id": "",
-            "object": "chat.completion.chunk",
-            "created": created,
-            "model": model,
-        }
-        self._choices: dict[InteractionId, int] = {}
+        super().__init__(parsed, created=created, model=model, decode=decode)
         self._headless: set[int] = set()
-        self._answers: list[Answer] = []
         self._unsent: list[dict[str, Any]] = []
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the list."""
-        self._num_sent = 0
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
@@ -216,16 +217,6 @@ class ChatStream:
             self._num_sent += len(self._unsent)
             self._unsent = []
         return head + self._chunk(item.choice, delta, **extra)
-
-    def finish(self) -> bytes:
-        """Return the usage, if the client asked for it, and the end marker."""
-        if not self._parsed.include_usage:
-            return DONE
-        return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
-
-    def fail(self, failure: Failure) -> bytes:
-        """Return an event that OpenAI's SDKs raise as an ``APIError``."""
-        return format_event(format_openai_failure(failure))
 
     def _head(self, choice: int, *, has_text: bool) -> bytes:
         if choice not in self._headless:

@@ -5,12 +5,11 @@ Every key that the SDK's model requires is present, including those that only st
 
 from __future__ import annotations
 
-import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, frozen
 
 from areal_actors.domain import (
     Answer,
@@ -31,13 +30,14 @@ from areal_actors.proxy.dialects.base import (
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
     Decode,
+    OpenAIDialect,
     create_abort_error,
     format_logprobs,
     has_cut_call,
 )
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.responses.request import ParsedResponse, format_item_id, parse_response_request
-from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.failures import Failure
 from areal_actors.proxy.sse import format_named_event
 
 __all__ = ["ANSWERS", "ResponseStream", "ResponsesDialect", "format_output", "format_usage"]
@@ -47,18 +47,11 @@ _TOO_MANY = 429
 
 
 @frozen(kw_only=True)
-class ResponsesDialect:
-    """The Responses dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training.
+class ResponsesDialect(OpenAIDialect):
+    """The Responses dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training."""
 
-    The other attributes are those of ``ChatDialect``.
-    """
-
-    model: str = "policy"
-    decode: Decode | None = None
     default_max_tokens: int = DEFAULT_MAX_TOKENS
-    inert: Collection[str] = ()
     honours_store: bool = False
-    clock: Callable[[], float] = field(default=time.time)
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedResponse:
         """Parse a request body; see ``parse_response_request``."""
@@ -85,14 +78,6 @@ class ResponsesDialect:
     def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
         """Return the formatter of one streamed answer."""
         return ResponseStream(self._envelope(parsed), clock=self.clock)
-
-    def decoding_with(self, decode: Decode) -> Self:
-        """Return a copy of the dialect for a model with another tokenizer."""
-        return evolve(self, decode=decode)
-
-    def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """Return OpenAI's error body."""
-        return format_openai_failure(failure)
 
     def _envelope(self, parsed: ParsedResponse) -> _Envelope:
         model = parsed.model or self.model

@@ -1,0 +1,257 @@
+"""A service with several processes, each with its own sessions: one service to its agents and its trainer."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import anyio
+import httpx
+import openai
+import pytest
+from attrs import evolve, frozen
+from tests.proxy.stack import renderer, sampled
+
+from areal_actors.cache.session import process_of
+from areal_actors.client import OpenAIProxyClient
+from areal_actors.errors import JournalError
+from areal_actors.journal import JournalConfig, SqliteJournal
+from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.messages import (
+    AcknowledgeLease,
+    DescribeSessions,
+    LeaseGroups,
+    OpenSession,
+    SaveVersion,
+    ShardOpened,
+)
+from areal_actors.proxy import ProxyConfig
+from areal_actors.proxy.handover import find_process
+from areal_actors.run.inference import (
+    Inference,
+    InferenceConfig,
+    SessionActors,
+    open_actors,
+    spawn_proxy,
+    spawn_shard,
+)
+from areal_actors.sessions.intake import IntakeConfig
+from areal_actors.sessions.shards import open_shard_journals, shard_journal
+from areal_actors.testing.engines import EchoEngine, script_answers
+
+HELLO = [{"role": "user", "content": "Hello"}]
+CONFIG = InferenceConfig(
+    proxy=ProxyConfig(num_processes=2, drain_seconds=0.0, admin_key="sk-admin-of-the-test"),
+    intake=IntakeConfig(grace_seconds=0.0),
+)
+
+
+@frozen
+class Service:
+    """Two processes' worth of actors on one event loop: connections, journals and ids are as in two processes."""
+
+    inference: Inference
+    journal: Path
+
+    @property
+    def url(self) -> str:
+        return self.inference.endpoint.url
+
+    def client(self, task: str) -> OpenAIProxyClient:
+        return OpenAIProxyClient(self.url, admin_key=CONFIG.proxy.admin_key or "", task_id=task)
+
+    @asynccontextmanager
+    async def second(self) -> AsyncIterator[None]:
+        """Open the second process, which can be closed and opened again."""
+        first = self.inference
+        assert first.handover is not None
+        actors = SessionActors(
+            sessions=first.sessions, exports=first.exports, capacity=first.capacity, intake=first.intake
+        )
+        port = urlsplit(first.endpoint.url).port or 0
+        config = evolve(CONFIG, intake=None, proxy=evolve(CONFIG.proxy, port=port))
+        shared = {"renderer": renderer(), "generation": first.generation}
+        async with (
+            SqliteJournal.open(shard_journal(self.journal, 1)) as journal,
+            ActorSystem.open(name="proxy-1") as system,
+        ):
+            actors = await spawn_shard(system, config, actors, journal=journal, process=1, **shared)
+            await spawn_proxy(system, config, actors, handover=first.handover.of_process(1), **shared)
+            assert actors.own_sessions is not None
+            router: Ref[Any] = first.sessions
+            await router.ask(ShardOpened(process=1, sessions=actors.own_sessions))
+            yield
+
+
+@asynccontextmanager
+async def open_first(directory: Path) -> AsyncIterator[Service]:
+    """Open the first process of a service, as after a restart if ``directory`` has its journals."""
+    path = directory / "journal.sqlite"
+    engine = EchoEngine(script_answers(sampled("Hi")), vocab_size=renderer().vocab_size)
+    open_shards = partial(open_shard_journals, path, JournalConfig(), num_processes=2)
+    async with (
+        SqliteJournal.open(path) as journal,
+        open_actors(CONFIG, engine=engine, renderer=renderer(), journal=journal, open_shards=open_shards) as inference,
+    ):
+        yield Service(inference, path)
+
+
+async def talk(base_url: str, *, num_turns: int = 1, messages: list[Any] | None = None) -> list[Any]:
+    """Continue a conversation over a new connection for each turn, and return its messages."""
+    messages = list(messages or HELLO)
+    for _ in range(num_turns):
+        async with openai.AsyncOpenAI(base_url=base_url, api_key="none", max_retries=5) as client:
+            answer = await client.chat.completions.create(model="any", messages=messages)
+        messages += [{"role": "assistant", "content": answer.choices[0].message.content}, *HELLO]
+    return messages
+
+
+def turns_in(path: Path) -> list[str]:
+    """The ids of the turns in a journal."""
+    with sqlite3.connect(path) as connection:
+        return [row[0] for row in connection.execute("SELECT interaction FROM turns ORDER BY seq")]
+
+
+@pytest.mark.anyio
+async def test_sessions_of_both_processes_are_answered_rewarded_and_trained(tmp_path):
+    """Every second session is in the second process; turns are written there, and groups are leased from both."""
+    async with open_first(tmp_path) as service, service.second():
+        sessions = []
+        for number in range(4):
+            async with service.client(f"task-{number}") as session:
+                await talk(session.base_url, num_turns=3)
+                await session.set_last_reward(1.0)
+            sessions.append(session)
+        assert [0, 1, 0, 1] == [process_of(session.session_id) for session in sessions]
+        assert [3, 3, 3, 3] == [(await session.export_episode()).num_turns for session in sessions]
+        lease = await service.inference.exports.ask(LeaseGroups(num_groups=4, version=0, max_staleness=1))
+        episodes = [episode for group in lease.groups for episode in group.episodes]
+        assert {session.session_id: (3, 1.0) for session in sessions} == {
+            episode.session: (episode.num_turns, episode.reward) for episode in episodes
+        }
+        view = await service.inference.sessions.ask(DescribeSessions())
+        assert (0, 4) == (view.num_live, view.num_ended)
+
+    assert [6, 6] == [len(turns_in(path)) for path in (service.journal, shard_journal(service.journal, 1))]
+
+
+@pytest.mark.anyio
+async def test_requests_for_both_processes_over_one_connection_are_answered(tmp_path):
+    """A reverse proxy keeps connections: each request on them is answered, wherever its session is."""
+    async with open_first(tmp_path) as service, service.second():
+        async with service.client("a") as first, service.client("b") as second, httpx.AsyncClient() as http:
+            for number in range(3):
+                for session in (first, second):
+                    body = {"model": "any", "messages": [*HELLO * (number + 1)], "stream": number == 2}
+                    answer = await http.post(f"{session.base_url}/chat/completions", json=body)
+                    assert (200, True) == (answer.status_code, number < 2 or "[DONE]" in answer.text)
+            key = {"authorization": f"Bearer {CONFIG.proxy.admin_key}"}
+            for session in (first, second):  # named in the body only
+                body = {"session_id": session.session_id, "reward": 0.5}
+                rewarded = await http.post(f"{service.url}/rl/set_reward", json=body, headers=key)
+                assert 200 == rewarded.status_code
+        episodes = [await session.export_episode() for session in (first, second)]
+
+    assert [(3, 0.5), (3, 0.5)] == [(episode.num_turns, episode.reward) for episode in episodes]
+
+
+@pytest.mark.anyio
+async def test_a_process_that_is_replaced_continues_its_sessions(tmp_path):
+    """Its successor has their turns, keys and rewards; what ended just before is trained, once."""
+    async with open_first(tmp_path) as service:
+        async with service.second():
+            first, live = service.client("a"), service.client("b")
+            await first.__aenter__()
+            await live.__aenter__()
+            messages = await talk(live.base_url, num_turns=2)
+        async with service.second():
+            await talk(live.base_url, messages=messages)
+            await live.set_last_reward(1.0)
+            await live.__aexit__(None, None, None)
+            lease = await service.inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=1))
+            episode = lease.groups[0].episodes[0]
+            whole = await live.export_episode(style="concat")
+            await first.__aexit__(None, None, None)
+
+    assert (live.session_id, 3, 1) == (episode.session, episode.num_turns, len(whole.trajectories))
+    assert 3 == len(set(turns_in(shard_journal(service.journal, 1))))
+
+
+@pytest.mark.anyio
+async def test_a_service_that_restarts_reads_all_journals_and_trains_each_session_once(tmp_path):
+    """Groups that no step had are delivered again; those whose weights are saved are forgotten in every journal."""
+    async with open_first(tmp_path) as service, service.second():
+        names = []
+        for number in range(4):
+            async with service.client(f"task-{number}") as session:
+                await talk(session.base_url)
+                await session.set_last_reward(1.0)
+            names.append(session.session_id)
+    async with open_first(tmp_path) as service, service.second():
+        exports = service.inference.exports
+        trained = []
+        for version in range(2):
+            lease = await exports.ask(LeaseGroups(num_groups=2, version=version, max_staleness=9))
+            trained += [episode.session for group in lease.groups for episode in group.episodes]
+            await exports.ask(AcknowledgeLease(lease=lease.id))
+        assert sorted(names) == sorted(trained)
+        await exports.ask(SaveVersion(version=2))
+        with anyio.fail_after(10):
+            while (await service.inference.sessions.ask(DescribeSessions())).num_ended:  # noqa: ASYNC110 - other processes
+                await anyio.sleep(0.01)
+    async with open_first(tmp_path) as service, service.second():
+        view = await service.inference.sessions.ask(DescribeSessions())
+        leftovers = service.inference.leftovers
+
+    assert (0, 0) == (view.num_live, view.num_ended)
+    assert ((), ()) == (leftovers.ended, leftovers.groups)
+
+
+@pytest.mark.anyio
+async def test_while_a_process_starts_new_sessions_go_to_the_first(tmp_path):
+    """Agents do not wait for a process that imports its libraries."""
+    async with open_first(tmp_path) as service:
+        processes = []
+        for number in range(3):
+            async with service.client(f"task-{number}") as session:
+                processes.append(process_of(session.session_id))
+
+    assert [0, 0, 0] == processes
+
+
+@pytest.mark.anyio
+async def test_fewer_processes_than_before_are_refused_while_there_are_sessions(tmp_path):
+    """Sessions of a process that there is no more would be lost; the error says which number keeps them."""
+    path = tmp_path / "journal.sqlite"
+    async with open_first(tmp_path) as service, service.second():
+        for _ in range(2):
+            await service.inference.sessions.ask(OpenSession(task="a", is_durable=True))
+    with pytest.raises(JournalError, match=r"journal-1.sqlite has sessions of process 1 .* Set it to 2 or more"):
+        async with open_shard_journals(path, JournalConfig(), num_processes=1):
+            pass
+    async with open_shard_journals(path, JournalConfig(), num_processes=1, is_kept=False) as journals:
+        assert ((), False) == (journals, shard_journal(path, 1).exists())
+
+
+@pytest.mark.parametrize(
+    ("head", "process"),
+    [
+        ("GET /health HTTP/1.1\r\n\r\n", 0),
+        ("POST /task-abcdefghijklmnopqrstuv.3/v1/chat/completions HTTP/1.1\r\n\r\n", 3),
+        ("POST /v1/task-a.abcdefghijklmnopqrstuv.12@planner/chat/completions HTTP/1.1\r\n\r\n", 12),
+        ("POST /rl/set_reward HTTP/1.1\r\nAuthorization: Bearer sk-abcdefghijklmnopqrstuv.2\r\n\r\n", 2),
+        ("POST /v1/messages HTTP/1.1\r\nx-api-key: sk-abcdefghijklmnopqrstuv.2\r\n\r\n", 2),
+        ("GET /export_trajectories?session_id=task-abcdefghijklmnopqrstuv.1 HTTP/1.1\r\n\r\n", 1),
+        ("POST /task-abcdefghijklmnopqrstuv/v1/messages HTTP/1.1\r\nauthorization: Bearer sk-x.1\r\n\r\n", 0),
+        ("\r\n\r\n", 0),
+        ("\xff\x00 no HTTP", 0),
+    ],
+)
+def test_the_head_of_a_request_names_a_process(head, process):
+    """A session in the path, a key or the query; anything else stays where it is."""
+    assert process == find_process(head.encode("latin-1"))

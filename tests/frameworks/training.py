@@ -14,9 +14,10 @@ import subprocess
 import sys
 import tomllib
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 from pathlib import Path
 from shutil import which
+from sysconfig import get_path
 
 from attrs import frozen
 
@@ -53,9 +54,9 @@ class Framework:
     @property
     def is_installed(self) -> bool:
         """Whether this environment has what the agent needs."""
-        # A directory of this name on the path is a package, too, without an origin.
-        spec = None if self.module is None else find_spec(self.module)
-        has_module = self.module is None or (spec is not None and spec.origin is not None)
+        # Only what is installed: the tests' own modules can be on sys.path, and one of them is called agents.
+        installed = [get_path("purelib"), get_path("platlib")]
+        has_module = self.module is None or PathFinder.find_spec(self.module, installed) is not None
         return has_module and (self.program is None or which(self.program) is not None)
 
 

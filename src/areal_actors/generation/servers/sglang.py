@@ -10,29 +10,27 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from attrs import field, frozen
+from attrs import define, field, frozen
 
-from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
+from areal_actors.domain import EngineRequest, FinishReason, PauseMode, TopLogprob
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import Delta, ServerFacts, VersionSpan
+from areal_actors.generation.servers.generating import LOGITS_SETTINGS, are_defaults, open_deltas
 from areal_actors.generation.servers.http import (
     Answer,
-    address_of,
-    as_answer,
     ask,
     describe_failure,
     failure_of,
     get_document,
-    open_events,
     parse_version,
     post_command,
 )
@@ -42,6 +40,8 @@ __all__ = ["OLDEST", "SGLangDialect"]
 
 OLDEST = (0, 5, 21)
 """The first version that reports version spans, and whose health can be checked while it is paused."""
+
+_GENERATE = "/generate"
 
 ROUTING_HEADER = "x-smg-routing-key"
 """The header by which SGLang's gateway keeps the requests of a session together."""
@@ -114,18 +114,14 @@ class SGLangDialect:
     def check(self, request: EngineRequest) -> None:
         """Accept every request: SGLang ignores no parameter that we send."""
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str, adapter: str | None = None
-    ) -> AsyncIterator[AsyncIterator[Delta]]:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
         """Open a generation; see ``ServerDialect.generate``."""
         headers = {ROUTING_HEADER: routing_key} if routing_key else None
         body = self._format(request) | ({} if adapter is None else {"lora_path": adapter})
-        async with open_events(client, "/generate", body, headers=headers) as events:
-            if isinstance(events, Answer):
-                raise failure_of(client, "/generate", events)
-            async with aclosing(_read(client, request, events)) as deltas:
-                yield deltas
+        parse = _EventParser(client, request)
+        return open_deltas(client, _GENERATE, body, parse, headers=headers, software="SGLang")
 
     def _format(self, request: EngineRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -258,60 +254,49 @@ class SGLangDialect:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
-    """Yield the new tokens of each event, whether events are cumulative, as by default, or not."""
-    # SGLang reports the softmax at the request's temperature, before truncation: the raw one, unless the logits or the
-    # temperature were changed.
-    sampling, neutral, num_seen = request.sampling, Sampling(), 0
-    names = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
-    is_moved = any(getattr(sampling, name) != getattr(neutral, name) for name in names)
-    is_plain = sampling.temperature in (0.0, 1.0) and not is_moved and request.grammar is None
-    async for event in events:
-        try:
-            if event.get("error"):
-                raise failure_of(client, "/generate", as_answer(event))
-            delta = _parse(client, request, event, num_seen, is_plain)
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise EngineError(f"{address_of(client, 'generate')} streams what SGLang does not: {error!r}") from error
-        num_seen += len(delta.token_ids)
-        yield delta
-        if delta.finish is not None:
-            return
-    raise EngineError(f"{address_of(client, 'generate')} ended its stream without a reason.")
+@define
+class _EventParser:
+    """Returns the new tokens of each event, whether events are cumulative, as by default, or not."""
 
+    client: httpx.AsyncClient
+    request: EngineRequest
+    is_plain: bool = field(init=False)
+    """Whether the reported distribution is the raw one, so that its log-probabilities are raw, too."""
+    num_seen: int = 0
 
-def _parse(
-    client: httpx.AsyncClient,
-    request: EngineRequest,
-    event: Mapping[str, Any],
-    num_seen: int,
-    is_plain: bool,  # noqa: FBT001 - a private function of one caller
-) -> Delta:
-    meta = event["meta_info"]
-    reason = meta["finish_reason"]
-    if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
-        raise failure_of(client, "/generate", Answer(int(reason["status_code"]), json.dumps(reason), reason))
-    num_new = int(meta.get("completion_tokens", num_seen)) - num_seen
-    ids = _last(event["output_ids"], num_new)
-    found = _last(meta.get("output_token_logprobs") or (), num_new)
-    if [entry[1] for entry in found] != list(ids):
-        raise ValueError(f"log-probabilities of other tokens than {ids}")
-    # Rounding may make log-probabilities slightly positive.
-    logprobs = [min(entry[0], 0.0) for entry in found]
-    tops = _last(meta.get("output_top_logprobs") or (), num_new) if request.sampling.top_logprobs else ()
-    return Delta(
-        token_ids=ids,
-        logprobs=logprobs,
-        raw_logprobs=logprobs if is_plain else [float("nan")] * num_new,
-        top_logprobs=tuple(tuple(TopLogprob(token_id=e[1], logprob=e[0]) for e in top or ()) for top in tops),
-        finish=None if reason is None else FinishReason(reason["type"]),
-        spans=tuple(
-            VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
-            for span in meta.get("weight_versions") or ()
-        ),
-        num_cached_tokens=int(meta.get("cached_tokens") or 0),
-        server_version=str(meta["weight_version"]),
-    )
+    def __attrs_post_init__(self) -> None:
+        # SGLang reports the softmax at the request's temperature, before truncation.
+        is_plain = self.request.sampling.temperature in (0.0, 1.0) and self.request.grammar is None
+        self.is_plain = is_plain and are_defaults(self.request, LOGITS_SETTINGS)
+
+    def __call__(self, event: Mapping[str, Any]) -> Delta:
+        meta = event["meta_info"]
+        reason = meta["finish_reason"]
+        if reason is not None and reason["type"] == "abort" and reason.get("status_code"):
+            answer = Answer(int(reason["status_code"]), json.dumps(reason), reason)
+            raise failure_of(self.client, _GENERATE, answer)
+        num_new = int(meta.get("completion_tokens", self.num_seen)) - self.num_seen
+        ids = _last(event["output_ids"], num_new)
+        found = _last(meta.get("output_token_logprobs") or (), num_new)
+        if [entry[1] for entry in found] != list(ids):
+            raise ValueError(f"log-probabilities of other tokens than {ids}")
+        # Rounding may make log-probabilities slightly positive.
+        logprobs = [min(entry[0], 0.0) for entry in found]
+        tops = _last(meta.get("output_top_logprobs") or (), num_new) if self.request.sampling.top_logprobs else ()
+        self.num_seen += num_new
+        return Delta(
+            token_ids=ids,
+            logprobs=logprobs,
+            raw_logprobs=logprobs if self.is_plain else [float("nan")] * num_new,
+            top_logprobs=tuple(tuple(TopLogprob(token_id=e[1], logprob=e[0]) for e in top or ()) for top in tops),
+            finish=None if reason is None else FinishReason(reason["type"]),
+            spans=tuple(
+                VersionSpan(version=str(span["version"]), start=span["start"], end=span["end"])
+                for span in meta.get("weight_versions") or ()
+            ),
+            num_cached_tokens=int(meta.get("cached_tokens") or 0),
+            server_version=str(meta["weight_version"]),
+        )
 
 
 def _last(values: Sequence[Any], number: int) -> Sequence[Any]:

@@ -22,8 +22,9 @@ embeddings: after an update, it would sample from new weights with an old output
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from contextlib import aclosing, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +39,12 @@ from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import Delta, ServerFacts, VersionSpan
+from areal_actors.generation.servers.generating import LOGITS_SETTINGS, are_defaults, open_deltas
 from areal_actors.generation.servers.http import (
-    Answer,
     address_of,
-    as_answer,
     ask,
     describe_failure,
-    failure_of,
     get_document,
-    open_events,
     parse_version,
     post_command,
 )
@@ -158,18 +156,18 @@ class VllmDialect:
                 param="top_logprobs",
             )
 
-    @asynccontextmanager
-    async def generate(
+    def generate(
         self, client: httpx.AsyncClient, request: EngineRequest, *, routing_key: str, adapter: str | None = None
-    ) -> AsyncIterator[AsyncIterator[Delta]]:
+    ) -> AbstractAsyncContextManager[AsyncIterator[Delta]]:
         """Open a generation; see ``ServerDialect.generate``."""
         headers = {SESSION_HEADER: routing_key} if routing_key else None
         body = self._format(request) | ({} if adapter is None else {"model": adapter})
-        async with open_events(client, GENERATE, body, headers=headers) as events:
-            if isinstance(events, Answer):
-                raise failure_of(client, GENERATE, events)
-            async with aclosing(_read(client, request, events)) as deltas:
-                yield deltas
+        # The sampled distribution is the raw softmax, or its maximum was taken: a greedy request is sent without
+        # truncation.
+        names = (*LOGITS_SETTINGS, "temperature", "top_p", "top_k", "min_p")
+        is_plain = are_defaults(request, names if request.sampling.temperature else LOGITS_SETTINGS)
+        parse = partial(_parse, request, is_plain=is_plain and request.grammar is None)
+        return open_deltas(client, GENERATE, body, parse, headers=headers, software="vLLM")
 
     def _format(self, request: EngineRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -317,31 +315,8 @@ def _check_shapes(directory: Path, model: Path) -> None:
 # ------------------------------------------------------------------------------------------------- reading
 
 
-async def _read(client: httpx.AsyncClient, request: EngineRequest, events: AsyncIterator[Any]) -> AsyncGenerator[Delta]:
-    # Whether the sampled distribution is the raw softmax, or its maximum was taken.
-    sampling, neutral = request.sampling, Sampling()
-    names = ["frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias"]
-    if sampling.temperature:
-        # A greedy request is sent without truncation, and its distribution is the plain softmax.
-        names += ["temperature", "top_p", "top_k", "min_p"]
-    is_plain = request.grammar is None and all(getattr(sampling, name) == getattr(neutral, name) for name in names)
-    async for event in events:
-        try:
-            if event.get("error"):
-                raise failure_of(client, GENERATE, as_answer(event))
-            delta = _parse(request, event["choices"][0], is_plain)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            raise EngineError(f"{client.base_url} streams what vLLM does not: {error!r}") from error
-        yield delta
-        if delta.finish is not None:
-            # Read the stream to its end, so that the connection can be reused.
-            with suppress(EngineError):
-                await anext(events, None)
-            return
-    raise EngineError(f"{client.base_url} ended its stream without a reason.")
-
-
-def _parse(request: EngineRequest, choice: Mapping[str, Any], is_plain: bool) -> Delta:  # noqa: FBT001 - one caller
+def _parse(request: EngineRequest, event: Mapping[str, Any], *, is_plain: bool) -> Delta:
+    choice = event["choices"][0]
     ids = choice["token_ids"] or []
     content = (choice["logprobs"] or {}).get("content") or []
     if [entry["token_id"] for entry in content] != list(ids):

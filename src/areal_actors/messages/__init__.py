@@ -111,7 +111,7 @@ from areal_actors.messages.hosting import (
     ServiceInUse,
     StopServices,
     UseService,
-    VisitSession,
+    UseServiceOfSession,
 )
 from areal_actors.messages.models import (
     ListModels,
@@ -337,8 +337,8 @@ __all__ = [
     "UntrainedGroup",
     "UseModel",
     "UseService",
+    "UseServiceOfSession",
     "VersionAdvanced",
-    "VisitSession",
     "WatchSessions",
     "Weights",
     "WeightsPublished",

@@ -13,7 +13,7 @@ __all__ = [
     "ServiceInUse",
     "StopServices",
     "UseService",
-    "VisitSession",
+    "UseServiceOfSession",
 ]
 
 
@@ -43,7 +43,7 @@ class UseService(StreamMessage[Hosting, ServiceInUse]):
 
 
 @frozen(kw_only=True)
-class VisitSession(StreamMessage[Hosting, ServiceInUse]):
+class UseServiceOfSession(StreamMessage[Hosting, ServiceInUse]):
     """Borrow the service called ``home``, which has the session with this id or key.
 
     The stream has no item if there is no such service, or if it has no process and no such session. Raises as

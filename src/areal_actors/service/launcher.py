@@ -36,7 +36,7 @@ from areal_actors.messages import (
     ServiceInUse,
     StopServices,
     UseService,
-    VisitSession,
+    UseServiceOfSession,
 )
 
 __all__ = ["Launcher", "LauncherConfig", "RunningService", "ServiceProvider"]
@@ -201,8 +201,8 @@ class Launcher(Actor[Hosting]):
             yield await self._borrow(service)
             await anyio.sleep_forever()
 
-    @VisitSession.handler(concurrency=_MANY)
-    async def visit(self, message: VisitSession) -> AsyncGenerator[ServiceInUse, None]:
+    @UseServiceOfSession.handler(concurrency=_MANY)
+    async def use_by_session(self, message: UseServiceOfSession) -> AsyncGenerator[ServiceInUse, None]:
         """Lend the service of a session until the borrower leaves the stream."""
         trial = self._homes.get(message.home)
         if trial is None:

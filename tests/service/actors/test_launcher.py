@@ -18,7 +18,7 @@ from areal_actors.cache.session import create_token_factory, shard_of
 from areal_actors.domain import ServiceState, ServiceView, TrialId
 from areal_actors.errors import SessionEnded, Unavailable
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.messages import Hosting, ListServices, ServiceInUse, StopServices, UseService, VisitSession
+from areal_actors.messages import Hosting, ListServices, ServiceInUse, StopServices, UseService, UseServiceOfSession
 from areal_actors.service.launcher import Launcher, LauncherConfig
 
 pytestmark = pytest.mark.anyio
@@ -43,7 +43,7 @@ class Host:
 
     async def visit(self, home: str, name: str) -> ServiceInUse | None:
         """A request of a session."""
-        async with self.launcher.stream(VisitSession(home=home, name=name)) as items:
+        async with self.launcher.stream(UseServiceOfSession(home=home, name=name)) as items:
             return await anext(items, None)
 
     async def view(self, trial: TrialId) -> ServiceView:

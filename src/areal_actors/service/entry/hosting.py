@@ -31,7 +31,7 @@ from areal_actors.messages import (
     ListServices,
     ServiceInUse,
     UseService,
-    VisitSession,
+    UseServiceOfSession,
 )
 from areal_actors.proxy.access import Gatekeeper, read_key
 from areal_actors.proxy.config import ProxyConfig
@@ -199,7 +199,7 @@ class _Host(EveryPath):
         hosting = self._peers.hosting
         for name in names:
             if (home := shard_of(name)) is not None:
-                return hosting.stream(VisitSession(home=home, name=name))
+                return hosting.stream(UseServiceOfSession(home=home, name=name))
         if is_user_key(key):
             user = (await self._peers.accounts.ask(IdentifyUser(secret=key or ""))).user
             try:

@@ -35,7 +35,7 @@ from areal_actors.domain import (
 from areal_actors.errors import ContextLengthExceeded, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
-from areal_actors.proxy.dialects.messages.request import parse_anthropic_messages, sign_thought
+from areal_actors.proxy.dialects.messages.request import parse_anthropic_conversation, sign_thought
 from areal_actors.proxy.failures import describe_failure, format_anthropic_failure
 from areal_actors.rendering import join_deltas
 
@@ -210,7 +210,7 @@ def test_an_answer_comes_back_as_it_was_said(deltas):
     items = [AnswerStarted(interaction=InteractionId("msg_1")), *deltas, _answer(message)]
     for document in (_message_of(_answer(message)), _accumulate(_events_of(items))):
         history = [*BODY["messages"], {"role": "assistant", "content": document["content"]}, *BODY["messages"]]
-        _, echoed, _ = parse_anthropic_messages(None, history)
+        _, echoed, _ = parse_anthropic_conversation(None, history)
 
         assert (echoed.content or "", echoed.reasoning or "") == (message.content or "", message.reasoning or "")
         assert [(call.id, call.name) for call in echoed.tool_calls] == [(c.id, c.name) for c in message.tool_calls]

@@ -26,6 +26,7 @@ from attrs import frozen
 from areal_actors.config.documents import ConfigPath, plain
 from areal_actors.errors import ArealError, ConfigError
 from areal_actors.lib.references import FunctionReference
+from areal_actors.lib.shown_values import show_value
 
 __all__ = [
     "Mistake",
@@ -105,16 +106,7 @@ def type_name(cls: type) -> str:
 
 def show(value: Any) -> str:
     """Return a value as it is written in YAML, shortened."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    if value is None:
-        return "null"
-    if isinstance(value, Mapping):
-        return "a mapping"
-    if isinstance(value, (list, tuple)):
-        return f"a list of {len(value)}"
-    text = repr(str(value)) if isinstance(value, str) else str(value)
-    return text if len(text) <= _MAX_SHOWN else text[:_MAX_SHOWN] + "…"
+    return show_value(value, limit=_MAX_SHOWN, mapping="a mapping")
 
 
 def hint(value: Any, kind: Any) -> str:

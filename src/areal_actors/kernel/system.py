@@ -28,7 +28,7 @@ from areal_actors.errors import ActorError, ActorStopped, ConfigError
 from areal_actors.kernel.failure import leaves, root_cause
 from areal_actors.kernel.message import Address, Message
 from areal_actors.kernel.ref import Down, Ref, SystemStatistics
-from areal_actors.kernel.runtime import Actor, Blueprint, Cell, LocalRef, Runtime
+from areal_actors.kernel.runtime import Actor, Blueprint, Cell, Runtime
 from areal_actors.kernel.supervision import Escalate, Supervision
 from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import running_loop
@@ -213,16 +213,6 @@ class ActorSystem(Runtime):
     def statistics(self) -> SystemStatistics:
         """Return the statistics of all running actors."""
         return SystemStatistics(name=self.name, actors=tuple(cell.statistics() for cell in self._cells.values()))
-
-    def cell_of(self, ref: Ref[Any]) -> Cell:
-        """Return the cell behind a ref of this process.
-
-        Raises:
-            ActorError: the actor runs in another process.
-        """
-        if not isinstance(ref, LocalRef):
-            raise ActorError(f"{ref!r} does not live in this process")
-        return ref.cell
 
     def forget(self, cell: Cell) -> None:
         """Remove a cell that has ended, which frees its name. Called by the cell."""

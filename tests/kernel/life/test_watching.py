@@ -7,6 +7,7 @@ import pytest
 from tests.kernel.life.recorder import Name, Recorder, Watch, Watcher, Work
 
 from areal_actors.kernel import ActorSystem, DownReason, Restart, Stop
+from areal_actors.kernel.runtime import LocalRef
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
@@ -64,4 +65,5 @@ async def test_a_watcher_that_gives_up_is_forgotten():
         with anyio.move_on_after(1):
             await system.watch(cat)
 
-        assert not system.cell_of(cat)._watchers
+        assert isinstance(cat, LocalRef)
+        assert not cat.cell._watchers

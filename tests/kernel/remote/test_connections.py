@@ -27,6 +27,7 @@ from areal_actors.errors import (
 )
 from areal_actors.kernel import Actor, ActorSystem, Down, DownReason
 from areal_actors.kernel.remote import Limits, connect, connect_stream, listen, transport
+from areal_actors.kernel.runtime import LocalRef
 from areal_actors.testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
@@ -114,7 +115,8 @@ async def test_an_actor_hears_that_another_one_became_unreachable():
         async with pretend_remote({"desk": ref}) as (peer, _):
             desk = peer.ref(Echoing, "desk")
             watcher = await system.spawn(Watcher(desk))
-            desk.life.watch(system.cell_of(watcher).hear)
+            assert isinstance(watcher, LocalRef)
+            desk.life.watch(watcher.cell.hear)
             await ref.stop()
             await wait_all_tasks_blocked()
 

@@ -25,6 +25,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.domain import Sampling
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.lib.shown_values import show_value
 
 __all__ = [
     "ANY_TEXT",
@@ -486,18 +487,7 @@ def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
 
 def shown(value: Any) -> str:
     """Return a short form of a JSON value for an error message; never longer than a line, whatever was sent."""
-    if isinstance(value, str):
-        return repr(value if len(value) <= _MAX_SHOWN else value[:_MAX_SHOWN] + "…")
-    if isinstance(value, Mapping):
-        return "an object"
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    digits = str(value)
-    return digits if len(digits) <= _MAX_SHOWN else digits[:_MAX_SHOWN] + "…"
+    return show_value(value, limit=_MAX_SHOWN)
 
 
 def wrong(name: str, expected: str, value: Any) -> InvalidRequest:

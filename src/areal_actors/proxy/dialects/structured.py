@@ -25,6 +25,7 @@ __all__ = [
     "parse_response_format",
     "parse_tool",
     "parse_tool_choice",
+    "parse_tool_list",
 ]
 
 _MAX_CHOICES = 4096
@@ -177,6 +178,27 @@ def parse_tool(function: Mapping[str, Any], where: str, *, schema: str, needs_sc
     if not isinstance(strict, bool | None):
         raise wrong(f"{where}.strict", "true or false", strict)
     return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))
+
+
+def parse_tool_list(value: Any, param: str, parse: Callable[[dict[str, Any], str], Tool]) -> tuple[Tool, ...]:
+    """Parse the offered functions, each by ``parse``, which gets the object and its place for messages.
+
+    Raises:
+        InvalidRequest: no list of objects, or two functions of one name; and what ``parse`` raises.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list):
+        raise wrong(param, "a list", value)
+    tools: list[Tool] = []
+    for index, raw in enumerate(value):
+        where = f"{param}[{index}]"
+        if not isinstance(raw, dict):
+            raise wrong(where, "an object", raw)
+        tools.append(parse(raw, where))
+    if len({tool.name for tool in tools}) < len(tools):
+        raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
+    return tuple(tools)
 
 
 TOOL_CHOICE: Kind[Any] = Kind({"type": ["string", "object", "null"]}, lambda value, _: value)

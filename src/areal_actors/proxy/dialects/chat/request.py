@@ -54,6 +54,7 @@ from areal_actors.proxy.dialects.structured import (
     ToolSelection,
     parse_tool,
     parse_tool_choice,
+    parse_tool_list,
 )
 
 __all__ = [
@@ -200,24 +201,16 @@ def parse_tools(value: Any, param: str = "tools", *, is_flat: bool = False) -> t
         InvalidRequest: a tool is malformed; the error names its index and the problem.
         UnsupportedParameter: a tool that is not a function.
     """
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong(param, "a list", value)
-    tools: list[Tool] = []
-    for index, raw in enumerate(value):
-        where = f"{param}[{index}]"
-        if not isinstance(raw, dict):
-            raise wrong(where, "an object", raw)
+
+    def parse(raw: dict[str, Any], where: str) -> Tool:
         if (kind := raw.get("type", "function")) != "function":
             raise UnsupportedParameter(f"{where} is of type {shown(kind)}; only functions are known.", param=where)
         function, where = (raw, where) if is_flat else (raw.get("function"), f"{where}.function")
         if not isinstance(function, dict):
             raise wrong(where, "an object", function)
-        tools.append(parse_tool(function, where, schema="parameters"))
-    if len({tool.name for tool in tools}) < len(tools):
-        raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
-    return tuple(tools)
+        return parse_tool(function, where, schema="parameters")
+
+    return parse_tool_list(value, param, parse)
 
 
 # ------------------------------------------------------------------------------------------------------- fields

@@ -48,7 +48,13 @@ from areal_actors.proxy.dialects.fields import (
     shown,
     wrong,
 )
-from areal_actors.proxy.dialects.structured import TOOL_CHOICE, parse_response_format, parse_tool, parse_tool_choice
+from areal_actors.proxy.dialects.structured import (
+    TOOL_CHOICE,
+    parse_response_format,
+    parse_tool,
+    parse_tool_choice,
+    parse_tool_list,
+)
 
 __all__ = [
     "MESSAGES_FIELDS",
@@ -56,7 +62,6 @@ __all__ = [
     "ParsedMessages",
     "format_input",
     "parse_anthropic_conversation",
-    "parse_anthropic_messages",
     "parse_anthropic_request",
     "parse_anthropic_tools",
     "sign_thought",
@@ -75,7 +80,7 @@ It changes with each request and is not meant for the model.
 
 
 def format_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that clients expect. ``parse_anthropic_messages`` reads it back."""
+    """Return a call's arguments as the object that clients expect. ``parse_anthropic_conversation`` reads it back."""
     try:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
@@ -92,20 +97,12 @@ def sign_thought(thought: str) -> str:
 # ------------------------------------------------------------------------------------------------------- messages
 
 
-def parse_anthropic_messages(system: Any, messages: Any) -> tuple[ChatMessage, ...]:
-    """Parse the conversation of a request, with the system messages first.
+def parse_anthropic_conversation(system: Any, messages: Any) -> tuple[ChatMessage, ...]:
+    """Parse a conversation that may end with an answer, with the system messages first.
 
     Raises:
         InvalidRequest: a message is malformed; the error names its index and the problem.
         UnsupportedParameter: a block that is not text, thinking, a tool call or a tool result.
-    """
-    return _check_conversation(parse_anthropic_conversation(system, messages))
-
-
-def parse_anthropic_conversation(system: Any, messages: Any) -> tuple[ChatMessage, ...]:
-    """Parse a conversation that may end with an answer, with the system messages first.
-
-    Raises as ``parse_anthropic_messages`` for malformed messages.
     """
     turns = _parse_turns(messages, "messages")
     return (*_parse_instructions(system, "system"), *turns)
@@ -255,25 +252,17 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         InvalidRequest: a tool is malformed; the error names its index and the problem.
         UnsupportedParameter: a tool that Anthropic's servers run or define.
     """
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong(param, "a list", value)
-    tools: list[Tool] = []
-    for index, raw in enumerate(value):
-        where = f"{param}[{index}]"
-        if not isinstance(raw, dict):
-            raise wrong(where, "an object", raw)
+
+    def parse(raw: dict[str, Any], where: str) -> Tool:
         if (kind := raw.get("type")) not in (None, "custom"):
             raise UnsupportedParameter(
                 f"{where} is of type {shown(kind)}, which Anthropic's servers define; only custom tools are known. "
                 "Describe it with a name and an input_schema.",
                 param=where,
             )
-        tools.append(parse_tool(raw, where, schema="input_schema", needs_schema=True))
-    if len({tool.name for tool in tools}) < len(tools):
-        raise InvalidRequest("tools has two tools of one name; the model could not tell them apart.", param="tools")
-    return tuple(tools)
+        return parse_tool(raw, where, schema="input_schema", needs_schema=True)
+
+    return parse_tool_list(value, param, parse)
 
 
 # ------------------------------------------------------------------------------------------------------- fields

@@ -68,7 +68,9 @@ class Report:
                 facts=document["facts"],
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"{path} is no report of benchmarks: {error!r}. Name a file that --json wrote.") from error
+            raise ValueError(
+                f"{path} is not a report of benchmarks: {error!r}. Name a file that --json wrote."
+            ) from error
 
 
 def create_table(report: Report) -> Table:

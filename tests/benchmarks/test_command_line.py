@@ -45,7 +45,7 @@ def test_every_benchmark_is_known():
 
 @pytest.mark.usefixtures("without_measuring")
 def test_figures_are_shown_and_written(tmp_path):
-    """The table has the figures and the verdicts, the file the machine as well; a missed gate is no failure."""
+    """The table has the figures and the verdicts, the file the machine as well; a missed gate is not a failure."""
     path = tmp_path / "a.json"
     result = invoke("kernel", "--json", path)
     report = Report.load(path)
@@ -94,7 +94,7 @@ def test_two_runs_are_compared(tmp_path):
 
 @pytest.mark.parametrize("arguments", [["nothing"], ["compare", "missing.json", "missing.json"], ["--speed"]])
 def test_a_wrong_command_is_refused(arguments):
-    """A name that is no benchmark, a missing file or an unknown option is a usage error."""
+    """A name that is not a benchmark, a missing file or an unknown option is a usage error."""
     assert invoke(*arguments).exit_code == 2
 
 

@@ -98,7 +98,7 @@ def test_ratios_are_held_to_a_narrower_band():
 
 
 def test_what_one_run_has_alone_is_said():
-    """A figure that is new or gone is no change of speed, and hides no other."""
+    """A figure that is new or gone is not a change of speed, and hides no other."""
     old, new = evolve(TELL, name="old"), evolve(TELL, name="new")
     changes = compare(Report(results=(old, TELL)), Report(results=(TELL, new)))
 

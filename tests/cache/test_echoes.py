@@ -91,7 +91,7 @@ def test_a_conversation_in_one_style_is_one_chain(talk: Any, protocol: str, styl
 @pytest.mark.parametrize("protocol", sorted(WIRES))
 @given(data=st.data())
 def test_styles_may_be_mixed(new_talk: Callable[..., Any], protocol: str, data: st.DataObject) -> None:
-    """Whatever the model said, several manners on one answer and other ones on the next are no obstacle."""
+    """Whatever the model said, several manners on one answer and other ones on the next are not an obstacle."""
     wire = WIRES[protocol]
     mixed = st.lists(st.sampled_from(sorted(wire.styles)), max_size=4, unique=True)
     talk = Conversation(new_talk(), wire)

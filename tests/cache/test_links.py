@@ -377,7 +377,7 @@ def test_a_root_that_is_asked_again_is_a_sibling(talk: Any) -> None:
 
 
 def test_examples_in_a_first_prompt_are_a_root(talk: Any) -> None:
-    """Few-shot answers that we never gave are no edit of ours."""
+    """Few-shot answers that we never gave are not an edit of ours."""
     shots = [user("1+1"), answer("2"), user("2+2")]
 
     assert match(talk, shots).fork_hint is ForkReason.ROOT

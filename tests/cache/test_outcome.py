@@ -322,7 +322,7 @@ def test_undiscounted_every_turn_before_the_outcome_returns_it(record: SessionRe
 
 @given(session_records(max_size=8), st.sampled_from(Unrewarded), st.sampled_from(sorted(STYLES)))
 def test_a_treatment_may_be_given_by_its_name(record: SessionRecord, unrewarded: Unrewarded, style: str) -> None:
-    """A string is no silent default, and an unknown one is refused."""
+    """A string is not a silent default, and an unknown one is refused."""
     by_name = export_trajectories(record, discount=0.9, style=style, unrewarded=str(unrewarded))
 
     assert export_trajectories(record, discount=0.9, style=style, unrewarded=unrewarded) == by_name

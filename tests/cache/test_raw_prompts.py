@@ -123,7 +123,7 @@ def test_the_same_prompt_again_is_a_sibling(talk: Any) -> None:
 
 
 def test_conversations_and_raw_prompts_never_mix(talk: Any) -> None:
-    """Equal words of a chat and of a raw prompt are no history of one another."""
+    """Equal words of a chat and of a raw prompt are not a history of one another."""
     turn(talk, "1", "hi", "yo")
     talk.turn("2", [ChatMessage(role="user", content="hi")], "yo")
     said = tuple(

@@ -75,7 +75,7 @@ class TestResolving:
             store.resolve(Credential(session=one.id, key=two.key))
 
     def test_an_id_from_elsewhere_needs_the_key_that_owns_it(self, store: SessionStore) -> None:
-        """A session id in a query or body is no capability."""
+        """A session id in a query or body is not a capability."""
         one, two = store.create("a", now=0), store.create("b", now=0)
 
         assert one.id == store.resolve(Credential(session=one.id, key=one.key), is_capability=False).id

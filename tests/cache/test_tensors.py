@@ -93,7 +93,7 @@ def test_joining_single_rows_is_padding(made: list[Trajectory]) -> None:
 
 
 def test_padding_on_the_left_is_padding() -> None:
-    """What attention_mask leaves out is no part of the row, at whichever end."""
+    """What attention_mask leaves out is not part of the row, at whichever end."""
     mirrored = {name: value.flip(1) if value.ndim == 2 else value for name, value in tensors().items()}
     mirrored["loss_mask"] = torch.tensor([[0, 0, 0, 1, 0]])
     (row,) = from_tensors(mirrored | {"versions": torch.full((1, 5), 3)}, session=SESSION)
@@ -135,7 +135,7 @@ def test_missing_versions_are_those_of_the_engine() -> None:
         ({"attention_mask": torch.tensor([[1, 1, 1, 0, 0]])}, "trains padding"),
         ({"input_ids": torch.tensor([[5, 6, -100, 2, 0]])}, "negative id"),
         ({"input_ids": torch.tensor([[5, 6, 7.5, 2, 0]])}, "input_ids must be int32"),
-        ({"input_ids": [["a"] * 5]}, "input_ids is a list that is no tensor of numbers"),
+        ({"input_ids": [["a"] * 5]}, "input_ids is a list that is not a tensor of numbers"),
         ({"loss_mask": torch.tensor([[1, 0, 1, 1, 0]])}, "trains the first token"),
         ({"loss_mask": torch.tensor([[0, 0, 2, 1, 0]])}, "something else than 0 and 1"),
         ({"logprobs": None}, "there are no logprobs"),

@@ -66,7 +66,7 @@ def test_a_file_of_something_else_is_named(tmp_path):
     done = invoke("create", "ada", "--store", str(path))
 
     assert done.exit_code == 2
-    assert "is no file of keys" in done.stderr
+    assert "is not a file of keys" in done.stderr
     assert path.read_text().startswith("a diary")
 
 

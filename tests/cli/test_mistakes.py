@@ -45,13 +45,13 @@ TRAIN = ("train", "tiny.yaml")
 
 MISTAKES = [
     # In the configuration
-    ((*TRAIN, "trainer.lr=0.1"), "trainer.lr is no setting; did you mean trainer.optimizer.learning_rate?"),
+    ((*TRAIN, "trainer.lr=0.1"), "trainer.lr is not a setting; did you mean trainer.optimizer.learning_rate?"),
     ((*TRAIN, "num_generations=4"), "did you mean rollout.group_size?"),
     ((*TRAIN, "trainer.learning_rate=0.1"), "did you mean trainer.optimizer.learning_rate"),
-    ((*TRAIN, "rolout.group_size=4"), "rolout is no setting; did you mean rollout?"),
+    ((*TRAIN, "rolout.group_size=4"), "rolout is not a setting; did you mean rollout?"),
     ((*TRAIN, "batch_size=many"), "batch_size must be a whole number, not 'many'"),
     ((*TRAIN, "batch_size=-4"), "batch_size must be >= 1, not -4"),
-    ((*TRAIN, "total_steps"), "'total_steps' is no override; write key=value"),
+    ((*TRAIN, "total_steps"), "'total_steps' is not an override; write key=value"),
     ((*TRAIN, "rollout={a: [}"), "'rollout={a: [}': its value:1:6 is not valid YAML"),
     ((*TRAIN, "trainer.optimizer.name=adamw8bit"), "did you mean adamw_8bit?"),
     ((*TRAIN, "rollout.openai.reward_rule=median"), "must be one of mean, sum, max, creation-order, or a function"),

@@ -77,7 +77,7 @@ async def test_other_returns_are_refused_by_name(value):
         (result,) = (await runner(proxy).run(Asker(proxy, lambda item, ids: value).run, ["one"])).results
 
         assert isinstance(result.error, EpisodeError)
-        assert "Asker.run returned what is no reward" in str(result.error)
+        assert "Asker.run returned a value that is not a reward" in str(result.error)
         assert [None, None] == rewards(proxy, result)
         assert 1 == result.num_attempts
 
@@ -273,5 +273,5 @@ def test_silence():
 def test_outcomes():
     """Completion ids are text, and errors name who returned what."""
     assert {"a": 1.0} == parse_outcome({"a": True}, name="agent")
-    with pytest.raises(EpisodeError, match=r"agent returned what is no reward.*not by int 3"):
+    with pytest.raises(EpisodeError, match=r"agent returned a value that is not a reward.*not by int 3"):
         parse_outcome({3: 1.0}, name="agent")

@@ -64,7 +64,7 @@ def test_what_goes_to_the_proxy_is_ours(url):
     ],
 )
 def test_everything_else_is_left_alone(url):
-    """Other servers, routes that no session's key opens, sessions of other programs, and what is no URL."""
+    """Other servers, routes that no session's key opens, sessions of other programs, and what is not a URL."""
     with attributed_to(session()):
         assert {"authorization": "mine"} == sent(url, authorization="mine")
 

@@ -196,7 +196,7 @@ async def test_rewards_are_set(prefix: str) -> None:
 
 
 async def test_wrong_rewards_are_refused() -> None:
-    """Unknown sessions and completions are 404; what is no number is 400."""
+    """Unknown sessions and completions are 404; what is not a number is 400."""
     async with Service() as caller:
         started = await caller.start()
         headers = bearer(started["api_key"])

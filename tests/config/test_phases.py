@@ -84,7 +84,7 @@ MISTAKES = {
     "an empty teacher": ({"distillation": {"teacher": {}}}, r"name the model of the teacher, or the url of a server"),
     "an alignment": (
         {"distillation": {"teacher": {"model": "tiny", "align": "text"}}},
-        r"distillation.teacher.align is no setting",
+        r"distillation.teacher.align is not a setting",
     ),
 }
 

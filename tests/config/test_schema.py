@@ -108,7 +108,7 @@ def test_a_misspelt_setting_is_reported_with_its_path(tmp_path_factory, path, da
     with pytest.raises(ConfigError) as caught:
         load_config(file, [f"{dotted}=1"])
 
-    found = [problem for problem in caught.value.problems if f" {dotted} is no setting" in problem]
+    found = [problem for problem in caught.value.problems if f" {dotted} is not a setting" in problem]
     assert found
     assert f"command line, {dotted}=1:" in found[0]
     assert name in found[0]
@@ -123,11 +123,11 @@ def test_all_mistakes_come_at_once_with_their_places(write):
 
     text = str(caught.value)
     for words in (
-        "command line: 'nonsense' is no override",
-        "command line, trainer.layuot=flat: trainer.layuot is no setting; did you mean layout?",
+        "command line: 'nonsense' is not an override",
+        "command line, trainer.layuot=flat: trainer.layuot is not a setting; did you mean layout?",
         "command line, seed=one: seed must be a whole number, not 'one'",
         f"{path}:10: engine.dtype must be one of auto, float32, bfloat16, not 'float16'; did you mean bfloat16?",
-        "group_size is no setting; did you mean rollout.group_size?",
+        "group_size is not a setting; did you mean rollout.group_size?",
         "batch_size must be >= 1, not 0",
     ):
         assert words in text
@@ -188,10 +188,10 @@ def test_overrides_mean_what_they_mean_in_the_file(write):
         ("seed.x=1", "seed.x cannot be set: seed is 5 and has no parts"),
         (
             "proxy.inert_parameters.3=a",
-            "proxy.inert_parameters.3 is no item of proxy.inert_parameters; it has items 0 to 1",
+            "proxy.inert_parameters.3 is not an item of proxy.inert_parameters; it has items 0 to 1",
         ),
-        ("=3", "'=3' is no override"),
-        ("rollout..group_size=3", "is no override"),
+        ("=3", "'=3' is not an override"),
+        ("rollout..group_size=3", "is not an override"),
         ("engine={", "is not valid YAML"),
     ],
 )
@@ -242,7 +242,7 @@ def test_a_mistake_under_another_name_is_found_in_its_line(write):
 
 
 def test_relative_paths_belong_to_the_file_that_they_stand_in(write, tmp_path, monkeypatch):
-    """Those of the command line belong to the working directory; names of models and modules are no paths."""
+    """Those of the command line belong to the working directory; names of models and modules are not paths."""
     (tmp_path / "model").mkdir()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
@@ -307,7 +307,7 @@ def test_sections_are_found_by_their_path():
     """``areal-actors settings trainer.optimizer`` shows that section; a wrong one names the nearest."""
     assert "learning_rate" in format_reference(settings_class("trainer.optimizer"))
     assert settings_class("rollout.agent") is settings_class("rollout.openai")
-    with pytest.raises(ConfigError, match=r"trainer.optimiser is no section; did you mean trainer.optimizer\?"):
+    with pytest.raises(ConfigError, match=r"trainer.optimiser is not a section; did you mean trainer.optimizer\?"):
         settings_class("trainer.optimiser")
 
 
@@ -349,7 +349,7 @@ def test_a_section_with_a_short_form_may_be_a_word(write, tmp_path):
     ("workflow", "complaint"),
     [
         ({"command": []}, "rollout.workflow.command"),
-        ({"comand": ["sh"]}, "rollout.workflow.comand is no setting; did you mean command?"),
+        ({"comand": ["sh"]}, "rollout.workflow.comand is not a setting; did you mean command?"),
         (
             3,
             "must be text or a section \\(command, grader, files\\) or a section \\(verifiers\\) or null, not 3",

@@ -96,9 +96,9 @@ def test_every_mistake_is_found_at_once():
     assert found == {
         "title": "must be text, not 3; put quotes around it",
         "brushes.0.width": "must be >= 1, not 0",
-        "brushes.1.colour": "is no setting; did you mean color?",
+        "brushes.1.colour": "is not a setting; did you mean color?",
         "brushes.2": "must be a section (width, color), not 7",
-        "pirce": "is no setting; did you mean price?",
+        "pirce": "is not a setting; did you mean price?",
         "frame.color": "must be one of red, green, not 'rad'; did you mean red?",
         "file": "must be a path, not 1; put quotes around it",
         "school": "must be one of none, flemish, not 'flemsh'; did you mean flemish?",

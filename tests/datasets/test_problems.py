@@ -93,7 +93,7 @@ def test_overlap_is_the_intersection(train: set[int], held_out: set[int], seed: 
 
 
 def test_how_a_problem_was_made_makes_it_no_other() -> None:
-    """The metadata of a generator are not compared; values that are no JSON are, and do not fail."""
+    """The metadata of a generator are not compared; values that are not JSON are, and do not fail."""
     trained = Problems([{"question": "1 + 1", "metadata": {"source_index": 0}, "big": 10**30, "set": {1}}])
     tested = Problems([{"question": "1 + 1", "metadata": {"source_index": 7}, "big": 10**30, "set": {1}}])
 

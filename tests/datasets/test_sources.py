@@ -141,7 +141,7 @@ def test_a_split_must_be_one_that_is_there(saved: Path, split: str | None) -> No
 def test_a_directory_of_something_else_is_named(saved: Path, tmp_path: Path) -> None:
     """An empty directory, and none at all."""
     for name in (".", "nowhere"):
-        with pytest.raises(DatasetError, match="no dataset that save_to_disk"):
+        with pytest.raises(DatasetError, match="not a dataset that save_to_disk"):
             load(tmp_path, huggingface=name)
 
 
@@ -199,7 +199,7 @@ def wrong_arguments(amount: int) -> list[dict[str, int]]:
 
 
 def raises(num: int, seed: int) -> list[dict[str, int]]:
-    raise TypeError(f"{num} is no number of mine")
+    raise TypeError(f"{num} is not a number of mine")
 
 
 def raises_later(num: int, seed: int) -> Iterator[dict[str, int]]:
@@ -220,7 +220,7 @@ def no_items(num: int, seed: int) -> int:
     [
         ([{"n": 1}], "is a list, not a function"),
         (wrong_arguments, r"f\.py:f\(num, seed\) does not fit the function"),
-        (raises, "raised TypeError: .* is no number of mine"),
+        (raises, "raised TypeError: .* is not a number of mine"),
         (raises_later, "raised LookupError: the well is dry"),
         (wrong_items, "yields a int; each problem is a dict"),
         (no_items, "raised TypeError: 'int' object is not iterable"),

@@ -57,10 +57,10 @@ def test_problems_are_those_of_the_taskset_unless_a_dataset_is_named():
 @pytest.mark.parametrize(
     ("workflow", "complaint"),
     [
-        ({"verifers": {"taskset": "a"}}, "verifers is no setting; did you mean verifiers?"),
-        ({"verifiers": {"tasket": "a"}}, "verifiers.tasket is no setting; did you mean taskset?"),
+        ({"verifers": {"taskset": "a"}}, "verifers is not a setting; did you mean verifiers?"),
+        ({"verifiers": {"tasket": "a"}}, "verifiers.tasket is not a setting; did you mean taskset?"),
         ({"verifiers": {"taskset": {"options": {}}}}, "verifiers.taskset.id is missing"),
-        ({"verifiers": {"taskset": "a"}, "command": ["sh"]}, "needs a type|is no setting"),
+        ({"verifiers": {"taskset": "a"}, "command": ["sh"]}, "needs a type|is not a setting"),
     ],
 )
 def test_misspelt_settings_name_the_nearest(workflow, complaint):

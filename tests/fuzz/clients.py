@@ -337,7 +337,7 @@ class MessagesClient:
 
 
 def _arguments(value: Wire) -> str:
-    """The text of an input; what was no object stands under one name."""
+    """The text of an input; what was not an object stands under one name."""
     if "unparsed_arguments" in value:
         return str(value["unparsed_arguments"])
     return json.dumps(value, ensure_ascii=False)

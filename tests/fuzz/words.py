@@ -43,7 +43,7 @@ class Entry:
 
 
 def say(role: str, text: str) -> Entry:
-    """What is no answer."""
+    """What is not an answer."""
     return Entry(wire=({"role": role, "content": text},), keys=((role, text),))
 
 
@@ -54,7 +54,7 @@ def key_of(message: ChatMessage) -> Key:
 
 
 def _meaning(arguments: str) -> str:
-    """Arguments as numbers, texts and so on; what is no JSON means itself."""
+    """Arguments as numbers, texts and so on; what is not JSON means itself."""
     try:
         return repr(_normal(json.loads(arguments.strip() or "{}", parse_constant=refuse_number)))
     except (ValueError, RecursionError):

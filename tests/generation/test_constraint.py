@@ -236,7 +236,7 @@ def test_that_a_model_may_say_what_matches_as_it_would(name, special):
     ],
 )
 def test_that_what_does_not_match_is_not_allowed(grammar, text):
-    """Sooner or later, on the way through the text; white space in JSON has an end, and special tokens are no text."""
+    """Sooner or later, on the way through the text; white space in JSON has an end, and special tokens are not text."""
     constraint = constrain(grammar)
     for token in encode(text):
         if not constraint.allowed()[token]:
@@ -246,7 +246,7 @@ def test_that_what_does_not_match_is_not_allowed(grammar, text):
 
 
 def test_that_every_stop_token_ends_an_answer_exactly_where_it_may_end():
-    """Also one that stands for the end within the library, and none that is no stop token here."""
+    """Also one that stands for the end within the library, and none that is not a stop token here."""
     constraint = constrain(Exactly(text="yes"), stop_ids=(2, 1, 10**9, -1))
 
     assert not constraint.allowed()[[0, 1, 2]].any()

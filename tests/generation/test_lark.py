@@ -64,7 +64,7 @@ def test_that_a_schema_cannot_set_options_of_the_library() -> None:
 
 
 def test_that_what_cannot_be_written_is_refused() -> None:
-    """A schema that is nested without end, or that holds what is no JSON."""
+    """A schema that is nested without end, or that holds what is not JSON."""
     endless: dict[str, object] = {}
     endless["not"] = endless
     for schema in (endless, {"const": float("nan")}, {"const": object()}):

@@ -354,7 +354,7 @@ def test_settings_load_no_torch():
 
 
 async def test_a_half_precision_model_is_proved_in_full_precision(llama):
-    """Rounding in bfloat16 is no reason to refuse a path: the same one is chosen as for the float32 model."""
+    """Rounding in bfloat16 is not a reason to refuse a path: the same one is chosen as for the float32 model."""
     with torch.no_grad():
         forward = create_forward(copy.deepcopy(llama).to(torch.bfloat16))
 

@@ -96,7 +96,7 @@ def test_tuples_in_metadata_become_lists(connection):
     "metadata",
     [
         pytest.param({"when": datetime(2026, 1, 1, tzinfo=UTC)}, id="no JSON"),
-        pytest.param({"outer": [{1: "one"}]}, id="a key that is no text"),
+        pytest.param({"outer": [{1: "one"}]}, id="a key that is not text"),
         pytest.param({"n": 10**5000}, id="an integer of thousands of digits"),
     ],
 )

@@ -122,7 +122,7 @@ async def test_power_loss_is_survived_where_that_was_asked_for(tmp_path):
 
 
 async def test_a_damaged_file_is_named(tmp_path):
-    """What is no database, and a database with a broken page, are told with what to do; nothing is overwritten."""
+    """What is not a database, and a database with a broken page, are told with what to do; nothing is overwritten."""
     path = tmp_path / "journal.sqlite"
     path.write_bytes(b"hello" * 1000)
     with pytest.raises(JournalError, match=r"journal\.sqlite could not be opened .* move it away"):

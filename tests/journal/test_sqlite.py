@@ -177,10 +177,10 @@ async def test_another_programs_database_is_refused(path):
 
 
 async def test_what_cannot_be_written_fails_alone(path):
-    """Metadata that is no JSON fails its own write, all of it; those who wait for the same commit do not notice."""
+    """Metadata that is not JSON fails its own write, all of it; those who wait for the same commit do not notice."""
     bad = evolve(create_start("bad"), metadata={"object": object()})
     async with SqliteJournal.open(path) as journal:
-        with pytest.raises(JournalError, match="object is no JSON"):
+        with pytest.raises(JournalError, match="object is not JSON"):
             await journal.write(create_start("good and lost"), bad)
         await journal.write(create_start("good"))
 
@@ -194,7 +194,7 @@ async def test_a_note_that_cannot_be_written_is_told_by_the_next_write(path):
         await journal.write(create_start("before"))
         journal.note(bad)
         for _ in range(2):
-            with pytest.raises(JournalError, match="object is no JSON"):
+            with pytest.raises(JournalError, match="object is not JSON"):
                 await journal.write(create_start("after"))
 
     assert ["before"] == await sessions_of(path)
@@ -244,7 +244,7 @@ async def test_reading_goes_on_while_others_write(path):
 
 
 async def test_others_may_read_by_sql_meanwhile(path):
-    """An open journal is no secret: the shell of SQLite shows what was committed."""
+    """An open journal is not a secret: the shell of SQLite shows what was committed."""
     async with SqliteJournal.open(path) as journal:
         await journal.write(*create_session("a"))
         rows = change(path, "SELECT session, json_extract(output, '$[0].content'), num_output_tokens FROM turns")

@@ -163,7 +163,7 @@ class Host(Actor[Hosts]):
                 opened.set()
                 await over.wait()
                 await system.stop(grace=0)
-        except Exception as error:  # noqa: BLE001 - what a test does to its actors is no affair of the next test
+        except Exception as error:  # noqa: BLE001 - what a test does to its actors must not reach the next test
             sys.stderr.write(f"{address}: {error!r}\n")
 
 

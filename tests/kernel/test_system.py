@@ -112,7 +112,7 @@ async def test_a_crash_and_the_blocks_error_leave_together():
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
 async def test_interrupts_leave_plainly(kind):
-    """Ctrl-C is no member of a group."""
+    """Ctrl-C is not a member of a group."""
     with pytest.raises(kind):
         async with ActorSystem.open() as system:
             await system.spawn(Abacus())

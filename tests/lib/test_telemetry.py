@@ -21,7 +21,7 @@ FULL = Path("/dev/full")
 
 
 def test_events_reach_people_as_words_and_facts():
-    """A stream that is no terminal gets one line without colours, event first, facts after it."""
+    """A stream that is not a terminal gets one line without colours, event first, facts after it."""
     stream = io.StringIO()
 
     with logging_to_stream(stream):

@@ -53,7 +53,7 @@ def test_what_is_not_there_is_explained(tmp_path: Path):
     with pytest.raises(ModelError, match="no run there has finished"):
         Catalogue(root=tmp_path / "elsewhere").find("a/1")
     for name in ("../a", "a/../b", "/a/b", "a/b/c", "", "a/.", "./a", "a\n/b", "a\0/b", ".hidden/x", "x" * 10_000):
-        with pytest.raises(ModelError, match="is no name of a trained model"):
+        with pytest.raises(ModelError, match="is not the name of a trained model"):
             catalogue.find(name)
 
 

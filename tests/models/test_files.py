@@ -44,7 +44,7 @@ def test_what_a_directory_lacks_is_named(copy: Path, lost: str, said: str) -> No
 
 
 def test_tokenizers_may_lie_elsewhere(copy: Path) -> None:
-    """A directory of a tokenizer is no model, but it is a tokenizer; and a model may have none of its own."""
+    """A directory of a tokenizer is not a model, but it is a tokenizer; and a model may have none of its own."""
     (copy / "model.safetensors").unlink()
     with pytest.raises(ModelError):
         resolve_model(str(copy))

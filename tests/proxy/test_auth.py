@@ -62,7 +62,7 @@ def test_no_other_key_has_control_by_naming_a_session():
 
 
 def test_only_the_admin_key_administrates():
-    """Keys of sessions, no key and keys that are no ASCII are refused alike."""
+    """Keys of sessions, no key and keys that are not ASCII are refused alike."""
     KEEPER.require_admin("sk-admin")
     for key in ("sk-other", None, "\xff"):
         with pytest.raises(Unauthorized):

@@ -198,7 +198,7 @@ def test_what_would_change_the_answer_is_refused(fields):
     ],
 )
 def test_what_asks_for_nothing_is_accepted(fields):
-    """Inert names, neutral values and nulls, which several clients send, are no reason to refuse."""
+    """Inert names, neutral values and nulls, which several clients send, are not a reason to refuse."""
     assert _parse(**fields).request.messages == (ChatMessage(role="user", content="hi"),)
 
 

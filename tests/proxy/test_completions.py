@@ -61,7 +61,7 @@ def test_the_documentation_has_the_table():
 
 @pytest.mark.parametrize("parameter", [p for p in COMPLETIONS_FIELDS.fields if p.neutral], ids=lambda p: p.name)
 def test_neutral_values_are_accepted(parameter):
-    """Asking for what happens anyway is no reason to refuse."""
+    """Asking for what happens anyway is not a reason to refuse."""
     for value in parameter.neutral:
         COMPLETIONS_FIELDS.read({"prompt": "hi", parameter.name: value})
 
@@ -179,7 +179,7 @@ def test_an_answer_has_every_key_that_strict_clients_need():
 
 
 def test_several_choices_and_their_ends():
-    """Each choice names its interaction; an aborted one is no answer."""
+    """Each choice names its interaction; an aborted one is not an answer."""
     first, second = _answer("a"), _answer("b", name="cmpl-1-1", finish=FinishReason.LENGTH)
     choices = _document_of(first, second, n=2)["choices"]
 

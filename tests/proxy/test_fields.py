@@ -37,7 +37,7 @@ def test_refusals_and_indifference_have_reasons():
 
 @pytest.mark.parametrize("parameter", [p for p in CHAT_FIELDS.fields if p.neutral], ids=lambda p: p.name)
 def test_neutral_values_are_accepted(parameter):
-    """Asking for what happens anyway is no reason to refuse."""
+    """Asking for what happens anyway is not a reason to refuse."""
     for value in parameter.neutral:
         CHAT_FIELDS.read({"messages": [{"role": "user", "content": "hi"}], parameter.name: value})
 

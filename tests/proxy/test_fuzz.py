@@ -32,7 +32,7 @@ from areal_actors.testing.engines import EchoEngine
 CHAT = "/v1/chat/completions"
 IDEMPOTENCY_KEY = "the-victims-own-name-for-it"
 LONG = 1000
-"""Profiles with so many examples are no part of the ordinary suite."""
+"""Profiles with so many examples are not part of the ordinary suite."""
 QUIET = settings(deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -123,7 +123,7 @@ def serve(backend: str, **config: Any) -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def closed(backend: str) -> Iterator[Served]:
-    """Sessions are opened by their keys alone: their ids are no secret."""
+    """Sessions are opened by their keys alone: their ids are not a secret."""
     yield from serve(backend, session_urls=False)
 
 

@@ -141,7 +141,7 @@ def test_stop_reasons(finish, stop_sequence, has_call, expected):
 
 
 def test_an_empty_answer_has_a_block():
-    """Agents read ``content[0].text`` unasked; an early policy that says nothing is no reason to crash."""
+    """Agents read ``content[0].text`` unasked; an early policy that says nothing is not a reason to crash."""
     message = ChatMessage(role="assistant", content="")
     items = [AnswerStarted(interaction=InteractionId("msg_1")), _answer(message)]
 

@@ -90,7 +90,7 @@ def test_the_defaults():
 
 
 def test_only_responses_are_followed():
-    """A chat completion's id is no response's, as it is not at OpenAI."""
+    """A chat completion's id is not a response's, as it is not at OpenAI."""
     with pytest.raises(PreviousNotFound, match="chatcmpl-1"):
         _parse(previous_response_id="chatcmpl-1")
 
@@ -197,7 +197,7 @@ def test_reasoning_may_have_been_emptied(content):
 
 
 def test_two_answers_in_a_row_stay_two():
-    """Ids tell them apart; without ids, what follows a text and is no call does."""
+    """Ids tell them apart; without ids, what follows a text and is not a call does."""
     first, second = RAW_TEXT | {"id": "msg_0_a"}, RAW_CALL | {"id": "fc_0_b"}
     text = ChatMessage(role="assistant", content="Let me see.")
 
@@ -301,7 +301,7 @@ def test_every_parameter_of_the_sdk_is_decided():
 
 @pytest.mark.parametrize("parameter", [p for p in RESPONSES_FIELDS.fields if p.neutral], ids=lambda p: p.name)
 def test_neutral_values_are_accepted(parameter):
-    """Asking for what happens anyway is no reason to refuse."""
+    """Asking for what happens anyway is not a reason to refuse."""
     for value in parameter.neutral:
         RESPONSES_FIELDS.read({"input": "hi", parameter.name: value})
 

@@ -82,7 +82,7 @@ def test_a_text_that_a_stream_had_split_is_referred_to_once():
 
 @pytest.mark.parametrize("name", ["fc_2_7", "rs_0_8", "x", 7, None])
 def test_an_unknown_item_is_named(name):
-    """An item that the answer does not have, that of another answer, and what is no id."""
+    """An item that the answer does not have, that of another answer, and what is not an id."""
     body = {"input": [QUESTION, {"type": "item_reference", "id": name}]}
 
     with pytest.raises(InvalidRequest, match=r"input\[1\] refers to item"):
@@ -166,7 +166,7 @@ async def test_answers_are_read_and_deleted_by_their_ids():
 
 @pytest.mark.anyio
 async def test_other_sessions_do_not_see_an_answer():
-    """Ids are no secrets: a session's key opens its own answers only."""
+    """Ids are not secrets: a session's key opens its own answers only."""
     async with open_stack(sampled("first")) as stack, create_http_client() as http:
         given = await http.post(f"{stack.session.base_url}/responses", json={"input": "hi"})
         root = stack.session.base_url.removesuffix(f"/{stack.session.session_id}/v1")

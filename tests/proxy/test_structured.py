@@ -17,7 +17,7 @@ F, G = Tool(name="f"), Tool(name="g")
 
 @pytest.mark.parametrize("value", [None, {"type": "text"}, {}])
 def test_that_text_is_free_where_nothing_is_said(value: Any) -> None:
-    """No format is no grammar."""
+    """No format is not a grammar."""
     assert parse_response_format(value) is None
 
 

@@ -45,7 +45,7 @@ async def test_the_same_attacks_succeed_with_the_key_of_the_session():
 
 
 async def test_malformed_bytes_end_their_connection_only():
-    """Bytes behind a request that are no request; on trio, they ended the server at the second or third time."""
+    """Bytes behind a request that are not a request; on trio, they ended the server at the second or third time."""
     async with open_arena() as arena:
         attack = Attack(operation="", method="GET", target="/rl/finalize", headers=(), content=b"{}")
         for framing in (*FRAMINGS, *["old"] * 20):

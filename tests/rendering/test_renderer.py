@@ -53,7 +53,7 @@ def test_deltas_join_to_the_parsed_message(name, sampled, has_tools, stop, data)
 
 @given(st.binary(max_size=60))
 def test_any_bytes_can_be_decoded(data):
-    """Bytes that are no UTF-8 are shown as replacement characters."""
+    """Bytes that are not UTF-8 are shown as replacement characters."""
     ids = [renderer_of("CHATML").vocabulary.backend.token_to_id(char) for char in byte_characters(data)]
 
     assert data.decode("utf-8", "replace") == renderer_of("CHATML").decode(np.asarray(ids, dtype=np.int32))
@@ -235,7 +235,7 @@ def test_a_text_begins_as_its_tokenizer_begins_texts_once():
 
 @given(st.lists(words, max_size=6), st.integers(0, 20))
 def test_after_a_raw_prompt_all_is_text(parts, cut):
-    """Thinking and calls are not looked for, streamed or not; end tokens are no text."""
+    """Thinking and calls are not looked for, streamed or not; end tokens are not text."""
     renderer = renderer_of("QWEN")
     ids = sampled_ids("QWEN", parts)
     stream = renderer.open_stream(tools=(TOOL,), is_plain=True)

@@ -391,7 +391,7 @@ async def test_an_agent_that_always_fails_ends_the_run():
 
 
 async def test_an_episode_that_could_not_reach_the_proxy_is_run_again():
-    """It is no failure of the agent: it is reported once, when it was run to its end, and counts towards no limit."""
+    """It is not a failure of the agent: it is reported once, when it was run to its end, and does not count."""
     attempts, checks = [], []
 
     async def act(episode: Episode) -> float:

@@ -207,7 +207,7 @@ LIMITS = CapacityLimits(max_concurrent=8, batch_size=1)
 
 
 async def test_a_rejected_group_is_refunded_and_counted():
-    """Another problem takes its place; rejections, however many in a row, are no failures that end the run."""
+    """Another problem takes its place; rejections, however many in a row, are not failures that end the run."""
 
     async def act(engine: EpisodeEngine, _: int) -> Any:
         return None if int(workflow_context.get().task_id) < 5 else await tensors(engine, 1.0)

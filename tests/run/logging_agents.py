@@ -45,7 +45,7 @@ class OverHttp:
 
 
 class Wrong:
-    """Logs what is no number."""
+    """Logs what is not a number."""
 
     async def run(self, data, **extra_kwargs):
         """Log at once."""

@@ -135,8 +135,8 @@ def test_a_conversation_that_is_no_object_is_named(data):
 
 GOOD = {"messages": PLAIN}
 MISTAKES = {
-    "a line that is no JSON": ('{"messages": [', r"data.jsonl, line 2 is not JSON"),
-    "a line that is no object": ("[1]", r"data.jsonl, line 2 is a JSON list; each line is one object"),
+    "a line that is not JSON": ('{"messages": [', r"data.jsonl, line 2 is not JSON"),
+    "a line that is not an object": ("[1]", r"data.jsonl, line 2 is a JSON list; each line is one object"),
     "no messages": ({"mesages": PLAIN}, r"line 2: messages must be a list of at least one message"),
     "an unknown role": ({"messages": [{"role": "bot", "content": "a"}]}, r"line 2: messages\[0\].role must be system"),
     "no answer": ({"messages": PLAIN[:2]}, r"line 2: it has no answer of the assistant"),

@@ -165,7 +165,7 @@ async def test_weights_are_awaited_by_attempt():
 
 @pytest.mark.anyio
 async def test_a_gang_is_joined_where_its_worker_says():
-    """Others of its processes are told what it is to be, which is no sign of its life; an older life is refused."""
+    """Others of its processes are told what it is to be, which is not a sign of its life; an older life is refused."""
     spec = evolve(SPEC, role=Role.TRAINER)
     found = []
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:

@@ -133,7 +133,7 @@ def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("work", ["metrics.jsonl", "failures.jsonl", "checkpoints/step-1", "rollout/0/1.jsonl", None])
 def test_what_was_sampled_or_trained_is_kept(tmp_path, work):
-    """Bad input that shows later ends the run, and its results stay; files without content are no results."""
+    """Bad input that shows later ends the run, and its results stay; files without content are not results."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     with pytest.raises(WorkflowError), prepared_directory(configure(), directory, resume=False):
         directory.record.write_text("{}")

@@ -54,7 +54,7 @@ def test_numbers_of_episodes_stand_in_the_metrics(tmp_path, mode):
 
 
 def test_numbers_come_over_http(tmp_path):
-    """A name that is logged again has the new value, and what is no number is refused by name."""
+    """A name that is logged again has the new value, and what is not a number is refused by name."""
     result = train(tmp_path / "run", f"rollout.workflow={AGENTS}:OverHttp")
     assert result.exit_code == 0, result.output
     _, step = read(RunDirectory(path=tmp_path / "run").metrics)

@@ -55,7 +55,7 @@ def test_what_a_person_has_to_mend_ends_a_run(error, is_final):
 
 
 def test_tokens_that_cannot_be_true_end_a_run():
-    """They are no failure of an engine that another one would mend."""
+    """They are not a failure of an engine that another one would mend."""
     violation = CaptureViolation.__new__(CaptureViolation)
 
     assert violation is find_final(violation)

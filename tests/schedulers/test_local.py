@@ -239,7 +239,7 @@ def test_nothing_is_left_when_the_parent_is_killed(tmp_path):
 
 async def _is_gone(pid):
     with anyio.fail_after(10):
-        while _is_alive(pid):  # noqa: ASYNC110 - it is no child of ours
+        while _is_alive(pid):  # noqa: ASYNC110 - it is not a child of ours
             await anyio.sleep(0.01)
 
 

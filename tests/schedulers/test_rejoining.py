@@ -70,7 +70,7 @@ def test_epochs_only_grow(files):
 
 
 def test_each_process_of_each_start_counts_for_itself(files):
-    """Processes of a start that is over are no others, and words to an earlier controller are none to ours."""
+    """Processes of a start that is over are not others, and words to an earlier controller are none to ours."""
     for restarts, rank, epoch in (("", "", 2), ("", "1", 2), ("1", "0", 2), ("1", "1", 1), ("1", "0", 2)):
         confirm_release(files.path, JOB, epoch, {"SLURM_RESTART_COUNT": restarts, "SLURM_PROCID": rank})
     (files.path / "let-go" / f"{JOB}.x.y").write_text("2")

@@ -194,7 +194,7 @@ async def test_a_retry_of_what_was_cut_samples_anew(way: str):
 
 
 async def test_who_joined_a_request_that_fails_is_told_by_an_attempt_of_its_own():
-    """The failure of the first is no answer: the retry samples, and meets the dead engine itself."""
+    """The failure of the first is not an answer: the retry samples, and meets the dead engine itself."""
     engine = EchoEngine(lambda _: encode("never"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -311,7 +311,7 @@ async def test_a_key_names_a_request():
 
 
 async def test_without_tasks_of_its_own_nothing_is_adopted():
-    """A session manager that is no actor aborts what its first caller leaves; who joined samples anew."""
+    """A session manager that is not an actor aborts what its first caller leaves; who joined samples anew."""
     engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
     generation = InlineRef(GenerationActor(engine), name="generation")
     manager = SessionManager(renderer=renderer(), generation=generation)

@@ -314,7 +314,7 @@ def test_ten_rewarded_turns_have_advantages_of_both_signs(group_of_turns):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_rewards_are_finite(one_turn_group, value):
-    """A reward that is no number names its session."""
+    """A reward that is not a number names its session."""
     group = one_turn_group([0.0, 1.0])
     broken = evolve(group.episodes[1], reward=value)
 

@@ -1,4 +1,4 @@
-"""Optimisers by name, their schedule, and the refusal of gradients that are no numbers."""
+"""Optimisers by name, their schedule, and the refusal of gradients that are not numbers."""
 
 from __future__ import annotations
 

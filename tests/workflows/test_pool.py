@@ -252,7 +252,7 @@ async def test_an_agent_that_cannot_be_made_ends_the_start(tmp_path: Path, text:
 
 @pytest.mark.parametrize("num_killed", [2, 3])
 async def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, num_killed: int):
-    """Whoever kills it is no fault of the agent, and there may be too little memory for once; but not for good."""
+    """Whoever kills it is not a fault of the agent, and there may be too little memory for once; but not for good."""
     text = f"""
         import os, pathlib
         tally = pathlib.Path({str(tmp_path)!r}, "tally")

@@ -347,7 +347,7 @@ class _Checked:
         values = list(values)
         if len(values) != len(tree.ids):
             raise self.function.complaint(f"returned {len(values)} numbers, {shorten(values)}; {wanted}.")
-        # Converted one by one, so that the error names the interaction whose return is no number.
+        # Converted one by one, so that the error names the interaction whose return is not a number.
         returns: list[float] = []
         for name, value in zip(tree.ids, values, strict=True):
             number: float | None = None

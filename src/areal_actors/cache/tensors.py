@@ -246,7 +246,7 @@ def _array(name: str, value: Any, kind: type[np.generic]) -> Array:
         array = np.asarray(detached.float() if str(getattr(detached, "dtype", "")) == "torch.bfloat16" else detached)
         converted = array.astype(kind)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-        raise ExportError(f"{name} is a {type(value).__name__} that is no tensor of numbers: {error}") from error
+        raise ExportError(f"{name} is a {type(value).__name__} that is not a tensor of numbers: {error}") from error
     if np.issubdtype(kind, np.floating) and np.issubdtype(array.dtype, np.number):
         return converted
     if array.dtype.kind not in "biuf" or not np.array_equal(converted, array):

@@ -191,7 +191,7 @@ class _Batch:
             while True:
                 result = await self._attempt(evolve(result, num_attempts=result.num_attempts + 1))
                 is_last = result.num_attempts >= self.retries.max_attempts
-                # An EpisodeError says that the agent returned a value that is no reward: it would fail again.
+                # An EpisodeError says that the agent returned a value that is not a reward: it would fail again.
                 is_certain = result.error is None or isinstance(result.error, EpisodeError)
                 if is_certain or is_last or self.obstacle is not None:
                     break
@@ -327,8 +327,8 @@ def parse_outcome(value: Any, *, name: str) -> Outcome:
         return parse_reward(value)
     except RewardError as error:
         raise EpisodeError(
-            f"{name} returned what is no reward: {error} Return a number, a dict of numbers by completion id, or None "
-            "after setting rewards or finalizing by itself."
+            f"{name} returned a value that is not a reward: {error} Return a number, a dict of numbers by completion "
+            "id, or None after setting rewards or finalizing by itself."
         ) from error
 
 

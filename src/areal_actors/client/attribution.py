@@ -83,7 +83,7 @@ def parse_root(base_url: str) -> str:
     while root.endswith("/v1"):
         root = root.removesuffix("/v1").rstrip("/")
     if Origin.of(root) is None:
-        raise ConfigError(f"base_url: {base_url!r} is no URL of a proxy; write one such as 'http://127.0.0.1:8080'.")
+        raise ConfigError(f"base_url: {base_url!r} is not a URL of a proxy; write one such as 'http://127.0.0.1:8080'.")
     return root
 
 

@@ -89,7 +89,7 @@ def parse_override(text: str) -> Override:
     key, equals, value = text.partition("=")
     path = tuple(key.strip().split("."))
     if not equals or not all(path):
-        raise Mistakes([Mistake(text=f"{text!r} is no override; write key=value, as in rollout.group_size=4")])
+        raise Mistakes([Mistake(text=f"{text!r} is not an override; write key=value, as in rollout.group_size=4")])
     try:
         parsed = parse_yaml(value, source="its value")
     except ConfigError as error:
@@ -123,7 +123,9 @@ def apply_override(data: Any, path: ConfigPath, value: Any, *, above: ConfigPath
     if not str(part).isdecimal() or int(part) >= len(data):
         last = len(data) - 1
         text = (
-            f"is no item of {format_path(above)}; it has items 0 to {last}" if data else "is no item: the list is empty"
+            f"is not an item of {format_path(above)}; it has items 0 to {last}"
+            if data
+            else "is not an item: the list is empty"
         )
         raise Mistakes([Mistake(path=(*above, *path), text=text)])
     items, index = list(data), int(part)
@@ -187,7 +189,7 @@ class Schema(Generic[C]):
                 elsewhere += [path for path in _OTHER_NAMES.get(mistake.unknown or "", ()) if path in known]
                 # Those in the section that was named come first.
                 elsewhere.sort(key=lambda path: not path.startswith(f"{mistake.path[0]}."))
-                advice = f"is no setting; did you mean {' or '.join(elsewhere[:3])}?"
+                advice = f"is not a setting; did you mean {' or '.join(elsewhere[:3])}?"
                 found.append(_format(evolve(mistake, text=advice) if elsewhere else mistake, place))
         if config is None or found:
             raise ConfigError(tuple(dict.fromkeys(found)))
@@ -213,7 +215,7 @@ class Schema(Generic[C]):
         if proper not in sections:
             close = nearest(path, list(sections))
             advice = f"did you mean {close}?" if close else f"there are {', '.join(sections)}"
-            raise ConfigError(f"{path} is no section; {advice}")
+            raise ConfigError(f"{path} is not a section; {advice}")
         return sections[proper]
 
     # ---------------------------------------------------------------------------------------------- its steps

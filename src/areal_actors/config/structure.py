@@ -363,7 +363,7 @@ def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
     for key in (str(key) for key in value if key not in settings):
         close = nearest(key, list(settings))
         advice = f"did you mean {close}?" if close else f"there are {', '.join(settings)}"
-        found.append(Mistake(path=(key,), text=f"is no setting; {advice}", unknown=key))
+        found.append(Mistake(path=(key,), text=f"is not a setting; {advice}", unknown=key))
     for name, setting in settings.items():
         if name not in value and is_required(setting):
             found.append(Mistake(path=(name,), text=f"is missing; it must be {describe_type(setting.type)}"))

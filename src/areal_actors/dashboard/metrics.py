@@ -198,7 +198,7 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
 
 def _slim(record: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return what a summary needs of a record; nothing of a damaged one."""
-    # A record without a step, or with texts for numbers, is no record of ours: the file was damaged there.
+    # A record without a step, or with texts for numbers, is not a record of ours: the file was damaged there.
     if not isinstance(record.get("step"), int) or not all(
         isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase"
     ):

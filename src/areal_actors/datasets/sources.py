@@ -207,7 +207,7 @@ def _load_huggingface(directory: Path, name: str, config: DatasetConfig) -> _Tab
         ) from error
     except (OSError, ValueError) as error:
         if not is_on_hub:
-            raise DatasetError(f"{path} is no dataset that save_to_disk() wrote: {error}") from error
+            raise DatasetError(f"{path} is not a dataset that save_to_disk() wrote: {error}") from error
         # There are several subsets, of which none or an unknown one is named.
         if isinstance(error, ValueError):
             raise DatasetError(

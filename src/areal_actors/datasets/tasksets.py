@@ -67,13 +67,13 @@ def plugin_id(reference: str, base: type, *, error: type[ArealError] = DatasetEr
     """Return the id by which verifiers imports the plugin that ``reference`` names.
 
     A class is made available under a module name of its own, as a package would export it. Raises ``error`` if it
-    cannot be imported or is no subclass of ``base``.
+    cannot be imported or is not a subclass of ``base``.
     """
     if ":" not in reference and not reference.endswith(".py"):
         return reference
     found = import_reference(reference, error=error)
     if not (isclass(found) and issubclass(found, base)):
-        raise error(f"{reference} is no subclass of verifiers' {base.__name__}.")
+        raise error(f"{reference} is not a subclass of verifiers' {base.__name__}.")
     digest = blake2b(reference.encode(), digest_size=4).hexdigest()
     # verifiers looks for modules in lower case.
     name = f"{found.__name__}_{digest}".lower()

@@ -146,7 +146,7 @@ def _format_text(part: Grammar) -> str:
             without = [f"~/(?s:.*){_escape(literal)}(?s:.*)/" for literal in literals]
             return f"({' & '.join((_ANYTHING, *without))})" if without else _ANYTHING
         case _:
-            raise TypeError(f"{type(part).__name__} is no text")
+            raise TypeError(f"{type(part).__name__} is not text")
 
 
 def _quote(text: str) -> str:

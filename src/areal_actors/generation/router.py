@@ -201,7 +201,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
             if isinstance(failure, GenerationAborted | CaptureViolation):
                 raise failure
             reason = describe_failure(failure)
-            # The replica set ordered the move, for a reason that it knows: this is no failure of the generation.
+            # The replica set ordered the move, for a reason that it knows: this is not a failure of the generation.
             if attempt.is_moved:
                 reason = replica.error or reason
             elif isinstance(failure, EngineLost):  # the engine has not even begun

@@ -108,7 +108,7 @@ class ReroutableGeneration:
             self.num_failures = 0
         self.version = chunk.version
         self.is_over = chunk.finish is not None
-        # After a move the prompt contains sampled tokens; whether those are cached is no fact about the client's
+        # After a move the prompt contains sampled tokens; whether those are cached is not a fact about the client's
         # prompt.
         return chunk if is_first or not chunk.num_cached_tokens else evolve(chunk, num_cached_tokens=0)
 

@@ -131,4 +131,4 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
             ),
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise ExportError(f"The document is no exported session: {type(error).__name__}: {error}") from error
+        raise ExportError(f"The document is not an exported session: {type(error).__name__}: {error}") from error

@@ -115,7 +115,7 @@ def real(value: float | None) -> Sql:
 def _plain_mapping(value: object) -> dict[str, Any]:
     if isinstance(value, Mapping):
         return dict(value)
-    raise TypeError(f"{value!r:.80} of type {type(value).__name__} is no JSON")
+    raise TypeError(f"{value!r:.80} of type {type(value).__name__} is not JSON")
 
 
 _ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"), default=_plain_mapping)
@@ -137,7 +137,7 @@ def _check_keys(value: Any) -> None:
     if isinstance(value, Mapping):
         for key, inner in value.items():
             if not isinstance(key, str):
-                raise TypeError(f"the key {key!r:.80} is no text")
+                raise TypeError(f"the key {key!r:.80} is not text")
             _check_keys(inner)
     elif isinstance(value, list | tuple):
         for inner in value:

@@ -1059,7 +1059,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """Open a stream of items; see ``Ref.stream``."""
         if buffer_size < 0:
-            raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
+            raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
         return Stream(self, message, buffer_size) if buffer_size else self._stream_unbuffered(message)
 
     @asynccontextmanager

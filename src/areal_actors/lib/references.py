@@ -101,7 +101,7 @@ def _import_file(name: str, directory: Path | None, error: type[ArealError]) -> 
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
-        raise error(f"{path} is no Python file.")
+        raise error(f"{path} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
     # Like a script, the file can import the modules beside it. At the end, so that a random.py there hides nothing.
     if str(path.parent) not in sys.path:

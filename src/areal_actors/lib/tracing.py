@@ -179,7 +179,7 @@ def start_request(
     return RequestSpan(
         tracer.start_span(
             f"{method} {operation}",
-            # Only of the client: a context of the embedding program is no parent of requests to its server.
+            # Only of the client: a context of the embedding program is not a parent of requests to its server.
             context=TraceContextTextMapPropagator().extract(carrier, context=_create_root()),
             kind=SpanKind.SERVER,
             attributes={"http.request.method": method, "http.route": operation, "areal.request": request_id},

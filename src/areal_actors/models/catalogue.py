@@ -107,8 +107,8 @@ class Catalogue:
         shown = name if len(name) <= 100 else f"{name[:100]}…"  # noqa: PLR2004 - enough to recognise it
         if not is_model_identifier(name if "/" in name else f"{name}/trial"):
             return (
-                f"{shown!r} is no name of a trained model. They are called experiment/trial, each of letters, digits, "
-                "'.', '_' and '-'."
+                f"{shown!r} is not the name of a trained model. They are called experiment/trial, each of letters, "
+                "digits, '.', '_' and '-'."
             )
         run = self.root / name
         if "/" in name and run.is_dir():

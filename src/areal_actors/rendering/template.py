@@ -112,14 +112,14 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     """
     if message.role not in _COMMON_ROLES and not message.role.replace("_", "").replace("-", "").isalnum():
         raise RenderError(
-            f"A message has the role {message.role!r}, which is no word; use system, user, assistant or tool."
+            f"A message has the role {message.role!r}, which is not a word; use system, user, assistant or tool."
         )
     content = spelling.empty_content if not message.content and message.tool_calls else message.content or ""
     plain: PlainMessage = {"role": message.role, "content": guard(content) if content is not None else None}
     if message.tool_calls:
         calls: list[dict[str, Any]] = []
         for call in message.tool_calls:
-            # An object, which most templates print as JSON, or text if the arguments are no object.
+            # An object, which most templates print as JSON, or text if the arguments are not an object.
             arguments: object = call.arguments
             if not spelling.has_text_arguments:
                 # A client can send JSON that is nested deeply enough to exceed the recursion limit.

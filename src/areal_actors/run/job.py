@@ -257,7 +257,7 @@ def find_changes(before: str, now: str) -> tuple[str, ...]:
     try:
         old, new = (_flatten(yaml.safe_load(redact_settings(text)) or {}) for text in (before, now))
     except (yaml.YAMLError, AttributeError):
-        # A file that was damaged, or is no mapping.
+        # A file that was damaged, or is not a mapping.
         return ("the settings of the steps before cannot be read",)
     return tuple(
         f"{name}: {old.get(name, 'not set')} -> {new.get(name, 'not set')}"

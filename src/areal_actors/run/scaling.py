@@ -71,7 +71,7 @@ def parse_sizes(words: Sequence[str]) -> dict[str, int]:
     for word in words:
         name, equals, number = word.partition("=")
         if not equals or not number.strip().lstrip("+-").isdecimal():
-            raise ConfigError(f"{word!r} is no ROLE=NUMBER, such as generation=4")
+            raise ConfigError(f"{word!r} is not a ROLE=NUMBER, such as generation=4")
         sizes[name.strip()] = int(number)
     return sizes
 
@@ -83,7 +83,9 @@ def check_scalable(config: RunConfig, sizes: Mapping[str, int]) -> None:
         if name not in [*Role]:
             close = get_close_matches(name, [*Role], n=1)
             guess = f"; did you mean {close[0]}?" if close else ""
-            raise ConfigError(f"{name!r} is no role of a run{guess} Roles that can be scaled: {', '.join(_SCALABLE)}.")
+            raise ConfigError(
+                f"{name!r} is not a role of a run{guess} Roles that can be scaled: {', '.join(_SCALABLE)}."
+            )
         role = Role(name)
         if role not in _SCALABLE:
             raise ConfigError(f"{role} cannot be scaled: a run has exactly one. {' and '.join(_SCALABLE)} can.")

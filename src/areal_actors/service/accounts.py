@@ -244,7 +244,7 @@ class AccountStore:
         except (sqlite3.DatabaseError, ValueError, TypeError) as error:
             self.close()
             raise ConfigError(
-                f"users.path: {self.path} is no file of keys ({error}); restore it, or name another path"
+                f"users.path: {self.path} is not a file of keys ({error}); restore it, or name another path"
             ) from error
 
 

@@ -124,8 +124,8 @@ class ServiceProcesses:
         # A run over a dataset has no journal, and a user's key must not continue its training.
         if directory.metrics.exists() and not directory.journal.exists():
             raise Unavailable(
-                f"{directory.path} holds a run that is no service of a host. Move it away, or name another trial than "
-                f"{trial.name} for the user's key."
+                f"{directory.path} holds a run that is not a service of a host. Move it away, or name another trial "
+                f"than {trial.name} for the user's key."
             )
         # Quoted as JSON, because YAML reads ``2026`` and ``1e5`` as numbers.
         own = {"experiment_name": trial.experiment, "trial_name": trial.trial, "sessions.service_name": trial.home}

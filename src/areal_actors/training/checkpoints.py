@@ -128,7 +128,7 @@ class StoredTensors(Mapping[str, Tensor]):
             with _reading(path):
                 file: Any = safe_open(path, framework="pt")
                 offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
-                for name in file.keys():  # noqa: SIM118 - it is no mapping
+                for name in file.keys():  # noqa: SIM118 - it is not a mapping
                     first = offsets.get(name, {}).get(_OFFSET) or [0]
                     piece = _Piece(file, first[0], tuple(file.get_slice(name).get_shape()))
                     # Shards are in the order of their rows.

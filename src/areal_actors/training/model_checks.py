@@ -104,7 +104,7 @@ def plan_attention(model: Any) -> bool:
     try:
         if _agrees(model):
             return True
-    except Exception as error:  # noqa: BLE001 - models fail in many ways on a mask that is no tensor, and torch to compile
+    except Exception as error:  # noqa: BLE001 - models fail in many ways on a mask that is not a tensor, and torch to compile
         reason = f"{type(error).__name__}: {error}".split("\n")[0]
         _log.warning("planned_attention_failed", model=type(model).__name__, attention=planned, reason=reason)
     model.set_attn_implementation(before)

@@ -89,7 +89,7 @@ class HostPage:
 
     async def _log_in(self, request: Request) -> Response:
         if int(request.headers.get("content-length") or _MAX_FORM_BYTES + 1) > _MAX_FORM_BYTES:
-            return _show_form("This is no key.")
+            return _show_form("This is not a key.")
         form = parse_qs((await request.body()).decode("latin-1"))
         key = (form.get("key") or [""])[0].strip()
         try:

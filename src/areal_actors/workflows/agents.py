@@ -179,7 +179,7 @@ def _number(value: Any, agent: str) -> float:
         if isinstance(scalar, bool | int | float):
             return float(scalar)
     except (ValueError, RuntimeError, TypeError, OverflowError) as error:
-        raise EpisodeError(f"{agent}.run returned a {type(value).__name__} that is no reward: {error}") from error
+        raise EpisodeError(f"{agent}.run returned a {type(value).__name__} that is not a reward: {error}") from error
     raise EpisodeError(
         f"{agent}.run returned {_shorten(value)} of type {type(value).__name__}; "
         "return a number, or a dict from completion ids to numbers."

@@ -74,7 +74,7 @@ class CommandConfig:
     grader: tuple[CommandWord, ...] = ()
     """A command that rewards the files that the agent left in its working directory: by the last line of its output, or
     1 for exit status 0, and 0 for 1. Another status is an error of the grader, which fails the episode. With a grader,
-    the agent's own output is no reward."""
+    the agent's own output is not a reward."""
     files: Path | None = None
     """A directory whose contents the agent finds in its working directory."""
 

@@ -91,14 +91,14 @@ def choose_form(schema: Mapping[str, Any], wanted: Actions, tools: Sequence[Mapp
 
 
 def parse_call(call: Mapping[str, Any], form: Form) -> dict[str, Any]:
-    """Return the action of a tool call. Raises ``ValueError`` if it calls no tool, or its arguments are no object."""
+    """Return the action of a tool call. Raises ``ValueError`` without a tool, or if its arguments are not an object."""
     name, text = call["function"]["name"], call["function"]["arguments"]
     names = [tool["function"]["name"] for tool in form.tools]
     if name not in names:
         raise ValueError(f"there is no tool {name}; there are {', '.join(names)}")
     arguments = json.loads(text or "{}")
     if not isinstance(arguments, dict):
-        raise ValueError(f"the arguments of {name} are no object")  # noqa: TRY004 - said to the model
+        raise ValueError(f"the arguments of {name} are not an object")  # noqa: TRY004 - said to the model
     return {"type": "call_tool", "tool_name": name, "arguments": arguments} if form.are_mcp else arguments
 
 

@@ -173,7 +173,7 @@ class VerifiersAgent:
             task = kind(kind.data_type().model_validate(content), taskset.config.task)
         except Exception as error:
             raise EpisodeError(
-                f"The problem is no task of the taskset {self._config.taskset.id} ({type(error).__name__}: {error}); "
+                f"The problem is not of the taskset {self._config.taskset.id} ({type(error).__name__}: {error}); "
                 "leave dataset out, or name the same taskset there."
             ) from error
         # A task of asyncio's own: verifiers shields its cleanup from one cancellation, and a scope of anyio cancels

@@ -115,7 +115,7 @@ async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere():
 
 
 async def test_a_namesake_takes_the_place():
-    """The old one's end is no news of the new one."""
+    """The old one's end is not news of the new one."""
     async with open_replica_stack("a") as stack:
         former = stack.refs["a"]
         await stack.add("a")

@@ -88,7 +88,7 @@ def test_failures_in_a_row_end_a_generation_and_progress_forgives_them():
 
 @pytest.mark.parametrize("is_failure", [True, False])
 def test_an_attempt_that_was_left_continues_unless_all_tokens_are_known(*, is_failure: bool):
-    """A move on purpose is no failure; a replica that is lost after the last token does not cost the answer."""
+    """A move on purpose is not a failure; a replica that is lost after the last token does not cost the answer."""
     generation = ReroutableGeneration(request(2))
     generation.add(chunk([11], version=3))
     assert generation.end_attempt("a", None, "gone", is_failure=is_failure, max_failures=2) is None

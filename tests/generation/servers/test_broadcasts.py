@@ -336,7 +336,7 @@ async def test_weights_that_do_not_fit_or_are_kept_no_longer_are_not_sent(model:
 
 
 async def test_who_knows_no_keeper_says_so(model: Path, tmp_path: Path) -> None:
-    """A kept snapshot is no use to an engine that cannot ask for it, and servers of other kinds cannot be sent it."""
+    """A kept snapshot is of no use to an engine that cannot ask for it; other servers cannot be sent it."""
     async with (
         open_sglang_server(EchoEngine(script, vocab_size=384), model=model) as server,
         open_engine([server], model, tmp_path) as engine,

@@ -112,7 +112,7 @@ async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_p
 
 
 async def test_a_server_that_answers_but_samples_nothing_loses_its_requests(tmp_path: Path) -> None:
-    """It has sampled before, and says that it is healthy; a pause is no reason to give it up."""
+    """It has sampled before, and says that it is healthy; a pause is not a reason to give it up."""
     model = create_tiny(tmp_path / "models")
     config = evolve(CONFIG, progress_timeout_seconds=0.5)
     async with open_server_stack(model, tmp_path, num_servers=2, config=config, is_gated=True) as (engine, servers):

@@ -199,7 +199,7 @@ class Letter(Message[Post, None]):
     [
         (object(), "a object in a field of type Any"),
         ({"deep": [{1, 2}]}, "a set in a field of type Any"),
-        ({(1, 2): 3}, "no key of a mapping"),
+        ({(1, 2): 3}, "not a key of a mapping"),
         (np.array(["text"]), "dtype <U4 has no form"),
         (np.array([object()]), "dtype object has no form"),
         (torch.ones(2).to_sparse(), "torch.sparse_coo has no form"),

@@ -210,7 +210,7 @@ class TestAStop:
         return "trio", {"clock": trio.testing.MockClock(rate=1.0)}
 
     async def test_what_was_said_meanwhile_is_heard_first(self):
-        """Who was stopped has heard nothing; that is no word about the other side, which has spoken all the time."""
+        """Who was stopped has heard nothing; that is not a word about the other side, which has spoken all the time."""
         ends = [SocketStream(end) for end in socket.socketpair()]
         ping = Outgoing(Kind.PING, 0, []).head()
         async with ends[0], ends[1], anyio.create_task_group() as tasks:

@@ -132,7 +132,7 @@ def test_strings_are_read_as_python_reads_them(text):
 
 
 def test_a_call_is_written_as_the_family_does():
-    """Python's literals; names that are no word come out of a dictionary."""
+    """Python's literals; names that are not a word come out of a dictionary."""
     call = ToolCall(id="", name="f", arguments='{"a": "it\'s", "b c": [true, null, 1.5], "d": {}}')
 
     assert """[f(a="it's", d={}, **{'b c': [True, None, 1.5]})]""" == PYTHONIC.format_call(call)

@@ -37,7 +37,7 @@ def test_one_controller_at_a_time(tmp_path):
 
 
 def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
-    """It is no sign of another controller, which nobody would find."""
+    """It is not a sign of another controller, which nobody would find."""
     files = files_in(tmp_path)
 
     def flock(*_):
@@ -52,7 +52,7 @@ def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
 
 
 async def test_the_end_of_a_job_is_told_though_it_cannot_be_written_down(tmp_path):
-    """A full disk is no reason to wait for a job that is gone."""
+    """A full disk is not a reason to wait for a job that is gone."""
     placement, _ = await placed(tmp_path)
     jobs = tmp_path / "slurm" / "jobs"
     jobs.rename(tmp_path / "slurm" / "moved")

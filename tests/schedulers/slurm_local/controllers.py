@@ -1,6 +1,6 @@
 """A real cluster whose controller or munge is away, or that cannot see our files: ``nox -s slurm``. Takes minutes.
 
-What is not known is no reason to end anything, and no command waits for ever.
+What is not known is not a reason to end anything, and no command waits for ever.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ async def test_a_file_of_something_else_stops_the_start(tmp_path):
     """The setting is named before anything is served."""
     path = tmp_path / "keys.sqlite"
     path.write_text("a diary\n" * 200)
-    with pytest.raises(Exception, match="is no file of keys") as error:
+    with pytest.raises(Exception, match="is not a file of keys") as error:
         async with kept(path):
             pass
 

@@ -103,7 +103,7 @@ async def test_a_lost_rank_is_named():
 
 
 async def test_what_all_ranks_come_to_is_the_first_ones_error():
-    """A verdict on the groups is no failure of a rank."""
+    """A verdict on the groups is not a failure of a rank."""
     async with led(Member(), step=TrainingDiverged("nan")) as policy:
         with pytest.raises(TrainingDiverged):
             await policy.train_step([], max_staleness=None)

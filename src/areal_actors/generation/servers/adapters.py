@@ -81,7 +81,7 @@ class Adapters:
             return known
         for name in _FILES:
             if not (path / name).is_file():
-                raise ModelError(f"{path} is no directory of an adapter: it has no {name}. The old one stays.")
+                raise ModelError(f"{path} is not a directory of an adapter: it has no {name}. The old one stays.")
         self._num_admitted += 1
         name = f"areal-{self.run}-{version}-{self._num_admitted}"
         return self._admitted.setdefault((version, path), PublishedAdapter(name=name, path=path))

@@ -134,7 +134,7 @@ class ServerEngine:
             config = json.loads((model / "config.json").read_text(encoding="utf-8"))
             vocab_size = int(config.get("vocab_size") or config["text_config"]["vocab_size"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
+            raise ModelError(f"{model} is not a directory of a transformers model: {error}") from error
         self._publisher.dtype = facts.dtype
         self._info = EngineInfo(
             name=facts.software,

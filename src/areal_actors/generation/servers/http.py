@@ -165,7 +165,7 @@ async def _read_events(client: httpx.AsyncClient, path: str, response: httpx.Res
     except (httpx.HTTPError, httpx.StreamError) as error:
         raise EngineError(_unreachable(client, path, error)) from error
     except ValueError as error:
-        raise EngineError(f"{address_of(client, path)} streams what is no JSON: {error}") from error
+        raise EngineError(f"{address_of(client, path)} streams what is not JSON: {error}") from error
     finally:
         # Reading once in a cancelled scope ends every nested generator of httpx. Closing only the outermost would leave
         # the inner ones to the garbage collector, about which trio warns.

@@ -175,8 +175,8 @@ class ServerAdmission:
         if self.adapters is not None:
             if snapshot.adapter is None:
                 raise ModelError(
-                    f"Snapshot of version {snapshot.version} is no adapter, and these servers keep their weights; set "
-                    "trainer.lora.serving to merged to publish all weights."
+                    f"Snapshot of version {snapshot.version} is not an adapter, and these servers keep their weights; "
+                    "set trainer.lora.serving to merged to publish all weights."
                 )
             await to_thread.run_sync(self.adapters.admit, snapshot.version, snapshot.adapter)
             return snapshot

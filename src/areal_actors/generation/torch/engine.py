@@ -330,7 +330,7 @@ def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
         try:
             settings = AutoConfig.from_pretrained(model, local_files_only=True)
         except (OSError, ValueError) as error:
-            raise ModelError(f"{model} is no directory of a transformers model: {error}") from error
+            raise ModelError(f"{model} is not a directory of a transformers model: {error}") from error
     else:
         settings = model.config
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"

@@ -388,7 +388,7 @@ def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], al
         if target is None:
             problems.append(f"{name} is unknown")
         elif not isinstance(value, torch.Tensor) or not value.is_floating_point():
-            problems.append(f"{name} is no floating-point tensor")
+            problems.append(f"{name} is not a floating-point tensor")
         elif value.shape != target.shape:
             problems.append(f"{name} is {tuple(value.shape)}, not {tuple(target.shape)}")
     if problems:

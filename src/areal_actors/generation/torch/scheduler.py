@@ -266,7 +266,7 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._deterministic = deterministic
         self._clock = 0
-        # The first tokens of each slot; -1, which is no token, is in the rest.
+        # The first tokens of each slot; -1, which is not a token, is in the rest.
         self._heads = np.full((num_slots, NUM_HEAD_TOKENS), -1, dtype=np.int32)
 
     @property

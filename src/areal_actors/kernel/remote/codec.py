@@ -230,7 +230,7 @@ class Codec:
         dtype, shape = words
         if code == _Code.ARRAY:
             if not isinstance(dtype, str) or not _DTYPE.fullmatch(dtype):
-                raise ProtocolError(f"{dtype!r} is no dtype of numbers")
+                raise ProtocolError(f"{dtype!r} is not a dtype of numbers")
             return np.frombuffer(raw, dtype=np.dtype(dtype)).reshape(shape)
         if code == _Code.TENSOR:
             return _tensor(dtype, shape, raw)
@@ -245,7 +245,7 @@ def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:
     if torch is None:
         raise ProtocolError("a tensor arrived, but torch is not loaded in this process; import it before listening")
     if dtype not in _TENSOR_DTYPES or not hasattr(torch, dtype):
-        raise ProtocolError(f"{dtype!r} is no dtype that this torch knows")
+        raise ProtocolError(f"{dtype!r} is not a dtype that this torch knows")
     if not len(raw):
         if 0 not in shape:
             raise ProtocolError(f"a tensor of shape {shape} has no bytes")
@@ -316,7 +316,7 @@ def _any_to_data(value: Any) -> Any:
     if isinstance(value, dict):
         for key in value:
             if type(key) not in (str, int):
-                raise ProtocolError(f"{key!r} is no key of a mapping on a wire; use strings")
+                raise ProtocolError(f"{key!r} is not a key of a mapping on a wire; use strings")
         return {key: _any_to_data(inner) for key, inner in value.items()}
     if kind is bytes and len(value) > _INLINE_BYTES:
         return _Long(value)

@@ -432,7 +432,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """Open a stream of items; see ``Ref.stream``. A ``buffer_size`` of 0 is treated as 1."""
         if buffer_size < 0:
-            raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
+            raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
         return _RemoteStream(self._channel, message, max(buffer_size, 1))
 
     async def stop(self, *, grace: float | None = None) -> None:
@@ -1154,7 +1154,7 @@ class Peer:
 
     def _on_taken(self, frame: Frame) -> None:
         if not frame.seconds.is_integer():
-            raise ProtocolError(f"{frame.seconds:g} is no number of items")
+            raise ProtocolError(f"{frame.seconds:g} is not a number of items")
         self._server.on_taken(frame.id, int(frame.seconds))
 
     def _on_credit(self, frame: Frame) -> None:
@@ -1167,7 +1167,7 @@ class Peer:
         name, incarnation, reason, error, is_restarting = self.words(frame, str, int, str, (str, NoneType), bool)
         channel = self._channels.get(name)
         if reason not in tuple(DownReason):
-            raise ProtocolError(f"{reason!r} is no reason for the end of an actor")
+            raise ProtocolError(f"{reason!r} is not a reason for the end of an actor")
         if channel is not None:
             channel.go_down(DownReason(reason), incarnation, error, is_restarting=is_restarting)
 

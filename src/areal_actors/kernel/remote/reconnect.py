@@ -361,7 +361,7 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """Open a stream of items; see ``Ref.stream``."""
         if buffer_size < 0:
-            raise ValueError(f"buffer_size={buffer_size} is no number of items; give 0 or more")
+            raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
         return self._stream(message, buffer_size)
 
     async def stop(self, *, grace: float | None = None) -> None:

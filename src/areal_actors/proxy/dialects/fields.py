@@ -474,7 +474,7 @@ def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
     try:
         value = orjson.loads(text)
     except orjson.JSONDecodeError as error:
-        raise InvalidRequest(f"{what} is no valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
+        raise InvalidRequest(f"{what} is not valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
     # Counting brackets is fast, and most bodies have fewer of them than the limit, so the value is rarely walked.
     depth, level = 0, [value] if text.count(b"{") + text.count(b"[") > _MAX_DEPTH else []
     while level := [each for each in level if isinstance(each, dict | list)]:

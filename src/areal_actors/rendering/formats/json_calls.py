@@ -101,7 +101,7 @@ def _skip_space(text: str, at: int) -> int:
 def _parse_finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ValueError(f"{text} is no number in JSON")
+        raise ValueError(f"{text} is not a number in JSON")
     return number
 
 

@@ -52,7 +52,7 @@ class Pythonic:
     def matches_template(self, template: str) -> bool:
         """Return whether the template shows such a list, or has the tags of LFM2.
 
-        The tags of Llama 4 are no criterion, because its templates also use them around JSON.
+        The tags of Llama 4 are not a criterion, because its templates also use them around JSON.
         """
         return any(sign in template for sign in _SIGNS)
 

@@ -59,7 +59,7 @@ class HostPeers:
     is_page_path: Callable[[str, str], bool] = lambda _method, _path: False
 
     def find_trial(self, user: User) -> TrialId:
-        """Return the trial that a key of ``user`` trains. Raises ``ValueError`` for names that are no directories."""
+        """Return the trial that a key of ``user`` trains. Raises ``ValueError`` for names that are not directories."""
         return TrialId(user.experiment or self.default.experiment, user.trial or self.default.trial)
 
 

@@ -195,7 +195,7 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
                     raise wrong(f"{at}.input", "an object", arguments)
                 if not name:
                     raise wrong(f"{at}.name", "a string that is not empty", name)
-                # The text of a call that is no JSON object comes back as it was sampled; see ``format_input``.
+                # The text of a call that is not a JSON object comes back as it was sampled; see ``format_input``.
                 text = unparsed if isinstance(unparsed := arguments.get(UNPARSED), str) else None
                 if text is None:
                     text = orjson.dumps(arguments).decode()

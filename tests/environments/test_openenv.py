@@ -62,7 +62,7 @@ def test_tools_of_a_server_are_called_by_their_names():
 
 @pytest.mark.parametrize(
     ("name", "arguments", "complaint"),
-    [("jump", "{}", "no tool jump; there are step"), ("step", "[1]", "no object"), ("step", "{", "Expecting")],
+    [("jump", "{}", "no tool jump; there are step"), ("step", "[1]", "not an object"), ("step", "{", "Expecting")],
 )
 def test_calls_that_do_not_fit_say_what_is_wrong(name, arguments, complaint):
     """In words for the model."""

@@ -62,9 +62,9 @@ NONSENSE = [
     ([1.0], "list"),
     (1j, "complex"),
     (Decimal("0.5"), "Decimal"),
-    (np.zeros(2), "no reward"),
-    (torch.zeros(3), "no reward"),
-    (10**400, "no reward"),
+    (np.zeros(2), "not a reward"),
+    (torch.zeros(3), "not a reward"),
+    (10**400, "not a reward"),
     ({"a": None}, "NoneType"),
     ("x" * 1000, "…"),
 ]

@@ -178,7 +178,9 @@ async def check_refusal(real: RealServer) -> None:
     begun = await server.control.post("/begin_weight_update", json={})
     assert begun.status_code == 200, begun.text
     await real.engine.load(keep(real, real.engine.version + 1))
-    real.engine.engines[0]._broadcasts._targets[server.url].group = "a group of nobody"
+    receiver = real.engine.engines[0]._receiver
+    assert receiver is not None
+    receiver._group = "a group that does not exist"
     began = time.perf_counter()
     await real.engine.load(keep(real, real.engine.version + 1))
     print(f"  loaded by disk {time.perf_counter() - began:.2f} s after it was refused")

@@ -15,7 +15,7 @@ from areal_actors.dashboard import RunDirectory
 from areal_actors.datasets import DatasetConfig
 from areal_actors.errors import ConfigError, DatasetError, ModelError, WorkflowError
 from areal_actors.models import resolve_model
-from areal_actors.run.job import create_policy, no_checkpoint, prepared_directory
+from areal_actors.run.job import advise, create_policy, no_checkpoint, prepared_directory
 from areal_actors.run.serving import Server
 from areal_actors.run.training import Trainer
 
@@ -203,3 +203,36 @@ def test_who_cannot_resume_is_told_of_the_run_before(tmp_path):
 
     assert former == tmp_path / "e" / "trial.1"
     assert f"--run-dir {former}" in str(no_checkpoint(directory))
+
+
+SETTINGS_WITHOUT_EFFECT = [
+    ({"rollout": {"resume": "restart"}, "journal": {"enabled": False}}, False, "rollout.resume"),
+    ({"rollout": {"resume": "restart"}}, True, "rollout.resume"),
+    ({"journal": {"enabled": False, "sync": "full"}}, False, "journal.sync"),
+    ({"journal": {"path": "elsewhere.sqlite"}}, False, "journal.path"),
+    ({"journal": {"retention_days": 2}}, False, "journal.retention_days"),
+]
+
+
+def advise_on(settings, *, is_service: bool) -> list[str]:
+    dataset = {"python": "examples/tiny_agent.py:problems"}
+    base = {"experiment_name": "e", "total_steps": 1, "model": "tiny", "dataset": dataset}
+    return advise(create_config(base | settings), is_service=is_service)
+
+
+@pytest.mark.parametrize(("settings", "is_service", "name"), SETTINGS_WITHOUT_EFFECT)
+def test_settings_without_effect_are_named_at_the_start(settings, is_service, name):
+    """With the reason; those with an effect are not."""
+    (sentence,) = advise_on(settings, is_service=is_service)
+
+    assert sentence.startswith(f"{name} has no effect: ")
+
+
+@pytest.mark.parametrize("is_service", [False, True])
+def test_settings_with_an_effect_are_not_named(is_service):
+    """Those of journals depend on what runs."""
+    effective = {"journal": {"sync": "full"} | ({"retention_days": 2} if is_service else {})}
+
+    assert advise_on({}, is_service=is_service) == []
+    assert advise_on(effective, is_service=is_service) == []
+    assert advise_on({"rollout": {"resume": "restart"}}, is_service=False) == []

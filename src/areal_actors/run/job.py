@@ -45,13 +45,14 @@ from areal_actors.errors import (
 from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.servers.teacher import Probe, open_teacher
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
+from areal_actors.journal import JournalConfig
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import NO_LOCKS, Held, hold
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger, redact_settings
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
 from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
-from areal_actors.rollouts.runner import Agents
+from areal_actors.rollouts.runner import Agents, ResumeEpisodes
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import SandboxKind, create_sandbox
 from areal_actors.training.advice import compares_members, doubtful_settings, inert_settings
@@ -81,6 +82,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Job",
     "ProblemSets",
+    "advise",
     "create_policy",
     "directory_of",
     "load_held_out",
@@ -280,14 +282,45 @@ def require_packages(config: RunConfig) -> None:
         raise ConfigError(f"logging.row_dumps writes parquet, which needs pyarrow: {INSTALL_PARQUET}")
 
 
-def log_advice(config: RunConfig) -> None:
-    """Log a warning for each setting that has no effect, or that is likely to be a mistake."""
+def advise(config: RunConfig, *, is_service: bool) -> list[str]:
+    """Return a sentence for each setting that has no effect, or that is likely to be a mistake."""
     has_servers = config.rollout.backend is not Backend.TORCH
-    for sentence in (*inert_settings(config.trainer, has_servers=has_servers), *doubtful_settings(config.trainer)):
-        _log.warning("setting", detail=f"trainer.{sentence}")
-    for name in (PhaseName.SFT, PhaseName.DISTILLATION):
-        if getattr(config, name) is not None and name not in config.phases:
-            _log.warning("setting", detail=f"{name} has no effect: phases is [{', '.join(config.phases)}].")
+    training = (*inert_settings(config.trainer, has_servers=has_servers), *doubtful_settings(config.trainer))
+    return [
+        *(f"trainer.{sentence}" for sentence in training),
+        *(
+            f"{name} has no effect: phases is [{', '.join(config.phases)}]."
+            for name in (PhaseName.SFT, PhaseName.DISTILLATION)
+            if getattr(config, name) is not None and name not in config.phases
+        ),
+        *_inert_persistence(config, is_service=is_service),
+    ]
+
+
+def _inert_persistence(config: RunConfig, *, is_service: bool) -> Iterator[str]:
+    """Yield a sentence for each setting that has no effect on what a restart restores."""
+    journal, default = config.journal, JournalConfig()
+    changed = [name for name in ("path", "sync", "retention_days") if getattr(journal, name) != getattr(default, name)]
+    if not journal.enabled:
+        yield from (f"journal.{name} has no effect: journal.enabled is false." for name in changed)
+    elif not is_service:
+        where = "groups.sqlite in the run directory, from which trained groups are deleted"
+        yield from (
+            f"journal.{name} has no effect: it is of a service, and a run over a dataset has {where}."
+            for name in changed
+            if name != "sync"
+        )
+    if config.rollout.resume is not ResumeEpisodes.REPLAY:
+        if is_service:
+            yield "rollout.resume has no effect: the agents of a service are resumed with their sessions."
+        elif not journal.enabled:
+            yield "rollout.resume has no effect: journal.enabled is false, and every episode starts from its beginning."
+
+
+def log_advice(config: RunConfig, *, is_service: bool) -> None:
+    """Log a warning for each setting that has no effect, or that is likely to be a mistake."""
+    for sentence in advise(config, is_service=is_service):
+        _log.warning("setting", detail=sentence)
 
 
 def warn_of_singletons(config: RunConfig, sizes: Mapping[str, int]) -> None:

@@ -110,7 +110,7 @@ class Server:
 
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
             log_functions(functions)
-            log_advice(config)
+            log_advice(config, is_service=True)
             warn_of_singletons(config, {"rollout.group_size": config.rollout.group_size})
             known = directory.admin_key.read_text(encoding="utf-8").strip() if directory.admin_key.exists() else None
             async with opening as agents:

@@ -93,7 +93,7 @@ class Trainer:
         started = time.monotonic()
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
             log_functions(functions)
-            log_advice(config)
+            log_advice(config, is_service=False)
             async with opening as agents:
                 plan = RunPlan(
                     config=config,

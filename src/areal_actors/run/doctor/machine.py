@@ -25,9 +25,15 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
 from areal_actors.run.checks import try_functions
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
-from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agents, require_packages
+from areal_actors.run.job import (
+    advise,
+    load_set,
+    load_training_problems,
+    local_teacher,
+    prepare_agents,
+    require_packages,
+)
 from areal_actors.sandbox import SandboxKind, create_sandbox
-from areal_actors.training.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
 from areal_actors.workflows import CommandConfig, VerifiersWorkflow
 
@@ -122,11 +128,10 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
             found.add(Verdict.OK, f"{tried.setting}: {tried.reference} {tried.detail}")
     yield from found.findings
     with Examination("settings") as found:
-        inert = inert_settings(config.trainer, has_servers=config.rollout.backend is not Backend.TORCH)
-        for sentence in (*inert, *doubtful_settings(config.trainer)):
-            found.add(Verdict.WARNING, f"trainer.{sentence}")
+        for sentence in advise(config, is_service=not config.has_rollouts):
+            found.add(Verdict.WARNING, sentence)
         if not found.findings:
-            found.add(Verdict.OK, "all settings of the trainer have an effect")
+            found.add(Verdict.OK, "all settings of the trainer and the journal have an effect")
     yield from found.findings
 
 

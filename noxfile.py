@@ -256,14 +256,13 @@ def chaos(session: nox.Session) -> None:
     """Kill a service and its agents 200 times, and see that nothing is lost. ``-- --profile long``: 1,000 times.
 
     ``-- datasets`` kills a run over a dataset 50 times; ``-- datasets --kills 500 --fork`` as often as it says, and
-    faster.
+    faster. ``-- placed`` kills the processes of one whose roles are placed.
     """
     install(session, "test")
     options = list(session.posargs)
     module = "tests.chaos"
-    if options[:1] == ["datasets"]:
-        module = "tests.chaos.datasets"
-        del options[0]
+    if options[:1] in (["datasets"], ["placed"]):
+        module = f"tests.chaos.{options.pop(0)}"
     session.run("python", "-m", module, *options, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 

@@ -1,8 +1,9 @@
 """``python -m tests.chaos.datasets --kills 50``: kill a run over a dataset, and see that each group is trained once.
 
 The whole run is killed with SIGKILL, from outside or by itself at a chosen point, and resumed with ``--resume=auto``.
-After each kill, the groups in ``groups.sqlite`` are written down. At the end they are compared with the steps that the
-witness saw in all processes:
+``tests.chaos.placed`` kills the processes of a run whose roles are placed.
+After each kill of the run, the groups in ``groups.sqlite`` are written down. At the end they are compared with the
+steps that the witness saw in all processes:
 
 * a group that was stored is trained with the sessions that it was stored with, once, in the steps that led to the last
   weights, or still waits; it is not sampled again, and neither is a finished member of a group that was running
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import math
 import random
 import re
 import shutil
@@ -39,7 +41,7 @@ from tests.chaos.judge import surviving
 from tests.chaos.processes import Child, Failed, Stages, fork, spawn, wait_for
 from tests.chaos.stages import DATASET_POINTS, Stage
 
-from areal_actors.config import load_config
+from areal_actors.config import load_config, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
 from areal_actors.domain import DataPosition, GroupQueued, Problem, StepLeased
@@ -51,8 +53,10 @@ from areal_actors.training.checkpoints import find_latest
 
 LIFE_SECONDS = 120.0
 """The longest time until a process serves, or makes a step."""
-KILL_SECONDS = 5.0
-"""The longest time from then until it is killed."""
+MEAN_KILL_SECONDS, MAX_KILL_SECONDS = 1.2, 5.0
+"""The time from then until it is killed, on the average and at most."""
+TRAP_SECONDS = 6.0
+"""How long a process may take to reach the point at which it kills itself, before it is killed from outside."""
 MAX_PARALLEL = 2
 """The requests that an agent has in flight."""
 SOURCES = ("tools", "command", "workflow")
@@ -74,8 +78,15 @@ class Play:
     problems: list[str] = field(factory=list)
     counts: Counter[str] = field(factory=Counter)
     num_lives: int = 0
+    num_kills: int = 0
     is_forked: bool = False
     """Whether processes are copies of this one, which takes a third of the time of new ones."""
+    num_proxies: int = 1
+    """Processes of the proxy; those after the first are no copies."""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the configuration of the run."""
+        return settings(self.seed) | ({"proxy": {"num_processes": self.num_proxies}} if self.num_proxies > 1 else {})
 
     @property
     def run_dir(self) -> RunDirectory:
@@ -97,25 +108,38 @@ class Play:
 
         return fork("train", run, directory=self.directory, variables=variables)
 
-    def kill_one(self, stages: Stages, trap: str | None = None) -> None:
+    def kill_one(self, trap: str | None = None) -> None:
         """Start the run and kill it, at ``trap`` if that is given."""
         if trap is None and self.random.random() < 0.5:
             trap = f"{self.random.choice(DATASET_POINTS)}:{self.random.randint(1, 2)}"
         life = self.num_lives
         child = self.start(trap)
+        stages = Stages(self.directory)
         try:
             # A run that serves has finished its start; one that is trapped may end before.
             wait_for(lambda: not child.is_alive or Stage.SERVING in stages.read(life), LIFE_SECONDS, "the run to serve")
-            deadline = time.monotonic() + self.random.uniform(0.0, KILL_SECONDS) * (1 if trap is None else 4)
+            deadline = time.monotonic() + (self.draw_seconds() if trap is None else TRAP_SECONDS)
             while child.is_alive and time.monotonic() < deadline:
                 time.sleep(0.01)
             if child.process.poll() not in (None, -signal.SIGKILL):
                 raise Failed(f"The run ended by itself:\n{child.last_words()}")
             for stage in stages.read(life):
                 self.counts[f"killed while {stage}"] += 1
-            self.counts["killed by itself" if not child.kill() else "killed from outside"] += 1
+            self.note_kill("itself" if not child.kill() else "the run, from outside")
         finally:
             child.kill()
+            stages.close()
+
+    def draw_seconds(self) -> float:
+        """Draw how long a process that serves lives on."""
+        return min(self.random.expovariate(1 / MEAN_KILL_SECONDS), MAX_KILL_SECONDS)
+
+    def note_kill(self, what: str) -> None:
+        """Count a kill, and write it down between the samples."""
+        self.num_kills += 1
+        self.counts[f"killed: {what}"] += 1
+        with (self.directory / "samples.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"event": "killed", "what": what}) + "\n")
 
     def take_stock(self) -> RestoredQueue:
         """Write down what the killed run left, and compare it with what was left before."""
@@ -226,24 +250,31 @@ class Play:
     def _judge_samples(self) -> None:
         """Compare what the engines of all processes were asked for with the turns that were recorded."""
         lines = (self.directory / "samples.jsonl").read_text("utf-8").splitlines()
-        events = [json.loads(line) for line in lines]
-        recorded = {event["id"] for event in events if event["event"] == "recorded"}
-        asked: dict[tuple[Any, ...], list[tuple[int, bool]]] = {}
-        """By episode and prompt, the processes that sampled it, and whether it is recorded."""
-        for event in events:
-            if event["event"] == "sampled" and event["key"][0] == "train":
-                asked.setdefault(_prompt_of(event["key"]), []).append((event["life"], event["id"] in recorded))
+        recorded: dict[str, int] = {}
+        """The line of each recorded turn."""
+        asked: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
+        """By episode and prompt: the number of kills before each sample, its line and its turn."""
+        num_kills = 0
+        for number, event in enumerate(map(json.loads, lines)):
+            match event["event"]:
+                case "killed":
+                    num_kills += 1
+                case "recorded":
+                    recorded.setdefault(event["id"], number)
+                # What is left of a sample that another engine began is not sampled again.
+                case "sampled" if event["key"][0] == "train" and not event["num_drawn"]:
+                    asked.setdefault(_prompt_of(event["key"]), []).append((num_kills, number, event["id"]))
         self.counts["samples"] = sum(map(len, asked.values()))
         self.counts["turns recorded"] = len(recorded)
         repeated: Counter[tuple[int, tuple[Any, ...]]] = Counter()
         self.counts["completed turns sampled again"] = 0
-        for prompt, lives in asked.items():
-            for (life, is_recorded), (later, _) in pairwise(lives):
-                if is_recorded and later > life:
+        for prompt, samples in asked.items():
+            for (kills, _, turn), (_, later, _) in pairwise(samples):
+                if turn not in recorded:
+                    repeated[kills, prompt[:-1]] += 1
+                elif recorded[turn] < later:
                     self.counts["completed turns sampled again"] += 1
-                    self.problems.append(f"a completed turn was sampled again in process {later}: {prompt}")
-                elif not is_recorded:
-                    repeated[life, prompt[:-1]] += 1
+                    self.problems.append(f"a completed turn was sampled again, line {later}: {prompt}")
         self.counts["turns in flight sampled again"] = repeated.total()
         self.counts["of one episode, at most"] = max(repeated.values(), default=0)
         if max(repeated.values(), default=0) > MAX_PARALLEL:
@@ -301,65 +332,84 @@ def settings(seed: int) -> dict[str, Any]:
         "rollout": {"group_size": 3, "max_concurrent_rollouts": 16, "max_head_offpolicyness": 2},
         "engine": {"max_concurrent": 32, "max_length": 256, "dtype": "float32"},
         "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.001, "num_warmup_steps": 1}},
-        "checkpoint": {"every_steps": 6},
+        "checkpoint": {"every_steps": 4},
         "logging": {"display": "plain", "tensorboard": False},
     }
 
 
-def play(directory: Path, *, seed: int, kills: int, is_forked: bool = False) -> Play:
-    """Kill the run so often, let it go on, and judge it. Raises ``Failed`` if it does not come so far."""
-    (directory / "run.yaml").write_text(yaml.safe_dump(settings(seed)), encoding="utf-8")
-    running = Play(directory, seed, random.Random(seed), is_forked=is_forked)
-    if is_forked:
-        _import_all()
-    stages = Stages(directory)
-    try:
-        for _ in range(kills):
-            running.kill_one(stages)
-            running.take_stock()
-        running.finish()
-        running.judge(running.take_stock())
-    finally:
-        stages.close()
-    return running
+def play(running: Play, *, kills: int, minutes: float) -> None:
+    """Kill the run so often, or for so long, let it go on, and judge it. Raises ``Failed`` if it ends by itself."""
+    (running.directory / "run.yaml").write_text(yaml.safe_dump(running.settings()), encoding="utf-8")
+    if running.is_forked:
+        _import_all(running.directory)
+    deadline = time.monotonic() + 60 * minutes
+    while running.num_kills < kills and time.monotonic() < deadline:
+        running.kill_one()
+        running.take_stock()
+    running.finish()
+    running.judge(running.take_stock())
 
 
-def _import_all() -> None:
-    """Import what a run imports, before it is copied."""
+def _import_all(directory: Path) -> None:
+    """Import what a run imports, and read and write its configuration once, before this process is copied."""
     for name in ("run.training", "run.openers", "training.trainer", "training.actor", "generation.torch.engine"):
         importlib.import_module(f"areal_actors.{name}")
-    for name in ("transformers", "openai", "matplotlib.pyplot", "tests.chaos.tool_agent", "areal_actors.proxy.app"):
+    for name in ("areal_actors.cli.commands", "areal_actors.proxy.app", "hypercorn.asyncio.run", "hypercorn.protocol"):
         importlib.import_module(name)
+    for name in ("transformers", "openai", "matplotlib.pyplot", "tests.chaos.tool_agent"):
+        importlib.import_module(name)
+    save_config(load_config(directory / "run.yaml"), directory / "saved.yaml")
 
 
 def _lines(played: Play) -> Iterator[str]:
-    yield f"\n{played.num_lives} processes"
+    yield f"\n{played.num_kills} kills of {played.num_lives} processes of the run"
     yield from (f"  {name:<40}{number:>8}" for name, number in sorted(played.counts.items()))
 
 
-def main() -> int:
+def main(kind: type[Play] = Play) -> int:
     """Run the command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tests.chaos.datasets")
+    parser = argparse.ArgumentParser(prog=f"python -m {kind.__module__}")
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long, whatever was killed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fork", action="store_true", help="copy this process for each one: faster, and less real")
+    parser.add_argument("--proxies", type=int, default=1, help="processes of the proxy (proxy.num_processes)")
+    parser.add_argument("--json", type=Path, help="append the counts to this file, as a line")
     parser.add_argument("--directory", type=Path, help="where everything is written down, and kept")
     options = parser.parse_args()
-    directory = options.directory or Path(tempfile.mkdtemp(prefix="chaos-"))
+    directory = (options.directory or Path(tempfile.mkdtemp(prefix="chaos-"))).absolute()
     directory.mkdir(parents=True, exist_ok=True)
     click.echo(f"{options.kills} kills, seed {options.seed}, in {directory}")
+    running = kind(directory, options.seed, random.Random(options.seed))
+    running.is_forked, running.num_proxies = options.fork, options.proxies
+    began = time.monotonic()
     try:
-        played = play(directory.absolute(), seed=options.seed, kills=options.kills, is_forked=options.fork)
-        problems = tuple(played.problems)
-        click.echo("\n".join(_lines(played)))
+        play(running, kills=options.kills, minutes=options.minutes)
     except Failed as error:
-        problems = (str(error),)
-    if problems:
-        click.echo("\n  ".join((f"\n{len(problems)} things are wrong:", *problems[:50])))
+        running.problems.append(str(error))
+    click.echo("\n".join(_lines(running)))
+    if options.json is not None:
+        with options.json.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(_record(running, time.monotonic() - began)) + "\n")
+    if running.problems:
+        click.echo("\n  ".join((f"\n{len(running.problems)} things are wrong:", *running.problems[:50])))
         return 1
     if options.directory is None:
         shutil.rmtree(directory)
     return 0
+
+
+def _record(played: Play, seconds: float) -> dict[str, Any]:
+    return {
+        "play": played.__module__.rpartition(".")[2] if played.__module__ != "__main__" else Path(sys.argv[0]).stem,
+        "seed": played.seed,
+        "is_forked": played.is_forked,
+        "num_proxies": played.num_proxies,
+        "kills": played.num_kills,
+        "seconds": round(seconds),
+        "counts": dict(sorted(played.counts.items())),
+        "problems": played.problems,
+    }
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def surviving(events: Iterable[Step]) -> list[Step]:
         if event["event"] == "restored":
             steps = [step for step in steps if step["version"] <= event["version"]]
         else:
-            steps.append(event)
+            # A process may also begin anew without a checkpoint, when an attempt ends that it was part of.
+            steps = [*(step for step in steps if step["version"] < event["version"]), event]
     return steps
 
 

@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 from attrs import define, field
 from tests.chaos.stages import Stage
+
+from areal_actors.lib.child_process import kill_with_pipe
 
 __all__ = ["ADMIN_KEY", "MARK", "ROOT", "Child", "Failed", "Stages", "fork", "marked", "spawn", "wait_for"]
 
@@ -35,6 +38,8 @@ class Child:
     name: str
     process: subprocess.Popen[str] | ForkedProcess
     log: Path
+    _lifeline: int
+    """The writing end of a pipe. When this process ends and it closes, the kernel kills the child's group."""
     began: float = field(factory=time.monotonic)
 
     @property
@@ -47,6 +52,9 @@ class Child:
         was_alive = self.is_alive
         self.process.kill()
         self.process.wait()
+        if self._lifeline >= 0:
+            os.close(self._lifeline)
+            self._lifeline = -1
         return was_alive
 
     def interrupt(self, number: signal.Signals, seconds: float) -> int:
@@ -70,6 +78,7 @@ def spawn(name: str, arguments: Sequence[str], *, directory: Path, variables: Ma
     """Start a Python in a session of its own, with everything that it prints in ``<name>.log``."""
     log = directory / f"{name}.log"
     environment = os.environ | _environment(directory)
+    reader, writer = os.pipe()
     with log.open("a") as output:
         process = subprocess.Popen(
             [sys.executable, *arguments],
@@ -79,16 +88,20 @@ def spawn(name: str, arguments: Sequence[str], *, directory: Path, variables: Ma
             stderr=output,
             text=True,
             start_new_session=True,
+            pass_fds=(reader,),
         )
-    return Child(name, process, log)
+    return Child(name, process, log, _tie(process.pid, reader, writer))
 
 
 def fork(name: str, function: Callable[[], None], *, directory: Path, variables: Mapping[str, str]) -> Child:
     """Run ``function`` in a copy of this process, which has imported everything, as ``spawn`` does."""
     log = directory / f"{name}.log"
+    reader, writer = os.pipe()
 
     def run() -> None:
+        os.close(writer)
         os.setsid()
+        kill_with_pipe(os.getpid(), reader)
         os.environ.update(_environment(directory) | dict(variables))
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -98,7 +111,8 @@ def fork(name: str, function: Callable[[], None], *, directory: Path, variables:
 
     process = multiprocessing.get_context("fork").Process(target=run)
     process.start()
-    return Child(name, ForkedProcess(process), log)
+    os.close(reader)
+    return Child(name, ForkedProcess(process), log, writer)
 
 
 @define(eq=False)
@@ -137,6 +151,14 @@ class ForkedProcess:
         if self._process.exitcode is None:
             raise subprocess.TimeoutExpired("fork", timeout or 0.0)
         return int(self._process.exitcode)
+
+
+def _tie(group: int, reader: int, writer: int) -> int:
+    """Return ``writer``, with whose end the group of a process is killed, which has inherited ``reader``."""
+    with suppress(ProcessLookupError):
+        kill_with_pipe(group, reader)
+    os.close(reader)
+    return writer
 
 
 def _environment(directory: Path) -> dict[str, str]:

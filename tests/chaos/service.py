@@ -37,11 +37,22 @@ KINDS = {
 class Witness:
     """Keeps the record of one life of the service."""
 
-    def __init__(self, directory: Path, *, life: int, trap: str | None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        life: int,
+        trap: str | None = None,
+        trap_file: Path | None = None,
+        stage: Path | None = None,
+    ) -> None:
         self._steps = os.open(directory / "steps.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         self._samples = os.open(directory / "samples.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        self._stage = os.open(directory / "stage", os.O_WRONLY | os.O_CREAT, 0o644)
+        self._stage = os.open(stage or directory / "stage", os.O_WRONLY | os.O_CREAT, 0o644)
         self._life = life
+        self._trap_file = trap_file
+        if trap_file is not None and trap_file.exists():
+            trap = trap_file.read_text("utf-8")
         name, _, times = (trap or "").partition(":")
         self._trap, self._times = name, int(times or 0)
         self._lock = threading.Lock()
@@ -68,6 +79,10 @@ class Witness:
         with self._lock:
             self._times -= 1
             if self._times <= 0:
+                if self._trap_file is not None:
+                    if not self._trap_file.exists():
+                        return
+                    self._trap_file.unlink()
                 os.kill(os.getpid(), signal.SIGKILL)
 
     def note(self, event: str, **what: Any) -> None:
@@ -84,14 +99,31 @@ class Witness:
 def install(witness: Witness) -> None:
     """Wrap what is to be witnessed. The first import of anything heavy happens here."""
     witness.enter(Stage.LOADING)
-    from areal_actors.generation.torch.engine import TorchEngine
+    witness_journal(witness)
+    witness_sampling(witness)
+    witness_training(witness)
+
+
+def witness_journal(witness: Witness) -> None:
+    """Wrap the start of sessions, and their journal."""
     from areal_actors.journal.sqlite import Store
-    from areal_actors.training import checkpoints, directories
-    from areal_actors.training.trainer import PolicyTrainer
 
     _wrap_start(witness)
     _wrap_journal(witness, Store)
+
+
+def witness_sampling(witness: Witness) -> None:
+    """Wrap the engine."""
+    from areal_actors.generation.torch.engine import TorchEngine
+
     _wrap_engine(witness, TorchEngine)
+
+
+def witness_training(witness: Witness) -> None:
+    """Wrap the trainer and its checkpoints."""
+    from areal_actors.training import checkpoints, directories
+    from areal_actors.training.trainer import PolicyTrainer
+
     _wrap_trainer(witness, PolicyTrainer)
     _before(witness, checkpoints, "write_tensors", Point.CHECKPOINT_PART)
     _wrap_install(witness, directories)

@@ -21,7 +21,7 @@ from typing import IO, Any
 import anyio
 from anyio.abc import ByteReceiveStream, Process
 
-__all__ = ["LAST_WORDS_SECONDS", "BoundedLog", "Child", "read_all"]
+__all__ = ["LAST_WORDS_SECONDS", "BoundedLog", "Child", "kill_with_pipe", "read_all"]
 
 GRACE_SECONDS = 2.0
 """Time that a process has to exit after SIGTERM."""
@@ -119,19 +119,12 @@ class Child:
                 # The child leads a new process group, which can be killed as a whole.
                 start_new_session=True,
             )
-            # The kernel kills the group when the pipe loses its writer, even while a child is deep in C code.
-            # PR_SET_PDEATHSIG does not work here: it acts when the *thread* that forked ends, and trio forks in a
-            # worker thread that it releases. A write to the pipe would raise the signal as well, so the gate is written
-            # before O_ASYNC is set.
-            # The process may have ended already.
+            # A write to the pipe would raise the signal as well, so the gate is written before. The process may have
+            # ended already.
             with suppress(ProcessLookupError, BrokenPipeError):
-                if sys.platform == "linux":
-                    fcntl.fcntl(reader, fcntl.F_SETOWN, -process.pid)
-                    fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
                 if is_gated:
                     os.write(writer, b"\n")
-                if sys.platform == "linux":
-                    fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
+                kill_with_pipe(process.pid, reader)
         except BaseException:
             os.close(writer)
             raise
@@ -260,6 +253,23 @@ def _read_state(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def kill_with_pipe(group: int, reader: int) -> None:
+    """Have the kernel kill a process group when a pipe loses its last writer, even while a process is deep in C code.
+
+    A process of the group inherits ``reader`` and keeps it open. Does nothing on systems other than Linux.
+
+    PR_SET_PDEATHSIG does not work here: it acts when the *thread* that forked ends, and trio forks in a worker thread
+    that it releases.
+
+    Raises:
+        ProcessLookupError: the group has ended.
+    """
+    if sys.platform == "linux":
+        fcntl.fcntl(reader, fcntl.F_SETOWN, -group)
+        fcntl.fcntl(reader, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(reader, fcntl.F_SETFL, fcntl.fcntl(reader, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 async def read_all(stream: ByteReceiveStream, write: Callable[[bytes], None]) -> None:

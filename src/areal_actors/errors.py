@@ -16,7 +16,8 @@
     │   ├── InvalidRequest          400
     │   │   ├── UnsupportedParameter    400: would change the answer, and is not supported
     │   │   ├── ContextLengthExceeded   400: code ``context_length_exceeded``
-    │   │   └── PreviousNotFound        400: the previous answer is not in the session
+    │   │   ├── PreviousNotFound        400: the previous answer is not in the session
+    │   │   └── EpisodeLimitReached     400: code ``episode_limit_reached``
     │   ├── Unauthorized            401
     │   ├── Forbidden               403: the key grants other access to the session
     │   ├── NotFound                404
@@ -75,6 +76,7 @@ __all__ = [
     "DeadlockError",
     "EngineError",
     "EpisodeError",
+    "EpisodeLimitReached",
     "ExportError",
     "Forbidden",
     "GangError",
@@ -226,6 +228,12 @@ class PreviousNotFound(InvalidRequest):
     def __init__(self, interaction: str) -> None:
         super().__init__(f"Previous response with id '{interaction}' not found.", param=self.field)
         self.interaction = interaction
+
+
+class EpisodeLimitReached(InvalidRequest):
+    """The episode has had all the turns or tokens that its run allows."""
+
+    code = "episode_limit_reached"
 
 
 class Unauthorized(RequestError):

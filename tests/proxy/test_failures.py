@@ -13,6 +13,7 @@ from areal_actors.proxy.failures import describe_failure, format_openai_failure
     [
         (errors.InvalidRequest("x"), 400, None),
         (errors.ContextLengthExceeded(num_tokens=9, max_tokens=8), 400, None),
+        (errors.EpisodeLimitReached("x"), 400, None),
         (errors.Unauthorized("x"), 401, None),
         (errors.NotFound("x"), 404, None),
         (errors.RequestTimeout("x"), 408, None),

@@ -16,7 +16,8 @@ import pytest
 
 from areal_actors.errors import EpisodeError, SandboxError
 from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
-from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
+from areal_actors.workflows import CommandAgent, CommandConfig, EpisodeContext, PoolConfig
+from areal_actors.workflows import context as workflow_context
 
 pytestmark = pytest.mark.anyio
 
@@ -113,6 +114,24 @@ async def test_a_grader_sees_the_problem_and_the_files_that_the_agent_left(kind,
     script = f"echo 42 > answer.txt; test ! -e {grade} || test {kind} = none"
     async with open_agent(kind, script, grader=("sh", grade)) as agent:
         assert 1.0 == await agent.run({"question": "6 * 7"}, **NOWHERE)
+
+
+@pytest.mark.parametrize("limit", ["max_turns", None])
+@pytest.mark.parametrize("kind", KINDS)
+async def test_an_agent_that_fails_at_its_limit_is_graded(kind, limit):
+    """Many agents end with an error when the model refuses to go on; without a limit, an error fails the episode."""
+
+    async def find_limit() -> str | None:
+        return limit
+
+    script = "echo half > result; echo refused >&2; exit 3"
+    with workflow_context.enter(EpisodeContext(), find_limit=find_limit):
+        async with open_agent(kind, script, grader=("grep", "-q", "half", "result")) as agent:
+            if limit is None:
+                with pytest.raises(EpisodeError, match="refused"):
+                    await agent.run({}, **NOWHERE)
+            else:
+                assert 1.0 == await agent.run({}, **NOWHERE)
 
 
 @pytest.mark.parametrize("kind", KINDS)

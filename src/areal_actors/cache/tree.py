@@ -11,7 +11,7 @@ waits and has no clock; the actor that owns it serialises access.
 from __future__ import annotations
 
 from bisect import bisect_right, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
@@ -161,6 +161,10 @@ class ConversationTree:
     def __len__(self) -> int:
         """Return the number of interactions, finished or not."""
         return len(self._interactions)
+
+    def __iter__(self) -> Iterator[Interaction]:
+        """Iterate over the interactions in order of request."""
+        return iter(self._interactions.values())
 
     @property
     def num_pending(self) -> int:

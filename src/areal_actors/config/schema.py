@@ -33,7 +33,7 @@ from areal_actors.datasets import (
     PluginReference,
     ProblemsReference,
 )
-from areal_actors.domain import Role
+from areal_actors.domain import EpisodeLimits, Role
 from areal_actors.generation.model_host import ModelsConfig
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServedEngine, ServerConfig
 from areal_actors.generation.torch.config import TorchEngineConfig
@@ -223,6 +223,7 @@ class RolloutConfig:
     max_tokens: int | None = field(default=None, validator=optional(ge(1)))
     """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
     at a URL, which eval asks, has no such limit."""
+    limits: EpisodeLimits = field(factory=EpisodeLimits)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
     resume: ResumeEpisodes = ResumeEpisodes.REPLAY
@@ -240,6 +241,7 @@ class RolloutConfig:
             member_outcome=self.member_outcome,
             episode_timeout_seconds=self.episode_timeout_seconds,
             max_tokens=self.max_tokens,
+            limits=self.limits,
             agents_may_reward=self.openai.agents_may_reward,
             train_roles=self.train_roles,
         )
@@ -274,6 +276,8 @@ class SourceConfig:
     """By default rollout.episode_timeout_seconds."""
     max_tokens: int | None = field(default=None, validator=optional(ge(1)))
     """By default rollout.max_tokens."""
+    limits: EpisodeLimits | None = None
+    """By default rollout.limits."""
     sandbox: SandboxConfig | None = None
     """By default rollout.openai.sandbox."""
     difficulty: DifficultyConfig | None = None
@@ -296,6 +300,7 @@ class SourceConfig:
             group_size=self.group_size or rollout.group_size,
             episode_timeout_seconds=self.episode_timeout_seconds or rollout.episode_timeout_seconds,
             max_tokens=self.max_tokens or rollout.max_tokens,
+            limits=self.limits or rollout.limits,
             openai=evolve(rollout.openai, sandbox=self.sandbox or rollout.openai.sandbox),
             difficulty=self.difficulty or rollout.difficulty,
         )

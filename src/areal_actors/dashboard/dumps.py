@@ -204,6 +204,7 @@ class FailureWriter:
             "seconds": round(news.episode.seconds, 3),
             "outcome": outcome,
             "logged": dict(news.episode.logged),
+            "limit": news.episode.limit,
             "failure": news.episode.failure or news.episode.cut_short,
             "traceback": news.episode.traceback,
         }

@@ -63,6 +63,7 @@ STEP_KEYS = (
     "episodes",
     "failed_episodes",
     "rejected_episodes",
+    "limited_episodes",
     "episodes_replayed",
     "turns_replayed",
     "episodes_diverged",

@@ -163,6 +163,7 @@ def describe_session(
         "logged": dict(episode.logged),
         "seconds": round(episode.seconds, 3),
         "failure": None if episode.failure is None else _cut(episode.failure),
+        "limit": episode.limit,
         "untrained": [asdict(entry) for entry in episode.untrained],
         "turns": turns,
         "num_turns": len(record.interactions),

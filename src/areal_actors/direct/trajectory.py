@@ -8,6 +8,8 @@ from types import ModuleType
 from typing import Any, Protocol, Self, cast
 from weakref import WeakKeyDictionary
 
+from attrs import evolve
+
 from areal_actors.cache import ConversationTree, backpropagate, export_trajectories
 from areal_actors.direct.in_process import App, InlineRef, create_http_client, http_library_of
 from areal_actors.domain import InteractionId, SampleKey
@@ -76,8 +78,10 @@ class DirectSession:
         manager = SessionManager(renderer=renderer, generation=generation, seed=seed)
         sessions: InlineRef[Sessions] = InlineRef(manager, name="sessions")
         capacity = InlineRef(CapacityGranter(CapacityState(limits=_ONE)), name="capacity")
-        max_tokens = engine.max_tokens if isinstance(engine, EpisodeEngine) else None
-        opened = manager.open_session(OpenSession(task="direct", key=key, max_tokens=max_tokens))
+        opening = OpenSession(task="direct", key=key)
+        if isinstance(engine, EpisodeEngine):
+            opening = evolve(opening, max_tokens=engine.max_tokens, limits=engine.budget.limits)
+        opened = manager.open_session(opening)
         self.api_key = opened.api_key
         self.discount: float | None = None
         self.completions: dict[str, Any] = {}

@@ -112,6 +112,7 @@ from areal_actors.domain.sampling import (
 )
 from areal_actors.domain.services import ServiceState, ServiceView, TrainedModel, TrialId, is_model_identifier
 from areal_actors.domain.tree import (
+    EpisodeLimits,
     EpisodePlace,
     ForkReason,
     GroupId,
@@ -145,6 +146,7 @@ __all__ = [
     "EngineRequest",
     "EngineStatistics",
     "Episode",
+    "EpisodeLimits",
     "EpisodePlace",
     "Estimate",
     "Exactly",

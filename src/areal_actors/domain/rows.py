@@ -238,6 +238,8 @@ class Episode:
     """Turns that were sampled for an earlier run of its agent, and answered again from the journal."""
     num_dropped_turns: int = 0
     """Turns of that earlier run that its agent did not ask for again: it has diverged from it."""
+    limit: str | None = None
+    """The limit that refused a request of its agent, such as ``max_turns``."""
 
     def _repr_html_(self) -> str:
         """Return the episode and its rows as tables, for notebooks."""

@@ -93,6 +93,29 @@ class Interaction:
     digest: str | None = None
 
 
+def _at_least_one(_: object, attribute: Any, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ValueError(f"'{attribute.name}' must be >= 1: {value}")
+
+
+@frozen(kw_only=True)
+class EpisodeLimits:
+    """The most that the model answers in an episode. Calls of roles that are not trained do not count.
+
+    A request beyond a limit is refused with status 400 (episode_limit_reached). An agent that ends all the same is
+    rewarded as always, and a grader grades what it has left.
+    """
+
+    max_turns: int | None = field(default=None, validator=_at_least_one)
+    """Answers of an episode; each of the n answers of a request counts."""
+    max_sampled_tokens: int | None = field(default=None, validator=_at_least_one)
+    """Tokens that are sampled in an episode. The answer that would exceed it is cut, as at its own limit; requests that
+    are answered at the same time are each given what is left."""
+    reward: float | None = None
+    """The reward of an episode that fails after a request was refused, instead of its failure: its turns are trained.
+    null: it is a failed episode."""
+
+
 @frozen(kw_only=True)
 class EpisodePlace:
     """The place of an episode in a run over a dataset: a member of the group of the problem at a place of its source.
@@ -126,6 +149,8 @@ class SessionRecord:
     """Interactions that were answered as an earlier run of the same agent had been."""
     num_dropped: int = 0
     """Recorded interactions of that run that the agent has not asked for again. They are not in ``interactions``."""
+    limit: str | None = None
+    """The limit of its episode that refused a request, such as ``max_turns``."""
 
     @property
     def outcome(self) -> Interaction | None:

@@ -14,6 +14,7 @@ from areal_actors.domain import (
     CompletionRequest,
     Credential,
     Episode,
+    EpisodeLimits,
     EpisodePlace,
     GroupId,
     Interaction,
@@ -119,6 +120,9 @@ class OpenSession(Message[Sessions, SessionOpened]):
     """Roles to issue a completion key for."""
     max_tokens: int | None = None
     """The most tokens that an answer may have; requests for more get this many."""
+    limits: EpisodeLimits = field(factory=EpisodeLimits)
+    limited_roles: tuple[str, ...] | None = None
+    """The roles whose requests count for ``limits``; ``None`` counts all."""
     episode: EpisodePlace | None = None
     """The place of an episode whose agent the run can run again, from the beginning.
 

@@ -217,6 +217,7 @@ class Exporter(Actor[Exports]):
             logged=record.logged,
             num_replayed_turns=record.num_replayed,
             num_dropped_turns=record.num_dropped,
+            limit=record.limit,
         )
 
     @BeginGroup.handler

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from enum import StrEnum
+from functools import partial
 from types import MappingProxyType
 from typing import Any
 
@@ -23,6 +24,7 @@ from attrs.validators import ge, gt, optional
 from areal_actors.domain import (
     Credential,
     Episode,
+    EpisodeLimits,
     EpisodePlace,
     Group,
     GroupId,
@@ -112,6 +114,7 @@ class RolloutsConfig:
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     max_tokens: int | None = field(default=None, validator=optional(ge(1)))
     """The most tokens of an answer, whatever a request asks for."""
+    limits: EpisodeLimits = field(factory=EpisodeLimits)
     agents_may_reward: bool = False
     """Whether agents get their session's full-access key instead of the completion key, and so may set rewards."""
     train_roles: tuple[str, ...] | None = None
@@ -287,9 +290,12 @@ class RolloutRunner(Actor[Rollouts]):
     def _source(self, problem: Problem) -> RolloutSource:
         return self._sources.get(problem.source, self._default)
 
-    def _timeout_setting(self, problem: Problem) -> str:
-        where = f"sources.{problem.source}" if problem.source in self._sources else "rollout"
-        return f"{where}.episode_timeout_seconds"
+    def _settings_of(self, problem: Problem) -> str:
+        return f"sources.{problem.source}" if problem.source in self._sources else "rollout"
+
+    async def _find_limit(self, session: SessionId) -> str | None:
+        """Return the limit that refused a request of the session."""
+        return (await self._peers.sessions.ask(CollectSession(session=session))).limit
 
     @Evaluate.handler(concurrency=2)
     async def evaluate(self, message: Evaluate) -> tuple[Group, ...]:
@@ -397,8 +403,8 @@ class RolloutRunner(Actor[Rollouts]):
         """Run one member, of which a workflow may make several episodes."""
         assert self._engine is not None
         started = anyio.current_time()
-        limit = self._source(member.problem).config.max_tokens
-        engine, generation = self._engine.for_episode(key=member.key, max_tokens=limit), None
+        config, generation = self._source(member.problem).config, None
+        engine = self._engine.for_episode(key=member.key, max_tokens=config.max_tokens, limits=config.limits)
         if member.place is not None:
             opened = await self._peers.sessions.ask(OpenEpisode(place=member.place, key=member.key))
             if opened is not None:
@@ -414,8 +420,8 @@ class RolloutRunner(Actor[Rollouts]):
             session=SessionId(f"{member.group}-{member.index}"),
             group_size=member.num_members,
             is_training=member.is_training,
-            timeout_seconds=self._source(member.problem).config.episode_timeout_seconds,
-            timeout_setting=self._timeout_setting(member.problem),
+            timeout_seconds=config.episode_timeout_seconds,
+            settings=self._settings_of(member.problem),
         ).run()
         seconds = anyio.current_time() - started
         episodes = tuple(evolve(episode, seconds=seconds) for episode in played)
@@ -428,18 +434,21 @@ class RolloutRunner(Actor[Rollouts]):
     async def _run_once(self, agent: Agent, member: _Member) -> Episode | None:
         """Return the episode, or ``None`` if it failed because a proxy was lost, which no agent can fix."""
         started, num_lost = anyio.current_time(), await self._count_lost_proxies()
+        config = self._source(member.problem).config
         opened = await self._peers.sessions.ask(
             OpenSession(
                 task=f"{member.group}-{member.index}",
                 group=member.group,
                 key=member.key,
-                max_tokens=self._source(member.problem).config.max_tokens,
+                max_tokens=config.max_tokens,
+                limits=config.limits,
+                limited_roles=config.train_roles,
                 episode=member.place,
             )
         )
         is_wanted = False
         try:
-            with workflow_context.enter(member.context):
+            with workflow_context.enter(member.context, find_limit=partial(self._find_limit, opened.session)):
                 try:
                     episode = await self._attempt(agent, member, opened)
                 except EpisodeError as error:
@@ -493,7 +502,7 @@ class RolloutRunner(Actor[Rollouts]):
         if reward is None:
             raise EpisodeError(
                 f"{name}.run took longer than {seconds:g} s; "
-                f"raise {self._timeout_setting(member.problem)} if episodes need more."
+                f"raise {self._settings_of(member.problem)}.episode_timeout_seconds if episodes need more."
             )
         never_called = f"{name}.run never called the model; use the base_url and api_key that it is given."
         try:
@@ -545,6 +554,14 @@ class RolloutRunner(Actor[Rollouts]):
         With ``KEEP_PARTIAL``, the completed part of a training episode is kept instead.
         """
         failure, traceback = str(failed), failed.traceback or None
+        limits = self._source(member.problem).config.limits
+        limit = await self._find_limit(session)
+        if limit is not None:
+            where = f"{self._settings_of(member.problem)}.limits.{limit}"
+            failure = f"{failure}\nThe episode had reached {where} ({getattr(limits, limit)})."
+            if limits.reward is not None:
+                episode = await self._conclude(member, session, Reward(last=limits.reward))
+                return evolve(episode, cut_short=failure, traceback=traceback)
         # The display shows each kind of failure once; here it would be one line for each of hundreds of episodes.
         _log.debug("episode_failed", session=session, reason=failure)
         if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not member.is_eval:
@@ -570,6 +587,7 @@ class RolloutRunner(Actor[Rollouts]):
             traceback=traceback,
             num_replayed_turns=record.num_replayed,
             num_dropped_turns=record.num_dropped,
+            limit=limit,
         )
 
     async def _tell_finished(self, member: _Member, episode: Episode) -> None:
@@ -652,8 +670,8 @@ class WorkflowEpisode:
     group_size: int = 1
     is_training: bool = False
     timeout_seconds: float
-    timeout_setting: str = "rollout.episode_timeout_seconds"
-    """The name of the setting, for the error of an episode that takes longer."""
+    settings: str = "rollout"
+    """The section of its settings, for errors."""
 
     async def run(self) -> tuple[Episode, ...]:
         """Return one episode for each sample that the workflow returned, or one that says why there is none.
@@ -696,7 +714,12 @@ class WorkflowEpisode:
                 _log.debug("episode_failed", session=self.session, reason=str(error))
                 episodes = (self._create_failed(failure=str(error), traceback=error.traceback or None),)
             # Only the first of several samples carries the logged numbers, so that they count once.
-            return (evolve(episodes[0], logged=workflow_context.logged()), *episodes[1:])
+            limit = self.engine.budget.reached
+            if limit is not None and episodes[0].failure is not None:
+                number = getattr(self.engine.budget.limits, limit)
+                failure = f"{episodes[0].failure}\nThe episode had reached {self.settings}.limits.{limit} ({number})."
+                episodes = (evolve(episodes[0], failure=failure),)
+            return (evolve(episodes[0], logged=workflow_context.logged(), limit=limit), *episodes[1:])
 
     async def _result(self) -> Any:
         """Return the workflow's result. Raises ``EpisodeError`` if it raised, took too long or cancelled itself."""
@@ -725,7 +748,7 @@ class WorkflowEpisode:
             return outcome[0]
         raise EpisodeError(
             f"{self._name} took longer than {self.timeout_seconds:g} s; "
-            f"raise {self.timeout_setting} if episodes need more."
+            f"raise {self.settings}.episode_timeout_seconds if episodes need more."
         )
 
     def _create_failed(self, *, failure: str, traceback: str | None = None, is_rejected: bool = False) -> Episode:

@@ -23,6 +23,7 @@ import httpx
 from attrs import define, evolve, field, frozen
 from starlette.applications import Starlette
 
+from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.client.attribution import parse_root
 from areal_actors.domain import (
     ChatMessage,
@@ -83,6 +84,7 @@ class _Session:
 
     id: SessionId
     key: SampleKey | None
+    budget: EpisodeBudget
     turns: list[Interaction] = field(factory=list)
     is_ended: bool = False
 
@@ -112,7 +114,7 @@ class UpstreamRef:
             case OpenSession():
                 # Random, so that an agent cannot guess the URL of another session.
                 session = SessionId(f"{message.task}-{secrets.token_urlsafe(16)}")
-                self.sessions[session] = _Session(session, message.key)
+                self.sessions[session] = _Session(session, message.key, EpisodeBudget(limits=message.limits))
                 return SessionOpened(session=session, api_key=session, completion_key=session)
             case SetReward():
                 return _set_reward(self._find(message.credential.session), message)
@@ -122,11 +124,17 @@ class UpstreamRef:
                 return SessionClosed(session=found.id, num_interactions=len(found.turns))
             case CollectSession():
                 found = self._find(message.session)
-                return SessionRecord(id=found.id, interactions=tuple(found.turns), is_ended=found.is_ended)
+                limit = found.budget.reached
+                return SessionRecord(id=found.id, interactions=tuple(found.turns), is_ended=found.is_ended, limit=limit)
             case ExportSession():
-                turns = self._find(message.session).turns
-                reward = math.fsum(turn.reward or 0.0 for turn in turns)
-                return Episode(session=message.session, member=message.member, reward=reward, num_turns=len(turns))
+                found = self._find(message.session)
+                return Episode(
+                    session=message.session,
+                    member=message.member,
+                    reward=math.fsum(turn.reward or 0.0 for turn in found.turns),
+                    num_turns=len(found.turns),
+                    limit=found.budget.reached,
+                )
             case ForgetSession():
                 return self.sessions.pop(message.session, None) and None
         raise NotImplementedError(f"a model at a URL cannot answer {type(message).__name__}")
@@ -180,6 +188,8 @@ class _Forwarder(EveryPath):
         route = "/".join(segment for segment in segments[1:] if segment != "v1")
         request = parse_object(body) if route in _ROUTES else None
         if request is not None:
+            # The tokens of its answers are not known.
+            session.budget.admit(num_turns=len(session.turns), num_tokens=0)
             if self._upstream.model is not None:
                 request["model"] = self._upstream.model
             if route in _SEEDED and (key := session.key) is not None:

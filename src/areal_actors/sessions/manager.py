@@ -22,6 +22,8 @@ from attrs.validators import matches_re, optional
 
 from areal_actors.cache import ConversationTree, Session, SessionSettings, SessionStore
 from areal_actors.cache.history import full_history
+from areal_actors.cache.limits import EpisodeBudget, count_sampled
+from areal_actors.cache.roles import AGENT_ROLE
 from areal_actors.cache.session import SHARD_NAME, create_token_factory
 from areal_actors.domain import (
     Answer,
@@ -117,6 +119,7 @@ class _Extras:
     keys: SampleKeys
     permit: int | None = None
     max_tokens: int | None = None
+    budget: EpisodeBudget = field(factory=EpisodeBudget)
     attempts: RetryCache[PendingRequest] = field(factory=RetryCache)
     journal: SessionJournal | None = None
     record: EpisodeRecord | None = None
@@ -145,6 +148,18 @@ class _Extras:
         if request.is_thread:
             held = request.messages[: int(request.has_instructions)], request.tools
             self.threads |= dict.fromkeys(interactions, held)
+
+    def admit(self, tree: ConversationTree, request: CompletionRequest) -> int | None:
+        """Return how many tokens each answer may have within the limits of the episode; ``None`` is any number.
+
+        Raises ``EpisodeLimitReached``.
+        """
+        budget = self.budget
+        is_counted = budget.roles is None or (request.tag or AGENT_ROLE) in budget.roles
+        if not budget.is_limited or not is_counted:
+            return None
+        num_turns, num_tokens = count_sampled(tree, budget.roles)
+        return budget.admit(num_turns=num_turns, num_tokens=num_tokens, num_choices=request.num_choices)
 
     def note_answered(
         self,
@@ -293,7 +308,12 @@ class SessionManager(Actor[Sessions]):
             roles=message.roles,
         )
         base = message.key or SampleKey(seed=self._seed, path=(issued.id,))
-        self._extras[issued.id] = _Extras(keys=SampleKeys(base), permit=message.permit, max_tokens=message.max_tokens)
+        self._extras[issued.id] = _Extras(
+            keys=SampleKeys(base),
+            permit=message.permit,
+            max_tokens=message.max_tokens,
+            budget=EpisodeBudget(limits=message.limits, roles=message.limited_roles),
+        )
         return SessionOpened(
             session=issued.id,
             api_key=issued.key,
@@ -378,7 +398,10 @@ class SessionManager(Actor[Sessions]):
         """Return a copy of a session's current state."""
         snapshot = self._store.get(message.session).snapshot()
         extras = self._extras.get(message.session)
-        if extras is None or extras.record is None:
+        if extras is None:
+            return snapshot
+        snapshot = evolve(snapshot, limit=extras.budget.reached)
+        if extras.record is None:
             return snapshot
         recording = extras.record.recording
         return evolve(
@@ -631,12 +654,16 @@ class SessionManager(Actor[Sessions]):
         if extras.max_tokens is not None and request.sampling.max_new_tokens > extras.max_tokens:
             request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
         plan, digest = self._planner.plan(session, request), None
+        num_left = extras.admit(session.tree, request)
         if extras.record is not None:
             digest = digest_request(plan)
             if recorded := extras.record.recording.take(digest):
                 answers = answer_again(session.tree, plan, recorded)
                 extras.note_answered(request, answers, message.attempt, plan.parent)
                 return answers
+        if num_left is not None and request.sampling.max_new_tokens > num_left:
+            # After its digest: what was sampled before may differ in an agent that starts over.
+            plan = evolve(plan, request=evolve(request, sampling=evolve(request.sampling, max_new_tokens=num_left)))
         turn = self._planner.begin(
             session,
             plan,

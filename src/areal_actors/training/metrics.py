@@ -106,6 +106,7 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
             "failed_episodes": len(episodes) - sum(map(len, rewards)) + sum(group.num_failed for group in untrained),
             "rejected_episodes": sum(episode.is_rejected for episode in episodes)
             + sum(group.num_rejected for group in untrained),
+            "limited_episodes": sum(episode.limit is not None for episode in episodes),
             "tokens_mean": float(np.mean(lengths.tokens)) if lengths.tokens else None,
             "turns_mean": float(np.mean(lengths.turns)) if lengths.turns else None,
             "seconds_mean": float(np.mean([episode.seconds for episode in episodes])) if episodes else None,
@@ -168,6 +169,7 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
         "episodes": data.num_episodes + sum(group.num_episodes for group in lease.drawn.failed),
         "failed_episodes": data.num_failed_episodes + sum(group.num_failed for group in lease.drawn.failed),
         "rejected_episodes": data.num_rejected_episodes + sum(group.num_rejected for group in lease.drawn.failed),
+        "limited_episodes": sum(episode.limit is not None for episode in episodes),
         "episodes_replayed": sum(episode.num_replayed_turns > 0 for episode in episodes),
         "turns_replayed": sum(episode.num_replayed_turns for episode in episodes),
         "episodes_diverged": sum(episode.num_dropped_turns > 0 for episode in episodes),

@@ -209,7 +209,7 @@ class _BoxedInvocation:
             # By way of a directory of ours: the box of the grader sees nothing of the agent's but these files.
             with scratch_directory() as result:
                 async with self._box(extra_kwargs["base_url"]) as box:
-                    await self._run_agent(box, problem, extra_kwargs["api_key"])
+                    await self._run_agent(box, problem, extra_kwargs["api_key"], is_graded=True)
                     left_out = await box.copy_out(".", result)
                 if left_out:
                     self._log.write(f"Not graded: {', '.join(left_out[:20])}\n".encode(errors="replace"))
@@ -244,6 +244,7 @@ class _BoxedInvocation:
                         extra_kwargs["api_key"],
                         environment=given,
                         timeout_seconds=min((limit for limit in seconds if limit), default=None),
+                        is_graded=True,
                     )
                 except SandboxLimit as limit:
                     if limit.limit != "timeout_seconds":
@@ -271,7 +272,9 @@ class _BoxedInvocation:
         *,
         environment: Mapping[str, str] | None = None,
         timeout_seconds: float | None = None,
+        is_graded: bool = False,
     ) -> Completed:
+        """Run the agent. Raises ``EpisodeError`` if it fails, unless its work is graded and it had reached a limit."""
         if self._command.files is not None:
             await box.copy_in(self._command.files, ".")
         assert box.proxy_url is not None
@@ -279,8 +282,13 @@ class _BoxedInvocation:
         ended = await self._run(
             box, self._command.command, problem, {**(environment or {}), **link}, timeout_seconds=timeout_seconds
         )
-        if not ended.is_successful:
+        if ended.is_successful:
+            return ended
+        # Many agents end with an error when the model refuses to go on; what they have done by then counts.
+        limit = await workflow_context.reached_limit() if is_graded else None
+        if limit is None:
             raise EpisodeError(f"{self._name} failed. {ended.describe()}")
+        self._log.write(f"{self._name} ended at limits.{limit}. {ended.describe()}\n".encode(errors="replace"))
         return ended
 
     async def _run(

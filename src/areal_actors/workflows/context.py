@@ -5,7 +5,7 @@ It is a context variable, so concurrent episodes of one process do not see each 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -14,7 +14,7 @@ from attrs import frozen
 from areal_actors.domain import EVAL_SCOPE, SCOPE, merge_numbers
 from areal_actors.errors import InvalidRequest
 
-__all__ = ["EpisodeContext", "enter", "get", "log", "logged", "stat_scope"]
+__all__ = ["EpisodeContext", "enter", "get", "log", "logged", "reached_limit", "stat_scope"]
 
 
 @frozen(kw_only=True)
@@ -30,11 +30,21 @@ _OUTSIDE = EpisodeContext()
 _current: ContextVar[EpisodeContext] = ContextVar("areal_episode", default=_OUTSIDE)
 _numbers: ContextVar[dict[str, float] | None] = ContextVar("areal_episode_numbers", default=None)
 """Numbers logged by the episode, changed in place: the tasks that it starts share the same dictionary."""
+_find_limit: ContextVar[Callable[[], Awaitable[str | None]] | None] = ContextVar("areal_episode_limit", default=None)
 
 
 def get() -> EpisodeContext:
     """Return the context of the current episode; an empty one outside of episodes."""
     return _current.get()
+
+
+async def reached_limit() -> str | None:
+    """Return the limit of the episode that has refused a request to its model, such as ``max_turns``; ``None`` if none.
+
+    It is known to code that runs in the process of the run, not in a child process.
+    """
+    find_limit = _find_limit.get()
+    return None if find_limit is None else await find_limit()
 
 
 def stat_scope() -> str:
@@ -64,11 +74,14 @@ def logged() -> Mapping[str, float]:
 
 
 @contextmanager
-def enter(context: EpisodeContext) -> Iterator[EpisodeContext]:
-    """Run a block as part of an episode."""
-    token, numbers = _current.set(context), _numbers.set({})
+def enter(
+    context: EpisodeContext, *, find_limit: Callable[[], Awaitable[str | None]] | None = None
+) -> Iterator[EpisodeContext]:
+    """Run a block as part of an episode. ``find_limit`` returns the limit that refused a request."""
+    token, numbers, finder = _current.set(context), _numbers.set({}), _find_limit.set(find_limit)
     try:
         yield context
     finally:
+        _find_limit.reset(finder)
         _numbers.reset(numbers)
         _current.reset(token)

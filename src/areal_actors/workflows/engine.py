@@ -16,10 +16,12 @@ import numpy as np
 from attrs import evolve, field, frozen
 from attrs.validators import ge, gt, le
 
+from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.domain import (
     Chunk,
     EngineInfo,
     EngineRequest,
+    EpisodeLimits,
     FinishReason,
     Ints,
     SampleKey,
@@ -40,8 +42,8 @@ class EpisodeEngine:
     """The engine passed to ``arun_episode``. Direct clients take it as their engine: ``ArealOpenAI(engine=engine)``.
 
     ``renderer`` converts messages and texts to ids, and ids to texts. ``gconfig`` are the settings of the run, ``key``
-    seeds the sampling. No answer has more than ``max_tokens``. Two requests with the same prompt are two samples; the
-    order of an episode's requests does not change their samples.
+    seeds the sampling. No answer has more than ``max_tokens``, and all together stay within ``limits``. Two requests
+    with the same prompt are two samples; the order of an episode's requests does not change their samples.
     """
 
     def __init__(
@@ -52,12 +54,16 @@ class EpisodeEngine:
         gconfig: GenerationConfig | None = None,
         key: SampleKey | None = None,
         max_tokens: int | None = None,
+        limits: EpisodeLimits | None = None,
     ) -> None:
         self.generation = generation
         self.renderer = renderer
         self.gconfig = gconfig or GenerationConfig()
         self.key = key or SampleKey(seed=0)
         self.max_tokens = max_tokens
+        self.budget = EpisodeBudget(limits=limits or EpisodeLimits())
+        self._num_turns = 0
+        self._num_tokens = 0
         self._asked: Counter[str] = Counter()
         self._num_clients = 0
         self._versions: list[int] = []
@@ -85,19 +91,30 @@ class EpisodeEngine:
         return next(iter(ways), None)
 
     def for_episode(
-        self, *path: int | str, key: SampleKey | None = None, max_tokens: int | None = None
+        self,
+        *path: int | str,
+        key: SampleKey | None = None,
+        max_tokens: int | None = None,
+        limits: EpisodeLimits | None = None,
     ) -> EpisodeEngine:
         """Return the same engine under another sample key: ``key``, or this one's with ``path`` appended.
 
-        With ``max_tokens``, no answer is longer, whatever a request asks for.
+        With ``max_tokens``, no answer is longer, whatever a request asks for. Its requests count anew for ``limits``,
+        which are this one's by default.
         """
         key = key or evolve(self.key, path=(*self.key.path, *path))
         limit = self.max_tokens if max_tokens is None else max_tokens
-        return EpisodeEngine(self.generation, self.renderer, gconfig=self.gconfig, key=key, max_tokens=limit)
+        limits = limits or self.budget.limits
+        return EpisodeEngine(
+            self.generation, self.renderer, gconfig=self.gconfig, key=key, max_tokens=limit, limits=limits
+        )
 
     def on(self, generation: Ref[Generation]) -> EpisodeEngine:
         """Return the same engine, under the same sample key, behind another ref."""
-        return EpisodeEngine(generation, self.renderer, gconfig=self.gconfig, key=self.key, max_tokens=self.max_tokens)
+        limits = self.budget.limits
+        return EpisodeEngine(
+            generation, self.renderer, gconfig=self.gconfig, key=self.key, max_tokens=self.max_tokens, limits=limits
+        )
 
     def next_client_key(self) -> SampleKey:
         """Return a new sample key for each client that an episode creates."""
@@ -118,6 +135,7 @@ class EpisodeEngine:
         Raises:
             InvalidRequest: there are no ids, one is outside the vocabulary, or several samples are requested at once.
             ContextLengthExceeded: the prompt leaves no room for a token.
+            EpisodeLimitReached: the episode has had all the answers or tokens that its limits allow.
             Unavailable: the generation was aborted.
             EngineError: the engine failed.
         """
@@ -132,9 +150,11 @@ class EpisodeEngine:
             raise InvalidRequest("The request has no input_ids; a prompt has at least one token.", param="input_ids")
         engine_request = await self._create_request(request, gconfig.sampling)
         chunks: list[Chunk] = []
+        self._num_turns += 1
         async with self.generation.stream(Generate(request=engine_request)) as arriving:
             async for chunk in arriving:
-                chunks.append(chunk)  # noqa: PERF401 - a comprehension would hide the stream
+                chunks.append(chunk)
+                self._num_tokens += len(chunk.token_ids)
         info = await self.describe()
         sampling = gconfig.sampling.distribution(logprobs_follow_truncation=info.logprobs_follow_truncation)
         finish = chunks[-1].finish if chunks else None
@@ -160,6 +180,8 @@ class EpisodeEngine:
         if room < 1:
             wanted = len(request.input_ids) + sampling.max_new_tokens
             raise ContextLengthExceeded(num_tokens=wanted, max_tokens=info.context_length)
+        left = self.budget.admit(num_turns=self._num_turns, num_tokens=self._num_tokens)
+        max_tokens = min(limit for limit in (sampling.max_new_tokens, room, self.max_tokens, left) if limit is not None)
         # Derived from the prompt and how often it was requested before, so that the order of arrival does not matter.
         digest = blake2b(request.input_ids.tobytes(), digest_size=8).hexdigest()
         count = self._asked[digest]
@@ -167,7 +189,7 @@ class EpisodeEngine:
         return EngineRequest(
             id=f"{request.rid}-{uuid4().hex[:8]}",  # members of a group may all use the problem's name
             prompt=request.input_ids,
-            sampling=evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room, self.max_tokens or room)),
+            sampling=evolve(sampling, max_new_tokens=max_tokens),
             key=evolve(self.key, path=(*self.key.path, digest, count)),
             stop_token_ids=self.renderer.stop_token_ids,
             routing_key="/".join(map(str, self.key.path)),  # empty outside of episodes

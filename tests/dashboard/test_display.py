@@ -15,7 +15,7 @@ from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunS
 from areal_actors.dashboard.curve import LearningCurve, draw_curve
 from areal_actors.dashboard.display import render
 from areal_actors.dashboard.state import format_seconds, sparkline
-from areal_actors.messages import EvaluationFinished, PhaseChanged
+from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
 
 
 class Terminal(io.StringIO):
@@ -68,9 +68,30 @@ def test_without_a_terminal_there_are_plain_lines(heard):
         "evaluation of version 0: 0.125 (8 episodes, 1 failed, 4 s)",
         "episode failed (1 so far): ToolAgent.run raised KeyError('[a]')",
         f"step 1/10  reward 0.200  {step}  50 s  left -",
-        f"step 2/10  reward 0.400  {step}  1:00  left 1:20",
-        f"step 3/10  reward 0.600  {step}  1:10  left 1:10",
+        f"step 2/10  reward 0.400  {step}  1:00  left 1:24",
+        f"step 3/10  reward 0.600  {step}  1:10  left 1:14",
     ]
+
+
+@given(
+    num_steps=st.integers(2, 20), step_seconds=st.floats(1, 100), evaluation=st.floats(0, 500), saving=st.floats(0, 50)
+)
+def test_the_time_left_has_the_last_evaluation_and_save(num_steps, step_seconds, evaluation, saving):
+    """Of a run whose steps, evaluations and saves take as long as before, the estimate is exact at each step."""
+    state, now = RunState(total_steps=num_steps), 0.0
+    state = state.after(PhaseChanged(phase="saving a checkpoint"), now)
+    now += saving
+    state = state.after(PhaseChanged(phase="evaluating"), now)
+    state = state.after(
+        EvaluationFinished(version=0, reward=0.5, num_episodes=8, num_failed=0, seconds=evaluation), now
+    )
+    for step in range(1, num_steps + 1):
+        now += step_seconds
+        state = state.after(StepFinished(step=step, metrics={"reward": 0.5}), now)
+        if step > 1:
+            expected = (num_steps - step) * step_seconds + evaluation + saving
+            assert state.seconds_left(now) == pytest.approx(expected)
+    assert state.seconds_left(now + evaluation + saving) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_a_failure_is_shown_once_with_its_traceback_and_then_counted(news):
@@ -131,7 +152,7 @@ def test_a_terminal_gets_a_panel(heard):
     for words in (
         "tool_agent [b]",
         "step 3/10",
-        "8 s  left 5 s",
+        "8 s  left 9 s",
         "0.600  ▂▄▅",
         "v0 0.125",
         "staleness 0.5  max 1  900 tokens/s",

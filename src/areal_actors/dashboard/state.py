@@ -33,7 +33,7 @@ class Evaluation:
 
 @frozen(kw_only=True)
 class RunState:
-    """The current state of a run. ``started_at`` and ``step_times`` are seconds of the display's clock."""
+    """The current state of a run. ``started_at``, ``step_times`` and ``saving_began_at`` are seconds of the clock."""
 
     title: str = ""
     page: str | None = None
@@ -48,6 +48,11 @@ class RunState:
     """The metrics of the first and of the latest steps with rewards, in order, as many as a verdict needs."""
     evaluations: tuple[Evaluation, ...] = ()
     step_times: tuple[float, ...] = ()
+    saving_began_at: float | None = None
+    evaluation_seconds: float = 0.0
+    """Duration of the last evaluation; 0 before the first one has ended."""
+    saving_seconds: float = 0.0
+    """Duration of the last time that a checkpoint was saved."""
     num_episodes: int = 0
     num_failed: int = 0
     last_failure: str | None = None
@@ -58,7 +63,11 @@ class RunState:
         """Return the state after the event ``news`` at time ``now``. Events that are not displayed change nothing."""
         match news:
             case PhaseChanged():
-                return evolve(self, phase=f"{news.phase}: {news.detail}" if news.detail else news.phase)
+                return evolve(
+                    self._after_saving(now),
+                    phase=f"{news.phase}: {news.detail}" if news.detail else news.phase,
+                    saving_began_at=now if news.phase == "saving a checkpoint" else None,
+                )
             case EpisodeFinished():
                 failure = news.episode.failure
                 if failure is None:
@@ -76,7 +85,12 @@ class RunState:
                 )
             case EvaluationFinished():
                 evaluation = Evaluation(version=news.version, reward=news.reward)
-                return evolve(self, evaluations=(*self.evaluations, evaluation), phase="training")
+                return evolve(
+                    self,
+                    evaluations=(*self.evaluations, evaluation),
+                    evaluation_seconds=news.seconds,
+                    phase="training",
+                )
             case StepFinished():
                 rewards, steps, reward = self.rewards, self.steps, news.metrics.get("reward")
                 if reward is not None:
@@ -84,7 +98,7 @@ class RunState:
                 if len(steps) > 2 * NUM_JUDGED_STEPS:
                     steps = (*steps[:NUM_JUDGED_STEPS], *steps[-NUM_JUDGED_STEPS:])
                 return evolve(
-                    self,
+                    self._after_saving(now),
                     step=news.step,
                     phase="training",
                     metrics=dict(news.metrics),
@@ -93,6 +107,12 @@ class RunState:
                     step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
                 )
         return self
+
+    def _after_saving(self, now: float) -> RunState:
+        """Return the state with the duration of a save that ends with the event at time ``now``."""
+        if self.saving_began_at is None:
+            return self
+        return evolve(self, saving_seconds=now - self.saving_began_at, saving_began_at=None)
 
     def describe_failure(self, news: Message[Progress, None]) -> str | None:
         """Describe the failed episode ``news``, the last event of this state; ``None`` if it needs no line.
@@ -124,11 +144,17 @@ class RunState:
         return (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
 
     def seconds_left(self, now: float) -> float | None:
-        """Return the estimated time for the remaining steps at the recent pace, less the time of the current step."""
+        """Return the estimated time until the run has ended; ``None`` before two steps have.
+
+        The remaining steps at the recent pace, which contains the evaluations and saves between them, and the last
+        evaluation and save, which come after all steps.
+        """
         pace = self.seconds_per_step
         if pace is None:
             return None
-        return max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
+        steps = max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
+        since_steps = max(0.0, now - self.step_times[-1]) if self.step >= self.total_steps else 0.0
+        return steps + max(0.0, self.evaluation_seconds + self.saving_seconds - since_steps)
 
 
 def _kind_of_failure(failure: str, traceback: str | None) -> str:

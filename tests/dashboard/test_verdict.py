@@ -43,6 +43,21 @@ def test_the_cause_is_named_with_its_numbers(change: dict[str, Any], num_steps: 
     assert words in (find_verdict([STEP | change] * num_steps) or "")
 
 
+def test_several_causes_are_all_named():
+    """Failures first; cut answers are often why the rewards of a group are equal."""
+    step = STEP | {"failed_episodes": 40, "zero_variance_groups": 8, "reward": 0.0, "truncated_turns": 60}
+
+    verdict = find_verdict([step] * 2) or ""
+
+    assert verdict.startswith(
+        "80 of 128 episodes failed in the last 2 steps; failures.jsonl has their tracebacks. Also: "
+    )
+    assert "Also: 16 of 16 groups had equal rewards" in verdict
+    assert verdict.endswith(
+        "Also: 120 of 128 answers in the last 2 steps were cut at their limit of tokens: raise max_tokens."
+    )
+
+
 def test_a_run_that_has_just_begun_is_not_judged_by_most_of_its_groups():
     """A job that later learned had 30 of 40 equal groups in its first five steps."""
     assert find_verdict([STEP | {"zero_variance_groups": 6}] * 5) is None

@@ -1,12 +1,13 @@
-"""One sentence that says why a run does not learn, from the metrics of its latest steps.
+"""The sentences that say why a run does not learn, from the metrics of its latest steps.
 
 The causes are those that the metrics show beyond doubt: episodes that fail, rewards that do not differ, tokens that are
-not trained, answers that are cut. A run whose reward rises has no verdict, unless one of its sources has one.
+not trained, answers that are cut. If several hold, all are named. A run whose reward rises has no verdict, unless one
+of its sources has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = ["NUM_JUDGED_STEPS", "VERDICT_KEYS", "find_verdict"]
@@ -50,17 +51,20 @@ def find_verdict(steps: Sequence[Metrics]) -> str | None:
     num_episodes, num_failed = _sum(latest, "episodes"), _sum(latest, "failed_episodes")
     num_failed -= _sum(latest, "rejected_episodes")
     num_trained, num_greedy = _sum(latest, "trained_tokens"), _sum(latest, "greedy_tokens")
-    verdict = None
+    causes = []
     if num_failed * 2 >= num_episodes > 0:
-        verdict = f"{num_failed:.0f} of {num_episodes:.0f} episodes failed {over}; failures.jsonl has their tracebacks."
-    elif num_greedy * 2 >= num_trained and num_greedy > 0:
-        verdict = (
+        causes.append(
+            f"{num_failed:.0f} of {num_episodes:.0f} episodes failed {over}; failures.jsonl has their tracebacks."
+        )
+    if num_greedy * 2 >= num_trained and num_greedy > 0:
+        causes.append(
             f"{num_greedy:.0f} of {num_greedy + num_trained:.0f} tokens {over} were sampled at temperature 0, and such "
             "tokens are not trained: give requests a temperature."
         )
-    elif rewarded and not _is_rising(rewarded):
-        verdict = _find_lack_of_signal(rewarded[-NUM_JUDGED_STEPS:], over)
-    return verdict or _find_source_without_signal(steps)
+    if rewarded and not _is_rising(rewarded):
+        causes += _find_lack_of_signal(rewarded[-NUM_JUDGED_STEPS:], over)
+    # Several may hold, and each has its own remedy: cut answers are often why rewards are equal.
+    return " Also: ".join(causes) or _find_source_without_signal(steps)
 
 
 def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
@@ -84,7 +88,7 @@ def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
     return None
 
 
-def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> str | None:
+def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> Iterator[str]:
     num_groups, num_equal = _sum(latest, "groups"), _sum(latest, "zero_variance_groups")
     # In the first steps of a run that learns, 30 of 40 groups may be equal; if all are, there was no update.
     if num_equal * (1 if len(latest) < NUM_JUDGED_STEPS else 2) >= num_groups > 0:
@@ -98,12 +102,11 @@ def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> str | None:
             advice = f"Every step has the mean reward {rewards[-1]:.3g}: check that the reward depends on the answer."
         else:
             advice = "Use harder or easier problems, larger groups, or a reward with more levels."
-        return f"{equal} {advice}"
+        yield f"{equal} {advice}"
     num_cut = _sum(latest, "truncated_turns")
     num_turns = sum((step.get("drawn_turns_mean") or 0) * (step.get("episodes") or 0) for step in latest)
     if num_cut * 2 >= num_turns > 0:
-        return f"{num_cut:.0f} of {num_turns:.0f} answers {over} were cut at their limit of tokens: raise max_tokens."
-    return None
+        yield f"{num_cut:.0f} of {num_turns:.0f} answers {over} were cut at their limit of tokens: raise max_tokens."
 
 
 def _is_rising(steps: Sequence[Metrics]) -> bool:

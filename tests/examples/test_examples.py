@@ -104,10 +104,17 @@ def test_the_tiny_job_trains(tmp_path):
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
     ("name", "program"),
-    [("blocking", "sh"), ("frameworks/requests", "sh"), ("shell", "curl"), ("sandbox", "bwrap"), ("tasks", "bwrap")],
+    [
+        ("anthropic", "sh"),
+        ("blocking", "sh"),
+        ("frameworks/requests", "sh"),
+        ("shell", "curl"),
+        ("sandbox", "bwrap"),
+        ("tasks", "bwrap"),
+    ],
 )
 def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend):
-    """Blocking ones in child processes, and a shell script: a step of it, every episode of which was rewarded."""
+    """Anthropic's SDK, child processes, a shell script, sandboxes: a step of each, with rewards for all episodes."""
     before = set(psutil.Process().children(recursive=True))
     if shutil.which(program) is None:
         pytest.skip(f"needs {program}")

@@ -82,7 +82,7 @@ def check_scalable(config: RunConfig, sizes: Mapping[str, int]) -> None:
     for name, number in sizes.items():
         if name not in [*Role]:
             close = get_close_matches(name, [*Role], n=1)
-            guess = f"; did you mean {close[0]}?" if close else ""
+            guess = f"; did you mean {close[0]}?" if close else "."
             raise ConfigError(
                 f"{name!r} is not a role of a run{guess} Roles that can be scaled: {', '.join(_SCALABLE)}."
             )
@@ -308,7 +308,7 @@ class Scaling:
             await anyio.sleep(_POLL_SECONDS)
 
     def _list_requests(self) -> list[tuple[Path, dict[str, int]]]:
-        """Return the requests that are not answered. Files that are none are left to their owner."""
+        """Return the requests that are not answered. Other files are left alone."""
         folder, found = self._plan.directory.scale_requests, []
         for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
             with suppress(KeyError, TypeError, ValueError, AttributeError):

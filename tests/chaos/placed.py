@@ -23,6 +23,7 @@ from tests.chaos.stages import DATASET_POINTS
 from tests.chaos.witnessed_worker import WITNESSES
 from tests.placement.play import workers_of
 
+from areal_actors.lib.locks import is_held
 from areal_actors.rollouts.group_journal import RestoredQueue
 
 CLEAN_SECONDS = 20.0
@@ -113,7 +114,9 @@ class PlacedPlay(Play):
             controller.kill()
             self.controller = None
             deadline = time.monotonic() + CLEAN_SECONDS
-            while (left := list(marked(self.directory))) and time.monotonic() < deadline:
+            lock = self.run_dir.groups.with_name(f"{self.run_dir.groups.name}.lock")
+            # A process that ends has no environment any more, by which it is found, while it still has its locks.
+            while ((left := list(marked(self.directory))) or is_held(lock)) and time.monotonic() < deadline:
                 time.sleep(0.05)
             for process in left:
                 self.problems.append(f"left by the controller: {' '.join(process.cmdline())}")

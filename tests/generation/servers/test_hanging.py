@@ -112,16 +112,18 @@ async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_p
 
 
 async def test_a_server_that_answers_but_samples_nothing_loses_its_requests(tmp_path: Path) -> None:
-    """It has sampled before, and says that it is healthy; a pause is not a reason to give it up."""
+    """A pause is not a reason to give it up. It gets nothing but probes until it samples again."""
     model = create_tiny(tmp_path / "models")
-    config = evolve(CONFIG, progress_timeout_seconds=0.5)
+    config = evolve(CONFIG, stall_timeout_seconds=0.5)
     async with open_server_stack(model, tmp_path, num_servers=2, config=config, is_gated=True) as (engine, servers):
-        heard = []
-        with anyio.fail_after(30):
-            async with engine.generate(ask(0)) as chunks, anyio.create_task_group() as tasks:
+        heard: list = []
+        with anyio.fail_after(60):
+            async with engine.generate(ask(0)) as chunks:
                 for server in servers:
-                    server.engine.release(5)
-                heard.append(await anext(chunks))
+                    server.engine.release(10)
+                # Two events, from which its speed is known.
+                while len(ids_of(heard)) < 9:
+                    heard.append(await anext(chunks))
                 (stalled,) = [each for each in servers if each.engine.statistics().running]
                 (other,) = [each for each in servers if each is not stalled]
                 await engine.pause()
@@ -130,6 +132,15 @@ async def test_a_server_that_answers_but_samples_nothing_loses_its_requests(tmp_
                 await engine.resume()
                 other.engine.release(1000)
                 heard += [chunk async for chunk in chunks]
-                tasks.cancel_scope.cancel()
+            async with engine.generate(ask(1)) as chunks:
+                elsewhere = [chunk async for chunk in chunks]
+            prompts = [request.prompt.tolist() for request in stalled.engine.requests]
+            while len(stalled.engine.requests) == 1:  # noqa: ASYNC110 - no message tells
+                await anyio.sleep(0.01)
+            stalled.engine.release(1000)
+            await engine.wait_until_all_serve()
 
-    assert WHOLE == ids_of(heard)
+    assert [WHOLE, WHOLE] == [ids_of(heard), ids_of(elsewhere)]
+    assert [5, 6, 7] == prompts[0]
+    assert [0] == stalled.engine.requests[-1].prompt.tolist()
+    assert 2 == len(other.engine.requests)

@@ -25,7 +25,7 @@ import anyio.lowlevel
 from anyio import to_thread
 from attrs import define, evolve
 
-from areal_actors.domain import FinishReason
+from areal_actors.domain import FinishReason, SampleKey, Sampling
 from areal_actors.errors import (
     ArealError,
     ConfigError,
@@ -52,7 +52,7 @@ from areal_actors.generation.routing import ReroutableGeneration
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
 from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
-from areal_actors.generation.servers.dialect import Attribution, ServerDialect
+from areal_actors.generation.servers.dialect import Attribution, Delta, ServerDialect
 from areal_actors.generation.servers.publishing import Publisher, ServerAdmission, Weights
 from areal_actors.generation.servers.server import Server, ServerProcesses, open_server
 from areal_actors.kernel.failure import open_tasks
@@ -232,7 +232,7 @@ class ServerEngine:
     async def resume(self) -> None:
         """Continue sampling."""
         self._is_paused = self._server.is_paused = False
-        self._expect_progress()
+        self._server.progress.restart(anyio.current_time())
         async with self._control:
             if not self._is_paused and self._server.is_ready:
                 await self._command(self._dialect.resume(self._server.control))
@@ -309,7 +309,7 @@ class ServerEngine:
             if not self._is_paused and server.is_ready:
                 await self._command(self._dialect.resume(server.control))
             server.is_loading = False
-            self._expect_progress()
+            self._server.progress.restart(anyio.current_time())
             server.changed.notify()
 
     async def _load_adapter(self, weights: Weights) -> None:
@@ -374,6 +374,9 @@ class ServerEngine:
             raise EngineError(server.explain())
         try:
             facts = server.facts = await server.until_silent(self._dialect.describe(server.control))
+            if server.stalled_since is not None:
+                # First, because a scheduler that hangs would not answer a pause or an update either.
+                await server.until_silent(self._sample_one())
             if adapters is not None:
                 await server.until_silent(adapters.prepare(server.control, facts, weights.adapter))
             # The label shows a restart that was not noticed. It is not enough: before the first contact, another run
@@ -399,7 +402,7 @@ class ServerEngine:
             _log.info("server_serves", url=server.url, version=weights.version)
         finally:
             server.may_be_outdated = server.is_loading = False
-            self._expect_progress()
+            self._server.progress.restart(anyio.current_time())
             server.changed.notify()
 
     async def _pause_server(self) -> None:
@@ -466,13 +469,12 @@ class ServerEngine:
         name = None if adapter is None else adapter.name
         request = run.begin_attempt(adapter=name, decode=self._decode)
         has_ended = was_abort_repeated = False
-        self._begin(run)
+        self._begin(run, request)
         try:
             opening = self._dialect.generate(server.generating, request, routing_key=routing_key, adapter=name)
             async with AsyncExitStack() as stack:
                 deltas = await server.until_silent(stack.enter_async_context(opening))
-                while (delta := await server.until_silent(anext(deltas, None))) is not None:
-                    server.progressed_at, server.has_sampled = anyio.current_time(), True
+                while (delta := await self._next_delta(request.id, deltas)) is not None:
                     has_ended = delta.finish is not None
                     if run.is_ending and not (has_ended or was_abort_repeated):
                         # The server may have received the abort before the request, and dropped it: repeat it once.
@@ -501,16 +503,40 @@ class ServerEngine:
                 await self._end_attempt(run)
             self._end(run)
 
-    def _expect_progress(self) -> None:
-        """Measure the time to the next token from now on, if one is expected."""
-        server = self._server
-        server.progressed_at = anyio.current_time() if self._placed and server.has_sampled else None
+    async def _next_delta(self, attempt_id: str, deltas: AsyncIterator[Delta]) -> Delta | None:
+        """Return the next tokens of an attempt; ``None`` at the end of its stream."""
+        progress = self._server.progress
+        progress.wait(attempt_id, now=anyio.current_time())
+        delta = await self._server.until_silent(anext(deltas, None))
+        if delta is not None:
+            num_tokens, num_cached = len(delta.token_ids), delta.num_cached_tokens
+            progress.hear(attempt_id, num_tokens=num_tokens, num_cached=num_cached, now=anyio.current_time())
+        return delta
 
-    def _begin(self, run: ServerGeneration) -> None:
-        """Count an attempt that begins."""
+    async def _sample_one(self) -> None:
+        """Let a server that has stalled sample one token. Raises ``EngineError`` if it does not in time."""
+        server, seconds = self._server, self._server.config.stall_timeout_seconds
+        request = EngineRequest(
+            id=f"probe-{uuid4().hex}", prompt=[0], sampling=Sampling(max_new_tokens=1), key=SampleKey(seed=0)
+        )
+        await self._dialect.resume(server.control)
+        with anyio.move_on_after(seconds):
+            async with self._dialect.generate(server.control, request, routing_key="") as deltas:
+                async for _ in deltas:
+                    pass
+            _log.info("server_samples_again", url=server.url)
+            server.stalled_since = None
+            server.progress.excuse()
+            return
+        raise EngineError(f"{server.url} answers health checks, but has not sampled a token within {seconds:g} s.")
+
+    def _begin(self, run: ServerGeneration, request: EngineRequest) -> None:
+        """Count an attempt that begins with ``request``."""
+        now = anyio.current_time()
         if not self._placed:
-            self._busy_since = anyio.current_time()
-            self._server.progressed_at = self._busy_since if self._server.has_sampled else None
+            self._busy_since = now
+        num_tokens, has_grammar = len(request.prompt), request.grammar is not None
+        self._server.progress.begin(request.id, num_tokens=num_tokens, has_grammar=has_grammar, now=now)
         self._placed.add(run)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] += 1
@@ -520,8 +546,8 @@ class ServerEngine:
         if len(self._placed) == 1:
             self._finished_seconds += self._busy_seconds
         self._placed.remove(run)
-        if not self._placed:
-            self._server.progressed_at = None
+        assert run.attempt_id is not None
+        self._server.progress.end(run.attempt_id)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] -= 1
         self._server.changed.notify()

@@ -1,8 +1,10 @@
 """One inference server: its clients, its health, and the process that it runs in if that was started here.
 
 A server that refuses connections, or fails a request, is lost at once; one that is silent (its process is stopped or
-hangs) after two health checks. What waits for an answer of a silent server is cancelled, so that requests continue at
-other replicas and an update does not wait for it. A process that was started here and stays silent is killed.
+hangs) after two health checks. One that answers these, and sends no token for longer than ``progress`` allows, has
+stalled: it gets no requests until it has sampled one token. What waits for an answer of either is cancelled, so that
+requests continue at other replicas and an update does not wait for it. A process that was started here is killed if it
+stays silent, or stalled.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from areal_actors.errors import ConfigError, EngineError
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.dialect import ServerDialect, ServerFacts
 from areal_actors.generation.servers.http import create_client
+from areal_actors.generation.servers.progress import Progress
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.telemetry import get_logger
 
@@ -70,10 +73,10 @@ class Server:
     """Incremented before its weights change."""
     silent_since: float | None = None
     """When the first health check began that it left without an answer; ``None`` if it answered the last one."""
-    progressed_at: float | None = None
-    """When it sent the last token, or got its first request after that; ``None`` while none is expected."""
-    has_sampled: bool = False
-    """Whether it has sent a token since it was lost last: before that, it may compile kernels for minutes."""
+    progress: Progress = field(init=False)
+    """The requests that it has, and its speed."""
+    stalled_since: float | None = None
+    """When it sent the last token, if it has stalled and has not sampled since."""
     is_paused: bool = False
     """Whether it was told to stop sampling."""
     has_served: bool = False
@@ -82,6 +85,13 @@ class Server:
     """Notified when the state of this server or of a peer changes."""
     _wakeup: anyio.Event = field(factory=anyio.Event, init=False)
     _waiting: set[anyio.CancelScope] = field(factory=set, init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self.progress = Progress(
+            limit_seconds=self.config.progress_timeout_seconds,
+            floor_seconds=self.config.stall_timeout_seconds,
+            tokens_per_event=self.config.stream_interval,
+        )
 
     def mark_unhealthy(self) -> None:
         """Take the server out until its health and its weights were checked, which begins now."""
@@ -124,7 +134,8 @@ class Server:
                 if not self.answers:
                     if self.is_ready:
                         _log.warning("server_lost", url=self.url, reason="it does not answer")
-                    self.is_ready = self.may_be_outdated = self.has_sampled = False
+                    self.is_ready = self.may_be_outdated = False
+                    self.progress.lose()
                 elif not (self.is_ready or is_restoring):
                     self.may_be_outdated = True
                     # In a task: the server is also watched while it is given weights.
@@ -148,30 +159,42 @@ class Server:
                 self.silent_since = None
                 # A server that refuses connections is started again, or has not begun to listen.
                 self.has_served = self.has_served and is_ready
-                stalled_since = self.progressed_at
-                if stalled_since is None or self.is_loading or self.is_paused:
-                    return is_ready
-                seconds = anyio.current_time() - stalled_since
-                if seconds < self.config.progress_timeout_seconds:
-                    return is_ready
-                self.progressed_at = None
-                _log.warning("server_stalled", url=self.url, reason=f"it has sent no token for {seconds:.0f} s")
-                self._give_up()
-                if self.processes is not None:
-                    self.processes.kill(self.url)
-                    self.has_served = False
-                return False
+                return is_ready and self._is_sampling()
+        self.stalled_since = None
         silent_since = self.silent_since = began if self.silent_since is None else self.silent_since
         # One that has just started may be silent for long while it loads its first weights.
         if not self.has_served:
             return False
         self._give_up()
         silent_seconds = anyio.current_time() - silent_since
-        if self.processes is not None and silent_seconds >= self.config.hang_timeout_seconds:
-            _log.warning("server_killed", url=self.url, reason=f"it has not answered for {silent_seconds:.0f} s")
+        if silent_seconds >= self.config.hang_timeout_seconds:
+            self._kill(f"it has not answered for {silent_seconds:.0f} s")
+        return False
+
+    def _is_sampling(self) -> bool:
+        """Give up what waits for a server that has stalled; kill it in the end, and return whether it was not."""
+        now = anyio.current_time()
+        if self.stalled_since is None:
+            seconds = self.progress.silent_seconds(now)
+            if self.is_loading or self.is_paused or seconds < self.progress.allowed_seconds():
+                return True
+            self.stalled_since = now - seconds
+            _log.warning("server_stalled", url=self.url, reason=f"it has sent no token for {seconds:.0f} s")
+            self.mark_unhealthy()
+            self._give_up()
+        stalled_seconds = now - self.stalled_since
+        if self.processes is None or stalled_seconds < self.config.progress_timeout_seconds:
+            return True
+        self.stalled_since = None
+        self._kill(f"it has sampled nothing for {stalled_seconds:.0f} s")
+        return False
+
+    def _kill(self, reason: str) -> None:
+        """Kill the process of the server, if it was started here."""
+        if self.processes is not None:
+            _log.warning("server_killed", url=self.url, reason=reason)
             self.processes.kill(self.url)
             self.has_served = False
-        return False
 
 
 @asynccontextmanager

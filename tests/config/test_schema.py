@@ -403,3 +403,13 @@ def test_a_cluster_without_jobs_is_refused():
     with pytest.raises(ConfigError, match=r"scheduler type is slurm, and no role is placed"):
         create_config(MINIMAL | {"scheduler": {"type": "slurm"}})
     create_config(MINIMAL | {"scheduler": {"type": "slurm", "roles": {"trainer": {}}}})
+
+
+def test_held_out_sets_have_names_that_their_metrics_tell_apart():
+    """Names of Prometheus have neither dots nor dashes, so that ``a-b`` and ``a.b`` would be one metric."""
+    sets = {"jsonl": "a.jsonl"}
+    settings = {"experiment_name": "names", "model": "tiny", "total_steps": 1}
+    with pytest.raises(ConfigError, match=r"names a-b and a\.b, whose metrics would have the same names"):
+        create_config(settings | {"eval_datasets": {"a-b": sets, "a.b": sets}})
+    named = create_config(settings | {"eval_datasets": {"a-b": sets, "a-c": sets}})
+    assert ["a-b", "a-c"] == list(named.eval_datasets)

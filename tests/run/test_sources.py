@@ -186,6 +186,23 @@ def test_a_curriculum_changes_what_is_drawn(tmp_path: Path) -> None:
     assert [[row[key] for key in keys] for row in steps] == [[row[key] for key in keys] for row in resumed]
 
 
+@pytest.mark.parametrize("has_paused", [False, True])
+def test_a_run_is_not_resumed_with_another_order(tmp_path: Path, *, has_paused: bool) -> None:
+    """Its solve rates would go to other problems, also if difficulty was switched off in between."""
+    curriculum = {"enabled": True, "order_by": "level"}
+    own = {"dataset": {"python": f"{HERE}:levels", "size": 4, "seed": 0}, "workflow": f"{HERE}:Solver"}
+    train(tmp_path / "run", {"own": source(**own, difficulty=curriculum)}, total_steps=1)
+    if has_paused:
+        train(tmp_path / "run", {"own": source(**own)}, total_steps=2, resume=True)
+    before = (tmp_path / "run" / "config.yaml").read_text()
+    complaint = r"sources\.own\.difficulty\.order_by is null, and the run to resume .* with level"
+    with pytest.raises(ConfigError, match=complaint):
+        train(tmp_path / "run", {"own": source(**own, difficulty={"enabled": True})}, total_steps=3, resume=True)
+    assert before == (tmp_path / "run" / "config.yaml").read_text()
+    steps = train(tmp_path / "run", {"own": source(**own, difficulty=curriculum)}, total_steps=3, resume=True)
+    assert 3 == steps[-1]["step"]
+
+
 def test_a_source_whose_groups_are_all_replaced_keeps_its_numbers(tmp_path: Path) -> None:
     """Its rewards are all equal, so that none of its groups is trained; the verdict needs to know."""
     sources = {"good": source(), "equal": source(workflow_kwargs={"factor": 0.0})}

@@ -51,7 +51,7 @@ class DifficultyConfig:
     A problem that was easy in ``retire_after`` groups in a row is retired: it is not drawn again as long as there are
     others. ``order_by`` is the key of a number in the problems, such as ``difficulty`` or ``metadata.level``: of those
     that were drawn equally often, the one with the lowest number comes first, so that a run begins with the easiest. A
-    resumed run needs the same order.
+    run is resumed with the same order only.
     """
 
     enabled: bool = False

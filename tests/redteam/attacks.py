@@ -2,7 +2,8 @@
 
 The agent has what a run gives it, the URL of its session and its completion key, and more than it could have: the ids
 and completion keys of another live session, of one that has ended and of one that is forgotten. It has no session key,
-no user's key and not the administrator's. ``Attacker`` makes one request after the other; ``open_arena`` is attacked.
+no user's key and not the administrator's. Of the sessions that are over, it has seen what the runner sent, with their
+keys. ``Attacker`` makes one request after the other; ``open_arena`` is attacked.
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Any
 
 import anyio
 import httpx
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from tests.client.service import open_service
 
-from areal_actors.domain import Interaction
+from areal_actors.cache import SessionSettings
+from areal_actors.domain import Interaction, SessionId
 from areal_actors.messages import CollectSession, ForgetSession
-from areal_actors.run.inference import Inference
+from areal_actors.run.inference import Inference, InferenceConfig
+from areal_actors.sessions.manager import SessionsConfig
 
 __all__ = ["Arena", "Attack", "Attacker", "Victim", "open_arena"]
 
@@ -31,6 +34,7 @@ FORBIDDEN = (*CONTROL * 5, "export_trajectories", "rl/start_session", "grant_cap
 METHODS = (*["POST"] * 24, "GET", "PUT", "PATCH", "DELETE", "HEAD", "OPTIONS")
 _SHARE_OF_ODD_JSON = 0.2
 _SHARE_OF_RAW = 0.1
+_SHARE_OF_REPLAYS = 0.2
 FRAMINGS = ("two lengths", "length and chunks", "odd chunks", "folded", "short", "absolute", "old", "bare")
 _SHARE_OF_ODD_PATHS = 0.15
 """The others reach their operation, which is where keys are judged."""
@@ -57,6 +61,8 @@ class Attack:
     content: bytes
     framing: str | None = None
     """How the bytes of the request mislead a server about where it ends; ``None``: sent by httpx."""
+    is_replay: bool = False
+    """Whether it repeats a request that the runner has sent, with its key, to a session that is over."""
 
     def raw(self, host: str) -> bytes:
         """The bytes of the request, with its framing, and of the same once more where they mislead about its end."""
@@ -80,14 +86,21 @@ class Attack:
 
 @frozen
 class Attacker:
-    """Makes requests. The first of ``victims`` is the agent's own session, ``secrets`` are further keys to try."""
+    """Makes requests. The first of ``victims`` is the agent's own session, ``secrets`` are further keys to try.
+
+    ``captured`` are requests of the runner to sessions that are over, which the agent has seen.
+    """
 
     random: Random
     victims: tuple[Victim, ...]
     secrets: tuple[str, ...] = ("DUMMY", "sk-admin", "sk-user-x", "null", "true", "*", "%00")
 
+    captured: tuple[Attack, ...] = ()
+
     def attack(self) -> Attack:
         """The next request."""
+        if self.captured and self.random.random() < _SHARE_OF_REPLAYS:
+            return self.replay(self.random.choice(self.captured))
         operation = self.random.choice(FORBIDDEN)
         query = self._arguments() if self.random.random() < 0.4 else {}
         body = {} if query and self.random.random() < 0.5 else self._arguments()
@@ -102,6 +115,26 @@ class Attacker:
             content=self._written(body) if body else b"",
             framing=self.random.choice(FRAMINGS) if self.random.random() < _SHARE_OF_RAW else None,
         )
+
+    def replay(self, captured: Attack) -> Attack:
+        """A captured request as it was, or for another session: in its path, its query, its body or its headers."""
+        old, target, content = self.random.choice(self.victims[2:]), captured.target, captured.content
+        new, headers = self.random.choice(self.victims[:2]), list(captured.headers)
+        if self.random.random() < 0.5:
+            target = target.replace(old.id, new.id)
+        if self.random.random() < 0.3 and new.id not in target:
+            target = f"/{new.id}{target}"
+        if self.random.random() < 0.3:
+            target += f"?session_id={new.id}"
+        if self.random.random() < 0.5:
+            text = content.decode()
+            for name, other in zip((old.id, *old.interactions), (new.id, *new.interactions), strict=True):
+                text = text.replace(name, other)
+            content = text.encode()
+        if self.random.random() < 0.3:
+            headers.append((self.random.choice(("authorization", "x-api-key")), self._secret()))
+            self.random.shuffle(headers)
+        return evolve(captured, target=target, content=content, headers=tuple(headers))
 
     def _written(self, body: dict[str, Any]) -> bytes:
         """The body as JSON, and sometimes as what a parser may read in two ways."""
@@ -195,6 +228,8 @@ class Arena:
     own: dict[str, str] = field(repr=False)
     other: dict[str, str] = field(repr=False)
     victims: tuple[Victim, ...]
+    captured: tuple[Attack, ...]
+    """What the runner has sent to the sessions that are over."""
 
     async def send(self, attack: Attack) -> httpx.Response:
         """The answer; of several, the first that is a success."""
@@ -220,10 +255,9 @@ class Arena:
         return httpx.Response(success or (statuses[0] if statuses else 400), content=received)
 
     async def state(self) -> list[tuple[str, bool, tuple[float | None, ...]]]:
-        """What may not change: whether the two live sessions live, and what their turns were rewarded with."""
-        records = [
-            await self.inference.sessions.ask(CollectSession(session=s["session_id"])) for s in (self.own, self.other)
-        ]
+        """What may not change: whether the sessions live, and what their turns were rewarded with."""
+        names = [SessionId(victim.id) for victim in self.victims[:3]]  # the last one is forgotten
+        records = [await self.inference.sessions.ask(CollectSession(session=name)) for name in names]
         return [(r.id, r.is_ended, tuple(turn.reward for turn in r.interactions)) for r in records]
 
     async def complete(self, key: str) -> httpx.Response:
@@ -241,7 +275,13 @@ class Arena:
 @asynccontextmanager
 async def open_arena() -> AsyncIterator[Arena]:
     """Open everything, with two turns in each session."""
-    async with open_service() as inference, httpx.AsyncClient(base_url=inference.endpoint.url, timeout=30) as http:
+    # At once: the runner of an external agent may correct a reward in this time, with the key of the session.
+    lifetimes = SessionSettings(grace_seconds=0)
+    config = InferenceConfig(sessions=SessionsConfig(lifetimes=lifetimes))
+    async with (
+        open_service(config) as inference,
+        httpx.AsyncClient(base_url=inference.endpoint.url, timeout=30) as http,
+    ):
         started, victims = [], []
         for name in ("own", "other", "ended", "forgotten"):
             admin = {"authorization": f"Bearer {inference.endpoint.admin_key}"}
@@ -254,7 +294,38 @@ async def open_arena() -> AsyncIterator[Arena]:
             )
             started.append(session)
         own, other, ended, forgotten = started
-        for session in (ended, forgotten):
-            await http.post("/rl/end_session", headers={"x-api-key": session["api_key"]})
+        captured = []
+        for session, victim in zip((ended, forgotten), victims[2:], strict=True):
+            for attack in _control(session, victim):
+                answer = await http.request(
+                    attack.method, attack.target, headers=list(attack.headers), content=attack.content
+                )
+                assert answer.is_success, answer.text
+                captured.append(attack)
         await inference.sessions.ask(ForgetSession(session=forgotten["session_id"]))
-        yield Arena(inference=inference, http=http, own=own, other=other, victims=tuple(victims))
+        yield Arena(
+            inference=inference, http=http, own=own, other=other, victims=tuple(victims), captured=tuple(captured)
+        )
+
+
+def _control(session: dict[str, str], victim: Victim) -> list[Attack]:
+    """What a runner sends in order to reward and end a session, once by URL and once by key."""
+    first, last = victim.interactions
+    bearer = ("authorization", f"Bearer {session['api_key']}")
+    requests = [
+        (f"/{victim.id}/rl/set_reward", bearer, {"interaction_id": first, "reward": 0.75}),
+        ("/rl/set_reward", ("x-api-key", session["api_key"]), {"completion_id": last, "reward": 0.5}),
+        ("/rl/finalize", bearer, {"final_reward": 0.25, "session_id": victim.id}),
+        (f"/{victim.id}/rl/end_session", bearer, {}),
+    ]
+    return [
+        Attack(
+            operation=target.split("/", 1)[-1],
+            method="POST",
+            target=target,
+            headers=(("content-type", "application/json"), key),
+            content=json.dumps(body).encode(),
+            is_replay=True,
+        )
+        for target, key, body in requests
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -13,6 +14,7 @@ from attrs import evolve
 from tests.client.service import open_service
 from tests.redteam.__main__ import play
 from tests.redteam.attacks import CONTROL, FRAMINGS, QUESTION, Attack, Attacker, open_arena
+from tests.redteam.files import play_files
 
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import Episode
@@ -42,6 +44,27 @@ async def test_the_same_attacks_succeed_with_the_key_of_the_session():
 
         assert any(answer.is_success for answer in answers)
         assert before != await arena.state()
+
+
+async def test_no_attempt_gets_hold_of_the_files_of_a_grader(tmp_path: Path):
+    """Links, hard links and names that change while files are taken; where the agent sees the files, it succeeds."""
+    try:
+        assert [] == await play_files(7, 50, tmp_path)
+        assert [] != await play_files(7, 50, tmp_path, is_visible=True)
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+
+async def test_requests_of_the_runner_are_of_no_use_to_another_session():
+    """Those to a session that is over, each for each live session: the key is of its own session."""
+    async with open_arena() as arena:
+        before = await arena.state()
+        attacker = Attacker(Random(3), arena.victims, captured=arena.captured)
+        for number in range(200):
+            await arena.send(attacker.replay(arena.captured[number % len(arena.captured)]))
+
+        assert before == await arena.state()
+        assert [False, False, True] == [is_ended for _, is_ended, _ in before]
 
 
 async def test_malformed_bytes_end_their_connection_only():

@@ -148,12 +148,33 @@ async def test_descriptors_of_the_runner_are_not_inherited():
     assert set(ended.stdout.split()) <= {b"0", b"1", b"2", b"10"}
 
 
-async def test_a_copy_that_is_stopped_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """A process that stops all others stops the copy as well, which then exceeds its time."""
-    monkeypatch.setattr(box_module, "COPY_SECONDS", 0.5)
+@pytest.mark.parametrize(
+    "loop",
+    [
+        "kill -STOP -1",
+        "mkdir -p d; echo x > d/f; mv -T d e; ln -s / d; rm -rf d e",
+        "mkfifo f; mv -f f answer; echo 1 > f; mv -f f answer",
+    ],
+)
+async def test_processes_are_stopped_while_files_are_copied(loop: str, tmp_path: Path):
+    """What an agent leaves running neither stops the copy nor changes files meanwhile, and goes on after it."""
     async with open_box() as box:
-        await box.run(["sh", "-c", "setsid sh -c 'while true; do kill -STOP -1; done' >/dev/null 2>&1 &"])
-        with anyio.fail_after(20), pytest.raises(SandboxLimit, match=r"\. took longer than 0\.5 s to copy"):
+        script = f"setsid sh -c 'while true; do {loop}; date +%N > now; done' >/dev/null 2>&1 &"
+        await box.run(["sh", "-c", script])
+        with anyio.fail_after(60):
+            for number in range(10):
+                await box.copy_out(".", tmp_path / str(number))
+            if "STOP" not in loop:
+                wait = "cat now > before; while cmp -s now before; do :; done"
+                ended = await box.run(["sh", "-c", wait])
+                assert ended.is_successful
+
+
+async def test_a_copy_that_takes_too_long_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """The message says what was copied, and the limit."""
+    monkeypatch.setattr(box_module, "COPY_SECONDS", 0)
+    async with open_box() as box:
+        with pytest.raises(SandboxLimit, match=r"\. took longer than 0 s to copy"):
             await box.copy_out(".", tmp_path / "out")
 
 

@@ -110,7 +110,8 @@ class Sandbox(Protocol):
         """Copy a file of the box, or the contents of a directory, into the directory ``target`` of the host.
 
         Nothing outside of ``target`` is written, whatever is in the box. Returns the names that were left out: devices,
-        and symbolic links that lead out of the tree. Raises ``SandboxError`` for what does not exist, and for more
+        and symbolic links that lead out of the tree. Where the box has a PID namespace, its processes are stopped
+        meanwhile. Raises ``SandboxError`` for what does not exist, and for more
         bytes than the disk limit.
         """
         ...

@@ -57,6 +57,8 @@ class _Init:
         self._limits = limits
         self._ids: dict[int, int] = {}
         """Request ids by process."""
+        self._packers: set[int] = set()
+        """Processes that copy files out."""
         self._before = time.monotonic()
         self._has_started = False
 
@@ -91,6 +93,9 @@ class _Init:
             if pid == 0:
                 return
             request = self._ids.pop(pid, None)  # None: an orphan of a command
+            if pid in self._packers:
+                self._packers.remove(pid)
+                self._signal_all(signal.SIGCONT)
             if request is not None:
                 self._control.sendall(REPLY.pack(ENDED, request, os.waitstatus_to_exitcode(status)))
 
@@ -116,14 +121,35 @@ class _Init:
                     # The process does not lead its group yet.
                     os.kill(pid, signal.SIGKILL)
             return True
+        self._start(kind, request, body, files)
+        return True
+
+    def _start(self, kind: bytes, request: int, body: bytes, files: list[int]) -> None:
+        """Start a process that carries out a request."""
+        if kind == PACK:
+            # What the agent left running could rename files while they are copied, so that the copy fails or is of no
+            # single moment, and an agent would be spared its reward.
+            self._signal_all(signal.SIGSTOP)
         pid = os.fork()
         if pid == 0:
             _become(kind, marshal.loads(body), files, self._limits)  # noqa: S302 - the runner wrote it
         self._ids[pid] = request
+        if kind == PACK:
+            self._packers.add(pid)
         self._has_started = True
         for file in files:
             os.close(file)
-        return True
+
+    def _signal_all(self, number: int) -> None:
+        """Stop or continue all processes of the box, unless files are being copied out.
+
+        Where this is not process 1, the box has no PID namespace, and -1 would be all processes of the host.
+        """
+        if os.getpid() == 1 and not self._packers:
+            try:  # noqa: SIM105 - contextlib would be one more import at the start of a box
+                os.kill(-1, number)
+            except ProcessLookupError:
+                pass
 
     # ------------------------------------------------------------------------------------------------ limits
 
@@ -282,7 +308,7 @@ def _lower(kind: int, limit: int) -> None:
 def pack(path: str, stream: BinaryIO) -> None:
     """Write the file or the tree at ``path`` to ``stream`` as a tar archive, relative to it.
 
-    Devices, sockets and files that cannot be read are left out.
+    Devices, sockets, files that cannot be read, and those that disappear meanwhile are left out.
     """
     import tarfile
 
@@ -308,7 +334,11 @@ def pack(path: str, stream: BinaryIO) -> None:
                 member.type = tarfile.DIRTYPE
                 archive.addfile(member)
                 for entry in sorted(os.listdir(source)):
-                    add(os.path.join(source, entry), os.path.join(name, entry))
+                    try:
+                        add(os.path.join(source, entry), os.path.join(name, entry))
+                    except (FileNotFoundError, NotADirectoryError):
+                        # A process that still runs has removed it.
+                        continue
 
         add(path, "." if os.path.isdir(path) else os.path.basename(path))
 

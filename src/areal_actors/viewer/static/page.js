@@ -35,7 +35,13 @@ const put = (element, ...children) => element.replaceChildren(...children.flat()
 function number(value) {
   if (value === null || value === undefined) return "–";
   if (typeof value !== "number") return String(value);
-  return Number.isInteger(value) ? value.toLocaleString("en") : value.toPrecision(4).replace(/\.?0+$/, "");
+  if (Number.isInteger(value)) return value.toLocaleString("en");
+  // 0.00001234 would not fit beside an axis.
+  return Math.abs(value) < 1e-3 ? value.toExponential(3).replace(/\.?0+e/, "e") : value.toPrecision(4).replace(/\.?0+$/, "");
+}
+
+function counted(count, word) {
+  return `${number(count)} ${word}${count === 1 ? "" : "s"}`;
 }
 
 async function get(name, parameters) {
@@ -328,10 +334,10 @@ async function conversations(isUpdate) {
     const untrained = new Map((session.untrained ?? []).map((entry) => [entry.interaction, entry]));
     put(view.detail, 
       h("h2", {}, `Problem ${session.task_id}, sample ${session.sample_idx}, version ${session.version}`),
-      h("p", { class: "facts" }, `reward ${number(session.reward)} · ${session.num_turns} turns · ${number(session.seconds)} s`, ...Object.entries(session.logged ?? {}).map(([name, value]) => ` · ${name} ${number(value)}`)),
+      h("p", { class: "facts" }, `reward ${number(session.reward)} · ${counted(session.num_turns, "turn")} · ${number(session.seconds)} s`, ...Object.entries(session.logged ?? {}).map(([name, value]) => ` · ${name} ${number(value)}`)),
       session.failure && h("pre", { class: "bad" }, session.failure),
       ...asTree(session.turns).map((turn, place) => drawTurn(turn, place, session, untrained)),
-      session.num_turns > session.turns.length && h("p", { class: "facts" }, `${session.num_turns - session.turns.length} more turns.`));
+      session.num_turns > session.turns.length && h("p", { class: "facts" }, `${counted(session.num_turns - session.turns.length, "more turn")}.`));
   }
 
   function drawTurn(turn, place, session, untrained) {
@@ -397,7 +403,7 @@ async function failures(isUpdate) {
   const isFiltered = Object.values(valuesOf(filters)).some(Boolean);
   const list = h("div", {}, found.length ? found.map((kind) => h("details", { class: "card", open: isOpen.has(kind.reason), "data-reason": kind.reason },
     h("summary", {}, h("b", {}, `${kind.count} ×`), ` ${kind.reason}`),
-    h("p", { class: "facts" }, `first: problem ${kind.first.task_id}, sample ${kind.first.sample_idx}, version ${kind.first.version}, ${kind.first.turns} turns, ${number(kind.first.seconds)} s · ${(kind.first.outcome ?? "").replaceAll("_", " ")}`),
+    h("p", { class: "facts" }, `first: problem ${kind.first.task_id}, sample ${kind.first.sample_idx}, version ${kind.first.version}, ${counted(kind.first.turns, "turn")}, ${number(kind.first.seconds)} s · ${(kind.first.outcome ?? "").replaceAll("_", " ")}`),
     kind.count > 1 && h("p", { class: "facts" }, `newest: ${kind.newest.map((one) => `problem ${one.task_id} (version ${one.version}, sample ${one.sample_idx})`).join(", ")}`),
     kind.first.traceback ? h("pre", {}, kind.first.traceback) : h("p", { class: "facts" }, "No traceback.")))
     : [h("p", { class: "empty" }, isFiltered ? "No failure matches." : "No episode failed.")]);

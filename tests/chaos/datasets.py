@@ -161,7 +161,7 @@ class Play:
         self.counts["groups found waiting"] += len(restored.waiting)
         self.counts["steps found recorded"] += len(restored.steps)
         for record in read_records(self.run_dir.metrics):
-            numbers = {key: value for key, value in record.items() if not key.endswith(TIMED)}
+            numbers = {key: value for key, value in record.items() if not key.endswith(TIMED) and key != "engines"}
             before = self.metrics.setdefault(record["step"], numbers)
             # An evaluation may have been cut off.
             if [key for key in numbers if numbers[key] != before[key] and not key.startswith("eval")]:

@@ -188,8 +188,13 @@ def _wrap_journal(witness: Witness, store: Any) -> None:
 
     def encoding(self: Any, facts: Sequence[Any]) -> Any:
         kinds.update(KINDS[name] for fact in facts if (name := type(fact).__name__) in KINDS)
+        # A turn whose client was killed is recorded as well, as one that was aborted.
         turns.extend(
-            fact.interaction.id for fact in facts if type(fact).__name__ == "TurnEnded" and fact.request is not None
+            fact.interaction.id
+            for fact in facts
+            if type(fact).__name__ == "TurnEnded"
+            and fact.request is not None
+            and fact.interaction.status == "completed"
         )
         return encode(self, facts)
 

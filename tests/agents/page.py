@@ -56,6 +56,18 @@ the reward is the share of digits in the argument. `nox -s train-agents` repeats
 steps of RL. A step of `@openai/agents` has 16 episodes, so that single steps vary.
 
 """
+_OTHERS = """\
+
+## Agents that are not in the table
+
+* **aider 0.86.2** runs, and every turn of its episode has the return 1, but none of its five follow-ups is linked to
+  its parent (`history_truncated`). It puts the present text of the files before the last messages of the conversation,
+  so that each edit changes what the previous answer followed; and it calls no tools, whose ids would tell. Each request
+  is a conversation of its own then: it has the reward that the agent returned, and `turn_discount` does not reach it.
+* **Terminus** (in `harbor` and `terminal-bench`) needs Python 3.12 or 3.13, and was not run. Of **OpenHands**, pip
+  offers Python 3.11 an `openhands` 0.0.0, a part of its SDK that names neither requirements nor a command, and an
+  `openhands-ai` 0.9.8 whose requirements cannot be resolved.
+"""
 _COLUMNS = ("Agent", "Installed", "Protocol", "Turns", "Sub-agent", "Compaction", "Linked", "Forks", "Seconds", "")
 _LEGEND = """\
 
@@ -82,7 +94,13 @@ def save_results(results: Mapping[str, Any], programs: Iterable[Program]) -> Non
 def format_page(results: Mapping[str, Any]) -> str:
     """Return the page."""
     table = _format_table(_COLUMNS, [_row(one) for one in results.values()])
-    sections = (_format_settings(results), _format_failures(results), _format_notes(results), _format_training())
+    sections = (
+        _format_settings(results),
+        _format_failures(results),
+        _format_notes(results),
+        _OTHERS,
+        _format_training(),
+    )
     return _HEAD + table + _LEGEND + "".join(sections)
 
 

@@ -51,6 +51,8 @@ MISTAKES = [
     ((*TRAIN, "rolout.group_size=4"), "rolout is not a setting; did you mean rollout?"),
     ((*TRAIN, "batch_size=many"), "batch_size must be a whole number, not 'many'"),
     ((*TRAIN, "batch_size=-4"), "batch_size must be >= 1, not -4"),
+    ((*TRAIN, "seed=-5"), "seed must be >= 0, not -5"),
+    ((*TRAIN, "trial_name=a/b"), "trial_name cannot be 'a/b'; use letters, digits, '.', '_' and '-', a letter"),
     ((*TRAIN, "total_steps"), "'total_steps' is not an override; write key=value"),
     ((*TRAIN, "rollout={a: [}"), "'rollout={a: [}': its value:1:6 is not valid YAML"),
     ((*TRAIN, "trainer.optimizer.name=adamw8bit"), "did you mean adamw_8bit?"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NewType
 
 from attrs import evolve, field, frozen
-from attrs.validators import and_, ge, gt, in_, le, lt, matches_re, optional
+from attrs.validators import and_, ge, gt, in_, le, lt, optional
 
 from areal_actors.cache import STYLES
 from areal_actors.cache.rewards import RULES, Unrewarded
@@ -137,6 +137,13 @@ WorkflowReference = NewType("WorkflowReference", str)
 
 _NAME = r"[A-Za-z0-9][A-Za-z0-9._-]*"
 """Names become directories and parts of URLs."""
+_NAME_RULE = "use letters, digits, '.', '_' and '-', a letter or digit first"
+
+
+def _check_name(_: object, __: object, name: str) -> None:
+    """Reject names that would be other directories, or no directory."""
+    if not re.fullmatch(_NAME, name):
+        raise ValueError(f"cannot be {name!r}; {_NAME_RULE}")
 
 
 class AgentMode(StrEnum):
@@ -187,7 +194,7 @@ def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
         raise ValueError("names no role, so nothing would be trained; leave it out to train all")
     wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]
     if wrong:
-        raise ValueError(f"has the role {wrong[0]!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+        raise ValueError(f"has the role {wrong[0]!r}; {_NAME_RULE}")
 
 
 @frozen(kw_only=True)
@@ -464,7 +471,7 @@ def _check_sources(run: RunConfig, _: object, sources: Mapping[str, SourceConfig
         raise ValueError("are given, and there is dataset; make it one of them")
     for name, source in sources.items():
         if not re.fullmatch(_NAME, name):
-            raise ValueError(f"has the name {name!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+            raise ValueError(f"has the name {name!r}; {_NAME_RULE}")
         if source.problems is None:
             raise ValueError(f"has no dataset for {name}")
         if source.workflow is None and source.workflow_kwargs:
@@ -481,13 +488,7 @@ def _check_eval_datasets(run: RunConfig, _: object, named: Mapping[str, DatasetC
     """Reject names that cannot be part of a file's name, and named sets next to the one without a name."""
     wrong = [name for name in named if not re.fullmatch(_NAME, name)]
     if wrong:
-        raise ValueError(f"has the name {wrong[0]!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
-    # Names of Prometheus have neither dots nor dashes.
-    by_metric: dict[str, str] = {}
-    for name in named:
-        other = by_metric.setdefault(re.sub("[.-]", "_", name), name)
-        if other != name:
-            raise ValueError(f"names {other} and {name}, whose metrics would have the same names; rename one")
+        raise ValueError(f"has the name {wrong[0]!r}; {_NAME_RULE}")
     if named and getattr(run, "eval_dataset", None) is not None:
         raise ValueError(f"names {', '.join(named)}, and there is eval_dataset; give that a name here, too")
 
@@ -540,11 +541,11 @@ def _check_steps(phases: tuple[PhaseName, ...], steps: Mapping[PhaseName, int | 
 class RunConfig:
     """A run: the model, the agent that it learns from, and the settings of each component."""
 
-    experiment_name: str = field(validator=matches_re(_NAME))
-    trial_name: str = field(default="trial", validator=matches_re(_NAME))
+    experiment_name: str = field(validator=_check_name)
+    trial_name: str = field(default="trial", validator=_check_name)
     fileroot: Path = field(factory=lambda: Path("runs").absolute())
     """Runs are written to <fileroot>/<experiment_name>/<trial_name>."""
-    seed: int = 1
+    seed: int = field(default=1, validator=and_(ge(0), le(2**63 - 1)))
     total_steps: int = field(validator=ge(1))
     """Number of steps of all phases together."""
     batch_size: int = field(default=8, validator=ge(1))

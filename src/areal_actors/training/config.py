@@ -545,7 +545,7 @@ class TrainerConfig:
     """Number of published versions to keep on disk; a replica that joins reads the latest."""
     publish_bucket_mib: int = field(default=512, validator=[instance_of(int), _positive])
     """Size of the parts in which weights are broadcast; trainer and servers each need this much free device memory."""
-    seed: int = 0
+    seed: int = field(default=0, validator=ge(0))
 
     def __attrs_post_init__(self) -> None:
         if self.optimizer.name.is_low_bit and self.gang.num_processes > 1:

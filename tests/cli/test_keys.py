@@ -42,7 +42,7 @@ def test_a_key_lives_in_a_file(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (("revoke", "key_nobody"), "There is no key key_nobody"),
+        (("revoke", "key_nobody"), "There is no key key_nobody; 'areal-actors keys list'"),
         (("create", "a\nb"), "control characters"),
         (("create", "ada", "--expires", "tomorrow"), "expires_at must be a time"),
         (("create", "ada", "--expires", "1999-01-01"), "expired already"),

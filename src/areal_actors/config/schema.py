@@ -489,6 +489,12 @@ def _check_eval_datasets(run: RunConfig, _: object, named: Mapping[str, DatasetC
     wrong = [name for name in named if not re.fullmatch(_NAME, name)]
     if wrong:
         raise ValueError(f"has the name {wrong[0]!r}; {_NAME_RULE}")
+    # Names of Prometheus have neither dots nor dashes.
+    by_metric: dict[str, str] = {}
+    for name in named:
+        other = by_metric.setdefault(re.sub("[.-]", "_", name), name)
+        if other != name:
+            raise ValueError(f"names {other} and {name}, whose metrics would have the same names; rename one")
     if named and getattr(run, "eval_dataset", None) is not None:
         raise ValueError(f"names {', '.join(named)}, and there is eval_dataset; give that a name here, too")
 

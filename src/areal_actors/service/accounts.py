@@ -346,7 +346,7 @@ class AccountBook:
         """Return a key and its owner, without its secret. Raises ``NotFound``."""
         known = self._keys.get(key)
         if known is None:
-            raise NotFound(f"There is no key {key}; GET /keys lists those that there are.")
+            raise NotFound(f"There is no key {key}; 'areal-actors keys list' or GET /keys shows those that there are.")
         return self._describe(now, known)
 
     def describe_all(self, now: float) -> tuple[IssuedKey, ...]:

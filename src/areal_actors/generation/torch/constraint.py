@@ -168,10 +168,10 @@ def _compile(tokenizer: LLTokenizer, text: str) -> LLMatcher:
     try:
         matcher = LLMatcher(tokenizer, text, log_level=0)
     except (ValueError, UnicodeError) as error:
-        raise InvalidRequest(f"The form of the answer makes no sense: {_reason(str(error))}.") from error
+        raise InvalidRequest(f"The form of the answer is not valid: {_reason(str(error))}.") from error
     if matcher.is_error():
         reason = _reason(matcher.get_error())
-        raise UnsupportedParameter(f"The form of the answer cannot be held: {reason}.")
+        raise UnsupportedParameter(f"Answers cannot be constrained to this form: {reason}.")
     return matcher
 
 

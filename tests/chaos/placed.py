@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from attrs import define
-from tests.chaos.datasets import LIFE_SECONDS, TRAP_SECONDS, Play, main
+from tests.chaos.datasets import TRAP_SECONDS, Play, main
 from tests.chaos.processes import Child, Failed, marked
 from tests.chaos.stages import DATASET_POINTS
 from tests.chaos.witnessed_worker import WITNESSES
@@ -26,6 +26,8 @@ from tests.placement.play import workers_of
 from areal_actors.lib.locks import is_held
 from areal_actors.rollouts.group_journal import RestoredQueue
 
+START_SECONDS = 300.0
+"""The longest time until all workers serve; six at once import for minutes on a busy machine."""
 CLEAN_SECONDS = 20.0
 """The longest time until the processes of a run have ended after its controller was killed."""
 CONTROLLER = "controller"
@@ -71,7 +73,7 @@ class PlacedPlay(Play):
         # Sometimes, a process is killed while others start.
         num_workers = len(WORKERS) if self.random.random() < 0.75 else self.random.randint(1, len(WORKERS))
         try:
-            self._wait(lambda: len(self._workers()) >= num_workers, LIFE_SECONDS, f"{num_workers} workers")
+            self._wait(lambda: len(self._workers()) >= num_workers, START_SECONDS, f"{num_workers} workers")
             if self.trapped is not None:
                 with suppress(TimeoutError):
                     self._wait(lambda: not self.trap.exists(), TRAP_SECONDS)

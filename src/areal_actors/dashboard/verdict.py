@@ -44,6 +44,9 @@ def find_verdict(steps: Sequence[Metrics]) -> str | None:
         # A source of which every episode failed has no reward.
         if step.get("phase", "rl") != "sft" and (step.get("reward") is not None or step.get("failed_episodes"))
     ]
+    # The first and the latest steps decide; to look at the sources of 5,000 steps takes 30 ms.
+    if len(steps) > 2 * NUM_JUDGED_STEPS:
+        steps = [*steps[:NUM_JUDGED_STEPS], *steps[-NUM_JUDGED_STEPS:]]
     rewarded = [step for step in steps if step.get("reward") is not None]
     latest = steps[-NUM_JUDGED_STEPS:]
     over = "in the last step" if len(latest) == 1 else f"in the last {len(latest)} steps"

@@ -159,6 +159,23 @@ async def test_rewards_that_mean_nothing():
     assert settled.status_code == 410
 
 
+async def test_misspelt_arguments_are_refused():
+    """Otherwise the session would silently be in no group, and the reward would go to the last answer."""
+    config = ProxyConfig(inert_parameters=("trace",))
+    async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
+        apart = await http.post("/rl/start_session", json={"group_idd": "g"}, headers=proxy.admin_headers)
+        http.headers["x-api-key"] = (await start(http, proxy))["api_key"]
+        answer = (await http.post(CHAT, json=BODY)).json()["id"]
+        body, query = {"reward": 1, "completionid": answer}, {"reward": "1", "completionid": answer}
+        elsewhere = [await http.post("/rl/set_reward", json=body), await http.post("/rl/set_reward", params=query)]
+        known = await http.post("/rl/set_reward", json={"reward": 1, "nothing": None, "trace": "t-1"})
+
+    assert [r.status_code for r in (apart, *elsewhere)] == [400] * 3
+    assert "did you mean group_id?" in apart.json()["error"]["message"]
+    assert {r.json()["error"]["param"] for r in elsewhere} == {"completionid"}
+    assert known.status_code == 200
+
+
 async def test_no_room_for_another_session():
     """429 with a time to wait; a place that is free again is taken again."""
     async with open_scripted_proxy(max_sessions=1) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:

@@ -49,7 +49,7 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.access import Gatekeeper, ModelSelection, UserAccess, read_key
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.dialects.fields import OBJECT, TEXT, Schema, integer, number, read, wrong
+from areal_actors.proxy.dialects.fields import OBJECT, TEXT, Schema, integer, number, read, unknown, wrong
 from areal_actors.proxy.exchange import Exchange, Traffic
 
 __all__ = ["ARGUMENTS", "ControlEndpoints"]
@@ -96,6 +96,8 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
     "export_trajectories": {"session_id": TEXT.schema, "discount": _DISCOUNT.schema, "style": TEXT.schema},
 }
 """Arguments of the routes, in the body or in the query, as JSON schemas."""
+# Clients send one document, such as reward and final_reward, to several routes, so each accepts the names of all.
+_KNOWN_ARGUMENTS = frozenset().union(*ARGUMENTS.values())
 
 
 @frozen(kw_only=True)
@@ -131,7 +133,7 @@ class ControlEndpoints:
             raise Unauthorized(
                 "Starting a session needs a user's key or the admin key, as 'Authorization: Bearer <key>'."
             )
-        wanted = _read_start(await self._arguments(exchange), user)
+        wanted = _read_start(await self._arguments(exchange, "rl/start_session"), user)
         if self.gatekeeper.is_admin(wanted.api_key):
             # The admin key would open the session as well, and every plain request of the administrator would become
             # one of its turns.
@@ -184,7 +186,7 @@ class ControlEndpoints:
         user = await self.access.identify(key := read_key(exchange.headers))
         if user is None:
             self.gatekeeper.require_admin(key)
-        arguments = await self._arguments(exchange)
+        arguments = await self._arguments(exchange, "export_trajectories")
         session = exchange.session or read(arguments, "session_id", TEXT)
         if session is None:
             raise InvalidRequest("session_id is missing; say which session to export.", param="session_id")
@@ -207,7 +209,7 @@ class ControlEndpoints:
 
     async def set_reward(self, exchange: Exchange) -> None:
         """Reward one interaction, or the last completed one."""
-        arguments = await self._arguments(exchange)
+        arguments = await self._arguments(exchange, "rl/set_reward")
         names = {read(arguments, name, TEXT) or "" for name in ("interaction_id", "completion_id")} - {""}
         if len(names) > 1:
             raise InvalidRequest("interaction_id and completion_id name two answers; send one.", param="completion_id")
@@ -223,7 +225,7 @@ class ControlEndpoints:
 
     async def log_metrics(self, exchange: Exchange) -> None:
         """Log named numbers of the session."""
-        arguments = await self._arguments(exchange)
+        arguments = await self._arguments(exchange, "rl/log_metrics")
         numbers = merge_numbers({}, read(arguments, "metrics", OBJECT, {}))
         if not numbers:
             raise InvalidRequest("metrics is missing; send an object from names to numbers.", param="metrics")
@@ -232,12 +234,12 @@ class ControlEndpoints:
 
     async def end_session(self, exchange: Exchange) -> None:
         """End a session, with or without a final reward."""
-        arguments = await self._arguments(exchange)
+        arguments = await self._arguments(exchange, "rl/end_session")
         await self._end(exchange, arguments, _read_float(arguments, "final_reward"))
 
     async def finalize(self, exchange: Exchange) -> None:
         """Reward the last completed interaction and end the session."""
-        arguments = await self._arguments(exchange)
+        arguments = await self._arguments(exchange, "rl/finalize")
         await self._end(exchange, arguments, _required_float(arguments, "final_reward"))
 
     async def _end(self, exchange: Exchange, arguments: Mapping[str, Any], final_reward: float | None) -> None:
@@ -293,7 +295,12 @@ class ControlEndpoints:
 
     # ---------------------------------------------------------------------------------------------- arguments
 
-    async def _arguments(self, exchange: Exchange) -> dict[str, Any]:
+    async def _arguments(self, exchange: Exchange, operation: str) -> dict[str, Any]:
+        """Return the arguments of ``operation``.
+
+        Unknown names are refused as in completions: with ``group_idd`` or ``completionid`` the route would succeed, and
+        the session would be in no group, or the reward at another answer.
+        """
         limits = self.config
         body = await exchange.read_json(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
         query: dict[str, Any] = dict(exchange.query)
@@ -301,7 +308,11 @@ class ControlEndpoints:
             # Query parameters are text. In a body, only a JSON number is a number.
             with suppress(ValueError):
                 query[name] = float(query[name])
-        return {**query, **body}
+        arguments = {**query, **body}
+        for name, value in arguments.items():
+            if not (name in _KNOWN_ARGUMENTS or name in limits.inert_parameters or value in (None, [], {})):
+                raise unknown(name, ARGUMENTS[operation], operation)
+        return arguments
 
     async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
         key = read_key(exchange.headers)

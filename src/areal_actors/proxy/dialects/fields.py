@@ -14,7 +14,7 @@ names as well, so no client relies on them being ignored. Users who know that a 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from difflib import get_close_matches
 from enum import StrEnum
 from functools import partial
@@ -158,6 +158,18 @@ def refused(name: str, note: str, *neutral: Any) -> Field:
     return Field(name=name, support=Support.REFUSED, note=note, neutral=neutral)
 
 
+def unknown(name: str, known: Iterable[str], operation: str) -> UnsupportedParameter:
+    """Return the error for a name that is not ``known`` in requests of ``operation``, with the nearest one that is."""
+    shown_name = name[:_MAX_SHOWN_NAME]
+    near = get_close_matches(shown_name, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out."
+    return UnsupportedParameter(
+        f"{shown_name!r} is not a parameter of {operation}; {hint} "
+        "If it does not matter, list it in the proxy's inert_parameters.",
+        param=shown_name,
+    )
+
+
 @frozen
 class FieldTable:
     """The fields of one route. ``operation`` names the route in error messages."""
@@ -199,14 +211,7 @@ class FieldTable:
                 continue
             found = self._by_name.get(name)
             if found is None:
-                shown_name = name[:_MAX_SHOWN_NAME]
-                near = get_close_matches(shown_name, self._by_name, n=1)
-                hint = f"did you mean {near[0]}?" if near else "leave it out."
-                raise UnsupportedParameter(
-                    f"{shown_name!r} is not a parameter of {self.operation}; {hint} "
-                    "If it does not matter, list it in the proxy's inert_parameters.",
-                    param=shown_name,
-                )
+                raise unknown(name, self._by_name, self.operation)
             # ``True`` equals 1 in Python, but ``"n": true`` is not ``"n": 1``.
             is_neutral = any(
                 value == known and isinstance(value, bool) is isinstance(known, bool) for known in found.neutral

@@ -20,16 +20,19 @@ from safetensors.torch import load_file
 from tests.training.conftest import _make_model
 from tests.training.gangs import GANG, OtherRank, create_trainer, play
 from tests.training.live import LiveBytes, bytes_of
+from transformers import AutoModelForCausalLM
 
 from areal_actors.errors import CheckpointError, ConfigError, GangError, TrainingDiverged
 from areal_actors.kernel.remote.sockets import is_loopback
+from areal_actors.run.job import open_policy
 from areal_actors.training.checkpoints import find_latest
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.gang import Gang, assign_passes, connect_store, interface_to, open_store
 from areal_actors.training.layers import decoder_layers
+from areal_actors.training.loading import attach_source, unread_weights
 from areal_actors.training.publication import DiskPublisher
 from areal_actors.training.trainer import PolicyTrainer
-from areal_actors.training.weights import distinct_tensors
+from areal_actors.training.weights import distinct_tensors, export_model, stored_weights
 
 CASES = {
     "tree": {"steps": 3},
@@ -230,6 +233,34 @@ def test_weights_are_published_layer_by_layer(other, tmp_path, case):
     own = bytes_of(list(trainer.model.parameters()))
     assert found["writing"] <= own + 2 * 2 * largest + (4 * largest if "lora" in case else 0)
     assert found["keeping"] <= found["writing"] + bytes_of(list(kept.values()))
+
+
+@pytest.mark.parametrize("kind", ["wide", "mixtral"])
+def test_the_checkpoint_of_a_gang_is_exported_layer_by_layer(other, tmp_path, files, kind):
+    """The export has the weights of the checkpoint bit for bit; one layer and one weight are in memory at a time."""
+    case = {"model": kind, "steps": 1, "save": str(tmp_path), "files": str(files)}
+    with other.meet(case) as gang:
+        trainer = create_trainer(case)
+        trainer.join(gang)
+        play(trainer, case)
+    assert {"problem": ""} == other.hear()
+    saved = find_latest(tmp_path)
+    expected = saved.load("model")
+    model = open_policy(files / f"{kind}-0")
+    attach_source(model, stored_weights(model, saved))
+
+    with LiveBytes() as live:
+        export_model(model, tmp_path / "export", state=unread_weights(model), max_file_bytes=60_000)
+
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
+    assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 1
+    assert not [name for name, tensor in expected.items() if not torch.equal(tensor, found[name])]
+    layers = [sum(weight.nbytes for weight in layer.parameters()) for layer in decoder_layers(model)]
+    largest = max(tensor.nbytes for tensor in expected.values())
+    # The experts of a layer are copied when they are divided into the weights of files.
+    copies = 2 if kind == "mixtral" else 1
+    assert live.peak <= copies * max(layers) + 2 * largest
+    assert live.peak < sum(tensor.nbytes for tensor in expected.values())
 
 
 def test_moments_of_another_optimiser_are_refused_by_all_ranks(other, tmp_path):

@@ -30,6 +30,7 @@ __all__ = [
     "checkpoint_buckets",
     "checkpoint_layout",
     "open_skeleton",
+    "pack_names",
     "read_checkpoint",
     "to_checkpoint_tensors",
 ]
@@ -136,6 +137,20 @@ def _reverted(model: Any | None, tensors: dict[str, Tensor]) -> dict[str, Tensor
 
         renamed = revert_weight_conversion(model, tensors)
     return {name: tensor.contiguous() for name, tensor in renamed.items()}
+
+
+def pack_names(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[list[str]]:
+    """Yield the names of ``tensors`` in their order, in parts of at most ``max_bytes``; a larger tensor is one part."""
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + tensor.nbytes > max_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += tensor.nbytes
+    if names:
+        yield names
 
 
 def read_checkpoint(directory: Path) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,8 @@ from areal_actors.domain import TrainedModel
 from areal_actors.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
 from areal_actors.interchange import RowExport, export_rows, find_dumps, require_format
 from areal_actors.lib.telemetry import quiet_transformers
-from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, load_policy, resolve_model, resolve_tokenizer
+from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, resolve_model, resolve_tokenizer
+from areal_actors.run.job import open_policy
 
 if TYPE_CHECKING:
     from areal_actors.training.checkpoints import Checkpoint
@@ -29,29 +31,41 @@ def save_weights(
 ) -> None:
     """Write the weights of ``model``, trained for ``step`` steps, as a directory that transformers loads.
 
-    An ``adapter`` is written as a directory that peft loads, and merged into the weights. The directories are replaced
-    atomically, so an earlier export stays until the new one is complete. Raises ``CheckpointError`` if they cannot be
-    written.
+    Weights in files are read while they are written, one layer at a time. An ``adapter`` is written as a
+    directory that peft loads, and merged into the weights. The directories are replaced atomically, so an earlier
+    export stays until the new one is complete. Raises ``CheckpointError`` if they cannot be written.
     """
+    from areal_actors.training.loading import source_of, unread_weights
     from areal_actors.training.weights import export_model
 
     rewards = {record.get("step"): record.get("reward") for record in read_records(directory.metrics)}
     documents = {TRAINED_DOCUMENT: {"step": step, "reward": rewards.get(step)}}
     if adapter is not None:
         adapter.save(directory.adapter, documents)
-    state = None if adapter is None else adapter.merge(model.state_dict())
+    state: Mapping[str, Any] = model.state_dict() if source_of(model) is None else unread_weights(model)
+    if adapter is not None:
+        state = adapter.merge(state)
     with quiet_transformers():
         export_model(model, directory.weights, state=state, tokenizer_directory=tokenizer.path, documents=documents)
 
 
 def load_trained(config: RunConfig, checkpoint: Checkpoint) -> tuple[Any, Adapter | None]:
-    """Return the model of a checkpoint, and its adapter if the run trains one. Raises ``CheckpointError``."""
-    from areal_actors.training.lora import Adapter
-    from areal_actors.training.weights import load_weights
+    """Return the model of a checkpoint, and its adapter if the run trains one.
 
-    model, lora = load_policy(resolve_model(config.model).path), config.trainer.lora
+    The weights stay in their files, of the checkpoint or of the base model, until ``save_weights`` reads them. Only a
+    base model that is not in safetensors is loaded. Raises ``CheckpointError`` or ``ModelError`` for files that cannot
+    be read or do not fit.
+    """
+    from areal_actors.training.loading import attach_source, source_of
+    from areal_actors.training.lora import Adapter
+    from areal_actors.training.weights import load_weights, stored_weights
+
+    model, lora = open_policy(resolve_model(config.model).path), config.trainer.lora
     if lora is None:
-        load_weights(model, checkpoint)
+        if source_of(model) is None:
+            load_weights(model, checkpoint)
+        else:
+            attach_source(model, stored_weights(model, checkpoint))
         return model, None
     adapter = Adapter.create(model, evolve(lora, path=None))
     adapter.load(checkpoint.path)

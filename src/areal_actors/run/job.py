@@ -96,6 +96,7 @@ __all__ = [
     "log_advice",
     "no_checkpoint",
     "open_group_teacher",
+    "open_policy",
     "prepare_agent",
     "prepare_agents",
     "prepared_directory",
@@ -493,7 +494,7 @@ def create_policy(config: RunConfig, model: ModelFiles, *, is_first: bool = True
 
     # The reference of an adapter is the same model without it.
     needs_reference = config.trainer.objective.kl.coefficient > 0 and config.trainer.lora is None
-    load = load_policy if config.trainer.gang.num_processes == 1 else partial(_open_policy, is_first=is_first)
+    load = load_policy if config.trainer.gang.num_processes == 1 else partial(open_policy, is_first=is_first)
     reference = _place(load(model.path), config.trainer) if needs_reference else None
     teacher = None
     if (name := local_teacher(config)) is not None:
@@ -509,8 +510,12 @@ def create_policy(config: RunConfig, model: ModelFiles, *, is_first: bool = True
     )
 
 
-def _open_policy(path: Path, *, is_first: bool) -> Any:
-    """Return the model at ``path`` for a rank of a gang, without its weights where they can be read in parts."""
+def open_policy(path: Path, *, is_first: bool = True) -> Any:
+    """Return the model at ``path`` without its weights where they can be read in parts (``training.loading``).
+
+    Otherwise the first rank of a gang loads them, and the others leave them out. Raises ``ModelError`` for files that
+    are incomplete or do not fit.
+    """
     from areal_actors.lib.checkpoint_tensors import StoredModel
     from areal_actors.training.loading import attach_source
 

@@ -126,5 +126,6 @@ def write_buckets(
                 assert (tensor.shape, tensor.dtype) == (layout[name].shape, layout[name].dtype)
                 # One tensor at a time on the host: all of them at once would take the memory of the model again.
                 file.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+                del tensor
             # Freed before the next one is made.
             del bucket

@@ -69,7 +69,10 @@ def source_of(model: Any) -> WeightSource | None:
 
 @frozen(eq=False)
 class UnreadWeights(LazyTensors):
-    """The weights of ``model`` by name, tied ones once; those on the meta device are read each time from ``source``."""
+    """The weights of ``model`` by name, tied ones once; all but the factors of an adapter are read from ``source``.
+
+    Buffers of a model on the meta device have numbers, but not those of the files.
+    """
 
     model: Any
     source: WeightSource
@@ -77,7 +80,7 @@ class UnreadWeights(LazyTensors):
 
     def __getitem__(self, name: str) -> Tensor:
         own = self.tensors[name]
-        if not own.is_meta:
+        if not is_stored(name):
             return own
         whole = self.source.rows(plain_name(name), 0, own.shape[0] if own.ndim else 1)
         return whole.to(own.dtype)

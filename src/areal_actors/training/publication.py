@@ -13,7 +13,6 @@ read the previous one. The trainer actor decides which engines are notified of a
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -32,6 +31,7 @@ from areal_actors.training.config import PublishBy
 from areal_actors.training.directories import atomic_directory, sweep, write_buckets
 from areal_actors.training.lora import write_adapter
 from areal_actors.training.policy import TrainedPolicy
+from areal_actors.training.weights import write_config
 
 __all__ = [
     "AdapterPublisher",
@@ -134,12 +134,7 @@ class DiskPublisher:
         path = self.root.absolute() / f"version-{version:08d}"
         with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in layout.values())) as partial:
             write_buckets(partial / "model.safetensors", layout, buckets)
-            model.config.save_pretrained(partial)
-            config = partial / "config.json"
-            document = json.loads(config.read_text(encoding="utf-8")) | {
-                "dtype": str(self.dtype).removeprefix("torch.")
-            }
-            config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+            write_config(partial, model, self.dtype)
         _forget_others(self.root, version, self.num_kept)
         return path
 

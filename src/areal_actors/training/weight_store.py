@@ -12,7 +12,7 @@ on threads that end when their group is closed; files are written on one further
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ from areal_actors.domain import Snapshot
 from areal_actors.errors import EngineError
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread
 from areal_actors.lib.change_signal import ChangeSignal
-from areal_actors.lib.checkpoint_tensors import checkpoint_buckets
+from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, pack_names
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     DescribeWeights,
@@ -139,24 +139,12 @@ class StorePublisher:
 
 def pack_buckets(tensors: Mapping[str, Tensor], max_bytes: int) -> Iterator[TensorBucket]:
     """Yield buckets of at most ``max_bytes`` of the tensors in their order; a larger tensor gets a bucket to itself."""
-    names: list[str] = []
-    size = 0
-    for name, tensor in tensors.items():
-        if names and size + tensor.nbytes > max_bytes:
-            yield _bucket(names, tensors)
-            names, size = [], 0
-        names.append(name)
-        size += tensor.nbytes
-    if names:
-        yield _bucket(names, tensors)
-
-
-def _bucket(names: Sequence[str], tensors: Mapping[str, Tensor]) -> TensorBucket:
-    return TensorBucket(
-        names=tuple(names),
-        dtypes=tuple(str(tensors[name].dtype).removeprefix("torch.") for name in names),
-        shapes=tuple(tuple(tensors[name].shape) for name in names),
-    )
+    for names in pack_names(tensors, max_bytes):
+        yield TensorBucket(
+            names=tuple(names),
+            dtypes=tuple(str(tensors[name].dtype).removeprefix("torch.") for name in names),
+            shapes=tuple(tuple(tensors[name].shape) for name in names),
+        )
 
 
 _log = get_logger(__name__)

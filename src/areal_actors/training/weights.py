@@ -1,12 +1,17 @@
-"""Loading of weights from a checkpoint, and export as a directory that transformers and inference servers load."""
+"""Loading of weights from a checkpoint, and export as a directory that transformers and inference servers load.
+
+An export is written one layer at a time, and its weights may be read from the shards of a checkpoint meanwhile: the
+model of a gang is larger than the memory of a machine.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatch
 from hashlib import sha256
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +20,14 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError
+from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, checkpoint_layout, pack_names
 from areal_actors.training.checkpoints import Checkpoint, StoredTensors
-from areal_actors.training.directories import atomic_directory
+from areal_actors.training.directories import atomic_directory, write_buckets
 
-__all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "stored_weights", "tied_names"]
+__all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "stored_weights", "tied_names", "write_config"]
+
+_MAX_FILE_BYTES = 5 * 10**9
+"""Size of the files that a larger model is divided into."""
 
 _TOKENIZER_FILES = (
     "tokenizer*",
@@ -40,34 +49,64 @@ def export_model(
     tokenizer_directory: Path | None = None,
     dtype: torch.dtype = torch.float32,
     documents: Mapping[str, Mapping[str, Any]] | None = None,
+    max_file_bytes: int = _MAX_FILE_BYTES,
 ) -> None:
     """Write ``model`` (a transformers causal LM) in ``dtype`` with config, generation config and tokenizer files.
 
-    ``state`` replaces its weights, such as by those with an adapter merged into them.
+    ``state`` replaces its weights, such as by those with an adapter merged into them, or by those that are read from
+    files: each is read once, and one layer at a time is converted. A model of more than ``max_file_bytes`` is divided
+    into several files and an index.
     Tokenizer files are copied unchanged from ``tokenizer_directory``; ``documents`` are written next to them as JSON,
     by their names. An existing ``directory`` is replaced when the new one is complete. Raises ``CheckpointError`` if it
     cannot be written.
     """
-    # Merged weights are computed when they are read.
-    whole = dict(model.state_dict() if state is None else state)
-    converted: dict[int, Tensor] = {}
-    for tensor in whole.values():
-        target = dtype if tensor.is_floating_point() else tensor.dtype
-        converted.setdefault(tensor.data_ptr(), tensor.detach().to("cpu", target))
-    # Names that shared one tensor still do, so that tied weights are written once.
-    state = {name: converted[tensor.data_ptr()] for name, tensor in whole.items()}
-    # Tied tensors are written once.
-    num_bytes = sum({tensor.data_ptr(): tensor.nbytes for tensor in state.values()}.values())
+    source: Mapping[str, Tensor] = model.state_dict() if state is None else state
+    layout = checkpoint_layout(model, source, dtype=dtype)
+    num_bytes = sum(tensor.nbytes for tensor in layout.values())
+    # ``save_pretrained`` would need all weights at once.
     with atomic_directory(directory, num_bytes=num_bytes) as partial:
-        model.save_pretrained(partial, state_dict=state)
-        config = partial / "config.json"
-        document = json.loads(config.read_text(encoding="utf-8")) | {"dtype": str(dtype).removeprefix("torch.")}
-        config.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+        tensors = _one_by_one(checkpoint_buckets(model, source, dtype=dtype))
+        groups = list(pack_names(layout, max_file_bytes))
+        files: dict[str, str] = {}
+        for number, names in enumerate(groups, start=1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            part = {name: layout[name] for name in names}
+            write_buckets(partial / file, part, islice(tensors, len(names)), metadata={"format": "pt"})
+            files |= dict.fromkeys(names, file)
+        if len(groups) > 1:
+            index = {"metadata": {"total_size": num_bytes}, "weight_map": files}
+            _write_json(partial / "model.safetensors.index.json", index)
+        write_config(partial, model, dtype)
+        if model.can_generate():
+            model.generation_config.save_pretrained(partial)
         for path in [] if tokenizer_directory is None else tokenizer_directory.iterdir():
             if path.is_file() and any(fnmatch(path.name, pattern) for pattern in _TOKENIZER_FILES):
                 shutil.copyfile(path, partial / path.name)
         for name, content in (documents or {}).items():
-            (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _write_json(partial / name, content)
+
+
+def write_config(directory: Path, model: Any, dtype: torch.dtype) -> None:
+    """Write the ``config.json`` of ``model`` to ``directory``, for weights in ``dtype``."""
+    model.config.save_pretrained(directory)
+    path = directory / "config.json"
+    document = json.loads(path.read_text(encoding="utf-8")) | {
+        "dtype": str(dtype).removeprefix("torch."),
+        # FSDP changes the name of a class.
+        "architectures": [type(model).__name__.removeprefix("FSDP")],
+    }
+    _write_json(path, document)
+
+
+def _one_by_one(buckets: Iterator[dict[str, Tensor]]) -> Iterator[Mapping[str, Tensor]]:
+    """Yield the tensors of ``buckets`` in their order. A bucket is freed before the next one is made."""
+    for bucket in buckets:
+        for name in list(bucket):
+            yield {name: bucket.pop(name)}
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def distinct_tensors(model: Any) -> dict[str, Tensor]:

@@ -115,6 +115,17 @@ async def never_ask_and_reward_nothing(episode: Episode) -> dict[str, float]:
     return {}
 
 
+async def ask_elsewhere(episode: Episode) -> float:
+    """Nothing listens on the discard port."""
+    async with httpx.AsyncClient(trust_env=False) as client:
+        await client.post("http://127.0.0.1:9/v1/chat/completions")
+    return 1.0
+
+
+async def use_an_old_key(episode: Episode) -> float:
+    raise PermissionError("Error code: 401 - Incorrect API key provided")
+
+
 async def hang(episode: Episode) -> float:
     await episode.ask()
     await anyio.sleep_forever()
@@ -130,6 +141,8 @@ FAILURES = [
     (reward_nothing, "it is empty; return a number"),
     (never_ask, "never called the model"),
     (never_ask_and_reward_nothing, "never called the model"),
+    (ask_elsewhere, "The agent never reached the proxy with the key of its episode: use the base_url"),
+    (use_an_old_key, "The agent never reached the proxy with the key of its episode: use the base_url"),
     (hang, "took longer than 60 s"),
 ]
 
@@ -162,6 +175,7 @@ async def test_a_failed_episode_has_the_traceback_of_the_agent():
     assert failed.traceback.endswith("ValueError: the tool broke")
     assert "raise_error" in failed.traceback
     assert "workflows/agents.py" not in failed.traceback
+    assert "never reached" not in failed.failure
 
 
 async def test_a_reward_that_was_set_meanwhile_needs_no_other():

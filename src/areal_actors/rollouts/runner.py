@@ -85,7 +85,16 @@ from areal_actors.workflows import (
 from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
-__all__ = ["Agents", "Peers", "ProxyProbe", "ResumeEpisodes", "RolloutRunner", "RolloutsConfig", "WorkflowEpisode"]
+__all__ = [
+    "NEVER_REACHED",
+    "Agents",
+    "Peers",
+    "ProxyProbe",
+    "ResumeEpisodes",
+    "RolloutRunner",
+    "RolloutsConfig",
+    "WorkflowEpisode",
+]
 
 _log = get_logger(__name__)
 
@@ -577,6 +586,8 @@ class RolloutRunner(Actor[Rollouts]):
         credential = Credential(session=session, has_control=True)
         closed = await self._peers.sessions.ask(EndSession(credential=credential))
         record = await self._peers.sessions.ask(CollectSession(session=session))
+        if not closed.num_interactions and _ELSEWHERE.search(failure):
+            failure = f"{failure}\n{NEVER_REACHED}"
         return Episode(
             session=session,
             member=member.index,
@@ -606,6 +617,15 @@ class RolloutRunner(Actor[Rollouts]):
 
 _CUT_OFF = re.compile(r"connect|disconnect|protocolerror|readerror|writeerror|reset|broken", re.IGNORECASE)
 """Words in the errors of HTTP clients whose connection broke."""
+_ELSEWHERE = re.compile(
+    r"connect|refused|getaddrinfo|name resolution|unauthori[sz]ed|\b40[134]\b|api.?key", re.IGNORECASE
+)
+"""Words in the errors of a client that asks another server, or has another key."""
+NEVER_REACHED = (
+    "The agent never reached the proxy with the key of its episode: use the base_url and api_key that run receives (or "
+    "OPENAI_BASE_URL and OPENAI_API_KEY, which commands and child processes have), not an address of its own."
+)
+"""The hint that is added to the failure of such an episode."""
 _NOTICE_SECONDS = 1.0
 """Time within which the end of a process on this machine is noticed: some milliseconds, unless the machine is busy."""
 _ANSWER_SECONDS = 10.0

@@ -30,6 +30,7 @@ from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.kernel import Message
 from areal_actors.lib.telemetry import logging_to_file, redact
 from areal_actors.messages import EpisodeFinished, Progress
+from areal_actors.rollouts.runner import NEVER_REACHED
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.evaluation import run_evaluation
 from areal_actors.run.job import load_set
@@ -221,7 +222,10 @@ def _find_problems(
         if rollout.group_size == 1:
             setting = f"sources.{name}.group_size" if name else "rollout.group_size"
             yield f"{setting} is 1: a group of one has nothing to compare its reward with."
-    num_silent = sum(episode.num_turns == 0 and episode.traceback is None for episode in episodes)
+    num_silent = sum(
+        episode.num_turns == 0 and (episode.traceback is None or NEVER_REACHED in f"{episode.failure}")
+        for episode in episodes
+    )
     if num_silent and is_recorded:
         yield (
             f"{num_silent} of {len(episodes)} episodes ended without an answer of the model: use the base_url and "

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from areal_actors.direct import ArealAnthropic, ArealOpenAI
     from areal_actors.errors import ArealError
     from areal_actors.kernel import Actor, ActorSystem, Context, Message, Ref, StreamMessage
-    from areal_actors.run import RunSummary, Server, Trainer, serve, train
+    from areal_actors.run import RunSummary, Server, Trainer, TrainingRun, serve, train
     from areal_actors.run.conversations import conversations_to_rows
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
     from areal_actors.run.remote_engine import GeneratedText, RemoteSGLangEngine
@@ -58,6 +58,7 @@ __all__ = [
     "Server",
     "StreamMessage",
     "Trainer",
+    "TrainingRun",
     "__version__",
     "backpropagate",
     "conversations_to_rows",
@@ -77,7 +78,7 @@ _HOMES = {
     "areal_actors.kernel": ("Actor", "ActorSystem", "Context", "Message", "Ref", "StreamMessage"),
     "areal_actors.direct": ("ArealAnthropic", "ArealOpenAI"),
     "areal_actors.errors": ("ArealError",),
-    "areal_actors.run": ("RunSummary", "Server", "Trainer", "serve", "train"),
+    "areal_actors.run": ("RunSummary", "Server", "Trainer", "TrainingRun", "serve", "train"),
     "areal_actors.workflows.engine": ("GenerationConfig", "ModelRequest"),
     "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
     "areal_actors.workflows": ("OpenAIProxyWorkflow", "ProxyWorkflow"),

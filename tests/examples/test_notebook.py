@@ -48,8 +48,10 @@ def test_every_cell_of_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.Mon
 
     assert str(shown[0]).startswith("http://127.0.0.1:")
     tables = [value._repr_html_() for value in shown if hasattr(value, "_repr_html_")]
-    assert 3 == len(tables)
+    assert 5 == len(tables)
     assert "reward" in tables[0]
     assert "input_ids" in tables[1]
     assert 3 == names["summary"].steps
+    assert "<td>running</td>" in tables[3] or names["run"].is_over
+    assert "interrupted by its program" in names["run"]._repr_html_()
     assert all(cell["outputs"] == [] for cell in cells)

@@ -18,14 +18,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from areal_actors.run.inference import EmbeddedSession, Inference, open_inference
     from areal_actors.run.serving import Server, serve
-    from areal_actors.run.training import RunSummary, Trainer, train
+    from areal_actors.run.training import RunSummary, Trainer, TrainingRun, train
 
-__all__ = ["EmbeddedSession", "Inference", "RunSummary", "Server", "Trainer", "open_inference", "serve", "train"]
+__all__ = [
+    "EmbeddedSession",
+    "Inference",
+    "RunSummary",
+    "Server",
+    "Trainer",
+    "TrainingRun",
+    "open_inference",
+    "serve",
+    "train",
+]
 
 _MODULES = {
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "open_inference"),
     "areal_actors.run.serving": ("Server", "serve"),
-    "areal_actors.run.training": ("RunSummary", "Trainer", "train"),
+    "areal_actors.run.training": ("RunSummary", "Trainer", "TrainingRun", "train"),
 }
 """The module that defines each lazily imported name; keep it equal to the ``TYPE_CHECKING`` block above."""
 

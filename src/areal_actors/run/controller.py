@@ -109,6 +109,8 @@ async def run_plan(plan: RunPlan) -> None:
         try:
             async with page as controller.page_url, open_tasks() as tasks:
                 controller.start_independent_workers(tasks)
+                if plan.control is not None:
+                    tasks.start_soon(plan.control.forward, interrupts)
                 await controller.train()
                 tasks.cancel_scope.cancel()
         except BaseException as error:
@@ -376,7 +378,8 @@ class _Attempt:
                 # After everything is loaded, so that models and libraries are frozen, too. The settings apply to the
                 # whole process, so a program that embeds the library keeps its own.
                 stack.enter_context(tuned_gc())
-            async with self._controller.interrupts.telling(training) if plan.is_handling_signals else nullcontext():
+            interrupts = self._controller.interrupts
+            async with interrupts.telling(training, is_handling_signals=plan.is_handling_signals):
                 if Role.PROXY in plan.local_roles:
                     await self._controller.announce()
                 else:
@@ -405,6 +408,8 @@ class _Attempt:
         """
         await self._control_plane.directory.ask(AwaitWeights(attempt=self._spec.attempt))
         await to_thread.run_sync(self._controller.record, RunStatus.RUNNING)
+        if self._plan.control is not None:
+            self._plan.control.begun.set()
         reporter = create_reporter(
             self._plan.config,
             self._plan.directory,

@@ -45,7 +45,7 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
 from areal_actors.journal.recovery import Leftovers
 from areal_actors.kernel import ActorSystem, Ref, root_cause
-from areal_actors.lib.notebooks import Startable
+from areal_actors.lib.notebooks import Startable, format_table
 from areal_actors.messages import (
     Accounts,
     AddReplica,
@@ -182,6 +182,10 @@ class Inference:
         }
         return {name: ref for name, ref in found.items() if ref is not None}
 
+    def _repr_html_(self) -> str:
+        """Return the endpoint and the actors as a table, for notebooks."""
+        return format_table({"url": self.endpoint.url, "actors": ", ".join(self.actors)})
+
     def rollouts(
         self, *, gconfig: GenerationConfig | None = None, config: RolloutsConfig | None = None
     ) -> AbstractAsyncContextManager[RolloutEngine]:
@@ -242,6 +246,10 @@ class EmbeddedSession:
     def base_url(self) -> str:
         """The base URL to pass to an OpenAI SDK."""
         return self.inference.endpoint.session_base_url(self.opened.session)
+
+    def _repr_html_(self) -> str:
+        """Return the session as a table without its keys, for notebooks."""
+        return format_table({"session": self.id, "base_url": self.base_url})
 
     async def set_reward(self, reward: float, *, interaction: str | None = None) -> None:
         """Reward the last completed answer, or the one whose completion id is ``interaction``.

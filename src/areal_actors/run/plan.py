@@ -19,6 +19,7 @@ from areal_actors.messages import Endpoint
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData
+from areal_actors.run.signals import RunControl
 from areal_actors.schedulers.config import RoleConfig
 from areal_actors.training.config import PublishBy
 
@@ -114,7 +115,7 @@ class RunPlan:
     in the controller process, if the rollout role is there. ``supervised`` are the conversations of
     a phase sft, if they are loaded already. ``admin_key`` is used if the configuration has none. ``announce`` is called
     once agents are answered. Only with ``is_handling_signals`` does the run own its process: it then handles SIGINT and
-    SIGTERM, and tunes the garbage collector.
+    SIGTERM, and tunes the garbage collector. ``control`` is of a program that holds the run and may stop it.
     """
 
     config: RunConfig
@@ -127,6 +128,7 @@ class RunPlan:
     admin_key: str | None = field(default=None, repr=False)
     announce: Callable[[Endpoint], Awaitable[None]] | None = None
     is_handling_signals: bool = False
+    control: RunControl | None = None
 
     @property
     def has_rollouts(self) -> bool:

@@ -25,7 +25,7 @@ from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import RequestStop, Training
 
-__all__ = ["Interrupts", "open_interrupts", "until_orphaned", "until_signalled"]
+__all__ = ["Interrupts", "RunControl", "open_interrupts", "until_orphaned", "until_signalled"]
 
 EXIT_INTERRUPTED = 130
 
@@ -33,7 +33,7 @@ _log = get_logger(__name__)
 
 
 class Interrupts:
-    """Turns SIGINT and SIGTERM into ``RequestStop``. Created by ``open_interrupts``."""
+    """Turns SIGINT, SIGTERM and requests of the program into ``RequestStop``. Created by ``open_interrupts``."""
 
     def __init__(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
@@ -45,11 +45,19 @@ class Interrupts:
         self.is_cut_off = False
         """Whether a signal cancelled the run because no training could be asked to stop."""
 
+    def request(self, name: str) -> None:
+        """Ask the training to stop as a first signal does. If none runs yet, the next one is asked when it starts."""
+        if self._asked is None:
+            self._asked = name
+            self._is_asked.set()
+            if self._training is not None:
+                self._tasks.start_soon(self._tell, self._training, name)
+
     @asynccontextmanager
-    async def telling(self, training: Ref[Training]) -> AsyncIterator[None]:
-        """Ask ``training`` to stop on the first signal, while the block runs or received before it."""
+    async def telling(self, training: Ref[Training], *, is_handling_signals: bool = True) -> AsyncIterator[None]:
+        """Ask ``training`` to stop on the first signal or request, while the block runs or received before it."""
         # Only the main thread: Python delivers signals to no other.
-        if not self._is_listening and threading.current_thread() is threading.main_thread():
+        if is_handling_signals and not self._is_listening and threading.current_thread() is threading.main_thread():
             await self._tasks.start(self._listen)
             self._is_listening = True
         self._training = training
@@ -91,6 +99,18 @@ class Interrupts:
     async def _tell(training: Ref[Training], name: str) -> None:
         with suppress(ArealError):  # training has just ended
             await training.tell(RequestStop(reason=f"interrupted by {name}"))
+
+
+class RunControl:
+    """The events between a run and the program that holds it: the run has begun, and it is asked to stop."""
+
+    def __init__(self) -> None:
+        self.begun, self.stopping = anyio.Event(), anyio.Event()
+
+    async def forward(self, interrupts: Interrupts) -> None:
+        """Ask the run to stop when the program does."""
+        await self.stopping.wait()
+        interrupts.request("its program")
 
 
 @asynccontextmanager

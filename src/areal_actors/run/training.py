@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,18 +16,21 @@ import anyio
 from anyio import to_thread
 
 from areal_actors.config import RunConfig
-from areal_actors.dashboard import RunSummary, summarize_run
+from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
+from areal_actors.dashboard.record import read_record
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
-from areal_actors.lib.notebooks import require_no_event_loop
+from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib.notebooks import Startable, format_table, require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.run.checks import check_teacher, log_functions, try_functions
 from areal_actors.run.controller import run_plan
 from areal_actors.run.job import directory_of, load_supervised, log_advice, prepare_agents, prepared_directory
 from areal_actors.run.plan import RunPlan
+from areal_actors.run.signals import RunControl
 
-__all__ = ["RunSummary", "Trainer", "train"]
+__all__ = ["RunSummary", "Trainer", "TrainingRun", "train"]
 
 
 def train(config: RunConfig, *, resume: bool = False, run_dir: Path | None = None) -> RunSummary:
@@ -62,6 +65,36 @@ class Trainer:
         require_no_event_loop("train()", "run()")
         return anyio.run(main, backend=backend)
 
+    def open(
+        self,
+        workflow: Any = None,
+        workflow_kwargs: Mapping[str, Any] | None = None,
+        *,
+        resume: bool = False,
+        run_dir: Path | None = None,
+    ) -> Startable[TrainingRun]:
+        """Train in the background of the running event loop while a block runs, or over the cells of a notebook.
+
+        ::
+
+            training = Trainer(config).open(workflow=MyAgent())
+            run = await training.start()
+            await run.wait()
+            await training.aclose()
+
+        The context is entered when the run has begun: its settings are checked and its engines have weights. Leaving it
+        before the run is over stops the run as Ctrl-C does: the step ends, a checkpoint is written, and ``resume``
+        continues from it. An exception of the block cancels the run at once.
+
+        Raises what ended the run: on entering if it did not begin, else from ``wait``, and on leaving if nothing
+        waited.
+        """
+
+        async def train(control: RunControl) -> RunSummary:
+            return await self._run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir, control=control)
+
+        return Startable(partial(TrainingRun(directory_of(self.config, run_dir)).hold, train))
+
     async def run(
         self,
         workflow: Any = None,
@@ -72,6 +105,20 @@ class Trainer:
         is_handling_signals: bool = False,
     ) -> RunSummary:
         """Train inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
+        return await self._run(
+            workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=is_handling_signals
+        )
+
+    async def _run(
+        self,
+        workflow: Any,
+        workflow_kwargs: Mapping[str, Any] | None,
+        *,
+        resume: bool,
+        run_dir: Path | None,
+        is_handling_signals: bool = False,
+        control: RunControl | None = None,
+    ) -> RunSummary:
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
         # Before the run directory is prepared, so that no mistake in them moves an earlier run aside.
@@ -102,9 +149,77 @@ class Trainer:
                     supervised=supervised,
                     resume=resume,
                     is_handling_signals=is_handling_signals,
+                    control=control,
                 )
                 await run_plan(plan)
         return summarize_run(directory, seconds=time.monotonic() - started)
+
+
+class TrainingRun:
+    """A run that goes on in the background. Created by ``Trainer.open``."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self._ended = anyio.Event()
+        self._summary: RunSummary | None = None
+        self._error: Exception | None = None
+        self._is_told = False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended: finished, stopped or failed."""
+        return self._ended.is_set()
+
+    async def wait(self) -> RunSummary:
+        """Wait for the end of the run and return its summary. Cancelling it leaves the run alone.
+
+        Raises the ``ArealError`` that ended the run.
+        """
+        await self._ended.wait()
+        if self._error is not None:
+            self._is_told = True
+            raise self._error
+        if self._summary is None:
+            raise RuntimeError("the run was cancelled")
+        return self._summary
+
+    async def summarize(self) -> RunSummary:
+        """Return the summary of the steps so far, or that of the ended run."""
+        if self._summary is not None:
+            return self._summary
+        return await to_thread.run_sync(summarize_run, self.directory)
+
+    def _repr_html_(self) -> str:
+        """Return the state of the run and its summary as a table, for notebooks."""
+        record = read_record(self.directory)
+        status = {} if record is None else {"status": record.status.value, "reason": record.reason}
+        return format_table({**status, **(self._summary or summarize_run(self.directory)).to_json()})
+
+    @asynccontextmanager
+    async def hold(self, train: Callable[[RunControl], Awaitable[RunSummary]]) -> AsyncIterator[TrainingRun]:
+        """Run ``train`` while a block runs, which is entered when the run has begun. See ``Trainer.open``."""
+        control = RunControl()
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._train, train, control)
+            await control.begun.wait()
+            self._raise_untold()
+            yield self
+            control.stopping.set()
+            await self._ended.wait()
+        self._raise_untold()
+
+    async def _train(self, train: Callable[[RunControl], Awaitable[RunSummary]], control: RunControl) -> None:
+        try:
+            self._summary = await train(control)
+        except Exception as error:  # noqa: BLE001 - raised by wait, or when the context is left
+            self._error = error
+        finally:
+            self._ended.set()
+            control.begun.set()
+
+    def _raise_untold(self) -> None:
+        if self._error is not None and not self._is_told:
+            raise self._error
 
 
 def _check_complete(config: RunConfig, *, has_workflow: bool) -> None:

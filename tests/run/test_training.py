@@ -25,6 +25,7 @@ import areal_actors
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.run.verifying import verify_run
+from areal_actors.sessions.shards import shard_journal
 from areal_actors.training.checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -192,6 +193,39 @@ def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(tmp_pa
     assert 0 == row["episodes_diverged"]
     verified = verify_run(run_dir)
     assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
+
+
+def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
+    """Its sessions continue in its successor; the trained rows have the turns from before the kill."""
+    run_dir, agent = tmp_path / "run", ROOT / "tests" / "chaos" / "tool_agent.py"
+    options = (
+        f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
+        f"rollout.workflow={agent}:ToolAgent",
+        *("eval_dataset=null", "batch_size=2", "rollout.group_size=2", "total_steps=1000"),
+        *("proxy.num_processes=2", "logging.row_dumps.every_steps=1"),
+    )
+    directory = RunDirectory(path=run_dir)
+    shard = shard_journal(directory.journal, 1)
+    with run_elsewhere(run_dir, *options) as process:
+        wait_until(lambda: process.poll() is not None or len(unfinished_turns(shard)) >= 4)
+        before = unfinished_turns(shard)
+        for child in psutil.Process(process.pid).children(recursive=True):
+            if "areal_actors.worker" in child.cmdline():
+                child.kill()
+        known = {session for session, _ in before}
+        wait_until(lambda: process.poll() is not None or {name for name, _ in unfinished_turns(shard)} - known)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=MAX_SECONDS)
+    log = (tmp_path / "run.log").read_text()
+
+    assert 0 == process.returncode, log
+    sessions = [json.loads(line) for line in directory.sessions.read_text().splitlines()]
+    turns = {episode_of(session["session"]): {turn["id"] for turn in session["turns"]} for session in sessions}
+    met = [(episode_of(name), turn) for name, turn in before if episode_of(name) in turns]
+    assert met
+    assert [] == [turn for name, turn in met if turn not in turns[name]]
+    verified = verify_run(run_dir)
+    assert verified.is_complete, verified.differences
 
 
 def unfinished_turns(path: Path) -> list[tuple[str, str]]:

@@ -415,8 +415,8 @@ async def test_an_episode_without_a_session_is_recorded_turn_by_turn():
         await inference.sessions.ask(ForgetEpisodes(group=PLACE.group))
         opened = await inference.sessions.ask(OpenEpisode(place=PLACE, key=KEY))
         assert opened is not None
-        await inference.sessions.ask(RecordTurn(place=PLACE, turn=evolve(turn, session=opened.name)))
-        await inference.sessions.ask(RecordTurn(place=PLACE, turn=turn))
+        await inference.sessions.ask(RecordTurn(turn=evolve(turn, session=opened.name)))
+        await inference.sessions.ask(RecordTurn(turn=turn))
         again = await inference.sessions.ask(OpenEpisode(place=PLACE, key=KEY))
     assert again == evolve(opened, turns=(evolve(turn, session=opened.name),))
     async with open_inference_stack() as inference:

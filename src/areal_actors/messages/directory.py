@@ -26,6 +26,7 @@ __all__ = [
     "ExpectWorker",
     "FetchRoleSpec",
     "KeepLease",
+    "ProxyLost",
     "Report",
     "ReportFailure",
     "ReportGang",
@@ -228,7 +229,12 @@ class AwaitProxies(Message[Directory, tuple[str, ...]]):
 
 @frozen(kw_only=True)
 class CountLostProxies(Message[Directory, int]):
-    """Return how many proxies have ended after they served, in workers of this run."""
+    """Return how many proxies have ended after they served, in workers or further processes of this run."""
+
+
+@frozen(kw_only=True)
+class ProxyLost(Message[Directory, None]):
+    """News: one of the processes that share the port of the controller's proxy has ended."""
 
 
 @frozen(kw_only=True)

@@ -128,6 +128,8 @@ class OpenSession(Message[Sessions, SessionOpened]):
 
     The recorded turns of an earlier run of this agent are answered again, as long as its requests are the same.
     """
+    record: SessionId | None = None
+    """The name under which another process records the turns of this session, as those of such an episode."""
 
 
 @frozen(kw_only=True)
@@ -144,7 +146,7 @@ class OpenedEpisode:
 
 @frozen(kw_only=True)
 class OpenEpisode(Message[Sessions, OpenedEpisode | None]):
-    """Record an episode that has no session, as one of a workflow that samples from the engine.
+    """Record an episode that has no session in this process, as one of a workflow that samples from the engine.
 
     Replies with ``None`` if episodes are not recorded.
     """
@@ -155,9 +157,11 @@ class OpenEpisode(Message[Sessions, OpenedEpisode | None]):
 
 @frozen(kw_only=True)
 class RecordTurn(Message[Sessions, None]):
-    """Record a turn of such an episode. Replies once it is durable, or at once if the episode is over."""
+    """Record a turn of such an episode, whose name is the turn's ``session``.
 
-    place: EpisodePlace
+    Replies once the turn is durable, or at once if the episode is over. Recording a turn twice is harmless.
+    """
+
     turn: TurnEnded
 
 

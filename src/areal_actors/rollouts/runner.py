@@ -417,9 +417,7 @@ class RolloutRunner(Actor[Rollouts]):
         if member.place is not None:
             opened = await self._peers.sessions.ask(OpenEpisode(place=member.place, key=member.key))
             if opened is not None:
-                generation = RecordedGeneration(
-                    self._engine.generation, self._peers.sessions, place=member.place, episode=opened
-                )
+                generation = RecordedGeneration(self._engine.generation, self._peers.sessions, episode=opened)
                 engine = engine.on(generation)
         played = await WorkflowEpisode(
             workflow=workflow,

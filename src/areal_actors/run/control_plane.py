@@ -43,6 +43,7 @@ from areal_actors.messages import (
     ExpectWorker,
     FetchRoleSpec,
     KeepLease,
+    ProxyLost,
     Report,
     ReportFailure,
     ReportGang,
@@ -263,9 +264,13 @@ async def receive_fd(path: Path) -> socket.socket:
 
 
 class Proxies:
-    """The additional proxies that are ready, not counting the one in the service's process."""
+    """The additional proxies that are ready, not counting the one in the first process.
 
-    def __init__(self) -> None:
+    ``directory`` counts those that ended.
+    """
+
+    def __init__(self, directory: Ref[Directory] | None = None) -> None:
+        self._directory = directory
         self._up: set[str] = set()
         self._changed = ChangeSignal()
 
@@ -293,6 +298,8 @@ class Proxies:
             yield
         finally:
             self._note(name, is_up=False)
+            if self._directory is not None:
+                self._directory.tell_nowait(ProxyLost())
 
     def _note(self, name: str, *, is_up: bool) -> None:
         (self._up.add if is_up else self._up.discard)(name)
@@ -308,20 +315,20 @@ async def open_proxies(
     config: Path,
     logs: Path,
     handover: Handover | None = None,
+    directory: Ref[Directory] | None = None,
 ) -> AsyncIterator[Proxies]:
     """Start ``num_more`` proxies in addition to the one at ``endpoint``, which must listen on a shared port.
 
-    With ``handover``, each has a session manager and a journal, for the sessions that the router
-    (``actors["sessions"]``) opens there, and connections are passed to the process of their session. Otherwise any of
-    them answers for any session, and asks ``actors["sessions"]``. A proxy that dies is replaced, with its sessions; the
-    clients of its connections retry. All use ``actors`` of this process (sessions, exports, capacity, generation, and
-    if the service has them intake and accounts).
+    Each has a session manager and a journal, for the sessions that the router (``actors["sessions"]``) opens there, and
+    connections are passed to the process of their session at ``handover``. A proxy that dies is replaced, with its
+    sessions; the clients of its connections retry, and ``directory`` counts it. All use ``actors`` of this process
+    (sessions, exports, capacity, generation, and if the run has them intake and accounts).
 
-    ``config`` is the file with the service's settings, and ``logs`` a directory for the output of the processes. The
+    ``config`` is the file with the settings of the run, and ``logs`` a directory for the output of the processes. The
     proxies are ready some seconds later, and all end with the block.
     """
-    proxies, config = Proxies(), config.absolute()  # noqa: ASYNC240 - asks for the working directory only
-    if num_more == 0:
+    proxies, config = Proxies(directory), config.absolute()  # noqa: ASYNC240 - asks for the working directory only
+    if num_more == 0 or handover is None:
         yield proxies
         return
     scheduling = SchedulerConfig(restarts=RestartsConfig(max=_UNLIMITED), local=LocalConfig(oversubscribe=True))
@@ -330,13 +337,12 @@ async def open_proxies(
         for name, ref in actors.items():
             control_plane.listener.expose(name, ref)
         secret = control_plane.secret
-        router: Ref[Shards] | None = None if handover is None else actors["sessions"]
+        router: Ref[Shards] = actors["sessions"]
         connections: dict[int, ReconnectingConnection] = {}
         for number in range(1, num_more + 1):
             connecting = connect_to_worker(control_plane.directory, f"proxy-{number}", secret=secret, node="controller")
             connections[number] = connection = await stack.enter_async_context(connecting)
-            if router is not None:
-                await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
+            await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
         tasks = await stack.enter_async_context(anyio.create_task_group())
         for number in range(1, num_more + 1):
             name = f"proxy-{number}"
@@ -352,8 +358,8 @@ async def open_proxies(
                 has_accounts="accounts" in actors,
                 listen=control_plane.worker_address(name),
                 endpoint=endpoint,
-                process=0 if handover is None else number,
-                handover=None if handover is None else handover.directory,
+                process=number,
+                handover=handover.directory,
                 is_replaced_alone=True,
             )
             running = partial(
@@ -538,6 +544,11 @@ class DirectoryActor(Actor[Directory]):
     def _count_lost(self, entry: _Entry) -> None:
         """Count a proxy whose incarnation ends."""
         self._num_lost_proxies += entry.report is not None and entry.report.endpoint is not None
+
+    @ProxyLost.handler
+    async def note_lost(self, message: ProxyLost) -> None:  # noqa: ARG002
+        """Count a proxy that is not a worker of this run."""
+        self._num_lost_proxies += 1
 
     @EndpointChanged.handler
     async def note_endpoint(self, message: EndpointChanged) -> None:

@@ -423,10 +423,7 @@ class _Attempt:
     async def _open(self, role: Role, renderer: Renderer) -> AsyncIterator[None]:
         """Open a role in this process, and more proxies in processes if the configuration wants them."""
         plan = self._plan
-        # Only the sessions of a service are spread over processes. The episodes of a run over a dataset are recorded in
-        # one journal, so its further proxies ask the sessions of this process.
-        is_spread = role is Role.PROXY and plan.is_service
-        num_processes = plan.config.proxy.num_processes if is_spread else 1
+        num_processes = plan.config.proxy.num_processes if role is Role.PROXY else 1
         async with open_handover(num_processes) as handover:
             context = RoleContext(
                 name=f"{role}-local",
@@ -458,6 +455,7 @@ class _Attempt:
                 config=plan.directory.config,
                 logs=plan.directory.logs,
                 handover=handover,
+                directory=self._control_plane.directory,
             )
             async with self._controller.listening(opened.endpoint), more:
                 yield

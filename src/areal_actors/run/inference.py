@@ -333,8 +333,7 @@ async def open_actors(
     restored first. ``open_shards`` is as in ``spawn_session_actors``. Raises ``JournalError`` if the journal cannot
     be read.
     """
-    num_processes = 1 if config.intake is None else config.proxy.num_processes
-    async with open_handover(num_processes) as handover, ActorSystem.open() as system:
+    async with open_handover(config.proxy.num_processes) as handover, ActorSystem.open() as system:
         generation = await spawn_generation(system, engine)
         reporter = None if progress is None else await system.spawn(progress, name="progress")
         actors = await spawn_session_actors(
@@ -393,8 +392,8 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
 class SessionActors:
     """The actors that share the journal.
 
-    ``sessions`` is the session manager, or in a service with several processes the router; ``own_sessions`` is then the
-    manager of this process. ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the
+    ``sessions`` is the session manager, or with several processes the router; ``own_sessions`` is then the manager of
+    this process. ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the
     sessions, which are restored.
     """
 
@@ -457,7 +456,7 @@ async def spawn_session_actors(
     )
     del recovered  # the manager owns the sessions from here on
     own_sessions = sessions
-    if config.intake is not None and config.proxy.num_processes > 1:
+    if config.proxy.num_processes > 1:
         router = SessionRouter(own_sessions, num_processes=config.proxy.num_processes, journal=journal)
         sessions = cast("Ref[Sessions]", await system.spawn(router, name="session-router"))
     exporter = Exporter(
@@ -514,9 +513,10 @@ async def spawn_shard(
     journal: Journal,
     process: int,
 ) -> SessionActors:
-    """Restore the sessions in ``journal``, and spawn the session manager of another process of the service.
+    """Restore the sessions in ``journal``, and spawn the session manager of another process of the run.
 
-    ``actors`` are those of the first process. Raises ``JournalError`` if the journal cannot be read.
+    ``actors`` are those of the first process, which records the episodes of a dataset. Raises ``JournalError`` if the
+    journal cannot be read.
     """
     recovered = await read_journal(journal)
     sessions = await _spawn_session_manager(
@@ -529,6 +529,7 @@ async def spawn_shard(
         recovered=recovered,
         process=process,
         intake=actors.intake,
+        recorder=actors.sessions,
     )
     return evolve(actors, own_sessions=sessions)
 

@@ -154,8 +154,8 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
 async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
     """Open the actors that share the journal of a service, or that of the groups of a dataset."""
     config, spec, find = context.config, context.spec, context.find
-    # Placed proxies have no sessions, nor have those of a run over a dataset: all are in this process.
-    is_spread = spec.has_intake and {Role.PROXY, Role.SESSIONS} <= set(spec.local_roles)
+    # Placed proxies have no sessions: all are in this process.
+    is_spread = {Role.PROXY, Role.SESSIONS} <= set(spec.local_roles)
     proxy = config.proxy if is_spread else evolve(config.proxy, num_processes=1)
     settings = settings_of(config, proxy=proxy, intake=config.intake if spec.has_intake else None)
     async with AsyncExitStack() as stack:

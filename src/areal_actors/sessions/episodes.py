@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import anyio
-from attrs import define, field
+from attrs import define, evolve, field
 
 from areal_actors.cache import ConversationTree, PromptPlan
 from areal_actors.domain import (
@@ -26,10 +26,12 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import JournalError
 from areal_actors.journal import Journal, RecordedEpisode, Recording, start_episode
+from areal_actors.kernel import Ref
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.messages import RecordTurn, Sessions
 from areal_actors.sessions.journal import answer_of
 
-__all__ = ["EpisodeRecord", "EpisodeRecords", "answer_again", "digest_request"]
+__all__ = ["EpisodeRecord", "EpisodeRecords", "RecordedJournal", "answer_again", "digest_request"]
 
 _log = get_logger(__name__)
 
@@ -66,6 +68,42 @@ class EpisodeRecord:
         for turn in tuple(self.turns):
             yield turn
 
+    def has(self, turn: TurnEnded) -> bool:
+        """Return whether ``turn`` is recorded, with the same outcome."""
+        return any(
+            (known.interaction.id, known.interaction.status) == (turn.interaction.id, turn.interaction.status)
+            for known in self.turns
+        )
+
+
+@define(eq=False, kw_only=True)
+class RecordedJournal:
+    """The journal of a session in another process than the one that records its episode (``recorder``).
+
+    Its events are written to ``journal``, from which the session is restored if its process dies alone. Its turns are
+    then recorded under ``name``, for the next run of its agent. In this order: a turn that was recorded, and that the
+    restored session does not have, would be answered to another agent in place of the turn that was given to this one.
+    """
+
+    name: SessionId
+    journal: Journal
+    recorder: Ref[Sessions]
+
+    async def write(self, *events: JournalEvent) -> None:
+        """Write ``events``, and record the turns among them. Raises ``JournalError`` if they are not durable."""
+        await self.journal.write(*events)
+        for event in events:
+            if isinstance(event, TurnEnded):
+                await self.recorder.ask(RecordTurn(turn=evolve(event, session=self.name)))
+
+    def note(self, *events: JournalEvent) -> None:
+        """Write ``events`` without waiting. Turns that did not complete are not answered again, nor recorded."""
+        self.journal.note(*events)
+
+    def read(self) -> AsyncIterator[JournalEvent]:
+        """Yield the events of all sessions of the process."""
+        return self.journal.read()
+
 
 class EpisodeRecords:
     """The records of the episodes that run, by place.
@@ -87,6 +125,7 @@ class EpisodeRecords:
         self._clock = clock
         self._is_broken = False
         self._records: dict[GroupId, dict[int, EpisodeRecord]] = {}
+        self._by_name: dict[SessionId, EpisodeRecord] = {}
         for episode in restored:
             self._add(
                 EpisodeRecord(
@@ -115,16 +154,17 @@ class EpisodeRecords:
         record.recording = Recording(record.turns)
         return record
 
-    def find(self, name: SessionId, place: EpisodePlace) -> EpisodeRecord | None:
-        """Return the record of ``place`` if it has this name."""
-        record = self._records.get(place.group, {}).get(place.member)
-        return record if record is not None and record.name == name else None
+    def find(self, name: SessionId) -> EpisodeRecord | None:
+        """Return the record of this name, unless it is forgotten."""
+        return self._by_name.get(name)
 
     def forget(self, group: GroupId, member: int | None) -> None:
         """Forget a member of ``group``, or all of them: their rows are stored."""
         members = self._records.get(group, {})
-        gone = [at for at in members if member is None or at == member]
-        self.note(*(SessionForgotten(session=members.pop(at).name) for at in gone))
+        gone = [members.pop(at) for at in list(members) if member is None or at == member]
+        for record in gone:
+            del self._by_name[record.name]
+        self.note(*(SessionForgotten(session=record.name) for record in gone))
         if not members:
             self._records.pop(group, None)
 
@@ -148,6 +188,7 @@ class EpisodeRecords:
 
     def _add(self, record: EpisodeRecord) -> None:
         self._records.setdefault(record.place.group, {})[record.place.member] = record
+        self._by_name[record.name] = record
 
 
 def digest_request(plan: PromptPlan) -> str:

@@ -81,7 +81,13 @@ from areal_actors.messages import (
     WatchSessions,
 )
 from areal_actors.rendering import LongText, Renderer, deferring_long_texts
-from areal_actors.sessions.episodes import EpisodeRecord, EpisodeRecords, answer_again, digest_request
+from areal_actors.sessions.episodes import (
+    EpisodeRecord,
+    EpisodeRecords,
+    RecordedJournal,
+    answer_again,
+    digest_request,
+)
 from areal_actors.sessions.journal import SessionJournal, restore_retry_cache, restore_session
 from areal_actors.sessions.request import (
     PendingRequest,
@@ -97,6 +103,8 @@ __all__ = ["SessionManager", "SessionsConfig"]
 
 _log = get_logger(__name__)
 
+_RECORD = "areal.record"
+"""The name in a session's metadata of the record of its episode in another process; the journal keeps it."""
 _MANY = 100_000
 """Concurrency of handlers that wait for the journal: they wait together, so that it can batch their events."""
 
@@ -124,6 +132,8 @@ class _Extras:
     journal: SessionJournal | None = None
     record: EpisodeRecord | None = None
     """The record of an episode, which outlives the session. The session's journal writes to it."""
+    is_recorded: bool = False
+    """Whether this process or another records the turns."""
     hidden: set[InteractionId] = field(factory=set)
     """Answers that a client has deleted."""
     threads: dict[InteractionId, tuple[tuple[ChatMessage, ...], tuple[Tool, ...]]] = field(factory=dict)
@@ -191,8 +201,9 @@ class SessionManager(Actor[Sessions]):
     started. ``records`` has the episodes whose agents may start over; without it, these are not recorded.
     ``wall_clock`` returns seconds since 1970.
 
-    A service with several processes has a manager in each (``shards``). Those with a ``process`` above 0 write all
-    their sessions to their journals, and tell ``intake`` which of the restored ones have ended.
+    With several processes, there is a manager in each (``shards``). Those with a ``process`` above 0 write all
+    their sessions to their journals, and tell ``intake`` which of the restored ones have ended. ``recorder`` is the
+    manager that has ``records`` for them.
     """
 
     def __init__(
@@ -210,6 +221,7 @@ class SessionManager(Actor[Sessions]):
         wall_clock: Callable[[], float] = time.time,
         process: int = 0,
         intake: Ref[Intake] | None = None,
+        recorder: Ref[Sessions] | None = None,
     ) -> None:
         self._generation = generation
         self._capacity = capacity
@@ -225,6 +237,7 @@ class SessionManager(Actor[Sessions]):
         self._encoding = anyio.CapacityLimiter(1)
         self._intake = intake
         self._process = process
+        self._recorder = recorder
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._recovered = recovered
         self._records = records
@@ -236,12 +249,18 @@ class SessionManager(Actor[Sessions]):
         recovered, self._recovered = self._recovered, None
         now, wall_now = anyio.current_time(), self._wall_clock()
         for session in () if recovered is None else recovered.sessions.values():
+            record = session.started.metadata.get(_RECORD)
             self._store.restore(restore_session(session, now=now, wall_now=wall_now))
             self._extras[session.id] = _Extras(
                 keys=SampleKeys.restore(session.started.sample_key, session.turns),
                 attempts=restore_retry_cache(session, now=now, wall_now=wall_now),
-                journal=self._session_journal(session.id),
+                journal=self._session_journal(session.id, record=record),
+                is_recorded=record is not None,
             )
+            if record is not None and self._recorder is not None:
+                # The process may have been killed between the write of a turn and its recording.
+                for turn in session.turns:
+                    await self._recorder.ask(RecordTurn(turn=evolve(turn, session=record)))
         await self.learn_engine()
         self._executor.tasks = context.tasks
         context.tasks.start_soon(self._expire_idle)
@@ -261,10 +280,13 @@ class SessionManager(Actor[Sessions]):
         length = view.info.context_length
         self._planner.learn(evolve(view.info, context_length=min(length, max_length or length)))
 
-    def _session_journal(self, session: SessionId) -> SessionJournal | None:
-        if self._journal is None:
+    def _session_journal(self, session: SessionId, *, record: SessionId | None = None) -> SessionJournal | None:
+        journal = self._journal
+        if journal is None:
             return None
-        return SessionJournal(session=session, journal=self._journal, clock=self._wall_clock)
+        if record is not None and self._recorder is not None:
+            journal = RecordedJournal(name=record, journal=journal, recorder=self._recorder)
+        return SessionJournal(session=session, journal=journal, clock=self._wall_clock)
 
     # ------------------------------------------------------------------------------------------- lifecycle
 
@@ -274,7 +296,7 @@ class SessionManager(Actor[Sessions]):
         opened = self.open_session(message)
         # The process of a shard is replaced alone, and the run continues with its sessions.
         is_durable = message.is_durable or self._process > 0
-        journal = self._session_journal(opened.session) if is_durable else None
+        journal = self._session_journal(opened.session, record=message.record) if is_durable else None
         if journal is not None:
             extras = self._extras[opened.session]
             extras.journal = journal
@@ -289,7 +311,7 @@ class SessionManager(Actor[Sessions]):
             extras = self._extras[opened.session]
             record = await self._records.open(message.episode, key=extras.keys.base, name=opened.session)
             extras.keys = SampleKeys.restore(extras.keys.base, record.turns)
-            extras.record = record
+            extras.record, extras.is_recorded = record, True
             extras.journal = SessionJournal(session=record.name, journal=record, clock=self._wall_clock)
         return opened
 
@@ -302,7 +324,7 @@ class SessionManager(Actor[Sessions]):
             now=anyio.current_time(),
             key=message.api_key,
             group=message.group,
-            metadata=message.metadata,
+            metadata=message.metadata if message.record is None else {**message.metadata, _RECORD: message.record},
             user=message.user,
             user_key=message.user_key,
             roles=message.roles,
@@ -313,6 +335,7 @@ class SessionManager(Actor[Sessions]):
             permit=message.permit,
             max_tokens=message.max_tokens,
             budget=EpisodeBudget(limits=message.limits, roles=message.limited_roles),
+            is_recorded=message.record is not None,
         )
         return SessionOpened(
             session=issued.id,
@@ -438,8 +461,8 @@ class SessionManager(Actor[Sessions]):
     @RecordTurn.handler(concurrency=_MANY)
     async def record_turn(self, message: RecordTurn) -> None:
         """Record a turn of an episode without a session."""
-        record = None if self._records is None else self._records.find(message.turn.session, message.place)
-        if record is not None:
+        record = None if self._records is None else self._records.find(message.turn.session)
+        if record is not None and not record.has(message.turn):
             await record.write(message.turn)
 
     @ForgetEpisodes.handler
@@ -655,9 +678,10 @@ class SessionManager(Actor[Sessions]):
             request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
         plan, digest = self._planner.plan(session, request), None
         num_left = extras.admit(session.tree, request)
-        if extras.record is not None:
+        if extras.is_recorded:
             digest = digest_request(plan)
-            if recorded := extras.record.recording.take(digest):
+            recorded = () if extras.record is None else extras.record.recording.take(digest)
+            if recorded:
                 answers = answer_again(session.tree, plan, recorded)
                 extras.note_answered(request, answers, message.attempt, plan.parent)
                 return answers

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import anyio
+from attrs import evolve
 
 from areal_actors.cache.session import process_of
 from areal_actors.domain import (
@@ -174,9 +175,7 @@ class SessionRouter(Actor[Sessions | Shards]):
     @OpenSession.handler(concurrency=_MANY)
     async def open(self, message: OpenSession) -> SessionOpened:
         """Open a session in the process whose turn it is."""
-        if message.episode is not None:
-            process = 0  # which records it
-        elif message.api_key is not None:
+        if message.api_key is not None:
             # The session has to be where requests with the client's own key arrive.
             process = process_of(message.api_key)
         elif message.user is not None:
@@ -188,6 +187,8 @@ class SessionRouter(Actor[Sessions | Shards]):
         # It has not started yet, is being replaced, or there is none of that number.
         if manager is None or manager.statistics().state is not ActorState.RUNNING:
             process = 0
+        if process and message.episode is not None:
+            process, message = await self._place_episode(process, message)
         try:
             opened = await self._managers[process].ask(message)
         except Unreachable as error:
@@ -200,6 +201,21 @@ class SessionRouter(Actor[Sessions | Shards]):
             except JournalError as error:
                 raise Unavailable("The start of this session could not be made durable.") from error
         return opened
+
+    async def _place_episode(self, process: int, message: OpenSession) -> tuple[int, OpenSession]:
+        """Return the process in which an episode's session is opened, and the message to it.
+
+        The first process records the episodes of all processes, so that a run is resumed from one journal. An agent
+        that starts over is answered from it, so its session is opened there.
+        """
+        assert message.episode is not None
+        assert message.key is not None
+        recorded = await self._managers[0].ask(OpenEpisode(place=message.episode, key=message.key))
+        if recorded is None:
+            return process, evolve(message, episode=None)
+        if recorded.turns:
+            return 0, message
+        return process, evolve(message, episode=None, record=recorded.name)
 
     @ForgetSession.handler(concurrency=_MANY)
     async def forget(self, message: ForgetSession) -> None:

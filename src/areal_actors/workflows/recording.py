@@ -19,7 +19,6 @@ from areal_actors.domain import (
     Chunk,
     EngineRequest,
     Episode,
-    EpisodePlace,
     FinishReason,
     Interaction,
     InteractionId,
@@ -42,19 +41,13 @@ Item = TypeVar("Item")
 
 
 class RecordedGeneration(Ref[Generation]):
-    """A ref to ``generation`` for the episode at ``place``, whose answers ``sessions`` records.
+    """A ref to ``generation`` for ``episode``, whose answers ``sessions`` records, after those of earlier runs."""
 
-    ``episode`` is what is recorded of earlier runs.
-    """
+    __slots__ = ("_episode", "_generation", "_num_asked", "_recording", "_sessions")
 
-    __slots__ = ("_episode", "_generation", "_num_asked", "_place", "_recording", "_sessions")
-
-    def __init__(
-        self, generation: Ref[Generation], sessions: Ref[Sessions], *, place: EpisodePlace, episode: OpenedEpisode
-    ) -> None:
+    def __init__(self, generation: Ref[Generation], sessions: Ref[Sessions], *, episode: OpenedEpisode) -> None:
         self._generation = generation
         self._sessions = sessions
-        self._place = place
         self._episode = episode
         self._recording = Recording(episode.turns)
         self._num_asked = max((turn.interaction.order + 1 for turn in episode.turns), default=0)
@@ -120,7 +113,7 @@ class RecordedGeneration(Ref[Generation]):
                     num_cached_tokens=chunks[0].num_cached_tokens,
                     request=digest,
                 )
-                await self._sessions.ask(RecordTurn(place=self._place, turn=ended))
+                await self._sessions.ask(RecordTurn(turn=ended))
             yield chunk
 
     async def stop(self, *, grace: float | None = None) -> None:

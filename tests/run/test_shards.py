@@ -19,11 +19,13 @@ from tests.proxy.stack import renderer, sampled
 
 from areal_actors.cache.session import process_of
 from areal_actors.client import OpenAIProxyClient
+from areal_actors.domain import EpisodeLimits
 from areal_actors.errors import JournalError
 from areal_actors.journal import JournalConfig, SqliteJournal
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import (
     AcknowledgeLease,
+    CollectSession,
     DescribeSessions,
     LeaseGroups,
     OpenSession,
@@ -210,6 +212,26 @@ async def test_a_service_that_restarts_reads_all_journals_and_trains_each_sessio
 
     assert (0, 0) == (view.num_live, view.num_ended)
     assert ((), ()) == (leftovers.ended, leftovers.groups)
+
+
+@pytest.mark.anyio
+async def test_a_replaced_process_keeps_the_limits_of_its_sessions(tmp_path):
+    """The session of an episode is answered as often as its limits allow, wherever its process was killed."""
+    limits = EpisodeLimits(max_turns=2)
+    async with open_first(tmp_path) as service:
+        async with service.second():
+            opening = OpenSession(task="a", limits=limits, max_tokens=1)
+            opened = [await service.inference.sessions.ask(opening) for _ in range(2)][1]
+            url = f"{service.url}/{opened.session}/v1"
+            messages = await talk(url)
+        async with service.second():
+            messages = await talk(url, messages=messages)
+            with pytest.raises(openai.BadRequestError, match="limit of 2 turns"):
+                await talk(url, messages=messages)
+            record = await service.inference.sessions.ask(CollectSession(session=opened.session))
+
+    assert 1 == process_of(opened.session)
+    assert [1, 1] == [len(turn.completion.token_ids) for turn in record.interactions if turn.completion is not None]
 
 
 @pytest.mark.anyio

@@ -14,6 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
+from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -32,6 +33,7 @@ from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
     Credential,
+    EpisodeLimits,
     InteractionId,
     SampledTokens,
     SampleKey,
@@ -103,8 +105,8 @@ __all__ = ["SessionManager", "SessionsConfig"]
 
 _log = get_logger(__name__)
 
-_RECORD = "areal.record"
-"""The name in a session's metadata of the record of its episode in another process; the journal keeps it."""
+_OPENING = "areal.opening"
+"""The name in a session's metadata of what it was opened with. The journal keeps it for a process that is replaced."""
 _MANY = 100_000
 """Concurrency of handlers that wait for the journal: they wait together, so that it can batch their events."""
 
@@ -249,11 +251,14 @@ class SessionManager(Actor[Sessions]):
         recovered, self._recovered = self._recovered, None
         now, wall_now = anyio.current_time(), self._wall_clock()
         for session in () if recovered is None else recovered.sessions.values():
-            record = session.started.metadata.get(_RECORD)
+            opening = session.started.metadata.get(_OPENING, {})
+            record = opening.get("record")
             self._store.restore(restore_session(session, now=now, wall_now=wall_now))
             self._extras[session.id] = _Extras(
                 keys=SampleKeys.restore(session.started.sample_key, session.turns),
                 attempts=restore_retry_cache(session, now=now, wall_now=wall_now),
+                max_tokens=opening.get("max_tokens"),
+                budget=EpisodeBudget(limits=EpisodeLimits(**opening.get("limits", {})), roles=opening.get("roles")),
                 journal=self._session_journal(session.id, record=record),
                 is_recorded=record is not None,
             )
@@ -324,7 +329,7 @@ class SessionManager(Actor[Sessions]):
             now=anyio.current_time(),
             key=message.api_key,
             group=message.group,
-            metadata=message.metadata if message.record is None else {**message.metadata, _RECORD: message.record},
+            metadata={**message.metadata, **(_describe_opening(message) if self._process else {})},
             user=message.user,
             user_key=message.user_key,
             roles=message.roles,
@@ -700,3 +705,15 @@ class SessionManager(Actor[Sessions]):
         extras.note_thread(request, [choice.interaction for choice in turn.choices])
         turn.begin_in(extras.attempts, message.attempt)
         return turn
+
+
+def _describe_opening(message: OpenSession) -> dict[str, Any]:
+    """Return the metadata from which a session of a run is restored with its limits and the record of its episode."""
+    limits, roles = message.limits, message.limited_roles
+    described = {
+        "record": message.record,
+        "max_tokens": message.max_tokens,
+        "limits": {"max_turns": limits.max_turns, "max_sampled_tokens": limits.max_sampled_tokens},
+        "roles": None if roles is None else list(roles),
+    }
+    return {_OPENING: described}

@@ -91,7 +91,7 @@ def main() -> NoReturn:
     raise_open_files_limit()
     # Until the worker listens for it: the default action of the signal would end a worker that is still starting. Not
     # by blocking it, which would hold for this thread only, and a numeric library has started others.
-    signal.signal(signal.SIGUSR1, _note_early_warning)
+    signal.signal(signal.SIGUSR1, lambda number, _: _early_warnings.append(number))
     with logging_to_stream(), open_tracing():
         line = "" if BOOTSTRAP_VARIABLE in os.environ else sys.stdin.readline()
         rank = None
@@ -112,10 +112,6 @@ def main() -> NoReturn:
 
 
 _early_warnings: list[int] = []
-
-
-def _note_early_warning(number: int, frame: object) -> None:  # noqa: ARG001 - a signal handler
-    _early_warnings.append(number)
 
 
 async def _run(bootstrap: Bootstrap) -> int:

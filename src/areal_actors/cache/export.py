@@ -353,10 +353,11 @@ class _Tree:
 
     def _missing(self, turn: Interaction) -> list[Interaction]:
         """Return the turn and its token parents that are not in the row, oldest first."""
-        return ancestry(turn, self._source.lookup, self._absent_parent)
 
-    def _absent_parent(self, turn: Interaction) -> InteractionId | None:
-        return None if turn.token_parent in self._ends else turn.token_parent
+        def absent_parent(turn: Interaction) -> InteractionId | None:
+            return None if turn.token_parent in self._ends else turn.token_parent
+
+        return ancestry(turn, self._source.lookup, absent_parent)
 
     def _append(self, ids: Ints, *, after: int) -> Indices:
         """Append nodes for ``ids``, the first of them after node ``after``."""

@@ -200,12 +200,8 @@ def options_digest(template_kwargs: Mapping[str, Any]) -> bytes:
 def _json_digest(value: Any) -> bytes:
     if not value:
         return ROOT_DIGEST
-    text = json.dumps(value, sort_keys=True, default=_plain)
+    text = json.dumps(value, sort_keys=True, default=lambda it: dict(it) if isinstance(it, Mapping) else repr(it))
     return blake2b(text.encode(), digest_size=DIGEST_SIZE).digest()
-
-
-def _plain(value: Any) -> Any:
-    return dict(value) if isinstance(value, Mapping) else repr(value)
 
 
 def is_echo(stored: ChatMessage, echoed: ChatMessage) -> bool:

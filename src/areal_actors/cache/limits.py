@@ -32,11 +32,11 @@ class EpisodeBudget:
     roles: Collection[str] | None = None
     """The roles whose requests count; ``None`` counts all."""
     reached: str | None = None
+    is_limited: bool = field(init=False)
+    """Whether there is a limit. Set once, because each request asks."""
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether there is a limit."""
-        return self.limits.max_turns is not None or self.limits.max_sampled_tokens is not None
+    def __attrs_post_init__(self) -> None:
+        self.is_limited = self.limits.max_turns is not None or self.limits.max_sampled_tokens is not None
 
     def admit(self, *, num_turns: int, num_tokens: int, num_choices: int = 1) -> int | None:
         """Return how many tokens each answer of a further request may have; ``None`` is without a limit.

@@ -36,8 +36,8 @@ def test_weights_are_cast(parameters):
         ({"extra": torch.ones(2)}, "extra is unknown"),
         ({"norm": torch.ones(3)}, r"norm is \(3,\), not \(2,\)"),
         ({"head": torch.ones(2, 2)}, "head is"),
-        ({"norm": torch.ones(2, dtype=torch.int64)}, "no floating-point tensor"),
-        ({"norm": "weights"}, "no floating-point tensor"),
+        ({"norm": torch.ones(2, dtype=torch.int64)}, "not a floating-point tensor"),
+        ({"norm": "weights"}, "not a floating-point tensor"),
     ],
 )
 def test_nothing_is_touched_when_something_does_not_fit(parameters, change, message):

@@ -54,7 +54,7 @@ def test_that_a_schema_is_lenient_unless_it_is_called_strict() -> None:
         ({"type": "json_schema", "json_schema": 3}, "json_schema must be an object"),
         ({"type": "json_schema", "json_schema": {"schema": [1]}}, "a JSON schema"),
         ({"type": "json_schema", "json_schema": {"schema": SCHEMA, "strict": 1}}, "strict must be true or false"),
-        ({"type": "json_object", "schema": "{"}, "no valid JSON"),
+        ({"type": "json_object", "schema": "{"}, "not valid JSON"),
         ({"type": "xml"}, "not 'xml'"),
         ({"type": ["text"]}, "a list of 1"),
     ],

@@ -165,8 +165,8 @@ def test_foreign_text_brings_no_special_tokens(name, text):
     [
         ([], {}, "no messages"),
         ([say("user", "y"), say("user", "x")], {}, "must alternate"),
-        ([say("user|>", "x")], {}, "no word"),
-        ([say("", "x")], {}, "no word"),
+        ([say("user|>", "x")], {}, "is not a word"),
+        ([say("", "x")], {}, "is not a word"),
         ([say("user", "x")], {"messages": []}, "may not be called messages"),
     ],
 )

@@ -137,7 +137,7 @@ async def test_another_run_of_that_name_is_left_alone(tmp_path: Path):
     directory.path.mkdir(parents=True)
     directory.metrics.write_text("{}\n")
     provider = ServiceProcesses(settings=tmp_path / "host.yaml", fileroot=tmp_path)
-    with pytest.raises(Unavailable, match="no service of a host"):
+    with pytest.raises(Unavailable, match="not a service of a host"):
         async with provider.open(TrialId("sums", "one")):
             pass
 

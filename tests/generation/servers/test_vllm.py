@@ -83,7 +83,7 @@ async def test_a_stream_becomes_deltas(read) -> None:
         (event(3, logprobs={"content": [{"token_id": 4, "logprob": -1}]}), "other tokens"),
         (event(3, logprobs={"content": [{"token_id": 3, "logprob": -9999.0}]}), "no log-probability of token 3"),
         ("data: []\n\n", "streams what vLLM does not"),
-        ("data: {]\n\n", "no JSON"),
+        ("data: {]\n\n", "is not JSON"),
         ('data: {"error": {"message": "EngineCore", "code": 500}}\n\n', "EngineCore"),
     ],
 )

@@ -281,9 +281,9 @@ async def test_the_handler_sees_the_nearest_deadline():
         ref = await system.spawn(Clerk())
 
         assert math.inf == await ref.ask(Remaining())
-        assert await ref.ask(Remaining(), timeout=500) == pytest.approx(500, abs=50)
+        assert await ref.ask(Remaining(), timeout=500) == pytest.approx(500, abs=10)
         with anyio.fail_after(300):
-            assert await ref.ask(Remaining(), timeout=500) == pytest.approx(300, abs=50)
+            assert await ref.ask(Remaining(), timeout=500) == pytest.approx(300, abs=10)
         assert math.inf == await ref.ask(Remaining())
 
 

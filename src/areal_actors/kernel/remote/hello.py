@@ -157,7 +157,7 @@ async def read_packet(stream: ByteStream) -> tuple[dict[str, Any], bytes]:
     prefix = await _read_exactly(stream, _PREFIX.size)
     magic, length = _PREFIX.unpack(prefix)
     if magic != _MAGIC:
-        raise ProtocolError(f"what came is not a hello of areal_actors but {prefix!r}")
+        raise ProtocolError(f"the peer sent {prefix!r}, which is not a hello of areal_actors")
     # Checked before the body is read, because the other side is not authenticated yet.
     if length > _MAX_BYTES:
         raise ProtocolError(f"a hello of {length} bytes is too large")
@@ -190,7 +190,7 @@ def _hello(words: Any) -> Hello:
     try:
         return cattrs.structure(words, Hello)
     except (cattrs.BaseValidationError, TypeError, ValueError, AttributeError):
-        raise ProtocolError("what came is not a hello") from None
+        raise ProtocolError("the peer sent something other than a hello") from None
 
 
 def _check_version(own: Hello, other: Hello) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import tracemalloc
 from collections.abc import Callable
 from typing import Any
 
@@ -267,3 +269,24 @@ def test_columns_of_unequal_length_are_refused(talk: Any) -> None:
 
     with pytest.raises(ExportError, match="interaction b differ in number"):
         export_trajectories(damaged(record, "b", completion=completion), discount=1.0, style="concat")
+
+
+def test_the_memory_of_an_export_grows_with_the_tokens_of_a_conversation(talk: Any) -> None:
+    """Twice the turns take about twice the memory while rows are built; four times would be their square."""
+    messages = [user("1")]
+    for turn in range(256):
+        talk.turn(f"t{turn}", messages, "A")
+        messages = [*messages, answer("A"), user("2")]
+    long = talk.tree.snapshot()
+    short = evolve(long, interactions=long.interactions[:128])
+
+    def peak(record: SessionRecord) -> int:
+        gc.collect()
+        tracemalloc.start()
+        try:
+            to_arrays(export_trajectories(record, discount=0.5, style="concat").trajectories)
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(long) < 2.6 * peak(short)

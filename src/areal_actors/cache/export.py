@@ -26,7 +26,7 @@ therefore after the turns that they follow.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -237,7 +237,9 @@ def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[Int
         input_ids=np.concatenate(pieces),
         **columns_of(spans, num_tokens, source.returns, trained),
         routed_experts=experts_of(
-            [(span.completion, np.arange(span.start + len(span.completion.token_ids))) for span in spans], num_tokens
+            [span.completion for span in spans],
+            (np.arange(span.start + len(span.completion.token_ids)) for span in spans),
+            num_tokens,
         ),
         reward=source.returns[last.id],
         tag=last.tag,
@@ -309,7 +311,7 @@ class _Tree:
         self._ids: list[Ints] = []
         self._predecessors: list[npt.NDArray[np.integer]] = []
         self._size = 0
-        self._paths: list[tuple[Completion, Indices]] = []
+        self._paths: list[Indices] = []
 
     def size_with(self, turn: Interaction) -> int:
         """Return the number of tokens of the row after ``turn`` was added."""
@@ -332,7 +334,7 @@ class _Tree:
             # Sampled tokens are never shared, even if two answers are equal: each has its own return.
             sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent.node)
             path = np.concatenate([[parent.node], nodes, sampled])
-            self._paths.append((completion, path))
+            self._paths.append(path)
             self._ends[each.id] = _End(node=int(path[-1]), depth=depth + len(sampled))
         self._trained.add(turn.id)
 
@@ -347,7 +349,7 @@ class _Tree:
             reward=self._source.returns[last.id],
             tag=last.tag,
             predecessors=np.concatenate(self._predecessors),
-            routed_experts=experts_of(self._paths, self._size),
+            routed_experts=experts_of([span.completion for span in self.spans], self._paths, self._size),
             turn_infos=infos_of(self.spans, self._source),
         )
 
@@ -423,19 +425,20 @@ def columns_of(
     return columns
 
 
-def experts_of(paths: Sequence[tuple[Completion, Indices]], num_tokens: int) -> Experts | None:
+def experts_of(completions: Sequence[Completion], paths: Iterable[Indices], num_tokens: int) -> Experts | None:
     """Return the recorded experts of a row's tokens [num_tokens, layers, k]; ``None`` unless all turns recorded some.
 
-    ``paths`` are the turns, each with the positions of its context and its output. A token that several turns computed
-    has the experts of the first of them, and the last token of a conversation has none.
+    ``paths`` has for each turn the positions of its context and its output; it is read only where experts were
+    recorded, since together the paths of a conversation are quadratic in its length. A token that several turns
+    computed has the experts of the first of them, and the last token of a conversation has none.
     """
-    recorded = [completion.routed_experts for completion, _ in paths]
+    recorded = [completion.routed_experts for completion in completions]
     known = [experts for experts in recorded if experts is not None]
     if not known or len(known) < len(recorded):
         return None
     unknown = np.iinfo(known[0].dtype).max
     result = np.full((num_tokens, *known[0].shape[1:]), unknown, dtype=known[0].dtype)
-    for experts, (_, nodes) in zip(known, paths, strict=True):
+    for experts, nodes in zip(known, paths, strict=True):
         where = nodes[:-1][len(nodes) - 1 - len(experts) :]
         result[where] = np.where(result[where] == unknown, experts, result[where])
     return result

@@ -95,16 +95,23 @@ def _sampling_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int])
     temperatures = np.full(shape, -1, np.float32)
     top_ps, top_ks, min_ps = np.ones(shape, np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
     for index, row in enumerate(trajectories):
-        for turn, info in enumerate(row.turn_infos):
-            places = np.flatnonzero(row.turns == turn)
-            sampling = info.sampling
-            temperatures[index, places] = -1 if sampling is None else sampling.temperature
-            if sampling is not None and sampling.has_truncated_logprobs:
-                top_ps[index, places], top_ks[index, places] = sampling.top_p, sampling.top_k
-                min_ps[index, places] = sampling.min_p
+        # The last entry is that of tokens of no turn, whose index is -1.
+        by_turn = np.array([*(_sampling_values(info.sampling) for info in row.turn_infos), _sampling_values(None)])
+        columns = by_turn[np.where(row.turns < len(row.turn_infos), row.turns, -1)].T
+        for array, column in zip((temperatures, top_ps, top_ks, min_ps), columns, strict=True):
+            array[index, : row.num_tokens] = column
     if not any(sampling.has_truncated_logprobs for sampling in known):
         return {"temperatures": temperatures}
     return {"temperatures": temperatures, "top_ps": top_ps, "top_ks": top_ks, "min_ps": min_ps}
+
+
+def _sampling_values(sampling: SamplingDistribution | None) -> tuple[float, float, int, float]:
+    """Return temperature, top-p, top-k and min-p as the trainer has to apply them."""
+    if sampling is None:
+        return -1.0, 1.0, 0, 0.0
+    if not sampling.has_truncated_logprobs:
+        return sampling.temperature, 1.0, 0, 0.0
+    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
 
 
 def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from io import BytesIO
 from typing import Any
 
+import cattrs
 import numpy as np
-from attrs import asdict
 
 from areal_actors.cache import to_arrays
 from areal_actors.domain import (
@@ -37,6 +37,7 @@ ARRAYS_TYPE = "application/x-npz"
 """The media type in the ``Accept`` header of a client that wants arrays instead of the document."""
 
 _ARRAYS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
+_CONVERTER = cattrs.Converter()
 _OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs", "routed_experts")
 
 
@@ -46,7 +47,7 @@ def format_episode(episode: Episode) -> dict[str, Any]:
     for row in episode.trajectories:
         arrays = {name: getattr(row, name) for name in _ARRAYS}
         arrays |= {name: found for name in _OPTIONAL_ARRAYS if (found := getattr(row, name)) is not None}
-        infos = {"turn_infos": [asdict(info) for info in row.turn_infos]} if row.turn_infos else {}
+        infos = {"turn_infos": _CONVERTER.unstructure(row.turn_infos)} if row.turn_infos else {}
         rows.append({"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays, **infos})
     return {
         # Clients of an earlier release read version 1, so that only documents with trees have a newer one.

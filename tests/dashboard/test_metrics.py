@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, read_gauges, summarize_run
+from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, RunGauges, read_gauges, summarize_run
 from areal_actors.dashboard.records import format_record, read_records
+from areal_actors.dashboard.verdict import CAUSES
 from areal_actors.messages import EvaluationFinished
 
 
@@ -179,3 +180,24 @@ def test_gauges_are_the_numbers_of_the_latest_step(tmp_path):
         "step_agent_ok_rate": 1.0,
         "journal_bytes": 100,
     } == read_gauges(directory)
+
+
+def test_the_causes_of_the_verdict_are_gauges(tmp_path):
+    """Each cause is 0 or 1, and changes with the steps; before the first step all are 0."""
+    gauges = RunGauges(directory := RunDirectory(path=tmp_path))
+    step = {"step": 1, "reward": 0.0, "groups": 4, "zero_variance_groups": 4, "episodes": 16, "failed_episodes": 0}
+    assert gauges() == {"not_learning": dict.fromkeys(CAUSES, 0.0)}
+
+    directory.metrics.write_text(json.dumps(step) + "\n")
+    stuck = gauges()["not_learning"]
+    with directory.metrics.open("a") as file:
+        for number in range(2, 5):
+            rising = step | {"step": number, "reward": number / 4, "zero_variance_groups": 0}
+            file.write(json.dumps(rising) + "\n")
+    learning = gauges()["not_learning"]
+
+    assert isinstance(stuck, dict)
+    assert isinstance(learning, dict)
+    assert {cause for cause, is_named in stuck.items() if is_named} == {"equal_rewards"}
+    assert set(learning) == set(CAUSES)
+    assert not any(learning.values())

@@ -19,7 +19,12 @@ from areal_actors.proxy import ProxyServer
 from areal_actors.testing.engines import EchoEngine
 
 DEPLOY = Path(__file__).parents[2] / "examples" / "deploy"
-NUMBERS = {"step_reward": 0.5, "step_source_reward": {"a-b": 0.25, "a.b": 0.75}, "journal_bytes": 4096.0}
+NUMBERS = {
+    "step_reward": 0.5,
+    "step_source_reward": {"a-b": 0.25, "a.b": 0.75},
+    "journal_bytes": 4096.0,
+    "not_learning": {"equal_rewards": 1.0, "cut_answers": 0.0},
+}
 
 
 def expressions() -> list[str]:
@@ -92,6 +97,8 @@ async def test_prometheus_reads_what_a_service_says(tmp_path: Path):
                 rewards = await ask("areal_step_source_reward")
                 by_source = {each["metric"]["source"]: each["value"][1] for each in rewards}
                 assert {"a-b": "0.25", "a.b": "0.75"} == by_source
+                causes = {each["metric"]["cause"]: each["value"][1] for each in await ask("areal_not_learning")}
+                assert {"equal_rewards": "1", "cut_answers": "0"} == causes
                 (build,) = await ask("areal_build_info")
                 assert build["metric"]["version"]
         finally:

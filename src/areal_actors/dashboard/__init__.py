@@ -11,7 +11,14 @@ from areal_actors.dashboard.curve import write_curve
 from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
 from areal_actors.dashboard.dumps import AdvantageWriter, Decode, FailureWriter, RolloutDumper, RowDumper
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.metrics import STEP_KEYS, MetricsWriter, RunSummary, read_gauges, summarize_run
+from areal_actors.dashboard.metrics import (
+    STEP_KEYS,
+    MetricsWriter,
+    RunGauges,
+    RunSummary,
+    read_gauges,
+    summarize_run,
+)
 from areal_actors.dashboard.report import write_report
 from areal_actors.dashboard.samples import SessionSampler
 from areal_actors.dashboard.state import RunState
@@ -35,6 +42,7 @@ __all__ = [
     "RolloutDumper",
     "RowDumper",
     "RunDirectory",
+    "RunGauges",
     "RunState",
     "RunSummary",
     "SessionSampler",

@@ -20,7 +20,7 @@ from attrs import asdict, evolve, frozen
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
-from areal_actors.dashboard.verdict import VERDICT_KEYS, find_verdict
+from areal_actors.dashboard.verdict import CAUSES, VERDICT_KEYS, find_causes, find_verdict
 from areal_actors.kernel import Message
 from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
@@ -29,6 +29,7 @@ __all__ = [
     "STEP_KEYS",
     "MetricsWriter",
     "NewRecords",
+    "RunGauges",
     "RunSummarizer",
     "RunSummary",
     "read_gauges",
@@ -244,20 +245,29 @@ class RunSummarizer:
     def summarize(self) -> RunSummary:
         """Return what ``summarize_run`` returns. Raises ``OSError`` as it does."""
         with self._lock:
-            while True:
-                before = self._cursor
-                found = read_new_records(self._directory.metrics, before)
-                if found.is_restarted:
-                    self._records = []
-                self._cursor = found.cursor
-                self._records += [_slim(record) for record in found.records]
-                if found.cursor != before or found.is_restarted:
-                    self._summary = None
-                    continue
-                # A page asks with each event, and the verdict over 5,000 steps takes 6 ms.
-                if self._summary is None:
-                    self._summary = _summarize(self._directory, self._records)
-                return evolve(self._summary, model=self._directory.model)
+            self._read()
+            # A page asks with each event, and the verdict over 5,000 steps takes 6 ms.
+            if self._summary is None:
+                self._summary = _summarize(self._directory, self._records)
+            return evolve(self._summary, model=self._directory.model)
+
+    def find_causes(self) -> Mapping[str, str]:
+        """Return the sentences of the verdict by their cause. Raises ``OSError`` as ``summarize`` does."""
+        with self._lock:
+            self._read()
+            return find_causes([record for record in self._records if record])
+
+    def _read(self) -> None:
+        while True:
+            before = self._cursor
+            found = read_new_records(self._directory.metrics, before)
+            if found.is_restarted:
+                self._records = []
+            self._cursor = found.cursor
+            self._records += [_slim(record) for record in found.records]
+            if found.cursor == before and not found.is_restarted:
+                return
+            self._summary = None
 
 
 @frozen(kw_only=True)
@@ -298,6 +308,26 @@ def read_new_records(path: Path, cursor: str) -> NewRecords:
         cursor=f"{inode}:{start + len(whole)}",
         is_restarted=cursor != "" and not is_continued,
     )
+
+
+class RunGauges:
+    """The numbers of a run that goes on, for monitoring: ``read_gauges``, and the causes of its verdict.
+
+    ``not_learning`` has for each cause of ``dashboard.verdict.CAUSES`` 1 if the verdict names it, else 0. Each call
+    reads only what was added to ``metrics.jsonl`` since the last one. It may be called by several threads.
+    """
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self._directory = directory
+        self._summarizer = RunSummarizer(directory)
+
+    def __call__(self) -> dict[str, float | dict[str, float]]:
+        """Return the numbers by name, with labels where a name has several."""
+        found = read_gauges(self._directory)
+        with suppress(OSError):
+            causes = self._summarizer.find_causes()
+            found["not_learning"] = {cause: float(cause in causes) for cause in CAUSES}
+        return found
 
 
 def read_gauges(directory: RunDirectory) -> dict[str, float | dict[str, float]]:

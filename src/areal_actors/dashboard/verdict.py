@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["NUM_JUDGED_STEPS", "VERDICT_KEYS", "find_verdict"]
+__all__ = ["CAUSES", "NUM_JUDGED_STEPS", "VERDICT_KEYS", "find_causes", "find_verdict"]
 
+CAUSES = ("failed_episodes", "greedy_tokens", "equal_rewards", "cut_answers", "source")
+"""The causes that a verdict can have, by name."""
 NUM_JUDGED_STEPS = 8
 """A verdict is about this many latest steps, or all if there are fewer."""
 VERDICT_KEYS = frozenset(
@@ -38,6 +40,12 @@ Metrics = Mapping[str, Any]
 
 def find_verdict(steps: Sequence[Metrics]) -> str | None:
     """Return why the run of ``steps`` (metrics in order) does not learn; ``None`` if it learns or nothing is known."""
+    # Several may hold, and each has its own remedy: cut answers are often why rewards are equal.
+    return " Also: ".join(find_causes(steps).values()) or None
+
+
+def find_causes(steps: Sequence[Metrics]) -> dict[str, str]:
+    """Return the sentences of the verdict on ``steps`` by their cause, one of ``CAUSES``."""
     steps = [
         step
         for step in steps
@@ -54,20 +62,21 @@ def find_verdict(steps: Sequence[Metrics]) -> str | None:
     num_episodes, num_failed = _sum(latest, "episodes"), _sum(latest, "failed_episodes")
     num_failed -= _sum(latest, "rejected_episodes")
     num_trained, num_greedy = _sum(latest, "trained_tokens"), _sum(latest, "greedy_tokens")
-    causes = []
+    causes = {}
     if num_failed * 2 >= num_episodes > 0:
-        causes.append(
+        causes["failed_episodes"] = (
             f"{num_failed:.0f} of {num_episodes:.0f} episodes failed {over}; failures.jsonl has their tracebacks."
         )
     if num_greedy * 2 >= num_trained and num_greedy > 0:
-        causes.append(
+        causes["greedy_tokens"] = (
             f"{num_greedy:.0f} of {num_greedy + num_trained:.0f} tokens {over} were sampled at temperature 0, and such "
             "tokens are not trained: give requests a temperature."
         )
     if rewarded and not _is_rising(rewarded):
-        causes += _find_lack_of_signal(rewarded[-NUM_JUDGED_STEPS:], over)
-    # Several may hold, and each has its own remedy: cut answers are often why rewards are equal.
-    return " Also: ".join(causes) or _find_source_without_signal(steps)
+        causes |= _find_lack_of_signal(rewarded[-NUM_JUDGED_STEPS:], over)
+    if not causes and (found := _find_source_without_signal(steps)) is not None:
+        causes["source"] = found
+    return causes
 
 
 def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
@@ -91,7 +100,7 @@ def _find_source_without_signal(steps: Sequence[Metrics]) -> str | None:
     return None
 
 
-def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> Iterator[str]:
+def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> Iterator[tuple[str, str]]:
     num_groups, num_equal = _sum(latest, "groups"), _sum(latest, "zero_variance_groups")
     # In the first steps of a run that learns, 30 of 40 groups may be equal; if all are, there was no update.
     if num_equal * (1 if len(latest) < NUM_JUDGED_STEPS else 2) >= num_groups > 0:
@@ -105,11 +114,12 @@ def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> Iterator[str]:
             advice = f"Every step has the mean reward {rewards[-1]:.3g}: check that the reward depends on the answer."
         else:
             advice = "Use harder or easier problems, larger groups, or a reward with more levels."
-        yield f"{equal} {advice}"
+        yield "equal_rewards", f"{equal} {advice}"
     num_cut = _sum(latest, "truncated_turns")
     num_turns = sum((step.get("drawn_turns_mean") or 0) * (step.get("episodes") or 0) for step in latest)
     if num_cut * 2 >= num_turns > 0:
-        yield f"{num_cut:.0f} of {num_turns:.0f} answers {over} were cut at their limit of tokens: raise max_tokens."
+        cut = f"{num_cut:.0f} of {num_turns:.0f} answers {over} were cut at their limit of tokens: raise max_tokens."
+        yield "cut_answers", cut
 
 
 def _is_rising(steps: Sequence[Metrics]) -> bool:

@@ -53,6 +53,9 @@ ReadRun = Callable[[], Mapping[str, float | Mapping[str, float]]]
 
 _PROBE_SECONDS = 0.01
 """The timer whose lateness is the lag of the event loop."""
+_RUN_LABELS = {"not_learning": "cause"}
+"""The label of a run's numbers by name, where it is not the source."""
+_RUN_MEANINGS = {"not_learning": "1 while the verdict on the run names this cause."}
 _SCRAPE_SECONDS = 2.0
 """Actors that have not answered within this time are left out, so that a busy actor does not hide the others."""
 
@@ -136,9 +139,10 @@ class MetricsEndpoint:
 
         yield gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
         for name, value in readings.run.items():
-            meaning = "Of the run; see metrics.jsonl for those of the latest step."
+            meaning = _RUN_MEANINGS.get(name, "Of the run; see metrics.jsonl for those of the latest step.")
             if isinstance(value, Mapping):
-                yield gauge(name, meaning, {(source,): each for source, each in value.items()}, labels=("source",))
+                label = _RUN_LABELS.get(name, "source")
+                yield gauge(name, meaning, {(each,): number for each, number in value.items()}, labels=(label,))
             else:
                 yield gauge(name, meaning, value)
         yield from readings.users

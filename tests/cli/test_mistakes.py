@@ -71,6 +71,7 @@ MISTAKES = [
     ((*TRAIN, "--resume"), "to resume; leave --resume out, or check --run-dir."),
     (("eval", "tiny.yaml", "eval_dataset=null"), "eval_dataset is missing: the problems to evaluate on"),
     (("view", "nothere"), "nothere holds no run"),
+    (("models", "--fileroot", "nothere"), "nothere is not a directory; --fileroot is where runs are written"),
     # The agent
     ((*TRAIN, "rollout.workflow=my_agent.py:Agent"), "paths in a configuration are relative to its file."),
     ((*TRAIN, "rollout.workflow=tiny_agent.py:TinyAgnt"), "did you mean TinyAgent?"),
@@ -116,6 +117,8 @@ def test_a_mistake_is_explained(
     """In words that lead to the remedy, without a traceback; no run is begun."""
     monkeypatch.chdir(place)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # The variable is read when the package is imported, which another test may have done.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     result = CliRunner().invoke(cli, command)
 
     assert message in result.stderr

@@ -112,6 +112,11 @@ def test_every_mistake_is_found_at_once():
         ("low", "1", "must be a whole number, not '1'; leave out the quotes"),
         ("low", 1.0, "must be a whole number, not 1.0"),
         ("low", None, "must be a whole number, not null"),
+        (
+            "low",
+            2**63,
+            "must be a whole number from -9223372036854775807 to 9223372036854775807, not 9223372036854775808",
+        ),
         ("price", "cheap", "must be a number, not 'cheap'"),
         ("price", False, "must be a number, not false"),
         ("price", 10**400, "must be a number that fits into a float, not 1" + "0" * 59 + "…"),

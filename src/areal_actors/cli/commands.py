@@ -34,7 +34,7 @@ from areal_actors.cli.explaining import (
 )
 from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
-from areal_actors.errors import ConfigError
+from areal_actors.errors import ConfigError, RunDirectoryError
 
 if TYPE_CHECKING:
     from areal_actors.config import RunConfig
@@ -658,6 +658,10 @@ def models(*, fileroot: Path) -> None:
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.models import Catalogue, format_models
 
+    if not fileroot.is_dir():
+        raise RunDirectoryError(
+            f"{fileroot} is not a directory; --fileroot is where runs are written (fileroot of their YAML)."
+        )
     click.echo(format_models(Catalogue(root=fileroot).list()))
 
 

@@ -203,6 +203,10 @@ def resolve_path(text: str, directory: Path) -> Path:
 # --------------------------------------------------------------------------------------------------- scalars
 
 
+_LARGEST = 2**63 - 1
+"""The largest whole number of a setting, as databases and tensors store them."""
+
+
 def _structure_scalar_or_choice(value: Any, kind: Any) -> Any:
     return _structure_choice(value, kind) if _is_choice(kind) else _structure_scalar(value, kind)
 
@@ -217,6 +221,8 @@ def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> 
     # Texts typed on the command line are of a subclass of str.
     if (str if isinstance(value, str) else type(value)) is not kind:
         raise _wrong(value, expected or describe_type(kind), kind)
+    if kind is int and abs(value) > _LARGEST:
+        raise _wrong(value, f"a whole number from {-_LARGEST} to {_LARGEST}")
     return kind(value)
 
 

@@ -252,9 +252,13 @@ class HideAnswer(Message[Sessions, InteractionId]):
 
 @frozen(kw_only=True)
 class CheckCredential(Message[Sessions, SessionId]):
-    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none."""
+    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none.
+
+    ``for_reward`` asks for the session that it may reward instead, and raises as ``SetReward`` does.
+    """
 
     credential: Credential
+    for_reward: bool = False
 
 
 @frozen(kw_only=True)

@@ -401,7 +401,9 @@ class SessionManager(Actor[Sessions]):
 
     @CheckCredential.handler
     async def check(self, message: CheckCredential) -> SessionId:
-        """Return the session that a credential opens for completions."""
+        """Return the session that a credential opens for completions, or may reward."""
+        if message.for_reward:
+            return self._for_reward(message.credential).id
         return self._open_for(message.credential).id
 
     @DescribeSessions.handler

@@ -202,8 +202,8 @@ class ScriptedSessions(Actor[Sessions]):
     async def check(self, message: CheckCredential) -> SessionId:
         """Return the session that the credential belongs to."""
         credential = message.credential
-        session = self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
-        return session.id
+        find = self._store.for_reward if message.for_reward else self._store.for_completion
+        return find(credential, anyio.current_time(), is_capability=credential.is_capability).id
 
     @NoteRefusal.handler
     async def note_refusal(self, message: NoteRefusal) -> None:

@@ -101,6 +101,15 @@ def test_nothing_but_failures_ends_with_an_error(tmp_path: Path):
     assert "4 of 4 episodes failed" in result.stdout
 
 
+def test_groups_of_one_are_pointed_out(tmp_path: Path):
+    """Their rewards are compared with nothing; they are not said to be equal."""
+    result = tried(tmp_path, "fine", "fine", words=("rollout.group_size=1",))
+
+    assert 0 == result.exit_code
+    assert "- rollout.group_size is 1: a group of one has nothing to compare its reward with." in result.stdout
+    assert "equal" not in result.stdout
+
+
 def test_answers_that_are_not_stored_are_pointed_out(tmp_path: Path):
     """Some agents send store: false by habit; their episodes succeed, and train nothing."""
     result = tried(tmp_path, "unstored")

@@ -221,7 +221,7 @@ def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> 
     # Texts typed on the command line are of a subclass of str.
     if (str if isinstance(value, str) else type(value)) is not kind:
         raise _wrong(value, expected or describe_type(kind), kind)
-    if kind is int and abs(value) > _LARGEST:
+    if isinstance(value, int) and abs(value) > _LARGEST:
         raise _wrong(value, f"a whole number from {-_LARGEST} to {_LARGEST}")
     return kind(value)
 

@@ -16,7 +16,6 @@ the same messages between processes.
 
 from __future__ import annotations
 
-import logging
 import math
 from abc import ABC, abstractmethod
 from collections import Counter, deque
@@ -58,6 +57,7 @@ from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReaso
 from areal_actors.kernel.stream import BufferedStream
 from areal_actors.kernel.supervision import Escalate, Restart, RestartHistory, Supervision
 from areal_actors.lib.loops import Loop, Scope, Signal
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["Actor", "Ask", "BackgroundTasks", "Blueprint", "Cell", "Context", "LocalRef", "Runtime", "StreamCall"]
 
@@ -67,7 +67,7 @@ R = TypeVar("R")
 Item = TypeVar("Item")
 Arguments = TypeVarTuple("Arguments")
 
-logger = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 
 class Actor(Generic[P]):
@@ -535,7 +535,7 @@ class Cell(Watched):
                     break
                 self._report_down(DownReason.CRASHED, error, is_restarting=True)
                 self.state = ActorState.RESTARTING
-                logger.warning("actor %r crashed and restarts in %.2f s", self.name, delay, exc_info=error)
+                _log.warning("actor_restarts", actor=self.name, delay_seconds=round(delay, 2), exc_info=error)
                 with anyio.move_on_after(delay):
                     await self._stopping.wait()
                 self.state = ActorState.STARTING
@@ -584,7 +584,7 @@ class Cell(Watched):
             # A lifespan that was cut off before its ``yield`` may have started background tasks already.
             tasks.cancel_scope.cancel()
             if life.cancelled_caught and self.born.is_set():
-                logger.warning("actor %r did not end within %s s and was cut off", self.name, self.cleanup_seconds)
+                _log.warning("actor_cleanup_cut_off", actor=self.name, cleanup_seconds=self.cleanup_seconds)
         if self._crash is not None:
             # Without this, an async context manager that suppresses the exception would turn a crash into a normal
             # stop.
@@ -656,9 +656,9 @@ class Cell(Watched):
         self.counters.dropped += num_dropped
         if num_dropped:
             # ``told`` means that their senders do not wait for them; the counter keeps the number.
-            logger.debug("actor %r ended with %d told messages unhandled", self.name, num_dropped)
+            _log.debug("messages_unhandled", actor=self.name, num_messages=num_dropped)
         if error is not None and not self._is_escalating():
-            logger.error("actor %r crashed", self.name, exc_info=error)
+            _log.error("actor_crashed", actor=self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED
         # The order matters: watchers are notified before the name becomes free and before ``stop`` returns.
         self.last_words = self._report_down(reason, error, is_restarting=False)

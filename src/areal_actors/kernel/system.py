@@ -32,6 +32,7 @@ from areal_actors.kernel.runtime import Actor, Blueprint, Cell, Runtime
 from areal_actors.kernel.supervision import Escalate, Supervision
 from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import running_loop
+from areal_actors.lib.telemetry import load_logging
 
 __all__ = [
     "ActorSystem",
@@ -73,6 +74,8 @@ class ActorSystem(Runtime):
         Raises:
             ExceptionGroup: an actor crashed and escalated; the group's message names the root cause, which comes first.
         """
+        # Now rather than at the first record, because a process without free descriptors can import nothing.
+        load_logging()
         system = cls(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random or Random())  # noqa: S311
         body: list[BaseException] = []
         with _flattened(body):

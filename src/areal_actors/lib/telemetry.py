@@ -20,15 +20,25 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-# structlog is imported where it is used: the embedded engine and the trainer log nothing and run without it.
+# structlog is imported by the first record: its import takes as long as that of the whole kernel, and the embedded
+# engine and the trainer run without it.
 if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
     from structlog.typing import EventDict, WrappedLogger
 
-__all__ = ["get_logger", "logging_to_file", "logging_to_stream", "quiet_transformers", "redact", "redact_settings"]
+__all__ = [
+    "get_logger",
+    "load_logging",
+    "logging_to_file",
+    "logging_to_stream",
+    "quiet_transformers",
+    "redact",
+    "redact_settings",
+]
 
 _QUIET = (
     "hypercorn",
@@ -84,6 +94,32 @@ def get_logger(name: str) -> BoundLogger:
 
     Events are names that can be searched for; facts go into keyword arguments.
     """
+    return cast("BoundLogger", _LazyLogger(name))
+
+
+def load_logging() -> None:
+    """Import structlog, which otherwise happens at the first record that is written."""
+    import structlog  # noqa: F401 - for its import only
+
+
+class _LazyLogger:
+    """Creates the structlog logger of a module when it is first used."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, attribute: str) -> Any:
+        # Found on the instance from then on, so that this method is not called again for the same attribute.
+        value = getattr(self._logger, attribute)
+        setattr(self, attribute, value)
+        return value
+
+    @cached_property
+    def _logger(self) -> BoundLogger:
+        return _create_logger(self._name)
+
+
+def _create_logger(name: str) -> BoundLogger:
     import structlog
 
     logger: BoundLogger = structlog.wrap_logger(

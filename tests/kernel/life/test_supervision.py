@@ -49,7 +49,7 @@ async def test_stop_ends_the_actor_alone(caplog):
         assert (DownReason.CRASHED, "ValueError: odd", False) == (down.reason, down.error, down.is_restarting)
         assert sick.statistics().state is ActorState.CRASHED
         assert await well.ask(Name()) == "well 1"
-        assert "actor 'recorder' crashed" in caplog.text
+        assert "actor_crashed actor=recorder" in caplog.text
 
 
 async def test_restart_keeps_ref_and_mailbox_and_loses_state_and_message():

@@ -67,7 +67,7 @@ async def test_a_listener_survives_a_process_without_descriptors(tmp_path, caplo
                     resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, limits[1]))
                     try:
                         raw.connect(path.removeprefix("unix:"))
-                        while "connections wait: Too many open files" not in caplog.text:
+                        while "connections_wait reason=Too many open files" not in caplog.text:
                             await anyio.lowlevel.checkpoint()
                     finally:
                         resource.setrlimit(resource.RLIMIT_NOFILE, limits)

@@ -14,7 +14,6 @@ costs little for the few tokens of a step and brings bfloat16 log-probabilities 
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -37,10 +36,11 @@ from areal_actors.generation.torch.operations import (
 from areal_actors.generation.torch.sampler import Sample, sample_neutral, start_sampling, to_device
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill
 from areal_actors.generation.torch.worker import Runner, Step, StepRunner, create_rows
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["GraphRunner", "SlotDecoder", "check_room", "choose_sizes", "create_runner"]
 
-_log = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _ROUNDING = 0.25
 """Largest accepted mean difference of log-probabilities in bfloat16: rounding moves them by hundredths."""
@@ -57,17 +57,16 @@ def create_runner(forward: Forward, config: TorchEngineConfig, *, context_length
         return StepRunner(forward, config)
     if not isinstance(forward, LlamaForward) or not SlotDecoder.accepts(forward):
         _log.warning(
-            "The embedded engine launches this model's kernels one by one, which is several times slower than CUDA "
-            "graphs: they support Llama, Mistral, Qwen2 and Qwen3 without sliding windows. Use an inference server."
+            "cuda_graphs_unsupported",
+            effect="kernels are launched one by one, which is several times slower",
+            supported="Llama, Mistral, Qwen2 and Qwen3 without sliding windows",
+            remedy="use an inference server",
         )
         return StepRunner(forward, config)
     runner = GraphRunner(forward, config, context_length=context_length)
     limit = TOLERANCE if forward.embed.dtype is torch.float32 else _ROUNDING
     if not (deviation := runner.deviation(forward)) <= limit:
-        _log.warning(
-            "CUDA graphs are not used: their log-probabilities differ by %.2g on average from the eager path.",
-            deviation,
-        )
+        _log.warning("cuda_graphs_inexact", mean_deviation=float(f"{deviation:.2g}"), limit=limit)
         return StepRunner(forward, config)
     return runner
 
@@ -113,7 +112,7 @@ class GraphRunner:
                 # Here, because Triton is installed only with torch for GPUs.
                 from areal_actors.generation.torch.kernels import TritonOperations
             except ImportError:
-                _log.warning("Triton is not installed: the embedded engine decodes without its kernels, and slower.")
+                _log.warning("triton_missing", effect="the embedded engine decodes without its kernels, and slower")
             else:
                 operations = TritonOperations()
         self._decoder = SlotDecoder(forward, operations, num_slots=num_slots, max_length=context_length)

@@ -11,7 +11,6 @@ does not report what happens to it afterwards. A deadlock across processes is no
 
 from __future__ import annotations
 
-import logging
 import math
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -46,6 +45,7 @@ from areal_actors.kernel.runtime import PENDING, Ask, LocalRef, StreamCall
 from areal_actors.kernel.stream import BufferedStream
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Signal
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
     "Call",
@@ -110,7 +110,7 @@ class Credit:
         return withheld[0] * 4 >= self._limits.window_messages or withheld[1] * 4 >= self._limits.window_bytes
 
 
-logger = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -712,7 +712,7 @@ class Server:
             self._admission.notify()
         if not admitted:
             kind = type(message).__name__
-            logger.warning("%s, told to actor %r by node %r, is lost: the actor has ended", kind, name, self._peer.node)
+            _log.warning("message_lost", actor=name, node=self._peer.node, message=kind, reason="the actor has ended")
 
     # ------------------------------------------------------------------------------------------------ answers
 
@@ -755,7 +755,7 @@ class Server:
 
     def _refuse(self, frame: Frame, name: str, error: ArealError) -> None:
         if frame.kind is Kind.TELL:
-            logger.warning("a message told to actor %r by node %r is lost: %s", name, self._peer.node, error)
+            _log.warning("message_lost", actor=name, node=self._peer.node, reason=str(error))
         else:
             self._fail(frame.id, name, error)
 

@@ -16,7 +16,6 @@ received is never sent again.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
@@ -38,10 +37,11 @@ from areal_actors.kernel.remote.peer import Peer
 from areal_actors.kernel.remote.transport import Listener, connect
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["Locate", "ReconnectingConnection", "reconnecting", "reconnecting_from"]
 
-logger = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -223,7 +223,7 @@ class ReconnectingConnection:
 
     def _note(self, cause: str) -> None:
         if cause != self.cause and not self.is_closed:
-            logger.warning("the connection to %r is down: %s", self.name, cause)
+            _log.warning("connection_lost", node=self.name, reason=cause)
         self.cause = cause
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import ipaddress
-import logging
 import math
 import os
 import socket
@@ -30,6 +29,7 @@ from anyio.abc import ByteStream
 from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.frames import Buffer
 from areal_actors.lib.loops import is_trio, running_loop
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
     "SocketStream",
@@ -120,7 +120,7 @@ def check_directory(directory: Path) -> None:
         )
 
 
-logger = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _BUFFER_BYTES = 1048576
 """Send buffer of a unix socket.
@@ -361,7 +361,8 @@ async def accept(listening: socket.socket) -> SocketStream:
             if error.errno not in _EXHAUSTED:
                 raise
             if not is_told:
-                logger.warning("connections wait: %s; raise the limit of open files (ulimit -n)", error.strerror)
+                remedy = "raise the limit of open files (ulimit -n)"
+                _log.warning("connections_wait", reason=error.strerror, remedy=remedy)
             is_told = True
             await anyio.sleep(_EXHAUSTED_SECONDS)
 

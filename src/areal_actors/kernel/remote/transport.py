@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -27,10 +26,11 @@ from areal_actors.kernel.remote.peer import Exposed, Peer, check_free
 from areal_actors.kernel.remote.peer import expose as expose_actor
 from areal_actors.kernel.remote.sockets import accept, check_directory, dial_tcp, dial_unix, parse_address
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["Listener", "connect", "connect_stream", "listen"]
 
-logger = logging.getLogger(__name__)
+_log = get_logger(__name__)
 
 _MAX_STRANGERS = 64
 """Connections that may be in the handshake at once.
@@ -101,7 +101,7 @@ class Listener:
             with scope:
                 peer = await self._introduced(stream)
         except (ProtocolError, TimeoutError, *_LOST) as error:
-            logger.warning("a connection was refused: %s", str(error) or type(error).__name__)
+            _log.warning("connection_refused", reason=str(error) or type(error).__name__)
             await anyio.aclose_forcefully(stream)
             return
         except BaseException:
@@ -110,7 +110,7 @@ class Listener:
         finally:
             self._strangers.pop(scope, None)
         if peer is None:
-            logger.warning("a connection was refused: it was silent, and others want to connect")
+            _log.warning("connection_refused", reason="it was silent, and others want to connect")
             await anyio.aclose_forcefully(stream)
             return
         try:

@@ -31,6 +31,7 @@ from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.proxy.connections import HANG_UP
 from areal_actors.proxy.dialects.fields import parse_json
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
@@ -321,11 +322,21 @@ class Exchange:
         Raises:
             Exception: what ``work`` raises.
         """
+        call_on_hang_up = self.scope.get(HANG_UP)
+        if quiet_seconds is None and call_on_hang_up is not None:
+            call_on_hang_up(self._hang_up)
+            try:
+                return await work()
+            finally:
+                call_on_hang_up(None)
         stop = start_companion(partial(self._watch, quiet_seconds))
         try:
             return await work()
         finally:
             stop()
+
+    def _hang_up(self) -> None:
+        self.cut(HungUp())
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""
@@ -347,7 +358,7 @@ class Exchange:
                     await self.send_events(self.keep_alive)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
-        self.cut(HungUp())
+        self._hang_up()
 
     async def _await_hang_up(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":

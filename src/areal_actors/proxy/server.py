@@ -16,12 +16,16 @@ from typing import Any, cast
 
 import anyio
 from hypercorn.config import Config
+from hypercorn.events import RawData
 from hypercorn.typing import ASGIFramework
+from hypercorn.utils import parse_socket_addr
 from starlette.types import ASGIApp
 
 from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.sockets import is_loopback
+from areal_actors.lib.loops import running_loop
 from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.connections import AsyncioConnection, Connection, TrioConnection
 from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.handover import Handover, ServeConnection, serve_connections
 
@@ -129,7 +133,7 @@ async def serve(
     framework = cast("ASGIFramework", app)
     log = logging.getLogger("areal_actors.proxy.hypercorn")
     log.setLevel(logging.WARNING)
-    config = Config()
+    config = _Config()
     # Paths name sessions, which are secrets.
     config.accesslog = None
     config.errorlog = log
@@ -141,6 +145,12 @@ async def serve(
     config.include_server_header = False
     config.alpn_protocols = ["http/1.1"]
     config.graceful_timeout = 1.0
+
+    async def closing() -> None:
+        await shutdown()
+        for connection in tuple(config.connections):
+            connection.close_when_idle()
+
     # Ask anyio which event loop runs: trio may be a guest on asyncio's loop, and then both are detectable.
     is_asyncio = anyio.get_cancelled_exc_class() is asyncio.CancelledError
     serve_on: Any
@@ -148,26 +158,26 @@ async def serve(
         from hypercorn.asyncio import run as asyncio_run
         from hypercorn.asyncio import serve as serve_on
 
-        _release_closed(asyncio_run)
+        _replace_server(asyncio_run, _AsyncioServer)
     else:
         from hypercorn.trio import run as trio_run
         from hypercorn.trio import serve as serve_on
 
-        _release_closed(trio_run)
+        _replace_server(trio_run, _TrioServer)
     if handover is not None:
         # Hypercorn accepts connections itself, so only its handling of one is used.
         prepare = _prepare_on_asyncio if is_asyncio else _prepare_on_trio
         serve_one, close_idle = prepare(framework, config)
 
-        async def closing() -> None:
-            await shutdown()
+        async def closing_all() -> None:
+            await closing()
             await close_idle()
 
         seconds = config.graceful_timeout
-        await serve_connections(listener, handover, serve_one, shutdown=closing, grace_seconds=seconds)
+        await serve_connections(listener, handover, serve_one, shutdown=closing_all, grace_seconds=seconds)
         return
     config.bind = [f"fd://{listener.detach()}"]
-    await serve_on(framework, config, shutdown_trigger=shutdown, mode="asgi")
+    await serve_on(framework, config, shutdown_trigger=closing, mode="asgi")
 
 
 def _prepare_on_asyncio(
@@ -178,7 +188,7 @@ def _prepare_on_asyncio(
     from hypercorn.asyncio.worker_context import WorkerContext
     from hypercorn.utils import wrap_app
 
-    server: Any = asyncio_run  # it does not export TCPServer, which _release_closed has replaced
+    server: Any = asyncio_run  # it does not export TCPServer, which is replaced
     app, context = wrap_app(framework, config.wsgi_max_body_size, "asgi"), WorkerContext(None)
 
     async def serve_one(connection: socket.socket) -> None:
@@ -250,38 +260,119 @@ async def serve_shielded(
         await serve(app, listener, shutdown=stopping.wait, handover=handover)
 
 
-class _ReleasingConnection:
-    """A mixin for Hypercorn's ``TCPServer`` of either event loop: it ends what Hypercorn leaves open or lets escape.
+class _Config(Config):
+    """Hypercorn's settings, with which its connections reach ``connections``, the open ones of this server."""
 
-    It stops the idle timer when reading has ended.
+    def __init__(self) -> None:
+        super().__init__()
+        self.connections: set[Connection] = set()
+
+
+class _Server:
+    """A mixin for Hypercorn's ``TCPServer`` of either event loop, which serves one connection.
+
+    Requests in the common form are served by ``connections``, the first other one and all after it by Hypercorn. The
+    mixin ends what Hypercorn leaves open or lets escape: it stops the idle timer when reading has ended.
 
     Hypercorn 0.18 (``asyncio/tcp_server.py`` and ``trio/tcp_server.py``) starts an idle timer for each connection, in
     the task group that the connection waits for. It stops the timer when a request arrives and in ``_close``, which
     runs after the task group. A client that disconnects while its connection is idle therefore leaves a socket in
     CLOSE_WAIT and its descriptor open until the timer ends: 75 seconds with our ``keep_alive_timeout``. At about 14 new
     clients a second, 1,020 descriptors were held, and a process with a limit of 1,024 accepted no more. Hypercorn has
-    no setting for this. ``worker_serve`` looks its class up as a name of its module, so ``_release_closed`` replaces
+    no setting for this. ``worker_serve`` looks its class up as a name of its module, so ``_replace_server`` replaces
     that name.
     """
 
+    app: Any
+    config: _Config
+    context: Any  # WorkerContext of the event loop
+    protocol: Any  # ProtocolWrapper
     idle_task: Any  # AsyncioSingleTask or TrioSingleTask
+    _unread = b""
 
     async def run(self) -> None:
-        """Serve the connection; an error of Hypercorn ends this connection only.
+        """Serve the connection; an error ends this connection only.
 
         On trio it ended the server: the answer to malformed bytes behind a request is sent while ``_close`` sends the
         end of the stream, without the lock of other sends, and raises ``BusyResourceError``.
         """
         try:
-            await super().run()  # type: ignore[misc]  # of TCPServer, which comes next
+            # Another Hypercorn in this process may use the replaced class, too.
+            if not isinstance(self.config, _Config) or await self._serve_common():
+                await super().run()  # type: ignore[misc]  # of TCPServer, which comes next
+            else:
+                await self._close()  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - any client can cause it, and it must not end other connections
             logging.getLogger("areal_actors.proxy.hypercorn").warning("A connection ended by an error: %r", error)
 
+    async def _serve_common(self) -> bool:
+        """Serve requests in the common form; return whether Hypercorn has to serve what follows."""
+        raise NotImplementedError
+
+    async def _serve(self, connection: Connection) -> bool:
+        if self.context.terminated.is_set():
+            connection.close_when_idle()
+        self.config.connections.add(connection)
+        try:
+            return await connection.serve()
+        finally:
+            self.config.connections.discard(connection)
+
+    def _create_settings(self, sock: Any) -> dict[str, Any]:
+        return {
+            "client": parse_socket_addr(sock.family, sock.getpeername()),
+            "server": parse_socket_addr(sock.family, sock.getsockname()),
+            "idle_seconds": self.config.keep_alive_timeout,
+        }
+
     async def _read_data(self) -> None:
+        if self._unread:
+            await self.protocol.handle(RawData(self._unread))
         await super()._read_data()  # type: ignore[misc]  # of TCPServer, which comes next
         await self.idle_task.stop()
         # An answer that completes after the client has left would start the timer again.
         self.idle_task = _EndedTimer()
+
+
+class _AsyncioServer(_Server):
+    writer: asyncio.StreamWriter
+
+    async def _serve_common(self) -> bool:
+        try:
+            settings = self._create_settings(self.writer.get_extra_info("socket"))
+        except OSError:  # the client has gone
+            return False
+        transport: Any = self.writer.transport
+        connection = AsyncioConnection(self.app.app, running_loop(), transport, transport.get_protocol(), **settings)
+        try:
+            is_left = await self._serve(connection)
+        finally:
+            connection.end()
+        if is_left:
+            connection.give_back()
+            self._unread = bytes(connection.unread)
+        return is_left
+
+
+class _TrioServer(_Server):
+    stream: Any  # trio.SocketStream
+
+    async def _serve_common(self) -> bool:
+        import trio
+
+        try:
+            settings = self._create_settings(self.stream.socket)
+        except OSError:  # the client has gone
+            return False
+        errors = (trio.BrokenResourceError, trio.ClosedResourceError)
+        connection = TrioConnection(self.app.app, running_loop(), self.stream, errors, **settings)
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(connection.keep_reading)
+            is_left = await self._serve(connection)
+            nursery.cancel_scope.cancel()
+        # After the last read, which may have ended together with ``serve``.
+        self._unread = bytes(connection.unread)
+        return is_left
 
 
 class _EndedTimer:
@@ -294,7 +385,7 @@ class _EndedTimer:
         """Do nothing."""
 
 
-def _release_closed(module: Any) -> None:  # Any: Hypercorn does not export the name from here
-    """Make Hypercorn close connections when their clients do. Calling it again has no effect."""
-    if not issubclass(module.TCPServer, _ReleasingConnection):
-        module.TCPServer = type("TCPServer", (_ReleasingConnection, module.TCPServer), {})
+def _replace_server(module: Any, mixin: type[_Server]) -> None:  # Any: Hypercorn does not export the name from here
+    """Have Hypercorn serve connections as ``mixin`` does. Calling it again has no effect."""
+    if not issubclass(module.TCPServer, _Server):
+        module.TCPServer = type("TCPServer", (mixin, module.TCPServer), {})

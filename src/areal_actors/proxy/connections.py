@@ -1,0 +1,480 @@
+"""Connections whose requests have the common form: read, answered and kept alive without Hypercorn's own protocol.
+
+Hypercorn accepts connections and serves every request that is not in this form. A request is in the common form if its
+head consists of a method, a path and header lines of printable ASCII that h11 reads in only one way, with one ``host``
+and at most one ``content-length``. ``read_head`` reads nothing else: a body in chunks, ``Expect``, an upgrade,
+HTTP/1.0, or any malformed byte leaves the connection to Hypercorn from that request on, with the bytes that were read.
+
+The application runs in the task of its connection. That, one write per answer and one timer per connection cost a
+quarter of what Hypercorn's tasks, queues and events do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable, MutableMapping
+from email.utils import formatdate
+from functools import lru_cache
+from time import time
+from typing import Any, Protocol
+from urllib.parse import unquote
+
+from attrs import frozen
+
+from areal_actors.lib.loops import Loop, Signal
+
+__all__ = ["HANG_UP", "AsyncioConnection", "Connection", "Head", "TrioConnection", "read_head"]
+
+_log = logging.getLogger("areal_actors.proxy.hypercorn")
+
+HANG_UP = "areal.hang_up"
+"""The key in a scope of a function that takes a callback: it is called once when the client has disconnected."""
+
+_MAX_HEAD = 64 * 1024
+_MAX_READ = 64 * 1024
+_MAX_AHEAD = 64 * 1024
+"""Bytes behind the current request after which nothing more is read until it is answered."""
+_MAX_KNOWN_LINE = 256
+
+Message = MutableMapping[str, Any]
+Application = Callable[
+    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
+]
+Address = tuple[str, int] | None
+
+
+# ------------------------------------------------------------------------------------------------------------ requests
+
+
+@frozen
+class Head:
+    """The head of a request. ``length`` is that of its body in bytes."""
+
+    method: str
+    target: bytes
+    headers: list[tuple[bytes, bytes]]
+    length: int
+
+
+_FIRST_LINE = re.compile(rb"(GET|POST|DELETE) (/[!-~]*) HTTP/1\.1")
+_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): *((?:[!-~](?:[ -~]*[!-~])?)?) *")
+_LENGTH = re.compile(rb"[0-9]{1,15}")
+_OTHER, _HOST, _LENGTHS, _REFUSED = 0, 1, 1 << 10, 1 << 20
+_FRAMING = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"te", b"trailer"})
+
+
+def _read_line(line: bytes) -> tuple[tuple[bytes, bytes], int]:
+    """Return a header line's lowercase name and its value, and what it counts for in ``read_head``."""
+    found = _LINE.fullmatch(line)
+    if found is None:
+        return (b"", b""), _REFUSED
+    name, value = found[1].lower(), found[2]
+    if name == b"host":
+        return (name, value), _HOST
+    if name == b"content-length":
+        return (name, value), _LENGTHS if _LENGTH.fullmatch(value) else _REFUSED
+    is_plain = name not in _FRAMING and (name != b"connection" or value.lower() == b"keep-alive")
+    return (name, value), _OTHER if is_plain else _REFUSED
+
+
+# A client repeats most lines in each of its requests.
+_read_known_line = lru_cache(maxsize=4096)(_read_line)
+
+
+def read_head(data: bytes) -> Head | None:
+    """Return the head that consists of ``data`` without the empty line at its end; ``None`` for an uncommon one."""
+    first, *lines = data.split(b"\r\n")
+    start = _FIRST_LINE.fullmatch(first)
+    if start is None:
+        return None
+    headers, counted, length = [], 0, 0
+    for line in lines:
+        header, count = _read_known_line(line) if len(line) <= _MAX_KNOWN_LINE else _read_line(line)
+        headers.append(header)
+        if count:
+            counted += count
+            if count == _LENGTHS:
+                length = int(header[1])
+    if counted not in (_HOST, _HOST + _LENGTHS):
+        return None
+    return Head(start[1].decode(), start[2], headers, length)
+
+
+# --------------------------------------------------------------------------------------------------------- connections
+
+
+class Connection(ABC):
+    """One client's connection. Requests are answered one after another by ``app``, in the task of ``serve``."""
+
+    def __init__(self, app: Application, loop: Loop, *, client: Address, server: Address, idle_seconds: float) -> None:
+        self.unread = bytearray()
+        """Bytes that were read and belong to no request that was served here."""
+        self.has_left = False
+        """Whether the client sends nothing more."""
+        self.is_broken = False
+        """Whether nothing more can be sent."""
+        self.is_closing = False
+        """Whether the server ends: no request is read after the present one."""
+        self._app = app
+        self._loop = loop
+        self._client = client
+        self._server = server
+        self._idle_seconds = idle_seconds
+        self._on_hang_up: Callable[[], object] | None = None
+        self._waiting: list[Signal] = []
+
+    @abstractmethod
+    async def wait(self, deadline: float = math.inf) -> None:
+        """Wait until more was read, the client has left, the connection closes, or the deadline has passed."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Send ``data``, as fast as the client takes it. Does nothing if the connection is broken."""
+
+    async def _wait(self) -> None:
+        signal = self._loop.new_signal()
+        self._waiting.append(signal)
+        try:
+            await signal.wait()
+        finally:
+            if signal in self._waiting:
+                self._waiting.remove(signal)
+
+    def _wake(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for signal in waiting:
+            signal.set()
+
+    def close_when_idle(self) -> None:
+        """Read no request after the present one."""
+        self.is_closing = True
+        self._wake()
+
+    async def serve(self) -> bool:
+        """Answer requests; return whether ``unread`` begins with one that Hypercorn has to read."""
+        while (head := await self._read_head()) is not None:
+            if not await self._answer(head) or self.is_closing:
+                return False
+        return bool(self.unread) and not (self.is_closing or self.is_broken)
+
+    async def _read_head(self) -> Head | None:
+        """Return the next request without its body; ``None`` at the end, or for one that is not in the common form."""
+        searched, deadline = 0, math.inf
+        while (end := self.unread.find(b"\r\n\r\n", searched)) < 0:
+            if self.has_left or self.is_closing or len(self.unread) > _MAX_HEAD:
+                return None
+            searched = max(len(self.unread) - 3, 0)
+            deadline = min(deadline, self._loop.now() + self._idle_seconds)
+            await self.wait(deadline)
+            if len(self.unread) < searched + 4 and self._loop.now() >= deadline:
+                self.unread.clear()
+                return None
+        head = read_head(bytes(self.unread[:end])) if end <= _MAX_HEAD else None
+        if head is not None:
+            del self.unread[: end + 4]
+        return head
+
+    async def _answer(self, head: Head) -> bool:
+        """Run the application; return whether the connection can serve another request."""
+        request = _Request(self, head.length)
+        path, _, query = head.target.partition(b"?")
+        text = path.decode()
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "asgi": {"spec_version": "2.1", "version": "3.0"},
+            "method": head.method,
+            "scheme": "http",
+            "path": unquote(text) if "%" in text else text,
+            "raw_path": path,
+            "query_string": query,
+            "root_path": "",
+            "headers": head.headers,
+            "client": self._client,
+            "server": self._server,
+            "state": {},
+            "extensions": {},
+            HANG_UP: self.call_on_hang_up,
+        }
+        try:
+            await self._app(scope, request.receive, request.send)
+        except Exception:  # noqa: BLE001 - it ends this request only, as with Hypercorn
+            _log.exception("Error in ASGI Framework")
+        finally:
+            self._on_hang_up = None
+        return await request.end()
+
+    def call_on_hang_up(self, callback: Callable[[], object] | None) -> None:
+        """Call ``callback`` once the client has disconnected, in place of an earlier one; ``None`` calls nothing."""
+        self._on_hang_up = callback
+        if self.has_left:
+            self.note_left()
+
+    def note_left(self) -> None:
+        """Record that the client sends nothing more."""
+        self.has_left = True
+        callback, self._on_hang_up = self._on_hang_up, None
+        if callback is not None:
+            callback()
+        self._wake()
+
+
+class _Transferable(Protocol):
+    """The parts of asyncio's ``StreamReaderProtocol`` that are needed for its transport to be given back."""
+
+    def eof_received(self) -> bool | None: ...
+
+    def connection_lost(self, exc: Exception | None) -> None: ...
+
+
+class AsyncioConnection(Connection, asyncio.Protocol):
+    """A connection of asyncio. It takes the transport from its ``protocol``, which has it again after ``give_back``."""
+
+    def __init__(
+        self, app: Application, loop: Loop, transport: asyncio.Transport, protocol: _Transferable, **settings: Any
+    ) -> None:
+        super().__init__(app, loop, **settings)
+        self._transport = transport
+        self._protocol = protocol
+        self._is_full = False
+        """Whether the client takes more slowly what is sent than it comes."""
+        self._is_paused = False
+        self._deadline = math.inf
+        self._timer: asyncio.TimerHandle | None = None
+        transport.set_protocol(self)
+
+    async def wait(self, deadline: float = math.inf) -> None:
+        """See ``Connection.wait``."""
+        if self._is_paused and len(self.unread) < _MAX_AHEAD and not self.is_broken:
+            self._is_paused = False
+            self._transport.resume_reading()
+        # A companion that was stopped may still be here, without a deadline.
+        if deadline == math.inf:
+            await self._wait()
+            return
+        self._deadline = deadline
+        if self._timer is None:
+            self._start_timer()
+        try:
+            await self._wait()
+        finally:
+            self._deadline = math.inf
+
+    def _start_timer(self) -> None:
+        # One timer for the life of a connection: it is moved on when it rings, not for each request.
+        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._ring)
+
+    def _ring(self) -> None:
+        self._timer = None
+        if self._loop.now() >= self._deadline:
+            self._wake()
+        elif self._deadline < math.inf:
+            self._start_timer()
+
+    async def write(self, data: bytes) -> None:
+        """See ``Connection.write``."""
+        if not self.is_broken:
+            self._transport.write(data)
+            while self._is_full and not self.is_broken:
+                await self._wait()
+
+    def end(self) -> None:
+        """Stop the timer."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def give_back(self) -> None:
+        """Let the former protocol read what follows ``unread``."""
+        if not self.is_broken:
+            self._transport.set_protocol(self._protocol)  # type: ignore[arg-type]  # it is one
+            if self._is_paused:
+                self._transport.resume_reading()
+            if self.has_left:
+                self._protocol.eof_received()
+
+    # What the transport calls:
+
+    def data_received(self, data: bytes) -> None:
+        """Keep ``data`` until it is waited for."""
+        self.unread += data
+        if len(self.unread) > _MAX_AHEAD and not self._is_paused:
+            self._is_paused = True
+            self._transport.pause_reading()
+        if self._waiting:
+            self._wake()
+
+    def eof_received(self) -> bool:
+        """Keep the transport open, because the answer can still be sent."""
+        self.note_left()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End everything that waits for the client."""
+        self.is_broken = True
+        self.note_left()
+        self._protocol.connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        """Have ``write`` wait."""
+        self._is_full = True
+
+    def resume_writing(self) -> None:
+        """Let ``write`` return."""
+        self._is_full = False
+        self._wake()
+
+
+class Stream(Protocol):
+    """The parts of a ``trio.SocketStream`` that are used."""
+
+    async def receive_some(self, max_bytes: int) -> bytes | bytearray: ...
+
+    async def send_all(self, data: bytes) -> None: ...
+
+
+class TrioConnection(Connection):
+    """A connection of trio. ``keep_reading`` runs beside ``serve``; ``errors`` are those of a broken stream."""
+
+    def __init__(
+        self, app: Application, loop: Loop, stream: Stream, errors: tuple[type[Exception], ...], **settings: Any
+    ) -> None:
+        super().__init__(app, loop, **settings)
+        self._stream = stream
+        self._errors = errors
+        self._room: Signal | None = None
+
+    async def keep_reading(self) -> None:
+        """Read until the client has left."""
+        while not self.has_left:
+            try:
+                data = await self._stream.receive_some(_MAX_READ)
+            except self._errors:
+                data, self.is_broken = b"", True
+            self.unread += data
+            if data:
+                self._wake()
+            else:
+                self.note_left()
+            while len(self.unread) > _MAX_AHEAD:
+                self._room = self._loop.new_signal()
+                await self._room.wait()
+
+    async def wait(self, deadline: float = math.inf) -> None:
+        """See ``Connection.wait``."""
+        if self._room is not None and len(self.unread) < _MAX_AHEAD:
+            self._room.set()
+            self._room = None
+        with self._loop.new_scope(deadline=deadline):
+            await self._wait()
+
+    async def write(self, data: bytes) -> None:
+        """See ``Connection.write``."""
+        if self.is_broken:
+            return
+        # Until it is done, since a part of it may have been sent if it is cancelled.
+        self.is_broken = True
+        try:
+            await self._stream.send_all(data)
+            self.is_broken = False
+        except self._errors:
+            self.note_left()
+
+
+class _Request:
+    """``receive`` and ``send`` of one request, as ASGI has them."""
+
+    def __init__(self, connection: Connection, length: int) -> None:
+        self._connection = connection
+        self._num_missing = length
+        """Bytes of the body that were not received."""
+        self._is_received = False
+        self._start: Message | None = None
+        self._is_started = False
+        self._is_answered = False
+        self._is_chunked = False
+        self._has_body = True
+        self._is_last = False
+
+    async def receive(self) -> Message:
+        """Return the body, in parts if it is long; after that, wait until the client has disconnected."""
+        connection, unread = self._connection, self._connection.unread
+        while not self._is_received:
+            if len(unread) >= min(self._num_missing, _MAX_READ):
+                part = bytes(unread[: self._num_missing])
+                del unread[: len(part)]
+                self._num_missing -= len(part)
+                self._is_received = not self._num_missing
+                return {"type": "http.request", "body": part, "more_body": not self._is_received}
+            if connection.has_left:
+                break
+            await connection.wait()
+        while not connection.has_left and not self._is_answered:
+            await connection.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Message) -> None:
+        """Send the head together with the first part of the body, and other parts as they come."""
+        if message["type"] == "http.response.start" and self._start is None:
+            self._start = message
+            return
+        if message["type"] != "http.response.body" or self._start is None or self._is_answered:
+            raise RuntimeError(f"The application sent {message['type']} out of its order.")
+        body: bytes = message.get("body", b"")
+        self._is_answered = not message.get("more_body", False)
+        parts = []
+        if not self._is_started:
+            parts.append(self._format_head(self._start, len(body)))
+            self._is_started = True
+        if body and self._has_body:
+            parts.append(b"%x\r\n%b\r\n" % (len(body), body) if self._is_chunked else body)
+        if self._is_answered and self._is_chunked:
+            parts.append(b"0\r\n\r\n")
+        await self._connection.write(b"".join(parts))
+
+    def _format_head(self, start: Message, length: int) -> bytes:
+        # Hypercorn, too, sends no reason after the status.
+        parts, status = [_format_status(start["status"])], start["status"]
+        has_length = False
+        for name, value in start.get("headers", ()):
+            if b"\n" in value or b"\r" in value:
+                raise RuntimeError(f"The application sent a header {name!r} of several lines.")
+            parts.append(b"%b: %b\r\n" % (name, value))
+            has_length = has_length or name == b"content-length"
+            self._is_last = self._is_last or (name == b"connection" and value.lower() == b"close")
+        self._has_body = status not in (204, 304)
+        if self._has_body and not has_length:
+            self._is_chunked = not self._is_answered
+            parts.append(b"transfer-encoding: chunked\r\n" if self._is_chunked else b"content-length: %d\r\n" % length)
+        if self._connection.is_closing and not self._is_last:
+            self._is_last = True
+            parts.append(b"connection: close\r\n")
+        parts.append(_format_date(int(time())))
+        return b"".join(parts)
+
+    async def end(self) -> bool:
+        """Answer 500 if the application has not answered; return whether the connection can serve another request."""
+        if not self._is_started:
+            self._start, self._is_answered = {"status": 500, "headers": [(b"connection", b"close")]}, False
+            await self.send({"type": "http.response.body"})
+        unread = self._connection.unread
+        if self._num_missing <= len(unread):
+            # The application did not want the body, such as that of a path that does not exist.
+            del unread[: self._num_missing]
+            self._num_missing = 0
+        is_complete = self._is_answered and not self._num_missing
+        return is_complete and not self._is_last and not self._connection.is_broken
+
+
+@lru_cache(maxsize=64)
+def _format_status(status: int) -> bytes:
+    return b"HTTP/1.1 %d \r\n" % status
+
+
+@lru_cache(maxsize=2)
+def _format_date(seconds: int) -> bytes:
+    """Return the last header, which most answers of a second have in common, and the end of the head."""
+    return b"date: %b\r\n\r\n" % formatdate(seconds, usegmt=True).encode()

@@ -26,12 +26,22 @@ AGENTS = Path("tests", "agents")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
 # Several processes share the cores: idle OpenMP threads that spin take them from the threads that have work.
-ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"}
+# Modules are compiled when they are imported (see ``install``), so the result must be kept: without it, each of hundreds
+# of processes would compile torch and transformers again.
+ENVIRONMENT = {
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "TOKENIZERS_PARALLELISM": "false",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONDONTWRITEBYTECODE": "",
+}
 
 
 def install(session: nox.Session, *extras: str) -> None:
-    """Install this project, editable, with ``extras``, in versions that are known to work."""
-    session.install(*CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
+    """Install this project, editable, with ``extras``, in versions that are known to work.
+
+    Compiling all of torch and transformers took more than half of the time; Python compiles what is imported.
+    """
+    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
 
 
 @nox.session

@@ -26,8 +26,8 @@ AGENTS = Path("tests", "agents")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
 # Several processes share the cores: idle OpenMP threads that spin take them from the threads that have work.
-# Modules are compiled when they are imported (see ``install``), so the result must be kept: without it, each of hundreds
-# of processes would compile torch and transformers again.
+# Modules are compiled when they are imported (see ``install``). The result must be kept, or each of hundreds of
+# processes would compile torch and transformers again.
 ENVIRONMENT = {
     "OMP_WAIT_POLICY": "PASSIVE",
     "TOKENIZERS_PARALLELISM": "false",

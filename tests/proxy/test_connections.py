@@ -79,7 +79,7 @@ LINES = st.one_of(
         "".join
     ),
     st.text(alphabet=st.characters(max_codepoint=255), max_size=12),
-    st.sampled_from(["", " folded", "\tfolded", "host: x\nhost: y", "a: b\rc"]),
+    st.sampled_from(["", " folded", "\tfolded", "host: x\nhost: y", "a: b\rc", "a: b\n", "a: b\n\nGET /b HTTP/1.1"]),
 )
 STARTS = st.one_of(
     st.tuples(
@@ -95,6 +95,8 @@ STARTS = st.one_of(
 @given(start=STARTS | st.just("POST /v1 HTTP/1.1"), lines=st.lists(LINES, max_size=4), has_host=st.booleans())
 @example(start="POST / HTTP/1.1", lines=["content-length: 3", "X-A:  b  "], has_host=True)
 @example(start="GET /a?b HTTP/1.1", lines=["connection: keep-alive"], has_host=True)
+@example(start="GET /a HTTP/1.1", lines=["a: b\n\nGET /b HTTP/1.1", "host: y"], has_host=True)
+@example(start="\r\nGET /a HTTP/1.1", lines=[], has_host=True)
 def test_a_head_in_the_common_form_is_read_as_h11_reads_it(start, lines, has_host):
     """Whatever ``read_head`` reads has the same method, target, headers and length of its body for h11."""
     head = "\r\n".join([start, *(["host: x"] if has_host else []), *lines]).encode("latin-1")

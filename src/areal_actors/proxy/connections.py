@@ -1,9 +1,10 @@
 """Connections whose requests have the common form: read, answered and kept alive without Hypercorn's own protocol.
 
 Hypercorn accepts connections and serves every request that is not in this form. A request is in the common form if its
-head consists of a method, a path and header lines of printable ASCII that h11 reads in only one way, with one ``host``
-and at most one ``content-length``. ``read_head`` reads nothing else: a body in chunks, ``Expect``, an upgrade,
-HTTP/1.0, or any malformed byte leaves the connection to Hypercorn from that request on, with the bytes that were read.
+head, as httptools parses it, consists of a method, a path and headers of printable ASCII that h11 reads in the same
+way, with one ``host`` and at most one ``content-length``. ``read_head`` accepts nothing else: a body in chunks,
+``Expect``, an upgrade, HTTP/1.0, or any malformed byte leaves the connection to Hypercorn from that request on, with
+the bytes that were read.
 
 The application runs in the task of its connection. That, one write per answer and one timer per connection cost a
 quarter of what Hypercorn's tasks, queues and events do.
@@ -19,11 +20,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
+from itertools import starmap
 from time import time
 from typing import Any, Protocol
 from urllib.parse import unquote
 
 from attrs import frozen
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from areal_actors.lib.loops import Loop, Signal
 
@@ -38,7 +41,6 @@ _MAX_HEAD = 64 * 1024
 _MAX_READ = 64 * 1024
 _MAX_AHEAD = 64 * 1024
 """Bytes behind the current request after which nothing more is read until it is answered."""
-_MAX_KNOWN_LINE = 256
 
 Message = MutableMapping[str, Any]
 Application = Callable[
@@ -60,48 +62,54 @@ class Head:
     length: int
 
 
-_FIRST_LINE = re.compile(rb"(GET|POST|DELETE) (/[!-~]*) HTTP/1\.1")
-_LINE = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+): *((?:[!-~](?:[ -~]*[!-~])?)?) *")
+_FIRST_LINE = re.compile(rb"(GET|POST|DELETE) (/[!-~]*) HTTP/1\.1\r\n")
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_VALUE = re.compile(rb"[ -~]*")
 _LENGTH = re.compile(rb"[0-9]{1,15}")
-_OTHER, _HOST, _LENGTHS, _REFUSED = 0, 1, 1 << 10, 1 << 20
 _FRAMING = frozenset({b"transfer-encoding", b"expect", b"upgrade", b"http2-settings", b"te", b"trailer"})
 
 
-def _read_line(line: bytes) -> tuple[tuple[bytes, bytes], int]:
-    """Return a header line's lowercase name and its value, and what it counts for in ``read_head``."""
-    found = _LINE.fullmatch(line)
-    if found is None:
-        return (b"", b""), _REFUSED
-    name, value = found[1].lower(), found[2]
-    if name == b"host":
-        return (name, value), _HOST
-    if name == b"content-length":
-        return (name, value), _LENGTHS if _LENGTH.fullmatch(value) else _REFUSED
-    is_plain = name not in _FRAMING and (name != b"connection" or value.lower() == b"keep-alive")
-    return (name, value), _OTHER if is_plain else _REFUSED
+class _Headers:
+    """Collects the headers that ``httptools`` finds."""
+
+    def __init__(self) -> None:
+        self.found: list[tuple[bytes, bytes]] = []
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self.found.append((name.lower(), value.rstrip(b" ")))
 
 
-# A client repeats most lines in each of its requests.
-_read_known_line = lru_cache(maxsize=4096)(_read_line)
+@lru_cache(maxsize=4096)
+def _is_plain(name: bytes, value: bytes) -> bool:
+    """Return whether every parser reads this header in one way, and it says nothing uncommon about the connection."""
+    return (
+        name not in _FRAMING
+        and (name != b"connection" or value.lower() == b"keep-alive")
+        and (name != b"content-length" or _LENGTH.fullmatch(value) is not None)
+        and _NAME.fullmatch(name) is not None
+        and _VALUE.fullmatch(value) is not None
+    )
 
 
 def read_head(data: bytes) -> Head | None:
     """Return the head that consists of ``data`` without the empty line at its end; ``None`` for an uncommon one."""
-    first, *lines = data.split(b"\r\n")
-    start = _FIRST_LINE.fullmatch(first)
-    if start is None:
+    data += b"\r\n\r\n"
+    start = _FIRST_LINE.match(data)
+    # llhttp accepts first lines that h11 refuses (two spaces), and a line feed alone as the end of a line.
+    if start is None or data.count(b"\n") != data.count(b"\r\n") or data.find(b"\r\n\r\n") != len(data) - 4:
         return None
-    headers, counted, length = [], 0, 0
-    for line in lines:
-        header, count = _read_known_line(line) if len(line) <= _MAX_KNOWN_LINE else _read_line(line)
-        headers.append(header)
-        if count:
-            counted += count
-            if count == _LENGTHS:
-                length = int(header[1])
-    if counted not in (_HOST, _HOST + _LENGTHS):
+    headers = _Headers()
+    try:
+        HttpRequestParser(headers).feed_data(data)
+    except (HttpParserError, HttpParserUpgrade):
         return None
-    return Head(start[1].decode(), start[2], headers, length)
+    if not all(starmap(_is_plain, headers.found)):
+        return None
+    hosts = [value for name, value in headers.found if name == b"host"]
+    lengths = [int(value) for name, value in headers.found if name == b"content-length"]
+    if len(hosts) != 1 or len(lengths) > 1:
+        return None
+    return Head(start[1].decode(), start[2], headers.found, lengths[0] if lengths else 0)
 
 
 # --------------------------------------------------------------------------------------------------------- connections

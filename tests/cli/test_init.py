@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,23 +32,16 @@ def test_it_writes_an_agent_and_a_valid_configuration(tmp_path: Path):
     ("sdk", "module"),
     [("openai", "openai"), ("anthropic", "anthropic"), ("langchain", "langchain_openai"), ("httpx", "httpx")],
 )
-def test_the_agent_of_each_client_is_trained(tmp_path: Path, sdk: str, module: str):
+def test_the_agent_of_each_client_is_trained(tmp_path: Path, sdk: str, module: str, monkeypatch: pytest.MonkeyPatch):
     """One step of the tiny model, without a failed episode."""
     pytest.importorskip(module, reason=f"pip install {module.replace('_', '-')}")
     assert 0 == run(str(tmp_path / "sums"), "--sdk", sdk, "--model", "tiny").exit_code
     small = ["total_steps=1", "batch_size=2", "rollout.group_size=2", "eval_dataset=null"]
 
-    done = subprocess.run(
-        [sys.executable, "-m", "areal_actors", "train", str(tmp_path / "sums" / "train.yaml"), *small],
-        cwd=tmp_path,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(cli, ["train", str(tmp_path / "sums" / "train.yaml"), *small])
 
-    assert 0 == done.returncode, done.stderr
+    assert 0 == done.exit_code, done.stderr
     summary = json.loads(done.stdout.splitlines()[-1])
     assert 1 == summary["steps"]
     assert not (Path(summary["run_dir"]) / "failures.jsonl").exists()

@@ -50,6 +50,7 @@ RAW_ROLE = "prompt"
 """The role of a raw prompt in a history. Conversations never use it, so none is taken to continue a raw prompt."""
 
 _MAX_HASHES = 8
+_MAX_SLICES = 256
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 
 
@@ -321,9 +322,10 @@ class ConversationTree:
         else:
             # A restored parent, or one that others have pushed out, is hashed again from its ids.
             digest = create_token_hash()
-            digest.update(self.full_tokens(self._known(pending.token_parent)).data)
-        digest.update(pending.prompt_suffix.data)
-        digest.update(compact.token_ids.data)
+            digest.update(self.full_tokens(self._known(pending.token_parent)).tobytes())
+        # Copied, because numpy keeps 72 bytes with each array whose buffer was exported.
+        digest.update(pending.prompt_suffix.tobytes())
+        digest.update(compact.token_ids.tobytes())
         self._hashes[pending.id] = digest
         # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
         if len(self._hashes) > _MAX_HASHES:
@@ -490,15 +492,16 @@ class Compactor:
         """Return the same completion in compact arrays."""
         sampled, raw, versions = completion.logprobs, completion.raw_logprobs, completion.versions
         logprobs = own(sampled)
-        has_one_version = len(versions) > 0 and bool((versions == versions[0]).all())
+        # Bytes are compared four times faster than by ``np.array_equal`` and ``all``.
+        same = self._versions.repeat(int(versions[0]), len(versions)) if len(versions) else versions
         # The two are the same without truncation and penalties, and are then stored once.
-        is_same = raw is sampled or np.array_equal(sampled, raw)
+        is_same = raw is sampled or sampled.tobytes() == raw.tobytes()
         return evolve(
             completion,
             token_ids=own(completion.token_ids),
             logprobs=logprobs,
             raw_logprobs=logprobs if is_same else own(raw),
-            versions=self._versions.repeat(int(versions[0]), len(versions)) if has_one_version else own(versions),
+            versions=same if same.tobytes() == versions.tobytes() else own(versions),
         )
 
 
@@ -507,10 +510,17 @@ class _ConstantArrays:
 
     def __init__(self) -> None:
         self._longest: dict[int, Ints] = {}
+        self._slices: dict[tuple[int, int], Ints] = {}
 
     def repeat(self, value: int, length: int) -> Ints:
         """Return ``value``, ``length`` times, as a contiguous slice of a shared array."""
-        array = self._longest.get(value)
-        if array is None or len(array) < length:
-            array = self._longest[value] = own(np.full(max(length, 64), value, np.int32))
-        return array[:length]
+        array = self._slices.get((value, length))
+        if array is None:
+            longest = self._longest.get(value)
+            if longest is None or len(longest) < length:
+                longest = self._longest[value] = own(np.full(max(length, 64), value, np.int32))
+            # A slice takes 112 bytes. Answers of equal length share one.
+            if len(self._slices) >= _MAX_SLICES:
+                self._slices.clear()
+            array = self._slices[value, length] = longest[:length]
+        return array

@@ -44,7 +44,7 @@ def create_token_hash() -> TokenHash:
 def digest_tokens(token_ids: Ints) -> str:
     """Return the digest of ids, int32 [T]."""
     digest = create_token_hash()
-    digest.update(np.ascontiguousarray(token_ids, np.int32).data)
+    digest.update(np.ascontiguousarray(token_ids, np.int32).tobytes())
     return digest.hexdigest()
 
 
@@ -78,10 +78,11 @@ def _link(name: InteractionId, tokens: str, raw: str, logprobs: Floats, versions
     head = f"{before}:{tokens}:{raw}:{len(label)}:{len(logprobs)}:{len(versions)}:".encode()
     digest = blake2b(head, digest_size=_SIZE, person=b"areal turn")
     digest.update(label)
-    digest.update(np.ascontiguousarray(logprobs, np.float32).data)
-    digest.update(np.ascontiguousarray(versions, np.int32).data)
+    # Copied: numpy keeps 72 bytes with each array whose buffer was ever exported, and the tree keeps the arrays.
+    digest.update(np.ascontiguousarray(logprobs, np.float32).tobytes())
+    digest.update(np.ascontiguousarray(versions, np.int32).tobytes())
     return digest.hexdigest()
 
 
 def _hash(label: bytes, values: Floats) -> str:
-    return blake2b(np.ascontiguousarray(values, np.float32).data, digest_size=_SIZE, person=label).hexdigest()
+    return blake2b(np.ascontiguousarray(values, np.float32).tobytes(), digest_size=_SIZE, person=label).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,14 +126,30 @@ class Sampling:
     ) -> SamplingDistribution:
         """Return the facts that training needs about the distribution that these settings sample from."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1.0)
-        return SamplingDistribution(
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            is_adjusted=has_grammar or any(penalties) or bool(self.logit_bias),
-            logprobs_follow_truncation=logprobs_follow_truncation,
+        is_adjusted = has_grammar or any(penalties) or bool(self.logit_bias)
+        return _share_distribution(
+            self.temperature, self.top_p, self.top_k, self.min_p, is_adjusted, logprobs_follow_truncation
         )
+
+
+# Each stored turn has one, and those of most turns are equal. With ``typed``, 1 and 1.0 stay what they were.
+@lru_cache(maxsize=1024, typed=True)
+def _share_distribution(
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    min_p: float,
+    is_adjusted: bool,  # noqa: FBT001 - the cache knows arguments by position
+    logprobs_follow_truncation: bool,  # noqa: FBT001
+) -> SamplingDistribution:
+    return SamplingDistribution(
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        min_p=min_p,
+        is_adjusted=is_adjusted,
+        logprobs_follow_truncation=logprobs_follow_truncation,
+    )
 
 
 @frozen(kw_only=True)

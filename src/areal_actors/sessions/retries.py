@@ -70,8 +70,10 @@ class CachedRequest(Generic[W]):
         return self.ended_at is not None and self.answers is None
 
     def end(self, answers: tuple[Answer, ...] | None, now: float) -> None:
-        """Record the result, and release the work."""
+        """Record the result, and release the work. Nothing takes the place of a request that was answered."""
         self.work, self.answers, self.ended_at = None, answers, now
+        if answers is not None:
+            self.asked = None
 
 
 @define(eq=False)

@@ -134,13 +134,13 @@ class Sampling:
 
 # Each stored turn has one, and those of most turns are equal. With ``typed``, 1 and 1.0 stay what they were.
 @lru_cache(maxsize=1024, typed=True)
-def _share_distribution(
+def _share_distribution(  # noqa: PLR0917 - the cache knows arguments by position
     temperature: float,
     top_p: float,
     top_k: int,
     min_p: float,
-    is_adjusted: bool,  # noqa: FBT001 - the cache knows arguments by position
-    logprobs_follow_truncation: bool,  # noqa: FBT001
+    is_adjusted: bool,  # noqa: FBT001 - as above
+    logprobs_follow_truncation: bool,  # noqa: FBT001 - as above
 ) -> SamplingDistribution:
     return SamplingDistribution(
         temperature=temperature,

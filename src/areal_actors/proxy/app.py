@@ -10,6 +10,7 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
@@ -23,7 +24,7 @@ from starlette.routing import Match
 from starlette.types import Receive, Scope, Send
 
 from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, Credential
+from areal_actors.domain import AnswerStarted, Attempt, ChatMessage, Credential
 from areal_actors.errors import InvalidRequest, QuotaExceeded
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
@@ -44,6 +45,7 @@ from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects.base import Dialect, Parsed
 from areal_actors.proxy.dialects.blocks import replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.chat.repeats import MIN_BYTES, PrefixCache
 from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
@@ -60,6 +62,7 @@ __all__ = ["AGENT_HEADER", "CompletionEndpoint", "TokenCountEndpoint", "create_a
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
 Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
+NoteMessages = Callable[[tuple[ChatMessage, ...]], None]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
 _MAX_KEY = 255
@@ -80,10 +83,12 @@ class CompletionEndpoint:
     keep_alive: bytes = KEEP_ALIVE
     resolve: Resolve | None = None
     """Replaces references to stored items in a body, for a dialect that has them."""
+    prefixes: PrefixCache | None = None
+    """Knows the messages of earlier bodies, for a dialect that repeats them."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body, credential = await _read(exchange, self.config, self.gatekeeper)
+        raw, body, credential, note_messages = await _read(exchange, self.config, self.gatekeeper, self.prefixes)
         attempt = read_attempt(exchange.headers, exchange.operation, raw)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
@@ -94,6 +99,8 @@ class CompletionEndpoint:
         elif not re.fullmatch(ROLE_PATTERN, role):
             raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
         parsed = self.dialect.parse(body, tag=role)
+        if note_messages is not None:
+            note_messages(parsed.request.messages)
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None
         if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
@@ -192,19 +199,34 @@ class CompletionEndpoint:
 
 
 async def _read(
-    exchange: Exchange, config: ProxyConfig, gatekeeper: Gatekeeper
-) -> tuple[bytes, Mapping[str, Any], Credential]:
-    """Return the body as it was sent, its object without content that the model cannot use, and the credential."""
+    exchange: Exchange, config: ProxyConfig, gatekeeper: Gatekeeper, prefixes: PrefixCache | None = None
+) -> tuple[bytes, Mapping[str, Any], Credential, NoteMessages | None]:
+    """Return the body as it was sent, its object without content that the model cannot use, and the credential.
+
+    With ``prefixes``, also a function that takes the messages of a long body, once they are parsed.
+    """
     raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
     client = exchange.headers.get(b"user-agent", b"").decode("latin-1")
-    body = replace_blocks(parse_object(raw), config.unsupported_blocks.for_client(client))
+    policy = config.unsupported_blocks.for_client(client)
+    body: Mapping[str, Any] | None = None
+    note_messages: NoteMessages | None = None
+    if prefixes is not None and len(raw) >= MIN_BYTES:
+        # The messages are those that this policy leaves, so that another one parses them anew.
+        place = exchange.session, read_key(exchange.headers), policy
+        known = prefixes.find(place, raw)
+        new = None if known is None else known.parse(raw)
+        if known is not None and new is not None:
+            body = known.restore(replace_blocks(new, policy, num_known=len(known.messages)))
+        note_messages = partial(prefixes.note, place, raw, None if body is None else known)
+    if body is None:
+        body = replace_blocks(parse_object(raw), policy)
     named = body.get("session_id") or exchange.query.get("session_id")
     credential = gatekeeper.credential(
         key=read_key(exchange.headers),
         in_path=exchange.session,
         in_request=named if isinstance(named, str) else None,
     )
-    return raw, body, credential
+    return raw, body, credential, note_messages
 
 
 def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
@@ -245,7 +267,7 @@ class TokenCountEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
-        _, body, credential = await _read(exchange, self.config, self.gatekeeper)
+        _, body, credential, _ = await _read(exchange, self.config, self.gatekeeper)
         request, model = self.dialect.parse(body).request, body.get("model")
         if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
             await self._count(exchange, CountTokens(credential=credential, request=request), model)
@@ -363,7 +385,7 @@ def create_app(
     document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))
     page = RoutesPage(document=document.document)
     operations = {
-        "chat/completions": complete(chat),
+        "chat/completions": complete(chat, prefixes=PrefixCache()),
         "completions": complete(CompletionsDialect(model=model, decode=decode, inert=inert)),
         "responses": complete(responses, resolve=stored.resolve),
         "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=("GET", "DELETE"), has_session=True),

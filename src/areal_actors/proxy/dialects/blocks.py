@@ -80,8 +80,10 @@ _CLIENT_TOOLS = (None, "function", "custom", "namespace")
 """Types of tools that the client runs. A ``custom`` tool is a function for Anthropic and refused by name for OpenAI."""
 
 
-def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mapping[str, Any]:
+def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks, *, num_known: int = 0) -> Mapping[str, Any]:
     """Return ``body`` with the content and tools that ``policy`` does not refuse replaced or left out.
+
+    ``num_known`` messages come before those in ``body``, and count in the names of fields.
 
     Raises:
         InvalidRequest: an image to be replaced is malformed; the error names the field.
@@ -90,7 +92,8 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mappin
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
             changed[name] = [
-                _replace_in_message(message, policy, f"{name}[{index}]") for index, message in enumerate(messages)
+                _replace_in_message(message, policy, f"{name}[{index}]")
+                for index, message in enumerate(messages, start=num_known)
             ]
     tools = body.get("tools")
     if policy.server_tools is ToolPolicy.DROP and isinstance(tools, list):

@@ -9,7 +9,7 @@ The Responses API joins content parts and describes functions in nearly the same
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import orjson
@@ -60,6 +60,7 @@ from areal_actors.proxy.dialects.structured import (
 __all__ = [
     "CHAT_FIELDS",
     "TOOLS",
+    "FollowingMessages",
     "ParsedChat",
     "join_parts",
     "optional_text",
@@ -77,6 +78,14 @@ _PLAIN = ("role", "content")
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
+class FollowingMessages(list[Any]):
+    """The last messages of a body as JSON has them, and the ``known`` ones before, which were parsed earlier."""
+
+    def __init__(self, new: Iterable[Any], *, known: tuple[ChatMessage, ...]) -> None:
+        super().__init__(new)
+        self.known = known
+
+
 def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ...]:
     """Parse the conversation of a request.
 
@@ -84,10 +93,11 @@ def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ..
         InvalidRequest: a message is malformed; the error names its index and the problem.
         UnsupportedParameter: a content part that is not text, or a call that is not a function call.
     """
-    if not isinstance(value, list) or not value:
+    known = value.known if isinstance(value, FollowingMessages) else ()
+    if not isinstance(value, list) or not (value or known):
         raise wrong(param, "a list of at least one message", value)
-    messages: list[ChatMessage] = []
-    for index, raw in enumerate(value):
+    messages: list[ChatMessage] = [*known]
+    for index, raw in enumerate(value, start=len(known)):
         # Most messages of a long conversation have only a role and a text, and skip the full checks.
         if type(raw) is dict and len(raw) == len(_PLAIN):
             role, content = raw.get("role"), raw.get("content")

@@ -30,6 +30,7 @@ from rich.console import Console
 
 NAMES = (
     *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents", "updates", "broadcasts", "tokens"),
+    "opcodes",
     *(
         "page",
         "connections",

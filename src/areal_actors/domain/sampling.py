@@ -248,12 +248,16 @@ class Chunk:
 
 def join_chunks(chunks: Sequence[Chunk]) -> Completion:
     """Return the completion that arrived in ``chunks``, of which there is at least one."""
-    versions = np.array([chunk.version for chunk in chunks], dtype=np.int32)
+    if len(chunks) == 1:
+        versions = np.full(len(chunks[0].token_ids), chunks[0].version, np.int32)
+    else:
+        counts = [len(chunk.token_ids) for chunk in chunks]
+        versions = np.array([chunk.version for chunk in chunks], dtype=np.int32).repeat(counts)
     return Completion(
         token_ids=_join([chunk.token_ids for chunk in chunks]),
         logprobs=_join([chunk.logprobs for chunk in chunks]),
         raw_logprobs=_join([chunk.raw_logprobs for chunk in chunks]),
-        versions=versions.repeat([len(chunk.token_ids) for chunk in chunks]),
+        versions=versions,
         finish=chunks[-1].finish or FinishReason.ABORT,
         top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         routed_experts=chunks[-1].routed_experts,

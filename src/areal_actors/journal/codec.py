@@ -151,6 +151,7 @@ def load_json(value: Any) -> Any:
 
 def dump_messages(messages: Iterable[ChatMessage]) -> Sql:
     """Return messages as a JSON array of objects with the fields that are set."""
+    # The plain data is built here, so that its keys need no check.
     plain: list[dict[str, Any]] = []
     for message in messages:
         fields: dict[str, Any] = {"role": message.role, "content": message.content}
@@ -160,11 +161,31 @@ def dump_messages(messages: Iterable[ChatMessage]) -> Sql:
             if (value := getattr(message, name)) is not None:
                 fields[name] = value
         plain.append(fields)
+    return _dump_plain(plain)
+
+
+def _dump_plain(value: Any) -> Sql:
+    """Return plain data without floats, whose keys are texts, as ``dump_json`` does, in a fifth of the time."""
     try:
-        return orjson.dumps(plain).decode()
+        return orjson.dumps(value).decode()
     except TypeError:
-        # orjson refuses lone surrogates.
-        return text(_ENCODER.encode(plain))
+        # orjson refuses lone surrogates, and integers of more than 64 bits.
+        return dump_json(value)
+
+
+_sampling_texts: dict[int, tuple[SamplingDistribution, Sql]] = {}
+"""By the identity of a distribution, which most turns of a process share. Equal ones may differ: 1 and 1.0."""
+_MAX_TEXTS = 1024
+
+
+def _dump_sampling(sampling: SamplingDistribution) -> Sql:
+    known = _sampling_texts.get(id(sampling))
+    if known is None:
+        if len(_sampling_texts) >= _MAX_TEXTS:
+            _sampling_texts.clear()
+        # The entry keeps the distribution alive, so that no other one gets its identity.
+        known = _sampling_texts[id(sampling)] = sampling, dump_json(asdict(sampling))
+    return known[1]
 
 
 def load_messages(value: Any) -> tuple[ChatMessage, ...]:
@@ -297,13 +318,13 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
         "request": event.request,
         "messages": dump_messages(turn.messages),
         "output": None if turn.output is None else dump_messages((turn.output,)),
-        "attempt": None if attempt is None else dump_json(asdict(attempt)),
-        "siblings": dump_json(event.siblings) if event.siblings else None,
+        "attempt": None if attempt is None else _dump_plain(asdict(attempt)),
+        "siblings": _dump_plain(event.siblings) if event.siblings else None,
         "frame": pack_bytes(event.frame),
         "prompt_suffix": pack_ints(turn.prompt_suffix),
         "prompt_digest": event.prompt_digest,
-        "asked": None if event.asked is None else dump_json(event.asked),
-        "sampling": None if turn.sampling is None else dump_json(asdict(turn.sampling)),
+        "asked": None if event.asked is None else _dump_plain(event.asked),
+        "sampling": None if turn.sampling is None else _dump_sampling(turn.sampling),
         **_completion_values(turn.completion),
     }
     return tuple(map(row.__getitem__, TURN_COLUMNS))

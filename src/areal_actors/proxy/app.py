@@ -20,8 +20,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Match
-from starlette.types import Receive, Scope, Send
 
 from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import AnswerStarted, Attempt, ChatMessage, Credential
@@ -49,7 +47,15 @@ from areal_actors.proxy.dialects.chat.repeats import MIN_BYTES, PrefixCache
 from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
-from areal_actors.proxy.exchange import Exchange, Meter, Operation, Operations, Traffic, parse_object
+from areal_actors.proxy.exchange import (
+    Exchange,
+    Meter,
+    Operation,
+    Operations,
+    RoutedApplication,
+    Traffic,
+    parse_object,
+)
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
@@ -411,27 +417,7 @@ def create_app(
         "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
     }
     routed = Operations(operations, traffic, meter, has_access_log=config.access_log)
-    app = _Application(routes=[routed], exception_handlers={HTTPException: _answer_unrouted})
-    app.operations = routed
-    return app
-
-
-class _Application(Starlette):
-    """A Starlette application that passes requests to its ``operations`` without Starlette's middleware.
-
-    That has no effect on them, since they format their own errors, and would take 3 % of the time of a short request.
-    """
-
-    operations: Operations
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a request."""
-        match, found = self.operations.matches(scope)
-        if match is Match.NONE:
-            await super().__call__(scope, receive, send)
-            return
-        scope.update(found)
-        await self.operations.handle(scope, receive, send)
+    return RoutedApplication(routed, exception_handlers={HTTPException: _answer_unrouted})
 
 
 def _answer_unrouted(request: Request, error: Exception) -> Response:

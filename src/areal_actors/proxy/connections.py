@@ -118,7 +118,9 @@ def read_head(data: bytes) -> Head | None:
 class Connection(ABC):
     """One client's connection. Requests are answered one after another by ``app``, in the task of ``serve``."""
 
-    def __init__(self, app: Application, loop: Loop, *, client: Address, server: Address, idle_seconds: float) -> None:
+    def __init__(
+        self, app: Application, now: Callable[[], float], *, client: Address, server: Address, idle_seconds: float
+    ) -> None:
         self.unread = bytearray()
         """Bytes that were read and belong to no request that was served here."""
         self.has_left = False
@@ -128,12 +130,11 @@ class Connection(ABC):
         self.is_closing = False
         """Whether the server ends: no request is read after the present one."""
         self._app = app
-        self._loop = loop
+        self._now = now
         self._client = client
         self._server = server
         self._idle_seconds = idle_seconds
         self._on_hang_up: Callable[[], object] | None = None
-        self._waiting: list[Signal] = []
 
     @abstractmethod
     async def wait(self, deadline: float = math.inf) -> None:
@@ -143,24 +144,14 @@ class Connection(ABC):
     async def write(self, data: bytes) -> None:
         """Send ``data``, as fast as the client takes it. Does nothing if the connection is broken."""
 
-    async def _wait(self) -> None:
-        signal = self._loop.new_signal()
-        self._waiting.append(signal)
-        try:
-            await signal.wait()
-        finally:
-            if signal in self._waiting:
-                self._waiting.remove(signal)
-
-    def _wake(self) -> None:
-        waiting, self._waiting = self._waiting, []
-        for signal in waiting:
-            signal.set()
+    @abstractmethod
+    def wake(self) -> None:
+        """End every ``wait``."""
 
     def close_when_idle(self) -> None:
         """Read no request after the present one."""
         self.is_closing = True
-        self._wake()
+        self.wake()
 
     async def serve(self) -> bool:
         """Answer requests; return whether ``unread`` begins with one that Hypercorn has to read."""
@@ -176,9 +167,9 @@ class Connection(ABC):
             if self.has_left or self.is_closing or len(self.unread) > _MAX_HEAD:
                 return None
             searched = max(len(self.unread) - 3, 0)
-            deadline = min(deadline, self._loop.now() + self._idle_seconds)
+            deadline = min(deadline, self._now() + self._idle_seconds)
             await self.wait(deadline)
-            if len(self.unread) < searched + 4 and self._loop.now() >= deadline:
+            if len(self.unread) < searched + 4 and self._now() >= deadline:
                 self.unread.clear()
                 return None
         head = read_head(bytes(self.unread[:end])) if end <= _MAX_HEAD else None
@@ -228,7 +219,7 @@ class Connection(ABC):
         callback, self._on_hang_up = self._on_hang_up, None
         if callback is not None:
             callback()
-        self._wake()
+        self.wake()
 
 
 class _Transferable(Protocol):
@@ -243,9 +234,16 @@ class AsyncioConnection(Connection, asyncio.Protocol):
     """A connection of asyncio. It takes the transport from its ``protocol``, which has it again after ``give_back``."""
 
     def __init__(
-        self, app: Application, loop: Loop, transport: asyncio.Transport, protocol: _Transferable, **settings: Any
+        self,
+        app: Application,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.Transport,
+        protocol: _Transferable,
+        **settings: Any,
     ) -> None:
-        super().__init__(app, loop, **settings)
+        super().__init__(app, loop.time, **settings)
+        self._loop = loop
+        self._waiting: list[asyncio.Future[None]] = []
         self._transport = transport
         self._protocol = protocol
         self._is_full = False
@@ -274,14 +272,30 @@ class AsyncioConnection(Connection, asyncio.Protocol):
 
     def _start_timer(self) -> None:
         # One timer for the life of a connection: it is moved on when it rings, not for each request.
-        self._timer = asyncio.get_running_loop().call_at(self._deadline, self._ring)
+        self._timer = self._loop.call_at(self._deadline, self._ring)
 
     def _ring(self) -> None:
         self._timer = None
-        if self._loop.now() >= self._deadline:
-            self._wake()
+        if self._now() >= self._deadline:
+            self.wake()
         elif self._deadline < math.inf:
             self._start_timer()
+
+    async def _wait(self) -> None:
+        future = self._loop.create_future()
+        self._waiting.append(future)
+        try:
+            await future
+        finally:
+            if future in self._waiting:
+                self._waiting.remove(future)
+
+    def wake(self) -> None:
+        """See ``Connection.wake``."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
 
     async def write(self, data: bytes) -> None:
         """See ``Connection.write``."""
@@ -313,7 +327,7 @@ class AsyncioConnection(Connection, asyncio.Protocol):
             self._is_paused = True
             self._transport.pause_reading()
         if self._waiting:
-            self._wake()
+            self.wake()
 
     def eof_received(self) -> bool:
         """Keep the transport open, because the answer can still be sent."""
@@ -333,7 +347,7 @@ class AsyncioConnection(Connection, asyncio.Protocol):
     def resume_writing(self) -> None:
         """Let ``write`` return."""
         self._is_full = False
-        self._wake()
+        self.wake()
 
 
 class Stream(Protocol):
@@ -350,7 +364,9 @@ class TrioConnection(Connection):
     def __init__(
         self, app: Application, loop: Loop, stream: Stream, errors: tuple[type[Exception], ...], **settings: Any
     ) -> None:
-        super().__init__(app, loop, **settings)
+        super().__init__(app, loop.now, **settings)
+        self._loop = loop
+        self._waiting: list[Signal] = []
         self._stream = stream
         self._errors = errors
         self._room: Signal | None = None
@@ -364,7 +380,7 @@ class TrioConnection(Connection):
                 data, self.is_broken = b"", True
             self.unread += data
             if data:
-                self._wake()
+                self.wake()
             else:
                 self.note_left()
             while len(self.unread) > _MAX_AHEAD:
@@ -376,8 +392,20 @@ class TrioConnection(Connection):
         if self._room is not None and len(self.unread) < _MAX_AHEAD:
             self._room.set()
             self._room = None
-        with self._loop.new_scope(deadline=deadline):
-            await self._wait()
+        signal = self._loop.new_signal()
+        self._waiting.append(signal)
+        try:
+            with self._loop.new_scope(deadline=deadline):
+                await signal.wait()
+        finally:
+            if signal in self._waiting:
+                self._waiting.remove(signal)
+
+    def wake(self) -> None:
+        """See ``Connection.wake``."""
+        waiting, self._waiting = self._waiting, []
+        for signal in waiting:
+            signal.set()
 
     async def write(self, data: bytes) -> None:
         """See ``Connection.write``."""

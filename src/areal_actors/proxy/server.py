@@ -343,7 +343,9 @@ class _AsyncioServer(_Server):
         except OSError:  # the client has gone
             return False
         transport: Any = self.writer.transport
-        connection = AsyncioConnection(self.app.app, running_loop(), transport, transport.get_protocol(), **settings)
+        connection = AsyncioConnection(
+            self.app.app, asyncio.get_running_loop(), transport, transport.get_protocol(), **settings
+        )
         try:
             is_left = await self._serve(connection)
         finally:

@@ -229,6 +229,12 @@ def _is_resumed(mode: str, config: RunConfig, run_dir: Path | None, *, is_servic
     return directory.groups.exists() or any(directory.checkpoints.glob("step-*"))
 
 
+def _say_loading(config: RunConfig, purpose: str) -> None:
+    """Print that the model is being loaded: on a busy machine, the import of torch alone may take a minute."""
+    if config.logging.display != "none":
+        click.echo(f"{config.experiment_name}: loading {config.model} to {purpose} it", err=True)
+
+
 @click.command(cls=ResumableCommand)
 @config_argument
 @overrides_argument
@@ -254,6 +260,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     from areal_actors.config import load_config
 
     loaded = load_config(config, overrides)
+    _say_loading(loaded, "train")
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run import train as run_training
 
@@ -289,6 +296,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     from areal_actors.config import load_config
 
     loaded, admin_key = load_config(config, overrides), _read_admin_key(os.environ)
+    _say_loading(loaded, "serve")
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service

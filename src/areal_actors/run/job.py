@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import (
@@ -56,6 +57,7 @@ from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents, ResumeEpisodes
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import SandboxKind, create_sandbox
+from areal_actors.schedulers.config import SchedulerType
 from areal_actors.training.advice import compares_members, doubtful_settings, inert_settings
 from areal_actors.training.phases import PhaseName
 from areal_actors.training.teaching import GroupTeacher
@@ -100,6 +102,7 @@ __all__ = [
     "prepare_agent",
     "prepare_agents",
     "prepared_directory",
+    "require_memory",
     "require_packages",
     "sampling_digest",
     "warn_of_singletons",
@@ -152,6 +155,7 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     package is missing.
     """
     require_packages(config)
+    require_memory(config)
     path, former, is_created = directory.path, None, False
     with ExitStack() as stack:
         try:
@@ -311,6 +315,54 @@ def require_packages(config: RunConfig) -> None:
     require_trackers(list(config.logging.tracker_options))
     if config.logging.row_dumps.every_steps and not has_parquet():
         raise ConfigError(f"logging.row_dumps writes parquet, which needs pyarrow: {INSTALL_PARQUET}")
+
+
+_EPISODE_BYTES = 4 * 1024
+"""An episode with one short answer until it is trained: 4.5 kB were measured for its turn alone."""
+_PROCESS_BYTES = 16 * 2**20
+"""A process of Python that has imported little."""
+
+
+def require_memory(config: RunConfig) -> None:
+    """Raise ``ConfigError`` for numbers of episodes and processes that cannot fit into the memory of this machine.
+
+    They are the least that the settings need, so that numbers are found that are off by orders of magnitude; ``doctor``
+    predicts the memory of a job. Those of a cluster are not known here.
+    """
+    if config.scheduler.type is not SchedulerType.LOCAL:
+        return
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    largest = {name: rollout.group_size for name, rollout in config.agents.items()}
+    wanted = [
+        (
+            f"sources.{name}.group_size" if name else "rollout.group_size",
+            f"a step has batch_size {config.batch_size:,} groups of {size:,} episodes",
+            config.batch_size * size * _EPISODE_BYTES,
+        )
+        for name, size in largest.items()
+    ]
+    num_samples, num_proxies = config.evaluation.num_samples, config.proxy.num_processes
+    num_workers = config.rollout.openai.subproc_max_workers
+    wanted += [
+        (
+            "evaluation.num_samples",
+            f"an evaluation has {num_samples:,} episodes of each problem",
+            num_samples * _EPISODE_BYTES,
+        ),
+        ("proxy.num_processes", f"a service has {num_proxies:,} processes", num_proxies * _PROCESS_BYTES),
+        (
+            "rollout.openai.subproc_max_workers",
+            f"agents have {num_workers:,} processes",
+            num_workers * _PROCESS_BYTES,
+        ),
+    ]
+    excessive = tuple(
+        f"{setting}: {reason}, which need at least {num_bytes / 1e9:,.0f} GB, more than this machine has"
+        for setting, reason, num_bytes in wanted
+        if num_bytes > available
+    )
+    if excessive:
+        raise ConfigError(excessive)
 
 
 def advise(config: RunConfig, *, is_service: bool) -> list[str]:

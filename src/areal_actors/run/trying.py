@@ -33,7 +33,7 @@ from areal_actors.messages import EpisodeFinished, Progress
 from areal_actors.rollouts.runner import NEVER_REACHED
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.evaluation import run_evaluation
-from areal_actors.run.job import load_set
+from areal_actors.run.job import load_set, require_memory
 
 __all__ = ["TrialGroup", "TrialSummary", "format_trial", "try_agent"]
 
@@ -138,6 +138,7 @@ def try_agent(
         missing.append("dataset is missing: the problems to try the agent on")
     if missing:
         raise ConfigError(tuple(missing))
+    require_memory(config)
     found = find_model(config, model, served_name=served_name)
     with TemporaryDirectory(prefix="areal-try-") as temporary:
         directory = RunDirectory(path=Path(temporary) / "try" if output is None else output.absolute())

@@ -31,6 +31,7 @@ from areal_actors.run.job import (
     load_training_problems,
     local_teacher,
     prepare_agents,
+    require_memory,
     require_packages,
 )
 from areal_actors.sandbox import SandboxKind, create_sandbox
@@ -60,6 +61,7 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from _examine_disk(config)
     yield from _examine_limits(config)
     with Examination("memory") as found:
+        require_memory(config)
         found.findings.extend(examine_memory(config))
     yield from found.findings
 

@@ -644,11 +644,13 @@ class SessionManager(Actor[Sessions]):
     ) -> tuple[tuple[Answer, ...] | None, CachedRequest[PendingRequest] | None]:
         """Return the answers of an earlier sending of this request, or ``None``, and the sending that it replaces."""
         cut: CachedRequest[PendingRequest] | None = None
-        if message.attempt is None:
+        attempt = message.attempt
+        if attempt is None or (not attempt.number and attempt.idempotency_key is None):
+            # The client says that it has not sent this request before, and nothing else would tell.
             return None, None
         session = self._open_for(message.credential)
         attempts = self._extras[session.id].attempts
-        while (sending := attempts.recognise(message.attempt, anyio.current_time())) is not None:
+        while (sending := attempts.recognise(attempt, anyio.current_time())) is not None:
             if sending.is_cut:
                 cut = sending
                 break

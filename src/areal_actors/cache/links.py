@@ -257,8 +257,10 @@ class ParentIndex:
         for other in self._recent:
             had = other.history.messages
             num_shared = len(had)
-            # An agent that continues a conversation repeats all of it, which one comparison of slices finds out.
-            if messages[:num_shared] != had:
+            # Most histories either begin differently, or repeat all of it, which one comparison of slices finds out.
+            if had and messages and not (messages[0] is had[0] or messages[0] == had[0]):
+                num_shared = 0
+            elif messages[:num_shared] != had:
                 pairs = enumerate(zip(had, messages, strict=False))
                 unequal = (i for i, (left, right) in pairs if not (left is right or left == right))
                 num_shared = next(unequal, min(len(had), len(messages)))

@@ -496,12 +496,15 @@ class Compactor:
         same = self._versions.repeat(int(versions[0]), len(versions)) if len(versions) else versions
         # The two are the same without truncation and penalties, and are then stored once.
         is_same = raw is sampled or sampled.tobytes() == raw.tobytes()
-        return evolve(
-            completion,
+        # ``evolve`` takes twice as long, on every turn.
+        return Completion(
             token_ids=own(completion.token_ids),
             logprobs=logprobs,
             raw_logprobs=logprobs if is_same else own(raw),
             versions=same if same.tobytes() == versions.tobytes() else own(versions),
+            finish=completion.finish,
+            top_logprobs=completion.top_logprobs,
+            routed_experts=completion.routed_experts,
         )
 
 

@@ -198,7 +198,8 @@ class Play:
         """Let the run make some steps, and stop it as a user would."""
         child = self.start()
         try:
-            newest = max(self.metrics, default=0)
+            # From the file: a controller that was never killed has made steps since the last look.
+            newest = max((record["step"] for record in read_records(self.run_dir.metrics)), default=0)
             wait_for(
                 lambda: (
                     not child.is_alive
@@ -254,6 +255,7 @@ class Play:
         """The line of each recorded turn."""
         asked: dict[tuple[Any, ...], list[tuple[int, int, str]]] = {}
         """By episode and prompt: the number of kills before each sample, its line and its turn."""
+        aborted: set[str] = set()
         num_kills = 0
         for number, event in enumerate(map(json.loads, lines)):
             match event["event"]:
@@ -261,9 +263,13 @@ class Play:
                     num_kills += 1
                 case "recorded":
                     recorded.setdefault(event["id"], number)
+                case "aborted":
+                    aborted.add(event["id"])
                 # What is left of a sample that another engine began is not sampled again.
                 case "sampled" if event["key"][0] == "train" and not event["num_drawn"]:
-                    asked.setdefault(_prompt_of(event["key"]), []).append((num_kills, number, event["id"]))
+                    # One that another engine begins anew has the turn's id and a number.
+                    turn = re.sub(r"\.[0-9]+$", "", event["id"])
+                    asked.setdefault(_prompt_of(event["key"]), []).append((num_kills, number, turn))
         self.counts["samples"] = sum(map(len, asked.values()))
         self.counts["turns recorded"] = len(recorded)
         repeated: Counter[tuple[int, tuple[Any, ...]]] = Counter()
@@ -272,6 +278,8 @@ class Play:
             for (kills, _, turn), (_, later, _) in pairwise(samples):
                 if turn not in recorded:
                     repeated[kills, prompt[:-1]] += 1
+                    # Its client was killed or cut off: the journal has it without an answer.
+                    self.counts["of these, aborted"] += turn in aborted
                 elif recorded[turn] < later:
                     self.counts["completed turns sampled again"] += 1
                     self.problems.append(f"a completed turn was sampled again, line {later}: {prompt}")

@@ -28,6 +28,8 @@ from areal_actors.rollouts.group_journal import RestoredQueue
 
 START_SECONDS = 300.0
 """The longest time until all workers serve; six at once import for minutes on a busy machine."""
+SAMPLE_SECONDS = 60.0
+"""The longest time that a kill waits for a sample."""
 CLEAN_SECONDS = 20.0
 """The longest time until the processes of a run have ended after its controller was killed."""
 CONTROLLER = "controller"
@@ -83,6 +85,10 @@ class PlacedPlay(Play):
                     return
                 self.trap.unlink(missing_ok=True)
             with suppress(TimeoutError):
+                # Mostly while something is sampled: processes start for much longer than episodes take.
+                if self.random.random() < 0.75:
+                    num_samples = self._count_samples()
+                    self._wait(lambda: self._count_samples() > num_samples, SAMPLE_SECONDS)
                 self._wait(lambda: False, self.draw_seconds())
             self._kill(self.random.choice([*sorted(self._workers()), CONTROLLER]), controller)
         except BaseException:
@@ -102,6 +108,11 @@ class PlacedPlay(Play):
                 log = (self.run_dir.path / "logs" / "run.jsonl").read_text("utf-8")[-3000:]
                 raise Failed(f"waited {seconds:g} s for {what}:\n{self.controller.last_words()}\n{log}")
             time.sleep(0.02)
+
+    def _count_samples(self) -> int:
+        """Return the number of lines that the witness has written about samples."""
+        path = self.directory / "samples.jsonl"
+        return path.read_text("utf-8").count('["train"') if path.exists() else 0
 
     def _workers(self) -> dict[str, int]:
         return {name: pid for name, pid in workers_of(self.run_dir.path).items() if name in WORKERS}

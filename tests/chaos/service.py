@@ -184,17 +184,15 @@ def _wrap_engine(witness: Witness, engine: Any) -> None:
 def _wrap_journal(witness: Witness, store: Any) -> None:
     encode, write = store.encode, store.write
     kinds: set[Point] = set()
-    turns: list[str] = []
+    turns: list[tuple[str, str]] = []
 
     def encoding(self: Any, facts: Sequence[Any]) -> Any:
         kinds.update(KINDS[name] for fact in facts if (name := type(fact).__name__) in KINDS)
-        # A turn whose client was killed is recorded as well, as one that was aborted.
+        # A turn whose client was killed is written as well, as one that was aborted. It has no answer to give again.
         turns.extend(
-            fact.interaction.id
+            ("recorded" if fact.interaction.status == "completed" else "aborted", fact.interaction.id)
             for fact in facts
-            if type(fact).__name__ == "TurnEnded"
-            and fact.request is not None
-            and fact.interaction.status == "completed"
+            if type(fact).__name__ == "TurnEnded" and fact.request is not None
         )
         return encode(self, facts)
 
@@ -205,8 +203,8 @@ def _wrap_journal(witness: Witness, store: Any) -> None:
         for kind in chosen:
             witness.reach(f"before {kind}")
         write(self, statements)
-        for turn in turns:
-            witness.note_sample("recorded", id=turn)
+        for event, turn in turns:
+            witness.note_sample(event, id=turn)
         turns.clear()
         for kind in chosen:
             witness.reach(f"after {kind}")

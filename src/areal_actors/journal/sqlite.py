@@ -72,6 +72,7 @@ class SqliteJournal:
         self._loop = running_loop()
         self._store: Store | None = None
         self._queue: deque[_Handed] = deque()
+        self._is_scheduled = False
         self._is_posted = False
         self._is_closed = False
         self._failure: str | None = None
@@ -98,6 +99,7 @@ class SqliteJournal:
             except Exception as error:  # noqa: BLE001 - raised below, where no task group wraps it
                 failure = error
             finally:
+                journal._post()
                 journal._is_closed = True
                 thread.post(journal._close)
         if failure is not None:
@@ -146,7 +148,15 @@ class SqliteJournal:
             )
             raise JournalError(self._failure)
         self._queue.append(handed)
-        if not self._is_posted:
+        if not self._is_scheduled:
+            # Once everything has run that is ready now: many sessions hand over their turns in one pass of the event
+            # loop, and the thread would otherwise commit the first of them alone.
+            self._is_scheduled = True
+            self._loop.call_soon(self._post)
+
+    def _post(self) -> None:
+        self._is_scheduled = False
+        if self._queue and not self._is_posted and not self._is_closed:
             self._is_posted = True
             self._thread.post(self._commit)
 

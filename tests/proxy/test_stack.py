@@ -94,6 +94,23 @@ async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens(renderer):
         assert all("".join(entry.token for entry in content) == text for text, content in texts[:2])
 
 
+async def test_each_delta_of_a_response_has_the_logprobs_of_its_tokens(renderer):
+    """Those of the tokens up to it; the message has all of them in the end, those of the call and alternatives too."""
+    tool = {"type": "function", **TOOL["function"]}
+    ask = {"model": "m", "input": [QUESTION], "tools": [tool], "top_logprobs": 2}
+    async with _stack(renderer, *["Let me see.\n" + CALL] * 2) as (client, _, _):
+        whole = await client.responses.create(**ask)
+        events = [event async for event in await client.responses.create(**ask, stream=True)]
+
+    expected = [entry.to_dict() for entry in whole.output[0].content[0].logprobs]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    sent = [entry.to_dict() for event in deltas for entry in event.logprobs]
+    assert 3 < len(sent) < len(expected)
+    assert sent == expected[: len(sent)]
+    assert all("".join(entry.token for entry in event.logprobs) == event.delta for event in deltas[:2])
+    assert [entry.to_dict() for entry in events[-1].response.output[0].content[0].logprobs] == expected
+
+
 async def test_a_stream_says_what_the_json_says(renderer):
     """Token by token, the chunks join to the same call, under an id that the session knows."""
     async with _stack(renderer, "Let me see.\n" + CALL) as (client, session, _):

@@ -14,6 +14,8 @@ from attrs import define, frozen
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
+    Chunk,
+    Completion,
     Delta,
     FinishReason,
     InteractionId,
@@ -178,7 +180,7 @@ def format_output(
     if message.reasoning:
         items.append(_format_reasoning(format_item_id("rs", 0, interaction), message.reasoning))
     if message.content or not message.tool_calls:
-        logprobs = _format_output_logprobs(answer, decode) if has_logprobs else []
+        logprobs = _format_output_logprobs(answer.completion, decode) if has_logprobs else []
         items.append(_format_text(format_item_id("msg", 0, interaction), message.content or "", logprobs))
     for index, call in enumerate(message.tool_calls):
         item_id = format_item_id("fc", index, interaction)
@@ -226,9 +228,9 @@ def _format_call(
     }
 
 
-def _format_output_logprobs(answer: Answer, decode: Decode | None) -> list[dict[str, Any]]:
+def _format_output_logprobs(sampled: Completion | Chunk, decode: Decode | None) -> list[dict[str, Any]]:
     """Return one entry per sampled token."""
-    entries = format_logprobs(answer.completion, decode)
+    entries = format_logprobs(sampled, decode)
     for entry in entries:
         for token in (entry, *entry["top_logprobs"]):
             # Unlike in chat completions, ``bytes`` must be a list here; it is empty for a part of a character.
@@ -274,9 +276,9 @@ class ResponseStream:
 
     Reasoning, text and calls are separate items. An item is done when a delta of another kind arrives; text or
     reasoning that resumes later is a new item, and ``parse_input`` joins the items again when they are sent back. If
-    log-probabilities were requested, a message stays open until the end instead, because its log-probabilities are sent
-    with its end. Parts of the final answer that no delta had are streamed before the end, and nothing that was sent is
-    retracted.
+    log-probabilities were requested, a delta of text carries those of all tokens since the delta of text before. The
+    message then stays open until the end, because it has those of the whole answer. Parts of the final answer that no
+    delta had are streamed before the end, and nothing that was sent is retracted.
     """
 
     def __init__(self, envelope: _Envelope, *, clock: Callable[[], float]) -> None:
@@ -287,6 +289,8 @@ class ResponseStream:
         self._calls: dict[int, _Item] = {}
         self._events: list[bytes] = []
         self._num_events = 0
+        self._unsent: list[dict[str, Any]] = []
+        """Log-probabilities that wait for a delta of text."""
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
@@ -297,8 +301,9 @@ class ResponseStream:
             self._emit("response.in_progress", response=response)
         elif isinstance(item, Answer):
             self._end(item)
-        elif not isinstance(item, SampledTokens):
-            # Log-probabilities are sent with the end of their message.
+        elif isinstance(item, SampledTokens):
+            self._unsent += _format_output_logprobs(item.chunk, self._envelope.decode)
+        else:
             self._grow(item)
         return self._take()
 
@@ -340,7 +345,8 @@ class ResponseStream:
             self._grow(ToolArgumentsDelta(index=index, text=_missing(self._calls[index].text, call.arguments)))
         if not self._calls and not self._streamed_text("msg"):
             self._open("msg")
-        logprobs = _format_output_logprobs(answer, self._envelope.decode) if self._envelope.parsed.has_logprobs else []
+        has_logprobs, decode = self._envelope.parsed.has_logprobs, self._envelope.decode
+        logprobs = _format_output_logprobs(answer.completion, decode) if has_logprobs else []
         for item in self._items:
             is_last = item is self._items[-1]
             self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)
@@ -388,7 +394,10 @@ class ResponseStream:
     def _add(self, item: _Item, event: str, text: str) -> None:
         if item.is_open:
             item.text += text
-            self._emit_inside(item, f"{event}.delta", delta=text, **({"logprobs": []} if item.kind == "msg" else {}))
+            fields: dict[str, Any] = {"delta": text}
+            if item.kind == "msg":
+                fields["logprobs"], self._unsent = self._unsent, []
+            self._emit_inside(item, f"{event}.delta", **fields)
 
     def _close(self, item: _Item, *, status: str = "completed", logprobs: list[dict[str, Any]] | None = None) -> None:
         """Send the events that mark an item as done, unless they were sent before."""

@@ -296,7 +296,7 @@ RESPONSES_FIELDS = FieldTable(
         honoured(
             "include",
             Kind({"type": ["array", "null"], "items": {"type": "string"}}, partial(read_instance, list, "a list")),
-            "message.output_text.logprobs: those of all sampled tokens, at the end of the text; "
+            "message.output_text.logprobs: those of all sampled tokens; in a stream, of the tokens up to each delta; "
             "whatever else is ignored",
             default=(),
         ),
@@ -399,6 +399,7 @@ def parse_response_request(
     reasoning = values["reasoning"]
     effort = {} if reasoning.get("effort") is None else EFFORT.read(reasoning["effort"], "reasoning.effort")
     form = parse_response_format(values["text"].get("format"), "text.format")
+    has_logprobs = _LOGPROBS in values["include"] or values["top_logprobs"] > 0
     request = CompletionRequest(
         messages=(*instructions, *values["input"]),
         has_instructions=bool(instructions),
@@ -419,6 +420,7 @@ def parse_response_request(
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         id_prefix=RESPONSE_PREFIX,
+        streams_tokens=has_logprobs and values["stream"],
     )
     return ParsedResponse(
         request=request,
@@ -426,7 +428,7 @@ def parse_response_request(
         namespaces=namespaces,
         model=values["model"],
         is_stream=values["stream"],
-        has_logprobs=_LOGPROBS in values["include"] or request.sampling.top_logprobs > 0,
+        has_logprobs=has_logprobs,
     )
 
 

@@ -3,54 +3,29 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter
+from functools import partial
 from pathlib import Path
-from random import Random
 from tempfile import TemporaryDirectory
 
 import anyio
 import click
-from tests.redteam.attacks import Attacker, open_arena
 from tests.redteam.files import play_files
+from tests.redteam.plays import play, play_restarts
+from tests.redteam.served import play_served
 
 from areal_actors.errors import SandboxError
 
-__all__ = ["main", "play"]
+__all__ = ["main"]
 
-_BLOCK = 100
-"""Attacks between two looks at the sessions."""
-
-
-async def play(seed: int, count: int) -> tuple[Counter[int], list[str]]:
-    """Statuses of ``count`` attacks, and those that succeeded.
-
-    An attack succeeds if it is answered with 200, if a reward or an end changed, or if the runner's own reward does not
-    stand in the end. A replayed request may be answered: its session has ended, and another end changes nothing.
-    """
-    statuses: Counter[int] = Counter()
-    successes: list[str] = []
-    async with open_arena() as arena:
-        attacker = Attacker(Random(seed), arena.victims, captured=arena.captured)
-        before = await arena.state()
-        for number in range(count):
-            attack = attacker.attack()
-            answer = await arena.send(attack)
-            statuses[answer.status_code] += 1
-            if answer.is_success and not attack.is_replay:
-                successes.append(f"{number}: {attack} was answered {answer.status_code} {answer.text[:200]}")
-            if number % _BLOCK == _BLOCK - 1 and (now := await arena.state()) != before:
-                successes.append(f"{number - _BLOCK + 1} to {number}: {before} became {now}")
-                before = now
-        for session in (arena.own, arena.other):
-            honest = await arena.complete(session["completion_key"])
-            rewards = [turn.reward for turn in await arena.finalize(session, 0.5)]
-            if not honest.is_success or rewards != [None, None, 0.5]:
-                successes.append(f"in the end, {session['session_id']} has the rewards {rewards}, {honest.status_code}")
-    return statuses, successes
+_NUM_RESTARTS = 20
+_NUM_SERVED = 1500
+"""Attacks on a service of several processes, which answers them more slowly and is killed twice."""
 
 
 @click.command()
-@click.option("--count", default=10_000, show_default=True, help="Attacks on each event loop, and on files.")
+@click.option(
+    "--count", default=10_000, show_default=True, help="Attacks on each event loop and service, and on files."
+)
 @click.option("--seed", default=0, show_default=True)
 def main(count: int, seed: int) -> None:
     """Attack on both event loops."""
@@ -64,11 +39,19 @@ def main(count: int, seed: int) -> None:
         click.echo(f"files: {error}")
     failed = bool(found)
     for number, backend in enumerate(("asyncio", "trio")):
-        statuses, successes = anyio.run(play, seed + number, count, backend=backend)
-        click.echo(f"{backend}: {count} attacks, {len(successes)} successes; statuses {dict(sorted(statuses.items()))}")
-        click.echo("\n".join(successes[:20]))
-        failed = failed or bool(successes)
-    if failed:
+        with TemporaryDirectory() as directory:
+            restarts = partial(play_restarts, directory=Path(directory), num_restarts=_NUM_RESTARTS)
+            for title, attack in (("one process", play), (f"two processes, {_NUM_RESTARTS} restarts", restarts)):
+                statuses, successes = anyio.run(attack, seed + number, count, backend=backend)
+                counts = dict(sorted(statuses.items()))
+                click.echo(f"{backend}, {title}: {count} attacks, {len(successes)} successes; statuses {counts}")
+                click.echo("\n".join(successes[:20]))
+                failed = failed or bool(successes)
+    with TemporaryDirectory() as directory:
+        statuses, successes = anyio.run(play_served, seed, min(count, _NUM_SERVED), Path(directory))
+    click.echo(f"serve --resume: {sum(statuses.values())} attacks, {len(successes)} successes; {dict(statuses)}")
+    click.echo("\n".join(successes[:20]))
+    if failed or successes:
         sys.exit(1)
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -19,14 +21,15 @@ import anyio
 import httpx
 from attrs import evolve, field, frozen
 from tests.client.service import open_service
+from tests.stacks.shards import CONFIG, open_first
 
 from areal_actors.cache import SessionSettings
-from areal_actors.domain import Interaction, SessionId
+from areal_actors.domain import SessionId
 from areal_actors.messages import CollectSession, ForgetSession
 from areal_actors.run.inference import Inference, InferenceConfig
 from areal_actors.sessions.manager import SessionsConfig
 
-__all__ = ["Arena", "Attack", "Attacker", "Victim", "open_arena"]
+__all__ = ["Arena", "Attack", "Attacker", "Victim", "connect", "create_arena", "open_arena", "open_sharded_arena"]
 
 CONTROL = ("rl/set_reward", "rl/end_session", "rl/finalize")
 FORBIDDEN = (*CONTROL * 5, "export_trajectories", "rl/start_session", "grant_capacity", "keys", "keys/x")
@@ -39,6 +42,13 @@ FRAMINGS = ("two lengths", "length and chunks", "odd chunks", "folded", "short",
 _SHARE_OF_ODD_PATHS = 0.15
 """The others reach their operation, which is where keys are judged."""
 QUESTION = {"messages": [{"role": "user", "content": "one two three"}]}
+_LIFETIMES = SessionSettings(grace_seconds=0)
+"""At once: the runner of an external agent may correct a reward in the grace period, with the key of the session."""
+
+
+State = list[tuple[str, bool, tuple[float | None, ...]]]
+"""Of each session its id, whether it has ended, and the rewards of its turns."""
+Inspect = Callable[[str], Awaitable[tuple[bool, tuple[float | None, ...]]]]
 
 
 @frozen(kw_only=True)
@@ -96,10 +106,11 @@ class Attacker:
     secrets: tuple[str, ...] = ("DUMMY", "sk-admin", "sk-user-x", "null", "true", "*", "%00")
 
     captured: tuple[Attack, ...] = ()
+    share_of_replays: float = _SHARE_OF_REPLAYS
 
     def attack(self) -> Attack:
         """The next request."""
-        if self.captured and self.random.random() < _SHARE_OF_REPLAYS:
+        if self.captured and self.random.random() < self.share_of_replays:
             return self.replay(self.random.choice(self.captured))
         operation = self.random.choice(FORBIDDEN)
         query = self._arguments() if self.random.random() < 0.4 else {}
@@ -223,8 +234,11 @@ class Attacker:
 class Arena:
     """A service with a live session for the attacker, and one more; one has ended, one is forgotten."""
 
-    inference: Inference
+    url: str
+    admin_key: str = field(repr=False)
     http: httpx.AsyncClient
+    inspect: Inspect
+    """Returns what may not change of a session: whether it has ended, and its rewards."""
     own: dict[str, str] = field(repr=False)
     other: dict[str, str] = field(repr=False)
     victims: tuple[Victim, ...]
@@ -235,12 +249,12 @@ class Arena:
         """The answer; of several, the first that is a success."""
         if attack.framing is not None:
             return await self.send_raw(attack)
-        url = httpx.URL(self.inference.endpoint.url).copy_with(raw_path=attack.target.encode())
+        url = httpx.URL(self.url).copy_with(raw_path=attack.target.encode())
         return await self.http.request(attack.method, url, headers=list(attack.headers), content=attack.content)
 
     async def send_raw(self, attack: Attack) -> httpx.Response:
         """The answer to bytes that httpx would not send."""
-        host = self.inference.endpoint.url.removeprefix("http://")
+        host = self.url.removeprefix("http://")
         name, port = host.rsplit(":", 1)
         received = b""
         with anyio.move_on_after(10):
@@ -254,58 +268,92 @@ class Arena:
         success = next((status for status in statuses if 200 <= status < 300), None)
         return httpx.Response(success or (statuses[0] if statuses else 400), content=received)
 
-    async def state(self) -> list[tuple[str, bool, tuple[float | None, ...]]]:
-        """What may not change: whether the sessions live, and what their turns were rewarded with."""
-        names = [SessionId(victim.id) for victim in self.victims[:3]]  # the last one is forgotten
-        records = [await self.inference.sessions.ask(CollectSession(session=name)) for name in names]
-        return [(r.id, r.is_ended, tuple(turn.reward for turn in r.interactions)) for r in records]
+    async def state(self) -> State:
+        """What may not change of the sessions, except for the last one, which is forgotten."""
+        return [(victim.id, *await self.inspect(victim.id)) for victim in self.victims[:3]]
 
     async def complete(self, key: str) -> httpx.Response:
         """An honest turn."""
         return await self.http.post("/v1/chat/completions", json=QUESTION, headers={"authorization": f"Bearer {key}"})
 
-    async def finalize(self, session: dict[str, str], reward: float) -> Sequence[Interaction]:
-        """What the runner does in the end; returns the turns."""
+    async def finalize(self, session: dict[str, str], reward: float) -> tuple[float | None, ...]:
+        """What the runner does in the end; returns the rewards of the turns."""
         headers = {"authorization": f"Bearer {session['api_key']}"}
         answer = await self.http.post("/rl/finalize", json={"final_reward": reward}, headers=headers)
         assert answer.status_code == 200, answer.text
-        return (await self.inference.sessions.ask(CollectSession(session=session["session_id"]))).interactions
+        return (await self.inspect(session["session_id"]))[1]
 
 
 @asynccontextmanager
 async def open_arena() -> AsyncIterator[Arena]:
     """Open everything, with two turns in each session."""
-    # At once: the runner of an external agent may correct a reward in this time, with the key of the session.
-    lifetimes = SessionSettings(grace_seconds=0)
-    config = InferenceConfig(sessions=SessionsConfig(lifetimes=lifetimes))
-    async with (
-        open_service(config) as inference,
-        httpx.AsyncClient(base_url=inference.endpoint.url, timeout=30) as http,
-    ):
-        started, victims = [], []
-        for name in ("own", "other", "ended", "forgotten"):
-            admin = {"authorization": f"Bearer {inference.endpoint.admin_key}"}
-            session = (await http.post("/rl/start_session", json={"task_id": name}, headers=admin)).json()
-            key = {"authorization": f"Bearer {session['completion_key']}"}
-            asked = [await http.post("/v1/chat/completions", json=QUESTION, headers=key) for _ in range(2)]
-            names = tuple(answer.json()["id"] for answer in asked)
-            victims.append(
-                Victim(id=session["session_id"], completion_key=session["completion_key"], interactions=names)
+    config = InferenceConfig(sessions=SessionsConfig(lifetimes=_LIFETIMES))
+    async with open_service(config) as inference, connect(inference.endpoint.url) as http:
+        yield await _open_victims(inference, http)
+
+
+@asynccontextmanager
+async def open_sharded_arena(directory: Path, before: Arena | None = None) -> AsyncIterator[tuple[Arena, Inference]]:
+    """Open a service with two processes and a journal. Of the sessions that live, each process has one.
+
+    ``before`` is the arena of the service that has run in ``directory`` until now. Its sessions are restored.
+    """
+    config = evolve(CONFIG, sessions=SessionsConfig(lifetimes=_LIFETIMES))
+    async with open_first(directory, config) as service, service.second(), connect(service.url) as http:
+        inference = service.inference
+        if before is None:
+            yield await _open_victims(inference, http), inference
+        else:
+            yield evolve(before, url=service.url, http=http, inspect=partial(_collect, inference)), inference
+
+
+def connect(url: str) -> httpx.AsyncClient:
+    """A client, which keeps its connections, whichever process accepted them."""
+    return httpx.AsyncClient(base_url=url, timeout=30)
+
+
+async def _open_victims(inference: Inference, http: httpx.AsyncClient) -> Arena:
+    inspect = partial(_collect, inference)
+    arena = await create_arena(inference.endpoint.url, inference.endpoint.admin_key, http, inspect)
+    await inference.sessions.ask(ForgetSession(session=SessionId(arena.victims[3].id)))
+    return arena
+
+
+async def _collect(inference: Inference, session: str) -> tuple[bool, tuple[float | None, ...]]:
+    record = await inference.sessions.ask(CollectSession(session=SessionId(session)))
+    return record.is_ended, tuple(turn.reward for turn in record.interactions)
+
+
+async def create_arena(url: str, admin_key: str, http: httpx.AsyncClient, inspect: Inspect) -> Arena:
+    """Start the sessions of a service that listens at ``url``, and end the third and the fourth."""
+    started, victims = [], []
+    for name in ("own", "other", "ended", "forgotten"):
+        admin = {"authorization": f"Bearer {admin_key}"}
+        session = (await http.post("/rl/start_session", json={"task_id": name}, headers=admin)).json()
+        key = {"authorization": f"Bearer {session['completion_key']}"}
+        asked = [await http.post("/v1/chat/completions", json=QUESTION, headers=key) for _ in range(2)]
+        names = tuple(answer.json()["id"] for answer in asked)
+        victims.append(Victim(id=session["session_id"], completion_key=session["completion_key"], interactions=names))
+        started.append(session)
+    own, other, ended, forgotten = started
+    captured = []
+    for session, victim in zip((ended, forgotten), victims[2:], strict=True):
+        for attack in _control(session, victim):
+            answer = await http.request(
+                attack.method, attack.target, headers=list(attack.headers), content=attack.content
             )
-            started.append(session)
-        own, other, ended, forgotten = started
-        captured = []
-        for session, victim in zip((ended, forgotten), victims[2:], strict=True):
-            for attack in _control(session, victim):
-                answer = await http.request(
-                    attack.method, attack.target, headers=list(attack.headers), content=attack.content
-                )
-                assert answer.is_success, answer.text
-                captured.append(attack)
-        await inference.sessions.ask(ForgetSession(session=forgotten["session_id"]))
-        yield Arena(
-            inference=inference, http=http, own=own, other=other, victims=tuple(victims), captured=tuple(captured)
-        )
+            assert answer.is_success, answer.text
+            captured.append(attack)
+    return Arena(
+        url=url,
+        admin_key=admin_key,
+        http=http,
+        inspect=inspect,
+        own=own,
+        other=other,
+        victims=tuple(victims),
+        captured=tuple(captured),
+    )
 
 
 def _control(session: dict[str, str], victim: Victim) -> list[Attack]:

@@ -12,9 +12,9 @@ import httpx
 import pytest
 from attrs import evolve
 from tests.client.service import open_service
-from tests.redteam.__main__ import play
 from tests.redteam.attacks import CONTROL, FRAMINGS, QUESTION, Attack, Attacker, open_arena
 from tests.redteam.files import play_files
+from tests.redteam.plays import play, play_restarts
 
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import Episode
@@ -33,6 +33,15 @@ async def test_no_attack_succeeds():
     assert successes == []
     assert statuses[401] > 50
     assert statuses[403] > 5
+
+
+async def test_no_replay_succeeds_after_a_restart_or_in_another_process(tmp_path: Path):
+    """Requests to sessions that are over, sent to both processes before and after a restart from the journals."""
+    statuses, successes = await play_restarts(seed=5, count=150, directory=tmp_path, num_restarts=1)
+
+    assert successes == []
+    assert statuses[200] > 0  # an end that is repeated is answered, and changes nothing
+    assert statuses[401] > 20
 
 
 async def test_the_same_attacks_succeed_with_the_key_of_the_session():
@@ -138,7 +147,7 @@ async def test_a_completion_key_starts_no_session_of_its_own():
     """Neither as what opens ``start_session``, nor as the session key of another session."""
     async with open_arena() as arena:
         key = {"authorization": f"Bearer {arena.own['completion_key']}"}
-        admin = {"authorization": f"Bearer {arena.inference.endpoint.admin_key}"}
+        admin = {"authorization": f"Bearer {arena.admin_key}"}
         ended = arena.victims[2].completion_key
         started = await arena.http.post("/rl/start_session", headers=key)
         brought = await arena.http.post("/rl/start_session", json={"api_key": ended}, headers=admin)

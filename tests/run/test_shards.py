@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import anyio
 import httpx
 import openai
 import pytest
-from attrs import evolve, frozen
-from tests.proxy.stack import renderer, sampled
+from tests.stacks.shards import CONFIG, open_first
 
 from areal_actors.cache.session import process_of
-from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import EpisodeLimits
 from areal_actors.errors import JournalError
-from areal_actors.journal import JournalConfig, SqliteJournal
-from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.journal import JournalConfig
 from areal_actors.messages import (
     AcknowledgeLease,
     CollectSession,
@@ -30,77 +23,11 @@ from areal_actors.messages import (
     LeaseGroups,
     OpenSession,
     SaveVersion,
-    ShardOpened,
 )
-from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.handover import find_process
-from areal_actors.run.inference import (
-    Inference,
-    InferenceConfig,
-    SessionActors,
-    open_actors,
-    spawn_proxy,
-    spawn_shard,
-)
-from areal_actors.sessions.intake import IntakeConfig
 from areal_actors.sessions.shards import open_shard_journals, shard_journal
-from areal_actors.testing.engines import EchoEngine, script_answers
 
 HELLO = [{"role": "user", "content": "Hello"}]
-CONFIG = InferenceConfig(
-    proxy=ProxyConfig(num_processes=2, drain_seconds=0.0, admin_key="sk-admin-of-the-test"),
-    intake=IntakeConfig(grace_seconds=0.0),
-)
-
-
-@frozen
-class Service:
-    """Two processes' worth of actors on one event loop: connections, journals and ids are as in two processes."""
-
-    inference: Inference
-    journal: Path
-
-    @property
-    def url(self) -> str:
-        return self.inference.endpoint.url
-
-    def client(self, task: str) -> OpenAIProxyClient:
-        return OpenAIProxyClient(self.url, admin_key=CONFIG.proxy.admin_key or "", task_id=task)
-
-    @asynccontextmanager
-    async def second(self) -> AsyncIterator[None]:
-        """Open the second process, which can be closed and opened again."""
-        first = self.inference
-        assert first.handover is not None
-        actors = SessionActors(
-            sessions=first.sessions, exports=first.exports, capacity=first.capacity, intake=first.intake
-        )
-        port = urlsplit(first.endpoint.url).port or 0
-        config = evolve(CONFIG, intake=None, proxy=evolve(CONFIG.proxy, port=port))
-        shared = {"renderer": renderer(), "generation": first.generation}
-        async with (
-            SqliteJournal.open(shard_journal(self.journal, 1)) as journal,
-            ActorSystem.open(name="proxy-1") as system,
-        ):
-            actors = await spawn_shard(system, config, actors, journal=journal, process=1, **shared)
-            await spawn_proxy(system, config, actors, handover=first.handover.of_process(1), **shared)
-            assert actors.own_sessions is not None
-            router: Ref[Any] = first.sessions
-            await router.ask(ShardOpened(process=1, sessions=actors.own_sessions))
-            yield
-
-
-@asynccontextmanager
-async def open_first(directory: Path) -> AsyncIterator[Service]:
-    """Open the first process of a service, as after a restart if ``directory`` has its journals."""
-    path = directory / "journal.sqlite"
-    engine = EchoEngine(script_answers(sampled("Hi")), vocab_size=renderer().vocab_size)
-    open_shards = partial(open_shard_journals, path, JournalConfig(), num_processes=2)
-    async with (
-        SqliteJournal.open(path) as journal,
-        open_actors(CONFIG, engine=engine, renderer=renderer(), journal=journal, open_shards=open_shards) as inference,
-    ):
-        yield Service(inference, path)
 
 
 async def talk(base_url: str, *, num_turns: int = 1, messages: list[Any] | None = None) -> list[Any]:

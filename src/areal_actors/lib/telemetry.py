@@ -20,7 +20,6 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -109,35 +108,27 @@ class _LazyLogger:
         self._name = name
 
     def __getattr__(self, attribute: str) -> Any:
-        # Found on the instance from then on, so that this method is not called again for the same attribute.
-        value = getattr(self._logger, attribute)
+        import structlog
+
+        logger = structlog.wrap_logger(
+            logging.getLogger(self._name),
+            processors=[
+                structlog.stdlib.filter_by_level,
+                structlog.stdlib.add_logger_name,
+                structlog.stdlib.add_log_level,
+                structlog.stdlib.PositionalArgumentsFormatter(),
+                structlog.processors.TimeStamper(fmt="iso", utc=True),
+                structlog.processors.format_exc_info,
+                _redact_event,
+                _to_record,
+            ],
+            wrapper_class=structlog.stdlib.BoundLogger,
+            cache_logger_on_first_use=True,
+        )
+        value = getattr(logger, attribute)
+        # Found on the instance from now on, so that this method is called once for ``info``, once for ``warning``.
         setattr(self, attribute, value)
         return value
-
-    @cached_property
-    def _logger(self) -> BoundLogger:
-        return _create_logger(self._name)
-
-
-def _create_logger(name: str) -> BoundLogger:
-    import structlog
-
-    logger: BoundLogger = structlog.wrap_logger(
-        logging.getLogger(name),
-        processors=[
-            structlog.stdlib.filter_by_level,
-            structlog.stdlib.add_logger_name,
-            structlog.stdlib.add_log_level,
-            structlog.stdlib.PositionalArgumentsFormatter(),
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            _redact_event,
-            _to_record,
-        ],
-        wrapper_class=structlog.stdlib.BoundLogger,
-        cache_logger_on_first_use=True,
-    )
-    return logger
 
 
 def redact(text: str) -> str:

@@ -473,7 +473,8 @@ class _Request:
 
     def _format_head(self, start: Message, length: int) -> bytes:
         # Hypercorn, too, sends no reason after the status.
-        parts, status = [_format_status(start["status"])], start["status"]
+        status: int = start["status"]
+        parts = [b"HTTP/1.1 %d \r\n" % status]
         has_length = False
         for name, value in start.get("headers", ()):
             if b"\n" in value or b"\r" in value:
@@ -503,11 +504,6 @@ class _Request:
             self._num_missing = 0
         is_complete = self._is_answered and not self._num_missing
         return is_complete and not self._is_last and not self._connection.is_broken
-
-
-@lru_cache(maxsize=64)
-def _format_status(status: int) -> bytes:
-    return b"HTTP/1.1 %d \r\n" % status
 
 
 @lru_cache(maxsize=2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import sqlite3
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import (
@@ -57,6 +56,7 @@ from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents, ResumeEpisodes
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import SandboxKind, create_sandbox
+from areal_actors.schedulers.accounting import find_machine
 from areal_actors.schedulers.config import SchedulerType
 from areal_actors.training.advice import compares_members, doubtful_settings, inert_settings
 from areal_actors.training.phases import PhaseName
@@ -331,7 +331,9 @@ def require_memory(config: RunConfig) -> None:
     """
     if config.scheduler.type is not SchedulerType.LOCAL:
         return
-    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory_mib = find_machine().memory_mib
+    if memory_mib is None:
+        return
     largest = {name: rollout.group_size for name, rollout in config.agents.items()}
     wanted = [
         (
@@ -359,7 +361,7 @@ def require_memory(config: RunConfig) -> None:
     excessive = tuple(
         f"{setting}: {reason}, which need at least {num_bytes / 1e9:,.0f} GB, more than this machine has"
         for setting, reason, num_bytes in wanted
-        if num_bytes > available
+        if num_bytes > memory_mib * 2**20
     )
     if excessive:
         raise ConfigError(excessive)

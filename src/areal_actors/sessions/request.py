@@ -245,7 +245,7 @@ class RequestExecutor:
     async def answer(self, turn: PendingRequest) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
         if not turn.is_movable:
-            # Most requests: one stream, which nobody else can continue. The stack would take 3 % of a short request.
+            # Most requests: one stream, which no other task can continue. The stack would take 3 % of a short one.
             generation, (request,) = self._generation, turn.requests
             with _ending(turn):
                 async with generation.stream(Generate(request=request), buffer_size=0) as chunks:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import itertools
 import random
 import sys
@@ -262,3 +263,32 @@ async def test_a_server_that_stops_ends_idle_connections_at_once():
             await http.post("/whole", content=b"x")
             started = anyio.current_time()
         assert anyio.current_time() - started < 5
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("path", [None, "/whole", "/endless"])
+async def test_a_server_that_stops_closes_every_connection(path):
+    """New and idle ones, and those whose request is not answered in time: no client waits for a server that is gone."""
+    begun = anyio.Event()
+
+    async def app(scope, receive, send):
+        if scope.get("path") != "/endless":
+            await echo(scope, receive, send)
+            return
+        begun.set()
+        await anyio.sleep_forever()
+
+    with anyio.fail_after(10):
+        async with served(app, serve_as_the_proxy) as url:
+            stream = await anyio.connect_tcp("127.0.0.1", int(url.rsplit(":", 1)[1]))
+            if path is not None:
+                await stream.send(f"GET {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode())
+            if path == "/whole":
+                assert (await stream.receive()).startswith(b"HTTP/1.1 200 ")
+            elif path == "/endless":
+                await begun.wait()
+        async with stream:
+            with pytest.raises((anyio.EndOfStream, anyio.BrokenResourceError)):
+                await stream.receive()
+    # A connection that was left open would warn here.
+    gc.collect()

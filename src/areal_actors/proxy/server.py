@@ -148,6 +148,7 @@ async def serve(
 
     async def closing() -> None:
         await shutdown()
+        config.is_closing = True
         for connection in tuple(config.connections):
             connection.close_when_idle()
 
@@ -266,6 +267,7 @@ class _Config(Config):
     def __init__(self) -> None:
         super().__init__()
         self.connections: set[Connection] = set()
+        self.is_closing = False
 
 
 class _Server:
@@ -298,10 +300,16 @@ class _Server:
         """
         try:
             # Another Hypercorn in this process may use the replaced class, too.
-            if not isinstance(self.config, _Config) or await self._serve_common():
+            is_left = not isinstance(self.config, _Config)
+            try:
+                is_left = is_left or await self._serve_common()
+            finally:
+                # Hypercorn closes what it serves itself. Shielded, because it cancels what does not end in time.
+                if not is_left:
+                    with anyio.move_on_after(_CLOSE_SECONDS, shield=True):
+                        await self._close()  # type: ignore[attr-defined]
+            if is_left:
                 await super().run()  # type: ignore[misc]  # of TCPServer, which comes next
-            else:
-                await self._close()  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - any client can cause it, and it must not end other connections
             logging.getLogger("areal_actors.proxy.hypercorn").warning("A connection ended by an error: %r", error)
 
@@ -310,7 +318,7 @@ class _Server:
         raise NotImplementedError
 
     async def _serve(self, connection: Connection) -> bool:
-        if self.context.terminated.is_set():
+        if self.config.is_closing:
             connection.close_when_idle()
         self.config.connections.add(connection)
         try:

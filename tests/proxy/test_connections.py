@@ -226,6 +226,24 @@ async def test_a_body_that_the_application_does_not_read_is_no_part_of_the_next_
 
 
 @pytest.mark.anyio
+async def test_a_client_that_still_sends_an_unwanted_body_gets_its_answer():
+    """The rest is read and left out, and the connection continues. A reset would take the answer from the client."""
+    body = b"x" * 1_000_000
+    async with (
+        served(echo, serve_as_the_proxy) as url,
+        await anyio.connect_tcp("127.0.0.1", int(url.rsplit(":", 1)[1])) as stream,
+    ):
+        await stream.send(b"POST /unread HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n" + body[:10])
+        with anyio.fail_after(10):
+            first = await stream.receive()
+            await stream.send(body[10:] + b"GET /whole HTTP/1.1\r\nhost: x\r\n\r\n")
+            second = await stream.receive()
+
+    assert b'["POST","/unread","",""]' in first
+    assert second.endswith(b'["GET","/whole","",""]')
+
+
+@pytest.mark.anyio
 async def test_an_application_that_fails_answers_500_and_ends_its_connection(caplog):
     """The other connections go on."""
     async with served(echo, serve_as_the_proxy) as url, httpx.AsyncClient(base_url=url) as http:

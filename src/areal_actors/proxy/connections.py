@@ -39,6 +39,8 @@ HANG_UP = "areal.hang_up"
 
 _MAX_HEAD = 64 * 1024
 _MAX_READ = 64 * 1024
+_DISCARD_SECONDS = 2.0
+"""How long a client may go on to send a body that was not wanted."""
 _MAX_AHEAD = 64 * 1024
 """Bytes behind the current request after which nothing more is read until it is answered."""
 
@@ -130,7 +132,7 @@ class Connection(ABC):
         self.is_closing = False
         """Whether the server ends: no request is read after the present one."""
         self._app = app
-        self._now = now
+        self.now = now
         self._client = client
         self._server = server
         self._idle_seconds = idle_seconds
@@ -167,9 +169,9 @@ class Connection(ABC):
             if self.has_left or self.is_closing or len(self.unread) > _MAX_HEAD:
                 return None
             searched = max(len(self.unread) - 3, 0)
-            deadline = min(deadline, self._now() + self._idle_seconds)
+            deadline = min(deadline, self.now() + self._idle_seconds)
             await self.wait(deadline)
-            if len(self.unread) < searched + 4 and self._now() >= deadline:
+            if len(self.unread) < searched + 4 and self.now() >= deadline:
                 self.unread.clear()
                 return None
         head = read_head(bytes(self.unread[:end])) if end <= _MAX_HEAD else None
@@ -263,6 +265,9 @@ class AsyncioConnection(Connection, asyncio.Protocol):
             await self._wait()
             return
         self._deadline = deadline
+        if self._timer is not None and self._timer.when() > deadline:
+            self._timer.cancel()
+            self._timer = None
         if self._timer is None:
             self._start_timer()
         try:
@@ -276,7 +281,7 @@ class AsyncioConnection(Connection, asyncio.Protocol):
 
     def _ring(self) -> None:
         self._timer = None
-        if self._now() >= self._deadline:
+        if self.now() >= self._deadline:
             self.wake()
         elif self._deadline < math.inf:
             self._start_timer()
@@ -492,16 +497,26 @@ class _Request:
         parts.append(_format_date(int(time())))
         return b"".join(parts)
 
+    async def _discard(self) -> None:
+        """Read what the application did not want, such as the body of a request for a path that does not exist.
+
+        If the connection were closed while the client still sends, the client would get a reset in place of the answer.
+        """
+        connection, deadline = self._connection, self._connection.now() + _DISCARD_SECONDS
+        while self._num_missing:
+            num_read = min(self._num_missing, len(connection.unread))
+            del connection.unread[:num_read]
+            self._num_missing -= num_read
+            if not self._num_missing or connection.has_left or connection.now() >= deadline:
+                return
+            await connection.wait(deadline)
+
     async def end(self) -> bool:
         """Answer 500 if the application has not answered; return whether the connection can serve another request."""
         if not self._is_started:
             self._start, self._is_answered = {"status": 500, "headers": [(b"connection", b"close")]}, False
             await self.send({"type": "http.response.body"})
-        unread = self._connection.unread
-        if self._num_missing <= len(unread):
-            # The application did not want the body, such as that of a path that does not exist.
-            del unread[: self._num_missing]
-            self._num_missing = 0
+        await self._discard()
         is_complete = self._is_answered and not self._num_missing
         return is_complete and not self._is_last and not self._connection.is_broken
 

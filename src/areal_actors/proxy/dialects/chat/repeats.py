@@ -136,5 +136,5 @@ def _parse_marked(head: bytes, rest: bytes) -> dict[str, Any] | None:
         body = parse_json(head + _MARK_JSON + rest, "The body")
     except InvalidRequest:
         return None
-    messages = body.get("messages") if isinstance(body, Mapping) else None
+    messages = body.get("messages") if isinstance(body, dict) else None
     return body if isinstance(messages, list) and messages[:1] == [_MARK] else None

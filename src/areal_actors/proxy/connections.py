@@ -25,12 +25,13 @@ from time import time
 from typing import Any, Protocol
 from urllib.parse import unquote
 
+import anyio
 from attrs import frozen
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from areal_actors.lib.loops import Loop, Signal
 
-__all__ = ["HANG_UP", "AsyncioConnection", "Connection", "Head", "TrioConnection", "read_head"]
+__all__ = ["HANG_UP", "AsyncioConnection", "Connection", "Head", "TrioConnection", "read_head", "with_bodies_read"]
 
 _log = logging.getLogger("areal_actors.proxy.hypercorn")
 
@@ -519,6 +520,47 @@ class _Request:
         await self._discard()
         is_complete = self._is_answered and not self._num_missing
         return is_complete and not self._is_last and not self._connection.is_broken
+
+
+def with_bodies_read(app: Application) -> Application:
+    """Return an application that reads what ``app`` leaves of a body, for the requests that Hypercorn serves.
+
+    Hypercorn closes the connection of such a request as soon as it is answered; see ``_Request._discard``.
+    """
+
+    async def serve(scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Any]) -> None:
+        names = {name.lower() for name, _ in scope["headers"]} if scope["type"] == "http" else set()
+        if names.isdisjoint((b"content-length", b"transfer-encoding")):
+            await app(scope, receive, send)
+            return
+        is_received = anyio.Event()
+
+        async def receive_part() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect" or not message.get("more_body", False):
+                is_received.set()
+            return message
+
+        async def discard() -> None:
+            while not is_received.is_set():
+                await receive_part()
+
+        async def send_part(message: Message) -> None:
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if is_last and not is_received.is_set():
+                # The client has its answer while its body is read, which the application may be doing, too.
+                await send({**message, "more_body": True})
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(discard)
+                    with anyio.move_on_after(_DISCARD_SECONDS):
+                        await is_received.wait()
+                    tasks.cancel_scope.cancel()
+                message = {"type": "http.response.body"}
+            await send(message)
+
+        await app(scope, receive_part, send_part)
+
+    return serve
 
 
 @lru_cache(maxsize=2)

@@ -260,7 +260,6 @@ class Exchange:
         """Formats a failure within an open stream."""
         self.keep_alive = KEEP_ALIVE
         """The bytes that are sent to an open stream when it has been silent for too long."""
-        self._has_unread_body = b"content-length" in self.headers or b"transfer-encoding" in self.headers
         name = self.request_id.encode()
         self._names: tuple[Header, ...] = ((b"x-request-id", name), (b"request-id", name))  # OpenAI's, Anthropic's
         self._receive = receive
@@ -329,7 +328,6 @@ class Exchange:
                 # Keep reading without storing: many clients read a response only after they have sent the whole body.
                 parts.clear()
             if not message.get("more_body", False):
-                self._has_unread_body = False
                 break
         if size > max_bytes:
             raise PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
@@ -402,20 +400,8 @@ class Exchange:
             *self._names,
             *headers,
         ]
-        if not self._has_unread_body:
-            await self._send_whole(status, raw, body)
-            return
-        async with anyio.create_task_group() as tasks:
-            # The client is still sending. Its parts are read and discarded, because the server would wait for room in
-            # its queue of body parts otherwise.
-            tasks.start_soon(self._await_hang_up)
-            await self._send_whole(status, raw, body)
-            tasks.cancel_scope.cancel()
-
-    async def _send_whole(self, status: int, headers: list[Header], body: bytes) -> None:
-        self.is_started, self.status = True, status
-        await self._send({"type": "http.response.start", "status": status, "headers": headers})
-        await self._send({"type": "http.response.body", "body": body, "more_body": False})
+        await self.start(status, raw)
+        await self.send_part(body, is_last=True)
 
     async def start(self, status: int, headers: Iterable[Header]) -> None:
         """Start an answer whose body is sent in parts; ``headers`` are sent unchanged."""

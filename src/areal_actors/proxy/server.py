@@ -25,7 +25,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.loops import running_loop
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.connections import AsyncioConnection, Connection, TrioConnection
+from areal_actors.proxy.connections import AsyncioConnection, Connection, TrioConnection, with_bodies_read
 from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.handover import Handover, ServeConnection, serve_connections
 
@@ -133,7 +133,7 @@ async def serve(
     framework = cast("ASGIFramework", app)
     log = logging.getLogger("areal_actors.proxy.hypercorn")
     log.setLevel(logging.WARNING)
-    config = _Config()
+    config = _Config(framework)
     # Paths name sessions, which are secrets.
     config.accesslog = None
     config.errorlog = log
@@ -168,7 +168,7 @@ async def serve(
     if handover is not None:
         # Hypercorn accepts connections itself, so only its handling of one is used.
         prepare = _prepare_on_asyncio if is_asyncio else _prepare_on_trio
-        serve_one, close_idle = prepare(framework, config)
+        serve_one, close_idle = prepare(with_bodies_read(framework), config)
 
         async def closing_all() -> None:
             await closing()
@@ -178,7 +178,7 @@ async def serve(
         await serve_connections(listener, handover, serve_one, shutdown=closing_all, grace_seconds=seconds)
         return
     config.bind = [f"fd://{listener.detach()}"]
-    await serve_on(framework, config, shutdown_trigger=closing, mode="asgi")
+    await serve_on(with_bodies_read(framework), config, shutdown_trigger=closing, mode="asgi")
 
 
 def _prepare_on_asyncio(
@@ -262,10 +262,14 @@ async def serve_shielded(
 
 
 class _Config(Config):
-    """Hypercorn's settings, with which its connections reach ``connections``, the open ones of this server."""
+    """Hypercorn's settings, with which its connections reach ``app`` and ``connections``, the open ones of this server.
 
-    def __init__(self) -> None:
+    Hypercorn itself serves ``with_bodies_read(app)``.
+    """
+
+    def __init__(self, app: ASGIFramework) -> None:
         super().__init__()
+        self.app: Any = app
         self.connections: set[Connection] = set()
         self.is_closing = False
 
@@ -285,7 +289,6 @@ class _Server:
     that name.
     """
 
-    app: Any
     config: _Config
     context: Any  # WorkerContext of the event loop
     protocol: Any  # ProtocolWrapper
@@ -352,7 +355,7 @@ class _AsyncioServer(_Server):
             return False
         transport: Any = self.writer.transport
         connection = AsyncioConnection(
-            self.app.app, asyncio.get_running_loop(), transport, transport.get_protocol(), **settings
+            self.config.app, asyncio.get_running_loop(), transport, transport.get_protocol(), **settings
         )
         try:
             is_left = await self._serve(connection)
@@ -375,7 +378,7 @@ class _TrioServer(_Server):
         except OSError:  # the client has gone
             return False
         errors = (trio.BrokenResourceError, trio.ClosedResourceError)
-        connection = TrioConnection(self.app.app, running_loop(), self.stream, errors, **settings)
+        connection = TrioConnection(self.config.app, running_loop(), self.stream, errors, **settings)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.keep_reading)
             is_left = await self._serve(connection)

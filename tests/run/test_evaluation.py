@@ -68,6 +68,7 @@ def test_two_evaluations_of_one_model_are_equal(tmp_path):
     (tmp_path / "less").mkdir()
     alone = write_config(tmp_path / "less", eval_dataset=None, eval_datasets={"hard": SETS["hard"]}, rollout=agent)
     run_eval(alone, "--k", 2, "--output", tmp_path / "alone")
+    assert first.stderr.startswith("measured: loading tiny to evaluate it\n")
     summary = json.loads(first.stdout.splitlines()[-1])
     failures = read(tmp_path / "first" / "failures.jsonl")
     page = (tmp_path / "first" / "report.html").read_text()
@@ -211,6 +212,7 @@ def test_every_episode_failed_is_an_error_with_results(tmp_path):
         ({"eval_dataset": None, "eval_datasets": {"a/b": SETTINGS["eval_dataset"]}}, (), "has the name 'a/b'"),
         ({}, ("--served-name", "x"), "give its URL as --model"),
         ({}, ("--model", "http://127.0.0.1:9"), "cannot be reached"),
+        ({}, ("--model", "http://127.0.0.1:9"), "measured: asking the model at http://127.0.0.1:9\n"),
         ({}, ("--model", "nowhere@3"), "there is no run in"),
         ({}, ("--model", "tinny"), "did you mean 'tiny'"),
         ({}, ("--resume",), "to resume"),

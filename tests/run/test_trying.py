@@ -108,6 +108,7 @@ def test_groups_of_one_are_pointed_out(tmp_path: Path):
     assert 0 == result.exit_code
     assert "- rollout.group_size is 1: a group of one has nothing to compare its reward with." in result.stdout
     assert "equal" not in result.stdout
+    assert result.stderr.startswith("tried: loading tiny to try it\n")
 
 
 def test_answers_that_are_not_stored_are_pointed_out(tmp_path: Path):

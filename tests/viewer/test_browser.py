@@ -131,7 +131,11 @@ def test_groups_and_failures_are_filtered(tmp_path: Path):
         expect(rows).to_have_count(1)
         tab.click("tr.pick")
         expect(tab.locator("#detail")).to_contain_text("Problem easy-3, version 2")
-        assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        for width in (320, 390):
+            tab.set_viewport_size({"width": width, "height": 800})
+            boxes = [button.bounding_box() for button in tab.locator("#tabs button").all()]
+            assert all(box is not None and box["x"] >= 0 and box["x"] + box["width"] <= width for box in boxes)
+            assert tab.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
         tab.click("#tab-failures")
         cards = tab.locator("main details")

@@ -229,10 +229,14 @@ def _is_resumed(mode: str, config: RunConfig, run_dir: Path | None, *, is_servic
     return directory.groups.exists() or any(directory.checkpoints.glob("step-*"))
 
 
-def _say_loading(config: RunConfig, purpose: str) -> None:
-    """Print that the model is being loaded: on a busy machine, the import of torch alone may take a minute."""
-    if config.logging.display != "none":
-        click.echo(f"{config.experiment_name}: loading {config.model} to {purpose} it", err=True)
+def _say_loading(config: RunConfig, purpose: str, *, model: str | None = None) -> None:
+    """Print which model is loaded or asked: on a busy machine, the import of torch alone may take a minute."""
+    if config.logging.display == "none":
+        return
+    name = model or config.model
+    is_served = name.startswith(("http://", "https://"))
+    action = f"asking the model at {name}" if is_served else f"loading {name} to {purpose} it"
+    click.echo(f"{config.experiment_name}: {action}", err=True)
 
 
 @click.command(cls=ResumableCommand)
@@ -413,6 +417,7 @@ def evaluate(
     from areal_actors.config import load_config
 
     loaded = load_config(config, overrides)
+    _say_loading(loaded, "evaluate", model=model)
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run.evaluation import evaluate as run_evaluation
     from areal_actors.run.evaluation import format_evaluation
@@ -475,6 +480,7 @@ def try_(
     from areal_actors.config import load_config
 
     loaded = load_config(config, overrides)
+    _say_loading(loaded, "try", model=model)
     from areal_actors.run.trying import format_trial, try_agent
 
     summary = try_agent(loaded, num_problems=num_problems, model=model, served_name=served_name, output=output)

@@ -15,7 +15,7 @@ from tests.stacks.run_files import step
 
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError
-from areal_actors.viewer import open_page, view_run
+from areal_actors.viewer import PollIntervals, open_page, view_run
 
 pytestmark = pytest.mark.anyio
 
@@ -127,7 +127,8 @@ async def test_listeners_hear_which_parts_changed_and_are_let_go_at_the_end(dire
                     over.set()
 
     with anyio.fail_after(20):
-        async with anyio.create_task_group() as tasks, open_page({run.name: run}, token="right") as url:
+        page = open_page({run.name: run}, token="right", intervals=PollIntervals(seconds=0.1))
+        async with anyio.create_task_group() as tasks, page as url:
             tasks.start_soon(listen, url)
             await ready.wait()
             while not over.is_set():  # a change before the first look is not heard

@@ -19,6 +19,7 @@ from areal_actors.dashboard.records import append_lines, format_record
 from areal_actors.domain import TrialId
 from areal_actors.messages import CreateKey, RevokeKey, UseService
 from areal_actors.run.host import Host, open_host
+from areal_actors.viewer import PollIntervals
 
 pytestmark = pytest.mark.anyio
 NAMES = ["sums/ada", "sums/bob", "teams/red"]
@@ -41,7 +42,6 @@ class Hosted:
     @asynccontextmanager
     async def visit(self, key: str) -> AsyncIterator[httpx.AsyncClient]:
         """A browser that has sent a key in the form."""
-        # The page looks for changes every 5 seconds.
         async with httpx.AsyncClient(base_url=self.url, follow_redirects=True, timeout=30) as browser:
             await browser.post("/login", data={"key": key})
             yield browser
@@ -55,7 +55,8 @@ async def open_hosted(tmp_path: Path, **settings: Any) -> AsyncIterator[Hosted]:
         write_run(fileroot / name)
     document = {"experiment_name": "shared", "model": "tiny", "total_steps": 1, "host": {"port": 0}}
     config = create_config({**document, "fileroot": str(fileroot), **settings})
-    async with open_host(config, provider=ScriptedProvider()) as host:
+    intervals = PollIntervals(seconds=0.1, seconds_after_change=0.2)
+    async with open_host(config, provider=ScriptedProvider(), page_intervals=intervals) as host:
         yield Hosted(host=host, fileroot=fileroot)
 
 

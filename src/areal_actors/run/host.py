@@ -38,7 +38,7 @@ from areal_actors.service.account_keeper import AccountKeeper
 from areal_actors.service.entry import HostPeers, HostServer
 from areal_actors.service.launcher import Launcher, ServiceProvider
 from areal_actors.service.processes import ServiceProcesses
-from areal_actors.viewer import HostPage, Visitor
+from areal_actors.viewer import HostPage, PollIntervals, Visitor
 
 __all__ = ["Host", "open_host", "run_host"]
 
@@ -85,10 +85,13 @@ async def _listen(signals: AsyncIterator[signal.Signals], stopping: anyio.Event)
 
 
 @asynccontextmanager
-async def open_host(config: RunConfig, *, provider: ServiceProvider | None = None) -> AsyncIterator[Host]:
+async def open_host(
+    config: RunConfig, *, provider: ServiceProvider | None = None, page_intervals: PollIntervals | None = None
+) -> AsyncIterator[Host]:
     """Serve while the block lasts. On exit all services are stopped, each after saving a checkpoint.
 
-    ``provider`` replaces the default, which starts services as child processes. Raises ``ConfigError``.
+    ``provider`` replaces the default, which starts services as child processes. ``page_intervals`` says how often the
+    page looks for changes. Raises ``ConfigError``.
     """
     check_host(config)
     key_file, settings = config.fileroot / "host.key", config.fileroot / "host.yaml"
@@ -107,7 +110,7 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
         accounts = await system.spawn(AccountKeeper(users.path, config=users), name="accounts")
         default = TrialId(config.experiment_name, config.trial_name)
         peers = HostPeers(hosting=hosting, accounts=accounts, default=default, admin_key=admin_key)
-        page = _create_page(peers, config.fileroot) if config.logging.page else None
+        page = _create_page(peers, config.fileroot, page_intervals or PollIntervals()) if config.logging.page else None
         if page is not None:
             peers = evolve(peers, page=page, is_page_path=page.serves)
         own = config.host
@@ -124,7 +127,7 @@ async def open_host(config: RunConfig, *, provider: ServiceProvider | None = Non
                 await hosting.ask(StopServices())
 
 
-def _create_page(peers: HostPeers, fileroot: Path) -> HostPage:
+def _create_page(peers: HostPeers, fileroot: Path, intervals: PollIntervals) -> HostPage:
     gatekeeper = Gatekeeper(admin_key=peers.admin_key)
 
     async def identify(key: str) -> Visitor:
@@ -146,7 +149,7 @@ def _create_page(peers: HostPeers, fileroot: Path) -> HostPage:
     async def list_services() -> tuple[ServiceView, ...]:
         return await peers.hosting.ask(ListServices())
 
-    return HostPage(fileroot=fileroot, identify=identify, list_services=list_services)
+    return HostPage(fileroot=fileroot, identify=identify, list_services=list_services, intervals=intervals)
 
 
 def _is_over(config: RunConfig, directory: RunDirectory) -> bool:

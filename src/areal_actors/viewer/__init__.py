@@ -8,7 +8,7 @@ vendored uPlot (MIT).
 
 from __future__ import annotations
 
-from areal_actors.viewer.app import create_page, open_page, run_viewer
+from areal_actors.viewer.app import PollIntervals, create_page, open_page, run_viewer
 from areal_actors.viewer.hosted import HostPage, Visitor
 from areal_actors.viewer.runs import (
     FailureFilter,
@@ -24,6 +24,7 @@ __all__ = [
     "FailureFilter",
     "GroupFilter",
     "HostPage",
+    "PollIntervals",
     "ViewedRun",
     "Visitor",
     "create_page",

@@ -33,8 +33,10 @@ from areal_actors.proxy.server import listen, serve_shielded, url_of
 from areal_actors.viewer.runs import Access, FailureFilter, GroupFilter, ViewedRun, find_runs
 
 __all__ = [
+    "DEFAULT_INTERVALS",
     "PAGE_HEADERS",
     "STATIC",
+    "PollIntervals",
     "create_app",
     "create_page",
     "open_page",
@@ -46,10 +48,6 @@ __all__ = [
 
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
-_SECONDS_BETWEEN_LOOKS = 2.0
-"""How often files are looked at for an open page. Each event makes a browser ask for what has changed."""
-_SECONDS_AFTER_CHANGE = 5.0
-"""The same after an event. The requests of a browser take 30 ms of CPU: 1.5 % of a core if they come every 2 s."""
 PAGE_HEADERS = {
     # Texts of models and agents are on the page; they must not become scripts, whatever they contain.
     "content-security-policy": (
@@ -61,6 +59,18 @@ PAGE_HEADERS = {
     "cache-control": "no-store",
 }
 
+
+@frozen(kw_only=True)
+class PollIntervals:
+    """How often files are looked at for an open page. Each event makes a browser ask for what has changed."""
+
+    seconds: float = 2.0
+    seconds_after_change: float = 5.0
+    """The requests of a browser take 30 ms of CPU: 1.5 % of a core if they come every 2 s."""
+
+
+DEFAULT_INTERVALS = PollIntervals()
+
 Value = TypeVar("Value")
 Read = Callable[[ViewedRun, Request], Any]
 
@@ -69,7 +79,13 @@ Find = Callable[[Request], Awaitable[Mapping[str, ViewedRun]]]
 Describe = Callable[[Mapping[str, ViewedRun]], Awaitable[list[dict[str, Any]]]]
 
 
-def create_page(runs: Mapping[str, ViewedRun], *, token: str, stopping: anyio.Event | None = None) -> ASGIApp:
+def create_page(
+    runs: Mapping[str, ViewedRun],
+    *,
+    token: str,
+    stopping: anyio.Event | None = None,
+    intervals: PollIntervals = DEFAULT_INTERVALS,
+) -> ASGIApp:
     """Return the application that shows ``runs`` to the owner of ``token``. Streams end when ``stopping`` is set."""
 
     async def find(_: Request) -> Mapping[str, ViewedRun]:
@@ -78,11 +94,16 @@ def create_page(runs: Mapping[str, ViewedRun], *, token: str, stopping: anyio.Ev
     async def describe(found: Mapping[str, ViewedRun]) -> list[dict[str, Any]]:
         return [{"name": run.name, "is_live": run.status is not None} for run in found.values()]
 
-    return _Guarded(create_app(find, describe=describe, stopping=stopping), token)
+    return _Guarded(create_app(find, describe=describe, stopping=stopping, intervals=intervals), token)
 
 
 def create_app(
-    find: Find, *, describe: Describe, stopping: anyio.Event | None = None, more: Sequence[Route] = ()
+    find: Find,
+    *,
+    describe: Describe,
+    stopping: anyio.Event | None = None,
+    intervals: PollIntervals = DEFAULT_INTERVALS,
+    more: Sequence[Route] = (),
 ) -> Starlette:
     """Return the application of a page, with ``more`` routes.
 
@@ -94,7 +115,7 @@ def create_app(
 
     async def events(request: Request) -> Response:
         await find(request)
-        changes = _changes(request, find, describe, stopping or anyio.Event())
+        changes = _changes(request, find, describe, stopping or anyio.Event(), intervals)
         return StreamingResponse(changes, media_type="text/event-stream")
 
     def answering(name: str, read: Read) -> Callable[[Request], Awaitable[Response]]:
@@ -197,7 +218,9 @@ def _answer(document: Any, *, status: int = 200) -> Response:
     return Response(orjson.dumps(document, default=str), status, media_type="application/json")
 
 
-async def _changes(request: Request, find: Find, describe: Describe, stopping: anyio.Event) -> AsyncIterator[bytes]:
+async def _changes(
+    request: Request, find: Find, describe: Describe, stopping: anyio.Event, intervals: PollIntervals
+) -> AsyncIterator[bytes]:
     """Yield server-sent events as long as a browser listens, and its key is valid.
 
     There is one for each run, with the names of its parts that changed, and one for the list of runs if that did.
@@ -221,7 +244,7 @@ async def _changes(request: Request, find: Find, describe: Describe, stopping: a
             if parts:
                 has_changed = True
                 yield b"data: " + orjson.dumps({"run": name, "parts": parts}) + b"\n\n"
-        with anyio.move_on_after(_SECONDS_AFTER_CHANGE if has_changed else _SECONDS_BETWEEN_LOOKS):
+        with anyio.move_on_after(intervals.seconds_after_change if has_changed else intervals.seconds):
             await stopping.wait()
 
 
@@ -286,7 +309,12 @@ def with_headers(send: Send) -> Send:
 
 @asynccontextmanager
 async def open_page(
-    runs: Mapping[str, ViewedRun], *, host: str = "127.0.0.1", port: int = 0, token: str | None = None
+    runs: Mapping[str, ViewedRun],
+    *,
+    host: str = "127.0.0.1",
+    port: int = 0,
+    token: str | None = None,
+    intervals: PollIntervals = DEFAULT_INTERVALS,
 ) -> AsyncIterator[str]:
     """Serve the page of ``runs`` while the block lasts; yield its URL with the token in it.
 
@@ -295,7 +323,7 @@ async def open_page(
     token = token or secrets.token_urlsafe(16)
     listener = listen(host, port, section="page")
     stopping = anyio.Event()
-    app = create_page(runs, token=token, stopping=stopping)
+    app = create_page(runs, token=token, stopping=stopping, intervals=intervals)
     try:
         url = url_of(listener)
         async with open_tasks() as tasks:

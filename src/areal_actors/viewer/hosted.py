@@ -24,7 +24,16 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import ServiceView
 from areal_actors.errors import RequestError, Unauthorized
-from areal_actors.viewer.app import PAGE_HEADERS, STATIC, create_app, read_cookie, set_cookie, with_headers
+from areal_actors.viewer.app import (
+    DEFAULT_INTERVALS,
+    PAGE_HEADERS,
+    STATIC,
+    PollIntervals,
+    create_app,
+    read_cookie,
+    set_cookie,
+    with_headers,
+)
 from areal_actors.viewer.runs import Access, ViewedRun, is_run, view_run
 
 __all__ = ["HostPage", "Visitor"]
@@ -58,6 +67,7 @@ class HostPage:
     fileroot: Path
     identify: Callable[[str], Awaitable[Visitor]]
     list_services: Callable[[], Awaitable[tuple[ServiceView, ...]]]
+    intervals: PollIntervals = DEFAULT_INTERVALS
     token: str = field(factory=lambda: secrets.token_urlsafe(16), repr=False)
     _keys: dict[str, str | None] = field(factory=dict, init=False, repr=False)
     """The key behind each cookie; ``None`` for that of the operator's URL."""
@@ -67,7 +77,7 @@ class HostPage:
 
     def __attrs_post_init__(self) -> None:
         login = Route("/login", self._log_in, methods=["POST"])
-        self._app = create_app(self._find, describe=self._describe, more=(login,))
+        self._app = create_app(self._find, describe=self._describe, intervals=self.intervals, more=(login,))
 
     @staticmethod
     def serves(method: str, path: str) -> bool:

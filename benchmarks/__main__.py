@@ -29,7 +29,19 @@ from benchmarks.report import Report, compare, create_changes_table, create_tabl
 from rich.console import Console
 
 NAMES = (
-    *("kernel", "remote", "replicas", "cache", "journal", "rendering", "agents", "updates", "broadcasts", "tokens"),
+    *(
+        "kernel",
+        "remote",
+        "replicas",
+        "streams",
+        "cache",
+        "journal",
+        "rendering",
+        "agents",
+        "updates",
+        "broadcasts",
+        "tokens",
+    ),
     "opcodes",
     *(
         "page",

@@ -19,12 +19,13 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
 from math import ceil
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
 from urllib.parse import urlsplit
+from uuid import uuid4
 
 import anyio
 from anyio import to_thread
@@ -32,9 +33,9 @@ from anyio import to_thread
 from areal_actors.config import RunConfig, load_config
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
-from areal_actors.kernel import Ref
+from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import error_to_data, leaves, root_cause
-from areal_actors.kernel.remote import ReconnectingConnection, listen, reconnecting
+from areal_actors.kernel.remote import Peer, ReconnectingConnection, connect, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.open_files import raise_open_files_limit
@@ -44,6 +45,7 @@ from areal_actors.messages import (
     AwaitTraining,
     Directory,
     FetchRoleSpec,
+    Generation,
     KeepLease,
     Report,
     ReportFailure,
@@ -275,13 +277,21 @@ async def _open_finder(
     bootstrap: Bootstrap, spec: RoleSpec, config: RunConfig, controller: ReconnectingConnection
 ) -> AsyncIterator[Finder]:
     """Connect to the workers that the role depends on, and yield a finder of actors there and in the controller."""
+    from areal_actors.generation.rerouting import DirectGeneration
     from areal_actors.run.control_plane import connect_to_worker
-    from areal_actors.run.plan import ACTOR_ROLES, dependencies_of
+    from areal_actors.run.plan import ACTOR_ROLES, REPLICA, dependencies_of
 
     directory = controller.ref(Directory, "directory")
     connections: dict[Role, ReconnectingConnection] = {}
+    own: dict[str, Ref[Any]] = {}
+
+    def dial(address: str) -> AbstractAsyncContextManager[Peer]:
+        # A name of its own for each connection: an engine outlives attempts, whose workers count incarnations anew.
+        return connect(address, secret=bootstrap.secret, node=f"{bootstrap.name}-{uuid4().hex[:8]}")
 
     async def find(protocol: type[P], name: str, /) -> Ref[P]:
+        if name in own:
+            return cast("Ref[P]", own[name])
         role = ACTOR_ROLES[name]
         is_local = role is None or role in spec.local_roles
         return (controller if is_local or role is None else connections[role]).ref(protocol, name)
@@ -297,6 +307,11 @@ async def _open_finder(
                     incarnation=max(bootstrap.life, 1),
                 )
                 connections[role] = await stack.enter_async_context(connecting)
+        # Tokens of engines in other workers come from there, and do not pass through the controller.
+        if Role.GENERATION not in (*spec.local_roles, spec.role):
+            system = await stack.enter_async_context(ActorSystem.open(name=bootstrap.name))
+            direct = DirectGeneration(controller.ref(Generation, "generation"), dial, actor=REPLICA)
+            own["generation"] = await system.spawn(direct, name="generation")
         yield find
 
 

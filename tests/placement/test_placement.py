@@ -21,15 +21,19 @@ SETTINGS = {"experiment_name": "e", "total_steps": 2, "model": "tiny"}
 def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     """The sessions are lost with all that was open: a new attempt makes each step once, and nothing is left.
 
-    The groups of the first step are not sampled again.
+    The groups of the first step are not sampled again. Tokens come from the engine's worker, past the controller.
     """
-    play = Play(roles=("sessions", "proxy"), kills=[(1, "sessions-0")], steps=3, settings=("checkpoint.every_steps=9",))
+    roles = ("sessions", "proxy", "generation")
+    play = Play(roles=roles, kills=[(1, "sessions-0")], steps=3, settings=("checkpoint.every_steps=9",))
     outcome = perform(play, tmp_path)
 
     assert 0 == outcome.code, outcome.output
     assert [1, 2, 3] == [record["step"] for record in outcome.metrics]
     assert 2 == outcome.attempts
     assert 0 == outcome.metrics[0]["sampled_tokens"]
+    # Once for each incarnation of the worker that samples.
+    logs = [path.read_text() for path in tmp_path.glob("run/logs/workers/sessions-0*")]
+    assert 2 == sum(log.count("replica_connected") for log in logs)
     assert [] == marked(play.mark)
 
 

@@ -29,39 +29,43 @@ import anyio.lowlevel
 from attrs import asdict, evolve, field, frozen
 from attrs.validators import ge, gt
 
-from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, PauseMode, Snapshot
+from areal_actors.domain import EngineInfo, EngineStatistics, PauseMode, Snapshot
 from areal_actors.errors import (
-    ActorStopped,
     ArealError,
-    CaptureViolation,
-    DeadlineExceeded,
     EngineError,
-    EngineLost,
-    GenerationAborted,
     ModelError,
-    RemoteError,
     Unavailable,
-    Unreachable,
 )
 from areal_actors.generation.base import Engine
-from areal_actors.generation.routing import Replica, ReroutableGeneration, SessionAffinity, describe_failure
+from areal_actors.generation.rerouting import Rerouting
+from areal_actors.generation.routing import (
+    Attempt,
+    Replica,
+    ReroutableGeneration,
+    SessionAffinity,
+    describe_failure,
+    find_delay,
+)
 from areal_actors.kernel import Actor, BackgroundTasks, Context, Down, DownReason, Ref
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Scope, running_loop
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AddReplica,
+    AttemptEnd,
+    AttemptEnded,
     DescribeEngine,
     DescribeReplicas,
     EngineView,
-    Generate,
     Generation,
     PauseGeneration,
+    Place,
     PublishWeights,
     RemoveReplica,
     Replicas,
     ReplicaState,
     ReplicaView,
+    ReservePlace,
     ResumeGeneration,
 )
 
@@ -70,8 +74,6 @@ __all__ = ["Admission", "CounterTotals", "EngineSet", "GenerationRouter", "Repli
 _log = get_logger(__name__)
 
 _MAX_CONCURRENT = 1 << 17
-_BUFFER_SIZE = 16
-"""Number of chunks that a replica may be ahead of the reader."""
 _DESCRIBE_SECONDS = 5.0
 """Time limit for a replica's counters, after which its last known ones are used: it may be loading weights."""
 
@@ -120,7 +122,7 @@ class EngineSet:
     config: RouterConfig
 
 
-class GenerationRouter(Actor[Generation | Replicas]):
+class GenerationRouter(Rerouting, Actor[Generation | Replicas]):
     """Distributes generations over replicas. ``version`` is the oldest version that may serve.
 
     A replica gets a request only if it has the weights of the last publication that was answered. A generation never
@@ -146,6 +148,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
             may_go_back: accept versions older than published ones, from a router above that decides about them.
         """
         self._config = config or RouterConfig()
+        self.max_attempts = self._config.max_attempts
         self._set = ReplicaSet(
             self._config, version=version, snapshot=snapshot, admission=admission, may_go_back=may_go_back
         )
@@ -174,69 +177,61 @@ class GenerationRouter(Actor[Generation | Replicas]):
 
     # --------------------------------------------------------------------------------------------- generation
 
-    @Generate.handler(concurrency=_MAX_CONCURRENT)
-    async def generate(self, message: Generate) -> AsyncIterator[Chunk]:
-        """Stream from a replica, and from the next one if it fails. Leaving the stream early aborts in its engine.
+    @asynccontextmanager
+    async def reserve(self, generation: ReroutableGeneration) -> AsyncIterator[_OwnPlace]:
+        """Reserve a place for the next attempt, waiting for a replica if necessary."""
+        replica = await self._find_replica(generation.next_place())
+        if self._set.info is not None:
+            generation.fit(self._set.info.context_length)
+        with replica.running(self._new_scope) as attempt:
+            yield _OwnPlace(replica, attempt, self._set.note_end)
 
-        Raises:
-            Unavailable: no replica that may serve the request came in time, or the rest of it cannot be moved.
-            EngineError: the generation failed several times in a row.
-        """
-        generation = ReroutableGeneration(message.request)
-        while True:
-            replica, failure = await self._find_replica(generation), None
-            with replica.running(self._new_scope) as attempt:
-                try:
-                    request = Generate(request=generation.next_request())
-                    async with replica.ref.stream(request, buffer_size=_BUFFER_SIZE) as chunks:
-                        while (chunk := await attempt.next(chunks)) is not None:
-                            yield generation.add(chunk)
-                except (ActorStopped, Unreachable, DeadlineExceeded, RemoteError, EngineError) as error:
-                    await anyio.lowlevel.checkpoint_if_cancelled()  # the deadline may be the caller's
-                    failure = error
-            if generation.is_over:
-                replica.num_failures = 0
-                return
-            # Both end the generation on purpose, and would do so on every replica.
-            if isinstance(failure, GenerationAborted | CaptureViolation):
-                raise failure
-            reason = describe_failure(failure)
-            # The replica set ordered the move, for a reason that it knows: this is not a failure of the generation.
-            if attempt.is_moved:
-                reason = replica.error or reason
-            elif isinstance(failure, EngineLost):  # the engine has not even begun
-                self._set.mark_unhealthy(replica, reason)
-            else:
-                replica.num_failures += 1
-                _log.info("generation_moves", replica=replica.name, sampled=generation.num_sampled, reason=reason)
-                is_gone = isinstance(failure, ActorStopped | Unreachable)
-                if is_gone or replica.num_failures >= self._config.max_failures:
-                    self._set.mark_unhealthy(replica, reason)
-            limit = self._config.max_attempts
-            is_failure = not (attempt.is_moved or isinstance(failure, EngineLost))
-            end = generation.end_attempt(replica.name, failure, reason, is_failure=is_failure, max_failures=limit)
-            if end is not None:
-                yield end
-                return
+    @ReservePlace.handler(concurrency=_MAX_CONCURRENT)
+    async def reserve_place(self, message: ReservePlace) -> AsyncIterator[Place]:
+        """Reserve a place for an attempt that another process streams from the replica itself."""
+        replica = await self._find_replica(message)
+        if replica.address is None or replica.info is None:
+            raise EngineError(f"Other processes cannot reach replica {replica.name}; stream from its router.")
+        place = Place(
+            replica=replica.name,
+            incarnation=replica.incarnation,
+            address=replica.address,
+            version=replica.version or 0,
+            context_length=(self._set.info or replica.info).context_length,
+            has_failures=replica.num_failures > 0,
+        )
+        with replica.running(self._new_scope) as attempt:
+            yield place
+            await attempt.wait_moved()
+            yield evolve(place, reason=replica.error or "it was moved")
+            # The place is taken until the other process has left the replica, and then this stream.
+            await anyio.sleep_forever()
 
-    async def _find_replica(self, generation: ReroutableGeneration) -> Replica:
-        """Return a replica for the rest of a generation, waiting for one if necessary."""
+    @AttemptEnded.handler
+    async def note_attempt(self, message: AttemptEnded) -> None:
+        """Count the end of an attempt in another process."""
+        replica = self._set.by_name.get(message.replica)
+        if replica is not None and replica.incarnation == message.incarnation:
+            # That process may not reach a replica that is well; the router watches its own connection to it.
+            end = AttemptEnd.FAILED if message.end is AttemptEnd.UNREACHABLE else message.end
+            self._set.note_end(replica, end, message.reason)
+
+    async def _find_replica(self, wanted: ReservePlace) -> Replica:
+        """Return a replica for an attempt, waiting for one if necessary."""
         replicas = self._set
-        if generation.num_failures:
-            await anyio.sleep(generation.find_delay(replica.name for replica in replicas.serving))
-        version = max(replicas.version, generation.version)
-        replica = replicas.choose(generation, version=version)
+        if wanted.num_failures:
+            await anyio.sleep(find_delay(wanted, (replica.name for replica in replicas.serving)))
+        version = max(replicas.version, wanted.version)
+        replica = replicas.choose(wanted, version=version)
         if replica is None:
             with anyio.move_on_after(self._config.wait_seconds):
                 while replica is None:
                     await replicas.changed.wait()
                     # A publication may have been answered meanwhile.
-                    version = max(replicas.version, generation.version)
-                    replica = replicas.choose(generation, version=version)
+                    version = max(replicas.version, wanted.version)
+                    replica = replicas.choose(wanted, version=version)
         if replica is None:
             raise self._unavailable(version)
-        if replicas.info is not None:
-            generation.fit(replicas.info.context_length)
         return replica
 
     def _unavailable(self, version: int) -> Unavailable:
@@ -280,7 +275,7 @@ class GenerationRouter(Actor[Generation | Replicas]):
     @AddReplica.handler
     async def add(self, message: AddReplica) -> None:
         """Let a replica join."""
-        self._set.add(message.name, message.ref, self._tasks)
+        self._set.add(message.name, message.ref, self._tasks, address=message.address)
 
     @RemoveReplica.handler(concurrency=1024)
     async def remove(self, message: RemoveReplica) -> None:
@@ -330,6 +325,37 @@ class GenerationRouter(Actor[Generation | Replicas]):
         )
 
 
+class _OwnPlace:
+    """A place of a generation of the router's own process."""
+
+    version = 0
+    """The router has a connection to each incarnation of a replica, so that no other one can answer."""
+
+    def __init__(
+        self, replica: Replica, attempt: Attempt, note_end: Callable[[Replica, AttemptEnd, str], None]
+    ) -> None:
+        self.attempt = attempt
+        self._replica, self._note_end = replica, note_end
+
+    @property
+    def replica(self) -> str:
+        """The replica's name."""
+        return self._replica.name
+
+    @property
+    def reason(self) -> str | None:
+        """Why the replica does not serve."""
+        return self._replica.error
+
+    async def find(self) -> Ref[Generation]:
+        """Return the replica."""
+        return self._replica.ref
+
+    async def note_end(self, end: AttemptEnd, reason: str = "") -> None:
+        """Count it."""
+        self._note_end(self._replica, end, reason)
+
+
 class ReplicaSet:
     """The replicas of a router. ``version`` is the oldest version that may serve before the first publication."""
 
@@ -355,7 +381,7 @@ class ReplicaSet:
         self._snapshot = snapshot  # the last publication, without tensors that were only lent
         self._admission, self._may_go_back = admission, may_go_back
         self._pause: PauseMode | None = None
-        self._publication = self._pausing = 0
+        self._publication = self._pausing = self._num_added = 0
         self._publishing = anyio.Lock()
         self._watchers: dict[Replica, Callable[[Down], object]] = {}
 
@@ -369,13 +395,24 @@ class ReplicaSet:
         """The oldest version that an answer may come from."""
         return max(self.version, min((replica.version or 0 for replica in self.serving), default=0))
 
-    def choose(self, generation: ReroutableGeneration, *, version: int) -> Replica | None:
-        """Return the replica for the next attempt of a generation; ``None`` if none serves ``version`` or newer."""
-        return self._affinity.choose(self.by_name, generation, version=version)
+    def choose(self, wanted: ReservePlace, *, version: int) -> Replica | None:
+        """Return the replica for an attempt; ``None`` if none serves ``version`` or newer."""
+        return self._affinity.choose(self.by_name, wanted, version=version)
+
+    def note_end(self, replica: Replica, end: AttemptEnd, reason: str) -> None:
+        """Count how an attempt ended, and take the replica out if it is gone or fails again and again."""
+        if end is AttemptEnd.FINISHED:
+            replica.num_failures = 0
+        elif end is AttemptEnd.LOST:  # the engine has not even begun
+            self.mark_unhealthy(replica, reason)
+        else:
+            replica.num_failures += 1
+            if end is AttemptEnd.UNREACHABLE or replica.num_failures >= self._config.max_failures:
+                self.mark_unhealthy(replica, reason)
 
     # ----------------------------------------------------------------------------------------------- members
 
-    def add(self, name: str, ref: Ref[Generation], tasks: BackgroundTasks) -> None:
+    def add(self, name: str, ref: Ref[Generation], tasks: BackgroundTasks, *, address: str | None = None) -> None:
         """Let a replica join, and join again whenever it does not serve; it replaces one of the same name.
 
         Raises ``ActorError`` for a ref that cannot be watched.
@@ -383,7 +420,9 @@ class ReplicaSet:
         # First, because it raises for a ref that cannot be watched.
         life = ref.life
         self.remove(name)
-        replica = self.by_name[name] = Replica(name=name, ref=ref)
+        self._num_added += 1
+        replica = Replica(name=name, ref=ref, address=address, incarnation=self._num_added)
+        self.by_name[name] = replica
         watcher = self._watchers[replica] = partial(self._handle_down, replica)
         tasks.start_soon(self._keep_joined, replica, name=f"replica {name}")
         life.watch(watcher)

@@ -10,8 +10,8 @@
 * A generation under a grammar cannot move once a token was sampled, because engines start a grammar at its beginning.
   It is refused with 503, which SDKs repeat.
 
-``router`` sends the requests and decides which replicas serve. An engine of a server also continues generations that
-ended there early (``servers.engine``).
+``rerouting`` sends the requests, and ``router`` decides which replicas serve. An engine of a server also continues
+generations that ended there early (``servers.engine``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from areal_actors.generation.base import find_stop_ids
 from areal_actors.kernel import Ref
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Scope
-from areal_actors.messages import Generation, ReplicaState, ReplicaView
+from areal_actors.messages import Generation, ReplicaState, ReplicaView, ReservePlace
 
 __all__ = [
     "Attempt",
@@ -39,6 +39,7 @@ __all__ = [
     "SessionAffinity",
     "choose",
     "describe_failure",
+    "find_delay",
 ]
 
 _FIRST_DELAY_SECONDS = 0.05
@@ -130,18 +131,14 @@ class ReroutableGeneration:
         self.num_failures += 1
         self.failed_at.add(replica)
 
-    def find_delay(self, names: Iterable[str]) -> float:
-        """Return the seconds to wait before the next attempt, if only the replicas ``names`` serve.
-
-        There is a delay if all of them have failed it: otherwise a replica that fails at once would be asked several
-        times within a millisecond.
-        """
-        if not self.num_failures:
-            return 0.0
-        serving = set(names)
-        if not serving or serving - self.failed_at:
-            return 0.0
-        return _FIRST_DELAY_SECONDS * 2.0**self.num_failures
+    def next_place(self) -> ReservePlace:
+        """Return what the next attempt demands of its replica."""
+        return ReservePlace(
+            routing_key=self.request.routing_key,
+            version=self.version,
+            failed_at=tuple(self.failed_at),
+            num_failures=self.num_failures,
+        )
 
     def end_attempt(
         self, replica: str, failure: BaseException | None, reason: str, *, is_failure: bool, max_failures: int
@@ -189,6 +186,10 @@ class Replica:
     name: str
     """Its name, which no other replica has."""
     ref: Ref[Generation]
+    address: str | None = None
+    """Where other processes reach it."""
+    incarnation: int = 0
+    """Its number, which tells it from an earlier one of the same name."""
     state: ReplicaState = ReplicaState.JOINING
     version: int | None = None
     """Version of its weights; ``None`` while they are unknown or undefined, as during a load."""
@@ -291,6 +292,12 @@ class Attempt:
             self._scope = None
         return None
 
+    async def wait_moved(self) -> None:
+        """Wait until the generation has to move."""
+        with self._new_scope() as self._scope:
+            if not self.is_moved:
+                await anyio.sleep_forever()
+
     def move(self) -> None:
         """Have the generation continue on another replica."""
         self.is_moved = True
@@ -326,12 +333,10 @@ class SessionAffinity:
         self._names: OrderedDict[str, str] = OrderedDict()
         self._num_turns = 0
 
-    def choose(
-        self, replicas: Mapping[str, Replica], generation: ReroutableGeneration, *, version: int
-    ) -> Replica | None:
+    def choose(self, replicas: Mapping[str, Replica], wanted: ReservePlace, *, version: int) -> Replica | None:
         """Return the replica for the next attempt, and pin the session to it. ``None`` if none can serve."""
-        key = generation.request.routing_key
-        replica = choose(replicas, pinned=self.find(key), version=version, failed_at=generation.failed_at)
+        key = wanted.routing_key
+        replica = choose(replicas, pinned=self.find(key), version=version, failed_at=wanted.failed_at)
         if replica is not None:
             self._num_turns += 1
             replica.turn = self._num_turns
@@ -350,6 +355,20 @@ class SessionAffinity:
         self._names.move_to_end(key)
         if len(self._names) > self._max_sessions:
             self._names.popitem(last=False)
+
+
+def find_delay(wanted: ReservePlace, names: Iterable[str]) -> float:
+    """Return the seconds to wait before the attempt ``wanted``, if only the replicas ``names`` serve.
+
+    There is a delay if all of them have failed it: otherwise a replica that fails at once would be asked several times
+    within a millisecond.
+    """
+    if not wanted.num_failures:
+        return 0.0
+    serving = set(names)
+    if not serving or serving.difference(wanted.failed_at):
+        return 0.0
+    return _FIRST_DELAY_SECONDS * 2.0**wanted.num_failures
 
 
 def describe_failure(error: BaseException | None) -> str:

@@ -11,17 +11,21 @@ from areal_actors.kernel import Message, Ref, StreamMessage
 
 __all__ = [
     "AddReplica",
+    "AttemptEnd",
+    "AttemptEnded",
     "DescribeEngine",
     "DescribeReplicas",
     "EngineView",
     "Generate",
     "Generation",
     "PauseGeneration",
+    "Place",
     "PublishWeights",
     "RemoveReplica",
     "ReplicaState",
     "ReplicaView",
     "Replicas",
+    "ReservePlace",
     "ResumeGeneration",
 ]
 
@@ -72,7 +76,10 @@ class DescribeEngine(Message[Generation, EngineView]):
 
 
 class Replicas:
-    """Address of the router in front of the replicas, for the code that starts and stops them."""
+    """Address of the router in front of the replicas, for the code that starts and stops them.
+
+    Processes that stream from the replicas without passing through the router reserve a place there for each attempt.
+    """
 
 
 class ReplicaState(StrEnum):
@@ -93,13 +100,15 @@ class ReplicaState(StrEnum):
 class AddReplica(Message[Replicas, None]):
     """Add ``ref`` as the replica ``name``, which serves once it has the published weights.
 
-    It replaces one of the same name.
+    It replaces one of the same name. Other processes reach it at ``address``, as of ``kernel.remote.listen``, if they
+    have no ref.
 
     Replies at once; ``DescribeReplicas`` shows when it serves.
     """
 
     name: str
     ref: Ref[Generation]
+    address: str | None = None
 
 
 @frozen(kw_only=True)
@@ -126,3 +135,67 @@ class ReplicaView:
 @frozen(kw_only=True)
 class DescribeReplicas(Message[Replicas, tuple[ReplicaView, ...]]):
     """Return all replicas, in the order in which they were added."""
+
+
+# ------------------------------------------------------------------------------------------- streams past the router
+
+
+@frozen(kw_only=True)
+class Place:
+    """A place at a replica for one attempt of a generation, which has to end there when a ``reason`` is given."""
+
+    replica: str
+    incarnation: int
+    """The number of the replica, which a later one of the same name does not have."""
+    address: str
+    """Where the replica's process listens."""
+    version: int
+    """The version of its weights: a chunk with an older one comes from an earlier incarnation of it."""
+    context_length: int
+    has_failures: bool = False
+    """Whether attempts have failed there since the last one that finished: only then does the router have to know of
+    one that finishes."""
+    reason: str | None = None
+
+
+@frozen(kw_only=True)
+class ReservePlace(StreamMessage[Replicas, Place]):
+    """Reserve a place for the next attempt of a generation, which the sender streams from the replica itself.
+
+    Yields the place, and yields it again with a reason when the generation has to continue elsewhere. The place is
+    taken until the stream is left. ``version`` is the newest version that has sampled the generation so far,
+    ``failed_at`` names the replicas that have failed it, ``num_failures`` counts the attempts since the last new token.
+
+    Raises:
+        Unavailable: no replica that may serve the request came in time.
+        EngineError: other processes cannot reach the replicas.
+    """
+
+    routing_key: str = ""
+    version: int = 0
+    failed_at: tuple[str, ...] = ()
+    num_failures: int = 0
+
+
+class AttemptEnd(StrEnum):
+    """How an attempt of a generation ended at a replica."""
+
+    FINISHED = "finished"
+    FAILED = "failed"
+    UNREACHABLE = "unreachable"
+    """The replica is gone, or cannot be reached by the process that streams from it."""
+    LOST = "lost"
+    """The replica has lost its engine, and did not begin."""
+
+
+@frozen(kw_only=True)
+class AttemptEnded(Message[Replicas, None]):
+    """News: an attempt ended at a replica. Leaving the stream of ``ReservePlace`` gives back the place.
+
+    It is ignored if the replica has been removed or replaced.
+    """
+
+    replica: str
+    incarnation: int
+    end: AttemptEnd
+    reason: str = ""

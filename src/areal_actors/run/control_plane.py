@@ -121,18 +121,24 @@ class ControlPlane:
 
 @asynccontextmanager
 async def open_control_plane(
-    scheduling: SchedulerConfig, *, directory: Path, logs: Path, placed: Mapping[Role, PlacedRole], proxy: ProxyConfig
+    scheduling: SchedulerConfig,
+    *,
+    directory: Path,
+    logs: Path,
+    placed: Mapping[Role, PlacedRole],
+    proxy: ProxyConfig,
+    secret: bytes | None = None,
 ) -> AsyncIterator[ControlPlane]:
     """Listen, and prepare to start workers for the roles in ``placed``. Everything is closed on exit.
 
     ``directory`` is the run's, and ``logs`` the directory for the output of local workers. If proxies are placed on
-    this machine, they listen as ``proxy`` says.
+    this machine, they listen as ``proxy`` says. ``secret`` is that of the run, if it has other workers.
 
     Raises:
         ConfigError: the workers could not reach the controller's address.
         SchedulerError: there are not enough resources for the roles.
     """
-    secret = secrets.token_bytes(32)
+    secret = secret or secrets.token_bytes(32)
     if not placed:
         scheduling = evolve(scheduling, type=SchedulerType.LOCAL, address=None)
     async with AsyncExitStack() as stack:
@@ -316,13 +322,16 @@ async def open_proxies(
     logs: Path,
     handover: Handover | None = None,
     directory: Ref[Directory] | None = None,
+    secret: bytes | None = None,
+    local_roles: tuple[Role, ...] = tuple(Role),
 ) -> AsyncIterator[Proxies]:
     """Start ``num_more`` proxies in addition to the one at ``endpoint``, which must listen on a shared port.
 
     Each has a session manager and a journal, for the sessions that the router (``actors["sessions"]``) opens there, and
     connections are passed to the process of their session at ``handover``. A proxy that dies is replaced, with its
     sessions; the clients of its connections retry, and ``directory`` counts it. All use ``actors`` of this process
-    (sessions, exports, capacity, generation, and if the run has them intake and accounts).
+    (sessions, exports, capacity, generation, and if the run has them intake and accounts). ``local_roles`` are those of
+    this process. If generation is not among them, its engines are in workers that know ``secret``.
 
     ``config`` is the file with the settings of the run, and ``logs`` a directory for the output of the processes. The
     proxies are ready some seconds later, and all end with the block.
@@ -332,7 +341,9 @@ async def open_proxies(
         yield proxies
         return
     scheduling = SchedulerConfig(restarts=RestartsConfig(max=_UNLIMITED), local=LocalConfig(oversubscribe=True))
-    opening = open_control_plane(scheduling, directory=config.parent, logs=logs, placed={}, proxy=ProxyConfig())
+    opening = open_control_plane(
+        scheduling, directory=config.parent, logs=logs, placed={}, proxy=ProxyConfig(), secret=secret
+    )
     async with opening as control_plane, AsyncExitStack() as stack:
         for name, ref in actors.items():
             control_plane.listener.expose(name, ref)
@@ -352,8 +363,8 @@ async def open_proxies(
                 directory=config.parent,
                 lease_seconds=scheduling.lease_seconds,
                 hang_seconds=scheduling.hang_seconds,
-                # All other roles are in this process, which is the controller of these workers.
-                local_roles=tuple(Role),
+                # The actors of other roles are reached through this process, the controller of these workers.
+                local_roles=local_roles,
                 has_intake="intake" in actors,
                 has_accounts="accounts" in actors,
                 listen=control_plane.worker_address(name),

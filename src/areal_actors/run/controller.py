@@ -202,7 +202,7 @@ class RunController:
             _log.info("error_after_results", worker=name, reason=str(root_cause(error)))
 
     @asynccontextmanager
-    async def _register(self, role: Role, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - a callback
+    async def _register(self, role: Role, name: str, report: Report) -> AsyncIterator[None]:
         """Count a proxy while it serves, and make an engine a replica."""
         if role is Role.PROXY:
             self._proxies.add(name)
@@ -213,7 +213,7 @@ class RunController:
             return
         async with (
             self.connect(name) as connection,
-            self.replicas.add(name, connection.ref(Generation, REPLICA)),
+            self.replicas.add(name, connection.ref(Generation, REPLICA), address=report.address),
         ):
             yield
 
@@ -456,6 +456,8 @@ class _Attempt:
                 logs=plan.directory.logs,
                 handover=handover,
                 directory=self._control_plane.directory,
+                secret=self._control_plane.secret,
+                local_roles=plan.local_roles,
             )
             async with self._controller.listening(opened.endpoint), more:
                 yield
@@ -540,24 +542,24 @@ class ReadyReplicas:
     """
 
     def __init__(self) -> None:
-        self._refs: dict[str, Ref[Generation]] = {}
+        self._ready: dict[str, AddReplica] = {}
         self._router: Ref[Replicas] | None = None
 
     @asynccontextmanager
-    async def add(self, name: str, ref: Ref[Generation]) -> AsyncIterator[None]:
-        """Register the engine ``name`` while the block lasts."""
-        self._refs[name] = ref
+    async def add(self, name: str, ref: Ref[Generation], *, address: str) -> AsyncIterator[None]:
+        """Register the engine ``name``, whose worker listens at ``address``, while the block lasts."""
+        self._ready[name] = added = AddReplica(name=name, ref=ref, address=address)
         try:
             # Within the block: an engine that ends meanwhile must not be offered to the router of the next attempt.
-            await self._tell(AddReplica(name=name, ref=ref))
+            await self._tell(added)
             yield
         finally:
-            self._refs.pop(name, None)
+            self._ready.pop(name, None)
 
     async def remove(self, name: str) -> None:
         """Have the generations of an engine continue at others, and return when it has none."""
         # First: the router of the next attempt must not get it.
-        self._refs.pop(name, None)
+        self._ready.pop(name, None)
         await self._tell(RemoveReplica(name=name))
 
     async def find_serving(self) -> Collection[str]:
@@ -581,8 +583,8 @@ class ReadyReplicas:
         router = await system.spawn(GenerationRouter(config, version=version), name="generation")
         self._router = router
         try:
-            for name, ref in tuple(self._refs.items()):
-                await self._tell(AddReplica(name=name, ref=ref))
+            for added in tuple(self._ready.values()):
+                await self._tell(added)
             yield router
         finally:
             self._router = None

@@ -1,5 +1,7 @@
 """Random histories of a router: replicas come, die, fail and return, weights are published, generations go on.
 
+Half of the generations pass through the router. Tokens of the others come from the replicas themselves.
+
 * Each generation ends once; its tokens are contiguous; its length is what was asked for.
 * The version of each token had been published (or was the first one) when it was sampled, and versions do not fall.
 * A generation that began after a publication was answered has no older token.
@@ -15,7 +17,8 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.stacks.replica_stack import START, CountingEngine, Reading, ReplicaStack, open_replica_stack, request
+from tests.stacks.direct_stack import DirectStack, open_direct_stack
+from tests.stacks.replica_stack import START, CountingEngine, Reading, open_replica_stack, request
 
 from areal_actors.domain import FinishReason, PauseMode
 from areal_actors.errors import ArealError, EngineError
@@ -29,6 +32,7 @@ STEPS = st.one_of(
     st.tuples(st.just("add"), NAMES),
     st.tuples(st.just("kill"), NAMES),
     st.tuples(st.just("remove"), NAMES),
+    st.tuples(st.just("cut"), NAMES),
     st.tuples(st.just("fail"), NAMES),
     st.tuples(st.just("refuse"), NAMES),
     st.tuples(st.just("block"), NAMES),
@@ -36,8 +40,8 @@ STEPS = st.one_of(
     st.tuples(st.just("publish"), st.sampled_from(["lent", "disk"])),
     st.tuples(st.just("pause"), st.sampled_from([PauseMode.KEEP])),
     st.tuples(st.just("resume"), st.none()),
-    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]))),
-    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]))),
+    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]), st.booleans())),
+    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]), st.booleans())),
     st.tuples(st.just("sample"), st.integers(1, 6)),
     st.tuples(st.just("sample"), st.integers(1, 6)),
     st.tuples(st.just("wait"), st.integers(1, 40)),
@@ -47,8 +51,8 @@ STEPS = st.one_of(
 class History:
     """What was done, and what must hold of it."""
 
-    def __init__(self, stack: ReplicaStack, tasks) -> None:
-        self.stack, self.tasks = stack, tasks
+    def __init__(self, direct: DirectStack, tasks) -> None:
+        self.direct, self.stack, self.tasks = direct, direct.far, tasks
         self.version = self.next_version = 0
         self.published = {0}
         self.readings: list[tuple[Reading, int]] = []
@@ -60,11 +64,14 @@ class History:
         self.check()
 
     async def add(self, name: str) -> None:
-        self.engines.append(await self.stack.add(name, CountingEngine(is_gated=True)))
+        self.engines.append(await self.direct.add(name, CountingEngine(is_gated=True)))
 
     async def kill(self, name: str) -> None:
         if name in self.stack.refs:
             await self.stack.kill(name)
+
+    async def cut(self, name: str) -> None:
+        self.direct.cut(name)
 
     async def remove(self, name: str) -> None:
         await self.stack.remove(name)
@@ -102,9 +109,9 @@ class History:
     async def resume(self, _: None) -> None:
         await self.stack.router.ask(ResumeGeneration())
 
-    async def begin(self, what: tuple[int, str]) -> None:
-        num_tokens, key = what
-        reading = Reading(self.stack, request(num_tokens, key=key))
+    async def begin(self, what: tuple[int, str, bool]) -> None:
+        num_tokens, key, is_direct = what
+        reading = Reading(self.direct.near if is_direct else self.stack, request(num_tokens, key=key))
         self.readings.append((reading, self.version))
         self.tasks.start_soon(reading.run)
 
@@ -146,7 +153,7 @@ class History:
 
 async def play(steps: list[tuple[str, object]]) -> None:
     async with (
-        open_replica_stack(config=RouterConfig(wait_seconds=100, load_seconds=30)) as stack,
+        open_direct_stack(config=RouterConfig(wait_seconds=100, load_seconds=30)) as stack,
         anyio.create_task_group() as tasks,
     ):
         history = History(stack, tasks)

@@ -13,7 +13,7 @@ from tests.stacks.replica_stack import START, count, request
 from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, Exactly, FinishReason
 from areal_actors.errors import EngineError, Unavailable
 from areal_actors.generation.router import CounterTotals
-from areal_actors.generation.routing import Replica, ReroutableGeneration, SessionAffinity, choose
+from areal_actors.generation.routing import Replica, ReroutableGeneration, SessionAffinity, choose, find_delay
 from areal_actors.messages import ReplicaState
 
 INFO = EngineInfo(
@@ -77,9 +77,9 @@ def test_failures_in_a_row_end_a_generation_and_progress_forgives_them():
         for _ in range(2):
             generation.report_failure("a")
             generation.check_movable("a", None, "no memory", max_failures=3)
-        assert (0.0, 0.2) == (generation.find_delay("ab"), generation.find_delay("a"))
+        assert (0.0, 0.2) == (find_delay(generation.next_place(), "ab"), find_delay(generation.next_place(), "a"))
         generation.add(chunk([11]))
-    assert 0.0 == generation.find_delay("a")
+    assert 0.0 == find_delay(generation.next_place(), "a")
     for _ in range(3):
         generation.report_failure("a")
     with pytest.raises(EngineError, match=r"failed 3 times in a row, after 2 tokens, at a.*no memory"):

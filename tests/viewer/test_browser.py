@@ -76,6 +76,9 @@ def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
         assert "advantage +0.75" in tab.inner_text("#detail")
         assert "+0.5 against the group's mean" in tab.inner_text("#detail")
         assert "<script>" in tab.inner_text("#detail")
+        tab.click("tr.pick >> nth=1")
+        playwright.expect(tab.locator("#detail")).to_contain_text("Problem 11")
+        assert "not trained ·" in tab.inner_text("#detail")
         assert "equal: no signal" in tab.inner_text("main")
 
         tab.click("#tab-conversations")

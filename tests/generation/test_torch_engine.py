@@ -5,18 +5,21 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+import threading
+import time
 
 import anyio
 import numpy as np
 import pytest
 import torch
 from anyio.lowlevel import checkpoint
+from attrs import evolve
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_actors.domain import FinishReason
 from areal_actors.errors import ConfigError, EngineError, InvalidRequest, ModelError
 from areal_actors.generation.base import Snapshot
-from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
+from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, worker
 from areal_actors.generation.torch.forward import GenericForward, LlamaForward, create_forward
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner
 from areal_actors.generation.torch.worker import StepRunner
@@ -236,6 +239,65 @@ async def test_a_dead_thread_fails_everybody(llama, create_request, monkeypatch)
             await engine.pause()
 
     assert isinstance(caught.value.__cause__, MemoryError)
+
+
+@pytest.fixture
+def hang(monkeypatch):
+    """Let the function of this name of a class or a module wait until the test is over."""
+    is_over = threading.Event()
+
+    def replace(owner, name: str) -> None:
+        monkeypatch.setattr(owner, name, lambda *_, **__: is_over.wait())
+
+    yield replace
+    is_over.set()
+
+
+async def test_a_step_that_hangs_fails_all_requests(llama, create_request, hang):
+    """Requests, later calls and ``wait_failed`` get an error that says where the thread is; closing does not wait."""
+    config = evolve(CONFIG, step_timeout_seconds=0.2)
+    with anyio.fail_after(30):
+        async with TorchEngine.open(config, model=llama) as engine:
+            async with engine.generate(create_request(0, PROMPT, max_new_tokens=100)) as chunks:
+                await anext(aiter(chunks))
+                hang(StepRunner, "launch")
+                with pytest.raises(EngineError, match=r"hangs in wait \(.*more than 0.2 s.*step_timeout_seconds"):
+                    async for _ in chunks:
+                        pass
+            with pytest.raises(EngineError, match="hangs"):
+                await collect(engine, create_request(1, PROMPT))
+            with pytest.raises(EngineError, match="hangs") as caught:
+                await engine.wait_failed()
+
+    assert isinstance(caught.value.__cause__, TimeoutError)
+
+
+async def test_a_load_that_hangs_fails(llama, hang):
+    """It is shielded from cancellation, so that without a deadline nothing ended it."""
+    config = evolve(CONFIG, step_timeout_seconds=0.2)
+    hang(worker, "load_snapshot")
+    with anyio.fail_after(30):
+        async with TorchEngine.open(config, model=llama) as engine:
+            with pytest.raises(EngineError, match="a load of weights, has taken more than"):
+                await engine.load(Snapshot(version=1, state=llama.state_dict()))
+
+
+@pytest.mark.parametrize("limit", [0.5, None])
+async def test_many_short_steps_do_not_count_as_a_hang(llama, create_request, monkeypatch, limit):
+    """Each step has the time limit for itself."""
+    original = StepRunner.launch
+
+    def launch_slowly(*args):
+        time.sleep(0.02)
+        return original(*args)
+
+    monkeypatch.setattr(StepRunner, "launch", launch_slowly)
+    began = time.monotonic()
+    async with TorchEngine.open(evolve(CONFIG, step_timeout_seconds=limit), model=llama) as engine:
+        chunks = await collect(engine, create_request(0, PROMPT, max_new_tokens=30))
+
+    assert len(join_ids(chunks)) == 30
+    assert time.monotonic() - began > 0.5
 
 
 async def test_weights_that_are_no_numbers_fail_the_generation_only(llama, create_request, runner):

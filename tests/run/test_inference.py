@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 
 import anyio
 import pytest
-from attrs import frozen
-from openai import AsyncOpenAI
+from attrs import evolve, frozen
+from openai import AsyncOpenAI, OpenAIError
 
 from areal_actors.errors import EngineError, ModelError, NotFound, RewardError
 from areal_actors.generation.torch.config import TorchEngineConfig
+from areal_actors.generation.torch.worker import StepRunner
 from areal_actors.kernel import Actor, ActorSystem, Message
 from areal_actors.messages import CollectSession
 from areal_actors.run import open_inference
@@ -84,6 +86,25 @@ async def test_the_crash_of_an_actor_is_one_error(*, is_started):
             async with opening as inference:
                 await (await inference.system.spawn(Crashing())).tell(Break())
                 await anyio.sleep_forever()
+
+
+async def test_an_engine_that_hangs_ends_the_service(monkeypatch):
+    """Within the time limit of a step: the app sees the error, and its requests do not wait forever."""
+    is_over = threading.Event()
+    monkeypatch.setattr(StepRunner, "launch", lambda *_: is_over.wait())
+    config = evolve(CONFIG, engine=evolve(CONFIG.engine, step_timeout_seconds=0.2))
+    try:
+        with pytest.raises(EngineError, match=r"hangs in wait .*step_timeout_seconds"), anyio.fail_after(60):
+            async with (
+                open_inference("tiny", config) as inference,
+                inference.session() as session,
+                AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client,
+            ):
+                with suppress(OpenAIError):  # it is refused, or cut off
+                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "hello"}])
+                await anyio.sleep_forever()
+    finally:
+        is_over.set()
 
 
 async def test_a_group_that_the_block_raises_is_its_own():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from areal_actors.domain import Chunk
 from areal_actors.errors import EngineError
 from areal_actors.generation import Engine
-from areal_actors.kernel import Actor
+from areal_actors.generation.base import HasFailure
+from areal_actors.kernel import Actor, Context
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     DescribeEngine,
@@ -32,6 +34,13 @@ class GenerationActor(Actor[Generation]):
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
+
+    @asynccontextmanager
+    async def lifespan(self, context: Context) -> AsyncIterator[None]:
+        """Crash when the engine fails for good: the run ends or its worker is replaced, instead of refusing all."""
+        if isinstance(self._engine, HasFailure):
+            context.tasks.start_soon(self._engine.wait_failed)
+        yield
 
     @Generate.handler(concurrency=4096)
     async def generate(self, message: Generate) -> AsyncIterator[Chunk]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,7 @@ __all__ = [
     "EngineInfo",
     "EngineRequest",
     "EngineStatistics",
+    "HasFailure",
     "PauseMode",
     "Snapshot",
     "StopScanner",
@@ -90,6 +91,15 @@ class Engine(Protocol):
 
     def statistics(self) -> EngineStatistics:
         """Return the current counters without waiting."""
+        ...
+
+
+@runtime_checkable
+class HasFailure(Protocol):
+    """An engine that can fail for good, so that only another one can continue."""
+
+    async def wait_failed(self) -> NoReturn:
+        """Raise ``EngineError`` once the engine has failed for good; else wait until cancelled."""
         ...
 
 

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import field, frozen, validators
 
 __all__ = ["TorchEngineConfig"]
+
+
+# ``Any``: mypy infers the field's type from its default, and would accept a validator of ``float`` only.
+_positive_or_none: Any = validators.optional(validators.gt(0))
 
 
 @frozen(kw_only=True)
@@ -22,6 +26,8 @@ class TorchEngineConfig:
     512 on CPUs, 8192 on GPUs). ``num_threads`` sets torch's threads in the engine (``None``: unchanged).
     ``deterministic``: the samples of a request depend only on its prompt, key and weights, not on other requests.
     Slower: every step computes all ``max_concurrent`` slots, and prefixes are shared between identical prompts only.
+    ``step_timeout_seconds``: a step or a load of weights that takes longer than this counts as hung, and the engine
+    fails (``None``: it may take forever). The time to open the engine does not count.
     """
 
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -31,5 +37,6 @@ class TorchEngineConfig:
     prefill_chunk: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     num_threads: int | None = field(default=None, validator=validators.optional(validators.ge(1)))
     deterministic: bool = False
+    step_timeout_seconds: float | None = field(default=600.0, validator=_positive_or_none)
     return_routed_experts: bool = False
     """Record the experts of each token of a mixture of experts; on with trainer.router_replay."""

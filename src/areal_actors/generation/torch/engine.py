@@ -8,12 +8,15 @@ the event loop.
 from __future__ import annotations
 
 import copy
+import sys
 import threading
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import anyio
 import anyio.lowlevel
@@ -57,6 +60,9 @@ from areal_actors.lib.telemetry import quiet_transformers
 
 __all__ = ["EnginePlan", "TorchEngine", "plan_engine"]
 
+NUM_CHECKS = 20
+"""How often a step is found to run before it counts as hung."""
+
 CLOSE_SECONDS = 60.0
 """How long closing waits for a step or a weight load in progress. The thread is a daemon and never blocks the exit."""
 
@@ -64,8 +70,9 @@ CLOSE_SECONDS = 60.0
 class TorchEngine:
     """An ``Engine`` that runs a transformers causal LM in this process. Opened with ``open``, on asyncio or trio.
 
-    All methods are called from the event loop that opened it. If its thread fails, every generation and every later
-    call raises ``EngineError`` with the failure as its cause.
+    All methods are called from the event loop that opened it. If its thread fails, or hangs for longer than
+    ``step_timeout_seconds``, every generation and every later call raises ``EngineError`` with the failure as its
+    cause.
     """
 
     def __init__(
@@ -83,6 +90,7 @@ class TorchEngine:
         self._version = 0
         self._gone: EngineError | None = None
         self._ended = anyio.Event()
+        self._is_unwatched = threading.Event()
         self._worker: Worker
 
     @classmethod
@@ -144,7 +152,11 @@ class TorchEngine:
             opened=opened,
             version=self._version,
         )
-        threading.Thread(target=self._worker.run, name="areal-torch-engine", daemon=True).start()
+        thread = threading.Thread(target=self._worker.run, name="areal-torch-engine", daemon=True)
+        thread.start()
+        if (limit := self._config.step_timeout_seconds) is not None:
+            watch = partial(self._watch, thread, limit, post)
+            threading.Thread(target=watch, name="areal-torch-engine-watch", daemon=True).start()
         try:
             await ready.wait()
         except BaseException:
@@ -157,6 +169,7 @@ class TorchEngine:
         self._worker.commands.put(Close())
         with anyio.move_on_after(CLOSE_SECONDS, shield=True):
             await self._ended.wait()
+        self._is_unwatched.set()
 
     # ------------------------------------------------------------------------------------------ the protocol
 
@@ -227,6 +240,13 @@ class TorchEngine:
         running = min(self._statistics.running, len(self._streams))
         return evolve(self._statistics, running=running, waiting=len(self._streams) - running)
 
+    async def wait_failed(self) -> NoReturn:
+        """Raise ``EngineError`` once the engine has failed. Waits forever if it is closed instead."""
+        await self._ended.wait()
+        while self._gone is None or self._gone.__cause__ is None:
+            await anyio.sleep_forever()
+        raise EngineError(str(self._gone)) from self._gone.__cause__
+
     # ------------------------------------------------------------------------------------- to and fro
 
     def _send(self, command: Command) -> None:
@@ -246,6 +266,8 @@ class TorchEngine:
 
     def _take(self, news: Report) -> None:
         """Process the report of a step on the event loop."""
+        if self._ended.is_set():  # the step had counted as hung
+            return
         self._version = news.version
         self._statistics = news.statistics
         for delivery in news.deliveries:
@@ -254,9 +276,13 @@ class TorchEngine:
         for reply in news.replies:
             self._replies.discard(reply)
             reply.done()
-        if not news.is_last:
+        if news.is_last:
+            self._end(news.failure)
+
+    def _end(self, failure: BaseException | None) -> None:
+        """Fail all that waits, and all later calls."""
+        if self._ended.is_set():
             return
-        failure = news.failure
         what = "has been closed" if failure is None else f"failed: {type(failure).__name__}: {failure}"
         self._gone = EngineError(f"The torch engine {what}. Open a new one.")
         self._gone.__cause__ = failure
@@ -267,6 +293,30 @@ class TorchEngine:
             reply.done()
         self._replies.clear()
         self._ended.set()
+
+    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], Any]) -> None:
+        """End the engine when a turn of ``thread`` takes longer than ``limit`` seconds. Runs on a thread.
+
+        It counts how often it finds the same turn instead of comparing times: if the whole process was stopped for an
+        hour (SIGSTOP, a suspended machine), no step has been hung for an hour.
+        """
+        turn, num_checks = None, 0
+        while not self._is_unwatched.wait(limit / NUM_CHECKS):
+            last, turn = turn, None if self._worker.is_idle else self._worker.num_turns
+            num_checks = num_checks + 1 if turn is not None and turn == last else 0
+            if num_checks < NUM_CHECKS:
+                continue
+            frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented, named for its danger only
+            place = traceback.extract_stack(frame)[-1] if frame is not None else None
+            where = "" if place is None else f" in {place.name} ({place.filename}, line {place.lineno})"
+            failure = TimeoutError(
+                f"its thread hangs{where}: a step, or a load of weights, has taken more than {limit:g} s "
+                "(engine.step_timeout_seconds)"
+            )
+            # The event loop is closed, and no task waits.
+            with suppress(RuntimeError):
+                post(lambda: self._end(failure))  # noqa: B023 - the loop ends here
+            return
 
 
 @define(eq=False)

@@ -165,7 +165,10 @@ class _Launched:
 
 
 class Worker:
-    """Runs in one thread from ``run`` to its end. Other threads only touch ``commands``."""
+    """Runs in one thread from ``run`` to its end.
+
+    Other threads only put into ``commands``, and read ``num_turns`` and ``is_idle``.
+    """
 
     def __init__(
         self,
@@ -179,6 +182,10 @@ class Worker:
         version: int,
     ) -> None:
         self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
+        self.num_turns = 0
+        """Turns of the loop that have begun."""
+        self.is_idle = True
+        """Whether the thread waits for a command, or has not begun its first turn."""
         self._config = config
         self._open_forward = open_forward
         self._create_runner = create_runner
@@ -228,10 +235,13 @@ class Worker:
     def _turn(self) -> None:
         # Wait for the first command if there is no other work; then take all that are queued.
         must_wait = not self._can_step() and self._pause is None and self._launched is None
+        self.num_turns += 1
+        self.is_idle = must_wait
         with suppress(queue.Empty):
             while True:
-                self._handle(self.commands.get(block=must_wait))
-                must_wait = False
+                command = self.commands.get(block=must_wait)
+                must_wait = self.is_idle = False
+                self._handle(command)
         self._settle_pause()
         if self._can_step():
             started = time.perf_counter()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import anyio
 import pytest
+from anyio.lowlevel import checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stacks.service import GRACE, IDLE, open_service
 
 from areal_actors.domain import Credential
 from areal_actors.errors import CapacityExhausted, Conflict
-from areal_actors.messages import SetReward, VersionAdvanced
+from areal_actors.messages import SessionFinished, SetReward, VersionAdvanced
 from areal_actors.workflows.rollout import MemberOutcome
 
 pytestmark = pytest.mark.anyio
@@ -133,6 +134,38 @@ async def test_a_start_that_fails_leaves_nothing():
             await service.start("g", group_size=2, member=7)
 
         assert (1, 0) == await service.counts()
+
+
+async def test_an_end_that_is_told_twice_is_delivered_once():
+    """While the session is taken in, and after its group was trained."""
+    async with open_service(group_size=2) as service:
+        sessions = [await service.start("g") for _ in range(2)]
+        for session in sessions:
+            await service.play(session, final=1.0)
+            await service.intake.tell(SessionFinished(session=session, is_final=True))
+        (group,) = await service.lease()
+        for session in sessions:
+            await service.intake.tell(SessionFinished(session=session, is_final=True))
+
+        assert sessions == [episode.session for episode in group.episodes]
+        assert () == await service.lease()
+        assert (0, 1) == await service.counts()
+
+
+@pytest.mark.parametrize("num_moments", range(0, 16, 3))
+async def test_who_leaves_while_a_session_starts_leaves_nothing(num_moments: int):
+    """Whether or not it had been opened by then: its permit returns when it has been idle, and others may start."""
+    async with open_service(max_concurrent=1) as service:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(service.start, "g")
+            for _ in range(num_moments):
+                await checkpoint()
+            tasks.cancel_scope.cancel()
+        await anyio.sleep(2 * IDLE + GRACE)
+
+        assert (0, 0) == await service.counts()
+        await service.play(await service.start("h"), final=1.0)
+        assert 1 == len(await service.lease())
 
 
 async def test_capacity_is_refused_by_group():

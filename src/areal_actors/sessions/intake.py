@@ -92,6 +92,8 @@ __all__ = [
 _log = get_logger(__name__)
 
 _SETTLE_SECONDS = 5.0
+_CLAIM_SECONDS = 30.0
+"""How long a permit may take to be granted or refused, which needs no waiting."""
 
 
 @frozen(kw_only=True)
@@ -213,7 +215,9 @@ class IntakeKeeper(Actor[Intake]):
 
     async def _open_group(self, wanted: StartSession) -> OpenGroup:
         name = wanted.group
-        permit = await self._peers.capacity.ask(ClaimPermit(holder=name or wanted.task))
+        # Shielded: a permit that was granted to a client that leaves meanwhile would be held until its lease expires.
+        with anyio.CancelScope(shield=True):
+            permit = await self._peers.capacity.ask(ClaimPermit(holder=name or wanted.task), timeout=_CLAIM_SECONDS)
         size = 1 if name is None else wanted.group_size or self._config.group_size
         position = self._groups.take_position(wanted.position)
         group_id = GroupId(f"{name or wanted.task}-{self._token()}")

@@ -1,0 +1,195 @@
+"""Each fault at the job of each role, one after the other: ``pytest tests/schedulers/slurm_local/faults.py``, as root.
+
+Every run makes each step once, in one lineage, with the rewards and tokens of a run without faults. The seconds from a
+fault to the end of the second step after it are printed; with ``FAULTS_RESULTS``, they are appended to that file, for
+``python -m tests.faults``. ``FAULTS_ROLES`` limits the roles. ``tests/faults/matrix.toml`` says which fault is tested
+where.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from tests.placement.play import COMPARED
+from tests.schedulers.slurm_local.cluster import ROOT, Cluster, why_no_namespaces
+from tests.schedulers.slurm_local.training import TINY, cluster, jobs, nodes, steps, training, wait_until
+
+__all__ = ["cluster"]
+
+NUM_STEPS = 60
+COMMON = (
+    f"total_steps={NUM_STEPS}",
+    "rollout.group_size=4",
+    "checkpoint.every_steps=1",
+    "eval_dataset=null",
+    "engine.dtype=float32",
+    "trainer.dtype=float32",
+    "logging.tensorboard=false",
+)
+ROLES = {"trainer": 8, "generation": 8, "proxy": 2, "sessions": 2, "rollout": 2}
+"""CPUs of each role: one node of four is left."""
+LEASE_SECONDS = 15
+SLOW_SECONDS = 30
+Fault = Callable[[Cluster, Path, str], Callable[[], None]]
+"""Breaks what a role needs; returns what mends it."""
+
+
+def requeue(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Put the job back into the queue."""
+    cluster.run("scontrol", "requeue", job_of(cluster, role))
+    return lambda: None
+
+
+def cancel(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Cancel the job."""
+    cluster.run("scancel", job_of(cluster, role))
+    return lambda: None
+
+
+def drain(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Let its node take no other job."""
+    node = nodes(cluster)[f"{role}-0"]
+    cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
+    return cluster.mend
+
+
+def stop(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Stop its processes with SIGSTOP, as if they hung."""
+    for process in processes_of(directory, role):
+        process.send_signal(signal.SIGSTOP)
+    return lambda: None
+
+
+def kill(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Kill its processes."""
+    for process in processes_of(directory, role):
+        process.kill()
+    return lambda: None
+
+
+def crash(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Crash its node, with all that runs there."""
+    node = nodes(cluster)[f"{role}-0"]
+    cluster.act("crash-node", node)
+    return lambda: cluster.act("start-node", node)
+
+
+def cut(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Unplug the network of its node for longer than a lease."""
+    node = nodes(cluster)[f"{role}-0"]
+    cluster.act("cut-node", node)
+    time.sleep(LEASE_SECONDS + 10)
+    cluster.act("heal-node", node)
+    return cluster.mend
+
+
+def slow(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Cancel the job; the one in its place takes 30 s to start."""
+    marker = directory.parent / f"slow-{role}"
+    marker.touch()
+    cluster.run("scancel", job_of(cluster, role))
+    return marker.unlink
+
+
+def limit(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
+    """Let the job have no more than a minute from now."""
+    job = job_of(cluster, role)
+    *minutes, _ = cluster.run("squeue", "-h", "-j", job, "-o", "%M").strip().split(":")
+    cluster.run("scontrol", "update", f"JobId={job}", f"TimeLimit={int(minutes[-1]) + 1}")
+    return lambda: None
+
+
+FAULTS: Mapping[str, Fault] = {
+    function.__name__: function for function in (kill, requeue, cancel, crash, drain, stop, slow, cut, limit)
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The steps of a run in one process, without faults."""
+    directory = tmp_path_factory.mktemp("undisturbed") / "run"
+    command = [
+        *(sys.executable, "-m", "areal_actors", "train", "examples/tiny.yaml", *COMMON, "--run-dir", str(directory))
+    ]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=900, stdout=subprocess.DEVNULL)
+    return compared(directory)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
+    """Each role is hit after a further step. The steps are those of the undisturbed run."""
+    if fault in ("crash", "cut") and not cluster.has_namespaces:
+        pytest.skip(why_no_namespaces())
+    directory = tmp_path / "run"
+    roles = []
+    for role, cpus in ROLES.items():
+        python = tmp_path / f"python-{role}"
+        python.write_text(
+            f'#!/bin/sh\n[ ! -e {tmp_path}/slow-{role} ] || sleep {SLOW_SECONDS}\nexec {sys.executable} "$@"\n'
+        )
+        python.chmod(0o755)
+        replicas = "replicas: 1, " if role == "generation" else ""
+        roles.append(f"scheduler.roles.{role}={{{replicas}cpus: {cpus}, python: {python}}}")
+    settings = (*TINY, *COMMON, f"scheduler.lease_seconds={LEASE_SECONDS}", "scheduler.slurm.margin_seconds=20")
+    with training(cluster, directory, *settings, roles=tuple(roles)) as run:
+        for role in os.environ.get("FAULTS_ROLES", " ".join(ROLES)).split():
+            num_steps = len(steps(directory))
+            wait_until(run, lambda: len(steps(directory)) > num_steps and len(nodes(cluster)) == len(ROLES))  # noqa: B023
+            before = len(steps(directory))
+            began = time.monotonic()
+            mend = FAULTS[fault](cluster, directory, role)
+            # One more than the step that may have been about to end.
+            wait_until(run, lambda: len(steps(directory)) > before + 1)  # noqa: B023
+            seconds = time.monotonic() - began
+            mend()
+            note(fault, role, seconds)
+        run.terminate()
+        run.communicate(timeout=300)
+    made = compared(directory)
+
+    assert list(range(1, len(made) + 1)) == [record["step"] for record in made]
+    assert undisturbed[: len(made)] == made
+
+
+def compared(directory: Path) -> list[dict[str, Any]]:
+    """What all runs of a seed have in common, for each step."""
+    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    return [{name: record[name] for name in COMPARED} for record in records]
+
+
+def note(fault: str, role: str, seconds: float) -> None:
+    """Say how long it took until the next step, or write it down."""
+    line = json.dumps({"fault": fault, "role": role, "seconds": round(seconds), "load": round(os.getloadavg()[0])})
+    print(line, flush=True)
+    if path := os.environ.get("FAULTS_RESULTS"):
+        with Path(path).open("a") as file:
+            file.write(line + "\n")
+
+
+def job_of(cluster: Cluster, role: str) -> str:
+    """The number of the job that runs a role."""
+    return next(job for name, job in jobs(cluster, "RUNNING").items() if f"-{role}-0." in name)
+
+
+def processes_of(directory: Path, role: str) -> list[psutil.Process]:
+    """The processes of the worker of a role."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            bootstrap = process.environ().get("AREAL_BOOTSTRAP", "")
+            if f"{directory}/slurm" in bootstrap and f"-{role}-0." in bootstrap and "worker" in str(process.cmdline()):
+                found.append(process)
+    assert found
+    return found

@@ -130,10 +130,10 @@ async def serve(
     With ``handover``, connections are passed to and taken from other processes.
     """
     # Starlette and Hypercorn name the same interface differently.
-    framework = cast("ASGIFramework", app)
+    framework = cast("ASGIFramework", with_bodies_read(app))
     log = logging.getLogger("areal_actors.proxy.hypercorn")
     log.setLevel(logging.WARNING)
-    config = _Config(framework)
+    config = _Config(app)
     # Paths name sessions, which are secrets.
     config.accesslog = None
     config.errorlog = log
@@ -168,7 +168,7 @@ async def serve(
     if handover is not None:
         # Hypercorn accepts connections itself, so only its handling of one is used.
         prepare = _prepare_on_asyncio if is_asyncio else _prepare_on_trio
-        serve_one, close_idle = prepare(with_bodies_read(framework), config)
+        serve_one, close_idle = prepare(framework, config)
 
         async def closing_all() -> None:
             await closing()
@@ -178,7 +178,7 @@ async def serve(
         await serve_connections(listener, handover, serve_one, shutdown=closing_all, grace_seconds=seconds)
         return
     config.bind = [f"fd://{listener.detach()}"]
-    await serve_on(with_bodies_read(framework), config, shutdown_trigger=closing, mode="asgi")
+    await serve_on(framework, config, shutdown_trigger=closing, mode="asgi")
 
 
 def _prepare_on_asyncio(
@@ -267,9 +267,9 @@ class _Config(Config):
     Hypercorn itself serves ``with_bodies_read(app)``.
     """
 
-    def __init__(self, app: ASGIFramework) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         super().__init__()
-        self.app: Any = app
+        self.app = app
         self.connections: set[Connection] = set()
         self.is_closing = False
 

@@ -122,7 +122,7 @@ class Play:
             while child.is_alive and time.monotonic() < deadline:
                 time.sleep(0.01)
             if child.process.poll() not in (None, -signal.SIGKILL):
-                raise Failed(f"The run ended by itself:\n{child.last_words()}")
+                raise Failed(f"The run ended by itself:\n{child.output_tail()}")
             for stage in stages.read(life):
                 self.counts[f"killed while {stage}"] += 1
             self.note_kill("itself" if not child.kill() else "the run, from outside")
@@ -209,7 +209,7 @@ class Play:
                 "further steps",
             )
             if child.interrupt(signal.SIGINT, LIFE_SECONDS) != 0:
-                raise Failed(f"The last process failed:\n{child.last_words()}")
+                raise Failed(f"The last process failed:\n{child.output_tail()}")
         finally:
             child.kill()
 

@@ -101,12 +101,12 @@ class PlacedPlay(Play):
         deadline = time.monotonic() + seconds
         while not is_true():
             if not self.controller.is_alive:
-                raise Failed(f"The run ended by itself:\n{self.controller.last_words()}")
+                raise Failed(f"The run ended by itself:\n{self.controller.output_tail()}")
             if time.monotonic() > deadline:
                 if what is None:
                     raise TimeoutError
                 log = (self.run_dir.path / "logs" / "run.jsonl").read_text("utf-8")[-3000:]
-                raise Failed(f"waited {seconds:g} s for {what}:\n{self.controller.last_words()}\n{log}")
+                raise Failed(f"waited {seconds:g} s for {what}:\n{self.controller.output_tail()}\n{log}")
             time.sleep(0.02)
 
     def _count_samples(self) -> int:

@@ -140,7 +140,7 @@ class _Play:
         if self.agents[number].kill():
             self.kills["agent"] += 1
         else:
-            self.problems.append(f"agent {number} ended by itself:\n{self.agents[number].last_words()}")
+            self.problems.append(f"agent {number} ended by itself:\n{self.agents[number].output_tail()}")
         self.start_agent(number, *(["--leave"] if leaves else []))
 
     # ----------------------------------------------------------------------------------------------- lives
@@ -176,7 +176,7 @@ class _Play:
             if due is not None and now >= due:
                 break
             if now > service.began + START_SECONDS:
-                raise Failed(f"life {self.life} of the service has answered nobody:\n{service.last_words()}")
+                raise Failed(f"life {self.life} of the service has answered nobody:\n{service.output_tail()}")
             self.kill_agents_that_are_due(now)
             time.sleep(TICK_SECONDS)
         self.end_life(service, trap=None if service.is_alive else fate.trap)
@@ -192,7 +192,7 @@ class _Play:
         service.kill()
         code = service.process.returncode
         if code != -signal.SIGKILL:
-            raise Failed(f"life {self.life} of the service ended by itself ({code}):\n{service.last_words()}")
+            raise Failed(f"life {self.life} of the service ended by itself ({code}):\n{service.output_tail()}")
         self.kills["service"] += 1
         stages = self.stages.read(self.life)
         self.seen.update({str(stage) for stage in stages} or {"python starts"})
@@ -223,15 +223,15 @@ class _Play:
         for number, agent in self.agents.items():
             agent.process.send_signal(signal.SIGTERM)
             if agent.wait(START_SECONDS):
-                self.problems.append(f"agent {number} failed:\n{agent.last_words()}")
+                self.problems.append(f"agent {number} failed:\n{agent.output_tail()}")
         if any(line["kind"] == "left" for path in self.directory.glob("*.ledger") for line in read_ledger(path)):
             time.sleep(IDLE_SECONDS + 2)
         code = service.interrupt(signal.SIGINT, START_SECONDS)
         if code:
-            self.problems.append(f"interrupted, the service left with {code}:\n{service.last_words()}")
+            self.problems.append(f"interrupted, the service left with {code}:\n{service.output_tail()}")
         self.agents.clear()
         self.expect_no_child()
-        last = service.last_words(1)
+        last = service.output_tail(1)
         return dict(json.loads(last)) if last.startswith("{") else {}
 
     def wait_for_steps(self, service: Child, num: int) -> int:
@@ -239,7 +239,7 @@ class _Play:
 
         def is_answering() -> bool:
             if not service.is_alive:
-                raise Failed(f"the last life of the service ended by itself:\n{service.last_words()}")
+                raise Failed(f"the last life of the service ended by itself:\n{service.output_tail()}")
             return Stage.ANSWERING in self.stages.read(self.life)
 
         def steps() -> int:

@@ -69,7 +69,7 @@ class Child:
         except subprocess.TimeoutExpired:
             raise Failed(f"{self.name} did not end within {seconds:g} s; see {self.log}") from None
 
-    def last_words(self, num_lines: int = 30) -> str:
+    def output_tail(self, num_lines: int = 30) -> str:
         """The end of its log."""
         return "\n".join(self.log.read_text(encoding="utf-8", errors="replace").splitlines()[-num_lines:])
 

@@ -112,15 +112,15 @@ def _soak(
     megabytes: list[float] = []
     while (now := time.monotonic()) < began + 60 * minutes:
         if not service.is_alive:
-            raise Failed(f"{command} ended by itself:\n{service.last_words()}")
+            raise Failed(f"{command} ended by itself:\n{service.output_tail()}")
         move(now)
         seconds.append(round(now - began, 2))
         megabytes.append(round(process.memory_info().rss / MEGABYTE, 2))
         time.sleep(SAMPLE_SECONDS)
     code = service.interrupt(signal.SIGINT, 120)
     if code:
-        raise Failed(f"{command} left with {code}:\n{service.last_words()}")
-    steps = json.loads(service.last_words(1))["steps"]
+        raise Failed(f"{command} left with {code}:\n{service.output_tail()}")
+    steps = json.loads(service.output_tail(1))["steps"]
     return Soak(
         command=command,
         seconds=tuple(seconds),

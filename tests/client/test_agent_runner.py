@@ -250,7 +250,7 @@ def test_plain_lines_are_few():
     progress.open(50)
     for index in range(50):
         now[0] += 1
-        progress.hear(ItemResult(index=index, item=None, num_attempts=1))
+        progress.note_result(ItemResult(index=index, item=None, num_attempts=1))
     progress.close(None)
 
     assert ["10/50 items", "20/50 items", "30/50 items", "40/50 items", "50/50 items"] == shown.getvalue().split("\n")[
@@ -264,7 +264,7 @@ def test_silence():
     shown = io.StringIO()
     progress = create_batch_progress(is_quiet=True, stream=shown)
     progress.open(None)
-    progress.hear(ItemResult(index=0, item=None, num_attempts=1, error=KeyError("x")))
+    progress.note_result(ItemResult(index=0, item=None, num_attempts=1, error=KeyError("x")))
     progress.close(BatchResult(results=(), seconds=1.0))
 
     assert "" == shown.getvalue()

@@ -58,7 +58,7 @@ def test_without_a_terminal_there_are_plain_lines(heard):
     assert isinstance(display, PlainDisplay)
     display.open()
     for item in heard:
-        display.hear(item)
+        display.on_event(item)
     display.close()
 
     step = "loss -0.0100  kl 0.0020  entropy 1.500  staleness 0.5  max 1  900 tokens/s"
@@ -101,8 +101,8 @@ def test_a_failure_is_shown_once_with_its_traceback_and_then_counted(news):
     traceback = 'Traceback (most recent call last):\n  File "my_agent.py", line 7, in run\nKeyError: 3'
     for number in range(100):
         finished = news.episode(number, failure=f"Agent.run raised KeyError: {number}")
-        display.hear(evolve(finished, episode=evolve(finished.episode, traceback=traceback)))
-    display.hear(news.episode(100, failure="Agent.run took longer than 60 s"))
+        display.on_event(evolve(finished, episode=evolve(finished.episode, traceback=traceback)))
+    display.on_event(news.episode(100, failure="Agent.run took longer than 60 s"))
 
     assert stream.getvalue().splitlines() == [
         "episode failed (1 so far): Agent.run raised KeyError: 0",
@@ -170,7 +170,7 @@ def test_the_live_display_leaves_its_last_frame(heard):
     assert isinstance(display, RichDisplay)
     display.open()
     for item in heard:
-        display.hear(item)
+        display.on_event(item)
     display.close()
     display.close()
 
@@ -188,7 +188,7 @@ def test_a_stream_that_knows_few_letters_gets_what_it_can_take(news):
     display = PlainDisplay(RunState(title="Übung", total_steps=1), stream=stream)
 
     display.open()
-    display.hear(news.episode(failure="naïve"))
+    display.on_event(news.episode(failure="naïve"))
 
     assert b"na?ve" in stream.buffer.getvalue()
 

@@ -14,11 +14,11 @@ from areal_actors.dashboard.records import read_records
 from areal_actors.messages import GroupsTrained, RowAdvantage
 
 
-def hear(listener, *heard):
-    """Open, hear and close."""
+def on_event(listener, *heard):
+    """Open, on_event and close."""
     listener.open()
     for item in heard:
-        listener.hear(item)
+        listener.on_event(item)
     listener.close()
 
 
@@ -26,7 +26,7 @@ def test_every_row_is_one_line_in_the_file_of_its_task(tmp_path, news, decode):
     """With the promised fields; the prompt is what stands before the first trained token."""
     directory = RunDirectory(path=tmp_path)
 
-    hear(RolloutDumper(directory, decode=decode), news.episode(7, version=3, member=1), news.episode(7, version=3))
+    on_event(RolloutDumper(directory, decode=decode), news.episode(7, version=3, member=1), news.episode(7, version=3))
 
     first, second, *_ = rows = list(read_records(tmp_path / "rollout" / "3" / "7.jsonl"))
     assert len(rows) == 4
@@ -50,7 +50,7 @@ def test_evaluations_are_kept_apart(tmp_path, news, decode):
     """Below a directory of their own."""
     directory = RunDirectory(path=tmp_path)
 
-    hear(RolloutDumper(directory, decode=decode), news.episode(7, version=3, is_eval=True), news.step(1))
+    on_event(RolloutDumper(directory, decode=decode), news.episode(7, version=3, is_eval=True), news.step(1))
 
     assert (tmp_path / "eval-rollout" / "3" / "7.jsonl").exists()
     assert not (tmp_path / "rollout").exists()
@@ -60,9 +60,9 @@ def test_a_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
     """Episodes of the checkpoint's version were trained by nobody and are made again; its evaluation is not."""
     directory = RunDirectory(path=tmp_path)
     heard = [news.episode(version, version=version, is_eval=e) for version in (1, 2, 3) for e in (True, False)]
-    hear(RolloutDumper(directory, decode=decode), *heard)
+    on_event(RolloutDumper(directory, decode=decode), *heard)
 
-    hear(RolloutDumper(directory, decode=decode, resumed_step=2))
+    on_event(RolloutDumper(directory, decode=decode, resumed_step=2))
 
     assert {path.name for path in directory.rollouts.iterdir()} == {"1"}
     assert {path.name for path in directory.eval_rollouts.iterdir()} == {"1", "2"}
@@ -72,8 +72,8 @@ def test_advantages_are_kept_by_step(tmp_path):
     """A resumed run repeats the steps after its checkpoint, and removes their files first."""
     directory = RunDirectory(path=tmp_path)
     row = RowAdvantage(task="a-7", member=1, num_tokens=5, advantage=-0.5)
-    hear(AdvantageWriter(directory), *(GroupsTrained(step=step, rows=(row, row)) for step in (1, 2, 3)))
-    hear(AdvantageWriter(directory, resumed_step=1))
+    on_event(AdvantageWriter(directory), *(GroupsTrained(step=step, rows=(row, row)) for step in (1, 2, 3)))
+    on_event(AdvantageWriter(directory, resumed_step=1))
 
     assert ["1.jsonl"] == [path.name for path in directory.advantages.iterdir()]
     expected = {"task": "a-7", "member": 1, "num_tokens": 5, "advantage": -0.5}
@@ -85,13 +85,13 @@ def test_what_an_earlier_process_may_have_dumped_is_there_once(tmp_path, news, d
     """However much of it was written before the process was killed; others of its group stay as they are."""
     directory = RunDirectory(path=tmp_path)
     path = directory.rollouts / "1" / "7.jsonl"
-    hear(RolloutDumper(directory, decode=decode), news.episode(7, version=1))
+    on_event(RolloutDumper(directory, decode=decode), news.episode(7, version=1))
     whole = path.read_bytes().replace(b'"tail_version":1', b'"tail_version":4')  # which were lost
     path.unlink()
-    hear(RolloutDumper(directory, decode=decode, resumed_step=3), news.episode(7, version=1, member=1))
+    on_event(RolloutDumper(directory, decode=decode, resumed_step=3), news.episode(7, version=1, member=1))
     path.write_bytes(path.read_bytes() + whole[:num_written])
 
-    hear(RolloutDumper(directory, decode=decode, resumed_step=3), news.episode(7, version=1, is_repeated=True))
+    on_event(RolloutDumper(directory, decode=decode, resumed_step=3), news.episode(7, version=1, is_repeated=True))
 
     rows = list(read_records(path))
     assert [1, 1, 0, 0] == [row["sample_idx"] for row in rows]
@@ -103,10 +103,10 @@ def test_a_failure_that_is_told_again_is_listed_once(tmp_path, news):
     """One that the earlier process did not come to tell is listed as well."""
     path = tmp_path / "failures.jsonl"
     failed = partial(news.episode, 2, version=4, failure="expired")
-    hear(FailureWriter(path), failed(member=3))
+    on_event(FailureWriter(path), failed(member=3))
 
     again = (failed(member=member, is_repeated=True) for member in (3, 5))
-    hear(FailureWriter(path, resumed_step=6), *again)
+    on_event(FailureWriter(path, resumed_step=6), *again)
 
     assert [3, 5] == [record["sample_idx"] for record in read_records(path)]
 
@@ -115,7 +115,7 @@ def test_half_a_surrogate_pair_is_no_reason_to_stop(tmp_path, news):
     """Models can write what UTF-8 cannot say; the file stays readable."""
     directory = RunDirectory(path=tmp_path)
 
-    hear(RolloutDumper(directory, decode=lambda _: "\ud800"), news.episode())
+    on_event(RolloutDumper(directory, decode=lambda _: "\ud800"), news.episode())
 
     assert next(read_records(tmp_path / "rollout" / "0" / "0.jsonl"))["prompt"] == "\ud800"
 
@@ -124,7 +124,7 @@ def test_failures_are_kept_with_their_reason(tmp_path, news):
     """Episodes that went well are not listed."""
     path = tmp_path / "failures.jsonl"
 
-    hear(
+    on_event(
         FailureWriter(path), news.episode(1), news.episode(2, version=4, member=3, failure="Agent.run raised KeyError")
     )
 
@@ -138,7 +138,7 @@ def test_a_session_is_described_with_its_tokens(tmp_path, news, decode):
     """Each turn with new messages, tokens and logprobs, versions, mask, return, fork; and what was not trained."""
     path = tmp_path / "sessions.jsonl"
 
-    hear(SessionSampler(path, decode=decode), news.session(5, version=2, text="1 + 2"))
+    on_event(SessionSampler(path, decode=decode), news.session(5, version=2, text="1 + 2"))
 
     (record,) = read_records(path)
     first, second, third = record["turns"]
@@ -156,7 +156,7 @@ def test_a_sample_is_bounded_and_spread_over_the_run(tmp_path, news, decode):
     path = tmp_path / "sessions.jsonl"
     heard = [news.session(position, version=version) for version in range(100) for position in range(6)]
 
-    hear(SessionSampler(path, decode=decode, max_sessions=20), *heard)
+    on_event(SessionSampler(path, decode=decode, max_sessions=20), *heard)
 
     versions = [record["version"] for record in read_records(path)]
     assert 8 <= len(versions) <= 20
@@ -169,7 +169,7 @@ def test_one_version_alone_is_bounded_too(tmp_path, news, decode):
     path = tmp_path / "sessions.jsonl"
     heard = [news.session(position, failure="no" if position % 2 else None) for position in range(50)]
 
-    hear(SessionSampler(path, decode=decode, max_sessions=3), *heard)
+    on_event(SessionSampler(path, decode=decode, max_sessions=3), *heard)
 
     assert len(list(read_records(path))) <= 3
 
@@ -178,7 +178,7 @@ def test_long_conversations_are_cut(tmp_path, news, decode):
     """A record says how much it leaves out."""
     path = tmp_path / "sessions.jsonl"
 
-    hear(SessionSampler(path, decode=decode), news.session(text="x" * 100_000))
+    on_event(SessionSampler(path, decode=decode), news.session(text="x" * 100_000))
 
     (record,) = read_records(path)
     assert record["turns"][0]["messages"][0]["content"].endswith("(92000 more characters)")
@@ -187,9 +187,9 @@ def test_long_conversations_are_cut(tmp_path, news, decode):
 def test_a_resumed_sample_drops_what_is_made_again(tmp_path, news, decode):
     """Sessions of the checkpoint's version and later."""
     path = tmp_path / "sessions.jsonl"
-    hear(SessionSampler(path, decode=decode), *(news.session(version=version) for version in (0, 1, 2)))
+    on_event(SessionSampler(path, decode=decode), *(news.session(version=version) for version in (0, 1, 2)))
 
-    hear(SessionSampler(path, decode=decode, resumed_step=1), news.session(version=1))
+    on_event(SessionSampler(path, decode=decode, resumed_step=1), news.session(version=1))
 
     assert [record["version"] for record in read_records(path)] == [0, 1]
 
@@ -197,10 +197,12 @@ def test_a_resumed_sample_drops_what_is_made_again(tmp_path, news, decode):
 def test_sessions_of_restored_episodes_come_back(tmp_path, news, decode):
     """A resumed run that restores a group reports its episodes, and does not archive their sessions again."""
     path = tmp_path / "sessions.jsonl"
-    hear(SessionSampler(path, decode=decode), *(news.session(position, version=2) for position in (0, 1)))
+    on_event(SessionSampler(path, decode=decode), *(news.session(position, version=2) for position in (0, 1)))
     before = list(read_records(path))
 
-    hear(SessionSampler(path, decode=decode, resumed_step=1), news.episode(1, version=2), news.episode(7, version=2))
+    on_event(
+        SessionSampler(path, decode=decode, resumed_step=1), news.episode(1, version=2), news.episode(7, version=2)
+    )
 
     assert before[1:] == list(read_records(path))
 
@@ -230,7 +232,7 @@ def test_only_the_owner_reads_conversations(tmp_path, news, decode):
                 FailureWriter(directory.failures, resumed_step=step),
                 RolloutDumper(directory, decode=decode, resumed_step=step),
             ):
-                hear(listener, news.session(1), news.episode(1), news.episode(2, failure="it broke"))
+                on_event(listener, news.session(1), news.episode(1), news.episode(2, failure="it broke"))
     finally:
         os.umask(old)
     paths = [directory.sessions, directory.failures, *directory.rollouts.rglob("*"), directory.rollouts]

@@ -32,7 +32,7 @@ def write(directory, heard, *, resumed_step=None, clock=lambda: 0.0):
     writer = MetricsWriter(directory.metrics, resumed_step=resumed_step, clock=clock)
     writer.open()
     for item in heard:
-        writer.hear(item)
+        writer.on_event(item)
     writer.close()
 
 
@@ -58,7 +58,7 @@ def test_a_line_is_there_when_it_was_heard(directory, news):
     """A process that is killed right after a step has recorded it."""
     writer = MetricsWriter(directory.metrics)
     writer.open()
-    writer.hear(news.step(1))
+    writer.on_event(news.step(1))
 
     assert len(list(read_records(directory.metrics))) == 1
     writer.close()

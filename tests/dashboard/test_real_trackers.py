@@ -39,8 +39,8 @@ def track(tmp_path, news):
         writer.open()
         for step in steps:
             evaluation = EvaluationFinished(version=step, reward=0.25, num_episodes=4, num_failed=0, seconds=1.0)
-            writer.hear(evaluation)
-            writer.hear(news.step(step, reward=step / 10, **{"rollout/format ok=1": 1.0}))
+            writer.on_event(evaluation)
+            writer.on_event(news.step(step, reward=step / 10, **{"rollout/format ok=1": 1.0}))
         writer.close()
         return writer.num_lost
 
@@ -79,8 +79,8 @@ run = TrackedRun(directory=RunDirectory(path=Path(sys.argv[2])), experiment="sum
 (writer,) = create_trackers({sys.argv[1]: {}}, run)
 writer.open()
 for step in map(int, sys.argv[3:]):
-    writer.hear(EvaluationFinished(version=step, reward=0.25, num_episodes=4, num_failed=0, seconds=1.0))
-    writer.hear(StepFinished(step=step, metrics={"reward": step / 10}))
+    writer.on_event(EvaluationFinished(version=step, reward=0.25, num_episodes=4, num_failed=0, seconds=1.0))
+    writer.on_event(StepFinished(step=step, metrics={"reward": step / 10}))
 writer.close()
 assert writer.num_lost == 0
 """

@@ -69,7 +69,7 @@ def run(tmp_path, news, decode):
     for listener in listeners:
         listener.open()
         for item in heard:
-            listener.hear(item)
+            listener.on_event(item)
         listener.close()
     directory.config.write_text(f"experiment_name: '{ATTACK}'\nproxy:\n  admin_key: very-secret-key\n")
     return directory
@@ -114,8 +114,8 @@ def test_a_thousand_long_sessions_stay_small(tmp_path, news, decode):
     metrics.open()
     sampler.open()
     for index in range(1000):
-        metrics.hear(news.step(index + 1))
-        sampler.hear(news.session(index, version=index // 4, text="long " * 5000))
+        metrics.on_event(news.step(index + 1))
+        sampler.on_event(news.session(index, version=index // 4, text="long " * 5000))
     metrics.close()
     sampler.close()
 

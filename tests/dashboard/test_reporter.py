@@ -43,7 +43,7 @@ class Recorder:
     def open(self):
         self._note("open")
 
-    def hear(self, news):
+    def on_event(self, news):
         self._note(news)
 
     def close(self):

@@ -55,7 +55,7 @@ def play(tracker, heard, **options):
     writer = TrackerWriter("notes", tracker, **options)
     writer.open()
     for item in heard:
-        writer.hear(item)
+        writer.on_event(item)
     writer.close()
     return writer
 
@@ -132,7 +132,7 @@ def test_tensorboard_gets_the_numbers_and_the_configuration(tmp_path, news):
     (writer,) = create_trackers({"tensorboard": {}}, TrackedRun(directory=directory, experiment="e", trial="t"))
     writer.open()
     for item in (evaluation(0, 0.1), news.step(1, loss=0.5, kl=None)):
-        writer.hear(item)
+        writer.on_event(item)
     writer.close()
     writer.close()
 

@@ -289,7 +289,7 @@ def test_groups_wait_until_they_are_consumed() -> None:
     ]
     left = recover(
         [STARTED, *queued, *consumed, VersionSaved(version=1), SessionEnded(session=S, ended_at=1.0)]
-    ).leftovers
+    ).unfinished
 
     assert ["c"] == [group.group for group in left.groups]
     assert ["b"] == [group.group for group in left.unsaved]
@@ -305,7 +305,7 @@ def test_a_forgotten_session_is_kept_for_a_group_that_is_not_safely_trained() ->
     trained = GroupConsumed(group=GroupId("a"), version=1, is_trained=True)
 
     for events in ([queued, *forgotten], [queued, *forgotten, trained]):
-        (session,) = recover(events).leftovers.ended
+        (session,) = recover(events).unfinished.ended
         assert (True, 0.0) == (session.is_forgotten, session.ended_at)
     for events in (
         forgotten,

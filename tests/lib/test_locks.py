@@ -10,7 +10,7 @@ import threading
 
 import pytest
 
-from areal_actors.lib.locks import NO_LOCKS, Held, hold, is_held, take
+from areal_actors.lib.locks import NO_LOCKS, LockHeld, hold, is_held, take
 
 HOLDER = """
 import sys
@@ -28,7 +28,7 @@ def test_a_killed_holder_holds_nothing(tmp_path):
     argv = [sys.executable, "-c", HOLDER, str(lock)]
     with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"held\n"
-        with pytest.raises(Held) as caught, hold(lock):
+        with pytest.raises(LockHeld) as caught, hold(lock):
             pass
         assert caught.value.holder.startswith(f"process {process.pid} on ")
         assert is_held(lock)

@@ -6,10 +6,10 @@ import pytest
 
 from areal_actors.domain import Credential, SessionId
 from areal_actors.errors import Unauthorized
-from areal_actors.proxy.access import Gatekeeper, create_admin_key, read_key
+from areal_actors.proxy.access import Authenticator, create_admin_key, read_key
 
-KEEPER = Gatekeeper(admin_key="sk-admin")
-STRICT = Gatekeeper(admin_key="sk-admin", session_urls=False)
+KEEPER = Authenticator(admin_key="sk-admin")
+STRICT = Authenticator(admin_key="sk-admin", session_urls=False)
 
 
 @pytest.mark.parametrize(

@@ -86,7 +86,7 @@ def _serve(directory: Path, *, is_resumed: bool) -> Iterator[str]:
     try:
 
         def find_url() -> str | None:
-            assert service.is_alive, service.last_words()
+            assert service.is_alive, service.output_tail()
             lines = log.read_text(encoding="utf-8")[offset:].splitlines()
             return next((json.loads(line)["url"] for line in lines if line.startswith('{"url"')), None)
 

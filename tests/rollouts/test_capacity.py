@@ -18,7 +18,7 @@ from areal_actors.messages import (
     Capacity,
     ClaimPermit,
     DescribeCapacity,
-    LiftBudget,
+    LiftStalenessLimit,
     Permit,
     RefundGroup,
     ReservePermit,
@@ -200,7 +200,7 @@ async def test_after_the_last_step_only_live_groups_are_limited() -> None:
             await ref.ask(ClaimPermit(holder="refused"))
         await ref.ask(SettlePermit(permit=first.id, is_accepted=True))
 
-        await ref.ask(LiftBudget())
+        await ref.ask(LiftStalenessLimit())
         for _ in range(3):
             await ref.ask(ClaimPermit(holder="served"))
         with pytest.raises(CapacityExhausted):

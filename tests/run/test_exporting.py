@@ -115,7 +115,7 @@ def test_a_resumed_run_repeats_its_dumps(tmp_path: Path):
     dumper.open()
     resumed = list(find_dumps(directory.rows))
     for step in (3, 4):
-        dumper.hear(RowsTrained(step=step, rows=()))
+        dumper.on_event(RowsTrained(step=step, rows=()))
     dumper.close()
 
     assert resumed == [1, 2]

@@ -19,12 +19,11 @@ from areal_actors.cache.rewards import (
     Unrewarded,
     backpropagate,
     load_rule,
-    parse_reward,
     total_reward,
 )
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
 from areal_actors.cache.tensors import from_tensors, pad_together, to_arrays, to_tensors
-from areal_actors.cache.tree import ConversationTree
+from areal_actors.cache.tree import ConversationTree, parse_reward
 
 __all__ = [
     "RULES",

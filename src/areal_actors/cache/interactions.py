@@ -13,8 +13,9 @@ import numpy as np
 from attrs import Factory, evolve, field, frozen
 
 from areal_actors.cache.history import full_history, lookup_in, prompt_ids
-from areal_actors.cache.rewards import backpropagate, parse_reward
+from areal_actors.cache.rewards import backpropagate
 from areal_actors.cache.tensors import to_tensors
+from areal_actors.cache.tree import parse_reward
 from areal_actors.domain import (
     ChatMessage,
     Completion,

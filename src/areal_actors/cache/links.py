@@ -152,7 +152,7 @@ class ParentIndex:
         self._prompts: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
         self._entries: list[_Entry] = []
         # Made on demand; most sessions never need it.
-        self._clues: _Clues | None = None
+        self._clues: _EditedHistory | None = None
         self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
 
@@ -423,13 +423,13 @@ class ParentIndex:
         )
 
     @property
-    def _traces(self) -> _Clues:
+    def _traces(self) -> _EditedHistory:
         if self._clues is None:
-            self._clues = _Clues(self._entries, self._lookup)
+            self._clues = _EditedHistory(self._entries, self._lookup)
         return self._clues
 
 
-class _Clues:
+class _EditedHistory:
     """Finds answers by what is left when a client has edited their history: call ids, the text alone, the questions."""
 
     def __init__(self, entries: Sequence[_Entry], lookup: Lookup) -> None:

@@ -21,10 +21,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from numbers import Real
-from typing import Any, Protocol
+from typing import Protocol
 
 from attrs import evolve, frozen
 
+from areal_actors.cache.tree import fits_float32, parse_reward, to_scalar
 from areal_actors.domain import Credit, InteractionId, InteractionStatus, SessionRecord
 from areal_actors.errors import ExportError, RewardError
 from areal_actors.lib.references import CustomFunction, is_reference, load_function, shorten
@@ -38,55 +39,9 @@ __all__ = [
     "credits_of",
     "inherited_tree",
     "load_rule",
-    "parse_reward",
     "rewarded_conversations",
     "total_reward",
 ]
-
-
-_LARGEST = float.fromhex("0x1.fffffep+127")
-"""The largest float32."""
-
-
-def parse_reward(value: Any) -> float:
-    """Return a reward as a float that fits into a float32, which training uses.
-
-    Accepts a float, int, bool, or numpy or torch scalar. Raises ``RewardError`` for everything else: text, ``None``,
-    arrays, NaN, infinities and numbers that a float32 cannot hold.
-    """
-    scalar = _item(value)
-    if not isinstance(scalar, Real):
-        raise RewardError(f"A reward must be a number, not {type(value).__name__}: {_shorten(value)}.")
-    try:
-        reward = float(scalar)
-    except (OverflowError, ValueError):
-        raise RewardError(f"A reward must fit into a float: {_shorten(value)} does not.") from None
-    if not math.isfinite(reward):
-        raise RewardError(f"A reward must be finite, not {reward}; check what computed it.")
-    if not _is_trainable(reward):
-        raise RewardError(f"A reward must fit into a float32, which training has: {reward} does not; scale it down.")
-    return reward
-
-
-def _is_trainable(value: float) -> bool:
-    """Return whether the value is finite as a float32. NaN is not."""
-    return abs(value) <= _LARGEST
-
-
-def _item(value: Any) -> Any:
-    """Return the Python scalar within a numpy or torch scalar."""
-    item = getattr(value, "item", None)
-    if isinstance(value, Real) or not callable(item):
-        return value
-    try:
-        return item()
-    except (TypeError, ValueError, RuntimeError):
-        raise RewardError(f"A reward must be one number, not a {type(value).__name__} of several.") from None
-
-
-def _shorten(value: Any, limit: int = 60) -> str:
-    text = repr(value)
-    return text if len(text) <= limit else text[:limit] + "…"
 
 
 class Unrewarded(StrEnum):
@@ -275,7 +230,7 @@ def backpropagate(
     except OverflowError:
         # Reported below like any return that does not fit into a float32.
         returns = (math.inf,)
-    if not all(map(_is_trainable, returns)):
+    if not all(map(fits_float32, returns)):
         raise RewardError("The returns of this session exceed every float32; scale its rewards down.")
     return dict(zip(tree.ids, returns, strict=True))
 
@@ -353,9 +308,9 @@ class _Checked:
             number: float | None = None
             # Raised for an array of several numbers, and for an int that no float holds.
             with suppress(RewardError, OverflowError):
-                scalar = _item(value)
+                scalar = to_scalar(value)
                 number = float(scalar) if isinstance(scalar, Real) else None
-            if number is None or not _is_trainable(number):
+            if number is None or not fits_float32(number):
                 wanted = "a return is a number that fits into a float32"
                 raise self.function.complaint(f"returned {shorten(value)} for interaction {name}; {wanted}.")
             returns.append(number)

@@ -39,7 +39,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import evolve
 
-from areal_actors.cache.rewards import parse_reward
+from areal_actors.cache.tree import parse_reward
 from areal_actors.domain import (
     InteractionId,
     Ints,

@@ -4,15 +4,17 @@ Interactions begin, and then complete, are cancelled or fail, each exactly once.
 become parents. All values that leave the tree are frozen. The tree stores suffixes only: the part that an interaction
 shares with its parents is found by walking to the root.
 
-``links`` finds the parent, ``prompts`` plans the tokens of a prompt, and ``rewards`` interprets rewards. The tree never
+``links`` finds the parent, ``prompts`` plans the tokens of a prompt, and ``rewards`` propagates rewards. The tree never
 waits and has no clock; the actor that owns it serialises access.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -20,7 +22,6 @@ from attrs import evolve, field, frozen
 
 from areal_actors.cache.history import DIGEST_SIZE, full_history, full_ids, go_on, prompt_ids
 from areal_actors.cache.links import Frame, Match, ParentIndex
-from areal_actors.cache.rewards import parse_reward
 from areal_actors.domain import (
     ChatMessage,
     Completion,
@@ -43,7 +44,17 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
 
-__all__ = ["RAW_ROLE", "Compactor", "ConversationTree", "PrefixIndex", "PromptPlan", "own"]
+__all__ = [
+    "RAW_ROLE",
+    "Compactor",
+    "ConversationTree",
+    "PrefixIndex",
+    "PromptPlan",
+    "fits_float32",
+    "own",
+    "parse_reward",
+    "to_scalar",
+]
 
 
 RAW_ROLE = "prompt"
@@ -52,6 +63,8 @@ RAW_ROLE = "prompt"
 _MAX_HASHES = 8
 _MAX_SLICES = 256
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
+_LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
+"""The largest float32."""
 
 
 @frozen(kw_only=True)
@@ -527,3 +540,44 @@ class _ConstantArrays:
                 self._slices.clear()
             array = self._slices[value, length] = longest[:length]
         return array
+
+
+def parse_reward(value: Any) -> float:
+    """Return a reward as a float that fits into a float32, which training uses.
+
+    Accepts a float, int, bool, or numpy or torch scalar. Raises ``RewardError`` for everything else: text, ``None``,
+    arrays, NaN, infinities and numbers that a float32 cannot hold.
+    """
+    scalar = to_scalar(value)
+    if not isinstance(scalar, Real):
+        raise RewardError(f"A reward must be a number, not {type(value).__name__}: {_shorten(value)}.")
+    try:
+        reward = float(scalar)
+    except (OverflowError, ValueError):
+        raise RewardError(f"A reward must fit into a float: {_shorten(value)} does not.") from None
+    if not math.isfinite(reward):
+        raise RewardError(f"A reward must be finite, not {reward}; check what computed it.")
+    if not fits_float32(reward):
+        raise RewardError(f"A reward must fit into a float32, which training has: {reward} does not; scale it down.")
+    return reward
+
+
+def fits_float32(value: float) -> bool:
+    """Return whether the value is finite as a float32. NaN is not."""
+    return abs(value) <= _LARGEST_FLOAT32
+
+
+def to_scalar(value: Any) -> Any:
+    """Return the Python scalar within a numpy or torch scalar."""
+    item = getattr(value, "item", None)
+    if isinstance(value, Real) or not callable(item):
+        return value
+    try:
+        return item()
+    except (TypeError, ValueError, RuntimeError):
+        raise RewardError(f"A reward must be one number, not a {type(value).__name__} of several.") from None
+
+
+def _shorten(value: Any, limit: int = 60) -> str:
+    text = repr(value)
+    return text if len(text) <= limit else text[:limit] + "…"

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from areal_actors.dashboard import RunDirectory
     from areal_actors.messages import Endpoint
 if TYPE_CHECKING:
-    from areal_actors.service.key_access import KeyDoor
+    from areal_actors.service.key_access import KeyClient
 if TYPE_CHECKING:
     from areal_actors.schedulers.slurm import JobRecord
 
@@ -693,14 +693,14 @@ _door = (
 )
 
 
-def _has_door(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that select where keys are kept; it takes them as ``door``."""
+def _with_key_client(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the options that select where keys are kept; it takes them as ``client``."""
 
     @functools.wraps(command)
     def opened(*, store: Path, url: str | None, admin_key: str | None, **options: Any) -> None:
         from areal_actors.service.key_access import open_keys
 
-        command(door=open_keys(store=store, url=url, admin_key=admin_key), **options)
+        command(client=open_keys(store=store, url=url, admin_key=admin_key), **options)
 
     for option in reversed(_door):
         opened = option(opened)
@@ -726,9 +726,14 @@ def keys() -> None:
 @click.option("--expires", metavar="TIME", help="When the key ends, as ISO 8601: 2027-01-31 or 2027-01-31T12:00+01:00.")
 @verbose_option
 @explains_errors
-@_has_door
+@_with_key_client
 def create_user_key(
-    *, door: KeyDoor, requests_per_minute: int | None, tokens_per_day: int | None, expires: str | None, **fields: Any
+    *,
+    client: KeyClient,
+    requests_per_minute: int | None,
+    tokens_per_day: int | None,
+    expires: str | None,
+    **fields: Any,
 ) -> None:
     """Issue a key to USER, who may be new. It is printed only now, and cannot be read again.
 
@@ -740,7 +745,7 @@ def create_user_key(
       OPENAI_API_KEY=$(areal-actors keys create ada --url http://trainer:8080)
     """  # noqa: D301 - a real backspace tells click to keep the lines
     limits = {"max_requests_per_minute": requests_per_minute, "max_tokens_per_day": tokens_per_day}
-    created = door.create({**fields, **limits, "expires_at": expires})
+    created = client.create({**fields, **limits, "expires_at": expires})
     click.echo(f"{created['id']} of {created['user']}; this is the only time that it is shown:", err=True)
     click.echo(created["key"])
 
@@ -748,22 +753,22 @@ def create_user_key(
 @keys.command("list")
 @verbose_option
 @explains_errors
-@_has_door
-def list_keys(*, door: KeyDoor) -> None:
+@_with_key_client
+def list_keys(*, client: KeyClient) -> None:
     """List every key: its user, the user's quotas and usage of today, and whether it is valid."""
     from areal_actors.service.key_access import format_keys
 
-    click.echo(format_keys(door.list()))
+    click.echo(format_keys(client.list()))
 
 
 @keys.command("revoke")
 @click.argument("key_id")
 @verbose_option
 @explains_errors
-@_has_door
-def revoke_key(*, door: KeyDoor, key_id: str) -> None:
+@_with_key_client
+def revoke_key(*, client: KeyClient, key_id: str) -> None:
     """Revoke the key KEY_ID (key_…, as listed), and close the sessions that it has started."""
-    revoked = door.revoke(key_id)
+    revoked = client.revoke(key_id)
     click.echo(f"{revoked['id']} of {revoked['user']} is revoked.")
 
 
@@ -810,7 +815,7 @@ def cancel_jobs_of(*, directory: Path, is_json: bool) -> None:
     """End every job of DIRECTORY, including those of live runs, and wait until they are gone. Repeating it is safe."""
     from areal_actors.run.slurm import cancel_jobs
 
-    _tell_ended(cancel_jobs(directory), is_json=is_json)
+    _log_ended(cancel_jobs(directory), is_json=is_json)
 
 
 @slurm.command("reap")
@@ -825,10 +830,10 @@ def reap_jobs_of(*, directory: Path, is_json: bool) -> None:
     """
     from areal_actors.run.slurm import reap_jobs
 
-    _tell_ended(reap_jobs(directory), is_json=is_json)
+    _log_ended(reap_jobs(directory), is_json=is_json)
 
 
-def _tell_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
+def _log_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
     if is_json:
         click.echo(json.dumps([{"name": one.name, "worker": one.worker, "job": one.job} for one in records]))
     else:

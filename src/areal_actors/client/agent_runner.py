@@ -35,10 +35,10 @@ __all__ = [
     "AgentRunner",
     "BatchProgress",
     "BatchResult",
-    "BatchSilence",
     "ItemResult",
     "PlainBatchProgress",
     "RichBatchProgress",
+    "SilentBatchProgress",
     "create_batch_progress",
     "parse_outcome",
 ]
@@ -198,7 +198,7 @@ class _Batch:
                 _log.info("item_retried", item=index, attempt=result.num_attempts, error=describe(result.error))
                 await anyio.sleep(self.retries.wait_seconds(result.num_attempts - 1, None, self.random))
             self.results[index] = result
-            self.progress.hear(self.results[index])
+            self.progress.note_result(self.results[index])
         finally:
             places.release()
 
@@ -341,7 +341,7 @@ class BatchProgress(Protocol):
     def open(self, total: int | None) -> None:
         """Start the output; ``total`` is the number of items, if it is known."""
 
-    def hear(self, result: ItemResult) -> None:
+    def note_result(self, result: ItemResult) -> None:
         """Record that an item is done, successfully or not."""
 
     def close(self, result: BatchResult | None) -> None:
@@ -356,18 +356,18 @@ def create_batch_progress(
     ``stream`` is standard error by default.
     """
     if is_quiet:
-        return BatchSilence()
+        return SilentBatchProgress()
     target = sys.stderr if stream is None else stream
     return RichBatchProgress(target) if target.isatty() else PlainBatchProgress(target, clock=clock)
 
 
-class BatchSilence:
+class SilentBatchProgress:
     """A progress without output."""
 
     def open(self, total: int | None) -> None:
         """Do nothing."""
 
-    def hear(self, result: ItemResult) -> None:
+    def note_result(self, result: ItemResult) -> None:
         """Do nothing."""
 
     def close(self, result: BatchResult | None) -> None:
@@ -389,7 +389,7 @@ class PlainBatchProgress:
         self._total = total
         self._spoke_at = self._clock()
 
-    def hear(self, result: ItemResult) -> None:
+    def note_result(self, result: ItemResult) -> None:
         """Count the item, and print a line if it failed or if the last line is ten seconds old."""
         self._num_done += 1
         if result.error is not None:
@@ -426,7 +426,7 @@ class RichBatchProgress:
         self._progress.add_task("items", total=total)
         self._progress.start()
 
-    def hear(self, result: ItemResult) -> None:
+    def note_result(self, result: ItemResult) -> None:
         """Advance the bar."""
         assert self._progress is not None
         if result.error is not None:

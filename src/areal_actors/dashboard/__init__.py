@@ -1,7 +1,7 @@
 """Output of a run for people: the live display, the metrics, the learning curve and the report.
 
 Every writer here receives the events of a run (``messages.Progress``) from ``reporter``, on a worker thread:
-``open`` once, ``hear`` for each event, ``close`` once. Rich, matplotlib, jinja2 and the clients of trackers are loaded
+``open`` once, ``on_event`` for each event, ``close`` once. Rich, matplotlib, jinja2 and clients of trackers are loaded
 on first use.
 """
 

@@ -72,7 +72,7 @@ class PlainDisplay:
         if self._state.page is not None:
             self._print(f"watch it at {self._state.page}")
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Print the events that are worth a line. Raises ``OSError``."""
         now = self._clock()
         self._state = self._state.after(news, now)
@@ -136,7 +136,7 @@ class RichDisplay:
         )
         self._live.start()
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Update the state, which the next frame shows. A new kind of failure is printed above the panel."""
         self._state = self._state.after(news, self._clock())
         failure = self._state.describe_failure(news)

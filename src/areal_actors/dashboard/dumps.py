@@ -49,7 +49,7 @@ class RolloutDumper:
         # The checkpoint's own weights were evaluated before it was written.
         _remove_versions(self._directory.eval_rollouts, at_least=step + (self._resumed_step is not None))
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Write the rows of an episode. Raises ``OSError``."""
         if not isinstance(news, EpisodeFinished):
             return
@@ -119,7 +119,7 @@ class AdvantageWriter:
             if path.stem.isdecimal() and int(path.stem) > (self._resumed_step or 0):
                 path.unlink()
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Write the rows of a step. Raises ``OSError``."""
         if isinstance(news, GroupsTrained):
             self._root.mkdir(parents=True, exist_ok=True)
@@ -153,7 +153,7 @@ class RowDumper:
             if step > (self._resumed_step or 0):
                 path.unlink()
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Write the rows of a step. Raises ``OSError``."""
         if not isinstance(news, RowsTrained):
             return
@@ -188,7 +188,7 @@ class FailureWriter:
         limit = self._resumed_step or 0
         rewrite_records(self._path, lambda record: record.get("version", 0) < limit)
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Write an episode that failed, was rejected or was cut short. Raises ``OSError``."""
         if not isinstance(news, EpisodeFinished) or (news.episode.failure is None and news.episode.cut_short is None):
             return

@@ -36,7 +36,7 @@ class EpisodeRecorder:
     def open(self) -> None:
         """Do nothing: the first record opens the file."""
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Write an episode. Raises ``OSError``."""
         if not isinstance(news, EpisodeFinished):
             return

@@ -141,7 +141,7 @@ class MetricsWriter:
         elapsed = kept[-1].get("elapsed_seconds") if kept else None
         self._epoch = self._clock() - (elapsed or 0.0)
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Write a step, or the evaluation before the first one. Raises ``OSError``."""
         match news:
             case StepFinished():

@@ -66,7 +66,7 @@ class Listener(Protocol):
         """Prepare, before the first message."""
         ...
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Process one message, or ignore it."""
         ...
 
@@ -149,7 +149,7 @@ class ProgressReporter(Actor[Progress]):
         await self._tell_all(message)
 
     async def _tell_all(self, news: Message[Progress, None]) -> None:
-        await self._on_thread(lambda listener: listener.hear(news))
+        await self._on_thread(lambda listener: listener.on_event(news))
 
     async def _on_thread(self, action: Callable[[Listener], None], *, is_news: bool = True) -> None:
         await to_thread.run_sync(self._each, action, is_news, limiter=self._limiter)

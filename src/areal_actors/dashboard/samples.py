@@ -84,7 +84,7 @@ class SessionSampler:
         kept = rewrite_records(self._path, is_kept)
         self._versions = [record["version"] for record in kept]
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Keep the session if it is among the first of its version and kind. Raises ``OSError``."""
         if isinstance(news, EpisodeFinished) and self._removed:
             # The episode of a group that was restored, whose session an earlier process had recorded.

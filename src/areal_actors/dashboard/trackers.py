@@ -392,7 +392,7 @@ class TrackerWriter:
         self._thread = threading.Thread(target=self._run, name=f"tracker {self.name}", daemon=True)
         self._thread.start()
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Queue the numbers of a step or of an evaluation. Never waits."""
         match news:
             case StepFinished():

@@ -34,11 +34,11 @@ from areal_actors.journal.base import Journal
 
 __all__ = [
     "EndedSession",
-    "Leftovers",
     "Recovered",
     "RecoveredSession",
     "RestoredGroups",
     "RestoredSession",
+    "UnfinishedWork",
     "as_of",
     "read_journal",
     "recover",
@@ -81,7 +81,7 @@ class RecoveredSession:
 
 
 @frozen(kw_only=True)
-class Leftovers:
+class UnfinishedWork:
     """Unfinished work of an earlier process, without the trees, which the session manager owns."""
 
     ended: tuple[EndedSession, ...] = ()
@@ -108,7 +108,7 @@ class Recovered:
     saved_version: int | None = None
 
     @property
-    def leftovers(self) -> Leftovers:
+    def unfinished(self) -> UnfinishedWork:
         """The unfinished work, without the trees."""
         ended = tuple(
             EndedSession(
@@ -120,7 +120,7 @@ class Recovered:
             for session in self.sessions.values()
             if session.ended_at is not None
         )
-        return Leftovers(
+        return UnfinishedWork(
             ended=ended,
             groups=self.groups,
             unsaved=self.unsaved,

@@ -38,7 +38,7 @@ from areal_actors.journal.codec import TABLES, Statement, Table, encode
 from areal_actors.journal.config import JournalConfig, JournalSync
 from areal_actors.journal.migrations import migrate
 from areal_actors.kernel import OwnThread
-from areal_actors.lib.locks import Held, hold
+from areal_actors.lib.locks import LockHeld, hold
 from areal_actors.lib.loops import Signal, running_loop
 
 __all__ = ["SqliteJournal", "Store", "delete_gone", "delete_orphans", "filesystem_of", "is_network", "shrink"]
@@ -51,7 +51,7 @@ _BUSY_COMMITS = 32
 
 
 @define(eq=False)
-class _Handed:
+class _QueuedEvents:
     """Events that were handed over together; ``signal`` is set if a writer waits for them."""
 
     events: tuple[JournalEvent, ...]
@@ -71,7 +71,7 @@ class SqliteJournal:
         self._config = config
         self._loop = running_loop()
         self._store: Store | None = None
-        self._queue: deque[_Handed] = deque()
+        self._queue: deque[_QueuedEvents] = deque()
         self._is_scheduled = False
         self._is_posted = False
         self._is_closed = False
@@ -110,7 +110,7 @@ class SqliteJournal:
     async def write(self, *events: JournalEvent) -> None:
         """Write as ``Journal.write``. Waiting here is the back-pressure of the disk."""
         signal = self._loop.new_signal()
-        handed = _Handed(events, signal)
+        handed = _QueuedEvents(events, signal)
         self._hand_over(handed)
         await signal.wait()
         if handed.error is not None:
@@ -123,7 +123,7 @@ class SqliteJournal:
         """
         # The error of a full queue is kept for the next write.
         with suppress(JournalError):
-            self._hand_over(_Handed(events))
+            self._hand_over(_QueuedEvents(events))
 
     async def read(self) -> AsyncIterator[JournalEvent]:
         """Read as ``Journal.read``, a few events at a time. Raises ``JournalError`` if the file is damaged."""
@@ -138,7 +138,7 @@ class SqliteJournal:
             for event in chunk:
                 yield event
 
-    def _hand_over(self, handed: _Handed) -> None:
+    def _hand_over(self, handed: _QueuedEvents) -> None:
         if self._is_closed:
             raise JournalError("The journal is closed; nothing can be written to it any longer.")
         if len(self._queue) >= self._config.max_pending:
@@ -180,7 +180,7 @@ class SqliteJournal:
         """Write all waiting events in one transaction, and wake their writers."""
         # Reset before the queue is emptied: a later event is in this batch, or posts again.
         self._is_posted = False
-        batch: list[_Handed] = []
+        batch: list[_QueuedEvents] = []
         while self._queue:
             batch.append(self._queue.popleft())
         statements = [statement for handed in batch for statement in self._encode(handed)]
@@ -199,7 +199,7 @@ class SqliteJournal:
         if not self._queue or self.num_commits % _BUSY_COMMITS == 0:
             self._tidy()
 
-    def _encode(self, handed: _Handed) -> Sequence[Statement]:
+    def _encode(self, handed: _QueuedEvents) -> Sequence[Statement]:
         if self._failure is None:
             try:
                 return self._opened.encode(handed.events)
@@ -288,7 +288,7 @@ class Store:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._stack.enter_context(hold(path.with_name(f"{path.name}.lock")))
-        except Held as held:
+        except LockHeld as held:
             raise JournalError(
                 f"{path} is in use by {held.holder}. Two services cannot share a journal: end the other one, or give "
                 "this one another trial name or journal.path."

@@ -96,7 +96,7 @@ class Mailbox:
     def push_control(self, entry: object) -> None:
         """Append a notification to the control lane, which is read first and is not bounded."""
         self.control.append(entry)
-        self.arouse()
+        self.wake_reader()
 
     def take(self) -> object | None:
         """Return the next entry, control lane first, or ``None`` if the mailbox is empty.
@@ -118,7 +118,7 @@ class Mailbox:
             self.peak = max(self.peak, len(self))
             ticket.decide(admitted=True)
         if self.data:
-            self.arouse()
+            self.wake_reader()
 
     def park(self, lane: Hashable, entry: object) -> None:
         """Set aside an entry whose handler is at its limit.
@@ -176,7 +176,7 @@ class Mailbox:
         senders, self.senders = self.senders, deque()
         for ticket in senders:
             ticket.decide(admitted=False)
-        self.arouse()
+        self.wake_reader()
 
     def drain(self) -> tuple[object, ...]:
         """Remove and return all accepted entries that were not taken.
@@ -190,7 +190,7 @@ class Mailbox:
         self.num_parked = 0
         return left
 
-    def arouse(self) -> None:
+    def wake_reader(self) -> None:
         """Call the reader's wake-up callback, once."""
         wake, self.wake = self.wake, None
         if wake is not None:

@@ -248,20 +248,20 @@ class Down(Message[System, None]):
 
 
 class Watched:
-    """The watchers of one actor. Its ``last_words``, the final ``Down``, are delivered to later watchers."""
+    """The watchers of one actor. Its ``final_down``, the final ``Down``, are delivered to later watchers."""
 
-    __slots__ = ("_watchers", "last_words")
+    __slots__ = ("_watchers", "final_down")
 
     def __init__(self) -> None:
         self._watchers: dict[Watcher, None] = {}
-        self.last_words: Down | None = None
+        self.final_down: Down | None = None
 
     def watch(self, watcher: Watcher) -> None:
         """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good."""
-        if self.last_words is None:
+        if self.final_down is None:
             self._watchers[watcher] = None
         else:
-            watcher(self.last_words)
+            watcher(self.final_down)
 
     def unwatch(self, watcher: Watcher) -> None:
         """Remove ``watcher``, if it is registered."""

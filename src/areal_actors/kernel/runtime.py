@@ -162,7 +162,7 @@ class Context:
         """
         if Down not in self._cell.handlers:
             raise ProtocolError(f"actor {self.name!r} watches {ref.name!r}; add a method under @Down.handler")
-        ref.life.watch(self._cell.hear)
+        ref.life.watch(self._cell.on_down)
 
     def stop(self) -> None:
         """Request that this actor stops, and return at once.
@@ -544,7 +544,7 @@ class Cell(Watched):
                     error = None
                     break
         finally:
-            self._bury(error)
+            self._finish_actor(error)
         # Raised inside the system's task group, which thereby cancels all other actors.
         if error is not None and self._is_escalating():
             raise error
@@ -643,7 +643,7 @@ class Cell(Watched):
         policy = self.blueprint.supervision
         return isinstance(policy.then if isinstance(policy, Restart) else policy, Escalate)
 
-    def _bury(self, error: Exception | None) -> None:
+    def _finish_actor(self, error: Exception | None) -> None:
         self.mailbox.close()
         self.state = ActorState.STOPPED if error is None else ActorState.CRASHED
         num_dropped = 0
@@ -661,14 +661,14 @@ class Cell(Watched):
             _log.error("actor_crashed", actor=self.name, exc_info=error)
         reason = DownReason.STOPPED if error is None else DownReason.CRASHED
         # The order matters: watchers are notified before the name becomes free and before ``stop`` returns.
-        self.last_words = self._report_down(reason, error, is_restarting=False)
+        self.final_down = self._report_down(reason, error, is_restarting=False)
         self.system.forget(self)
         self.born.set()
         self.gone.set()
 
     # ------------------------------------------------------------------------------------------------ watching
 
-    def hear(self, down: Down) -> None:
+    def on_down(self, down: Down) -> None:
         """Queue the ``Down`` of an actor that this actor watches."""
         if not self.mailbox.closed:
             self.mailbox.push_control(down)
@@ -898,7 +898,7 @@ class Serving:
                 self._start_concurrent(handler, entry)
         # Wake ``serve``, which returns when the mailbox is closed and no concurrent handler runs.
         if self._mailbox.closed and not self.num_concurrent:
-            self._mailbox.arouse()
+            self._mailbox.wake_reader()
         self._leave()
 
     # ------------------------------------------------------------------------------------------------ visits

@@ -50,7 +50,7 @@ class BoundedLog:
             path.parent.mkdir(parents=True, exist_ok=True)
 
     def begin(self) -> None:
-        """Start the output of another process: clear ``last_words``."""
+        """Start the output of another process: clear ``output_tail``."""
         self._last = b""
 
     def write(self, chunk: bytes, *, is_last_words: bool = True) -> None:
@@ -72,7 +72,7 @@ class BoundedLog:
                 self._path.write_bytes(chunk)
 
     @property
-    def last_words(self) -> str:
+    def output_tail(self) -> str:
         """The end of the output of the present process."""
         return self._last.decode(errors="replace").strip()
 
@@ -221,7 +221,7 @@ class Child:
 
     def describe_end(self) -> str:
         """Return a message that says how the process ended, with the end of its stderr."""
-        code, words = self.process.returncode, self.log.last_words
+        code, words = self.process.returncode, self.log.output_tail
         if code is None:
             how = "It has not ended."
         elif self._stopped_seconds and code == -signal.SIGKILL:

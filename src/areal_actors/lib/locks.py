@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["NO_LOCKS", "Held", "hold", "is_held", "take"]
+__all__ = ["NO_LOCKS", "LockHeld", "hold", "is_held", "take"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems that do not support locks."""
@@ -18,7 +18,7 @@ _NUM_LOOKS, _LOOK_SECONDS = 4, 0.02
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
 
-class Held(Exception):
+class LockHeld(Exception):
     """Another process holds the file. ``holder`` describes that process."""
 
     def __init__(self, holder: str) -> None:
@@ -55,7 +55,7 @@ def hold(path: Path) -> Iterator[None]:
     """Lock ``path`` for the block, and write the holder's process and host into it.
 
     Raises:
-        Held: another process holds the file.
+        LockHeld: another process holds the file.
         OSError: as in ``take``.
     """
     descriptor = take(path)
@@ -66,7 +66,7 @@ def hold(path: Path) -> Iterator[None]:
         time.sleep(_LOOK_SECONDS)
         descriptor = take(path)
     if descriptor is None:
-        raise Held(path.read_text(errors="replace")[:200].strip() or "another process")
+        raise LockHeld(path.read_text(errors="replace")[:200].strip() or "another process")
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -134,16 +134,16 @@ class _LazyLogger:
 def redact(text: str) -> str:
     """Return ``text`` with API keys, bearer tokens and the secret part of session ids shortened to a prefix."""
     for pattern in _PATTERNS:
-        text = pattern.sub(lambda match: match[1] + _stump(match[2]), text)
+        text = pattern.sub(lambda match: match[1] + _abbreviate(match[2]), text)
     return text
 
 
 def redact_settings(text: str) -> str:
     """Return YAML ``text`` with the values of keys and passwords shortened to a prefix."""
-    return _SECRET_SETTING.sub(lambda match: match[1] + _stump(match[2]), redact(text))
+    return _SECRET_SETTING.sub(lambda match: match[1] + _abbreviate(match[2]), redact(text))
 
 
-def _stump(secret: str) -> str:
+def _abbreviate(secret: str) -> str:
     return secret[:_NUM_SHOWN] + "…"
 
 
@@ -153,9 +153,9 @@ def _redact_event(logger: WrappedLogger, name: str, event: EventDict) -> EventDi
 
 def _redact_value(key: str, value: Any) -> Any:
     if key.lower() in _SECRET_KEYS:
-        return _stump(str(value)) if value else value
+        return _abbreviate(str(value)) if value else value
     if key in _SESSION_KEYS and isinstance(value, str):
-        return _SESSION_TOKEN.sub(lambda match: _stump(match[0]), value)
+        return _SESSION_TOKEN.sub(lambda match: _abbreviate(match[0]), value)
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):

@@ -12,7 +12,7 @@ __all__ = [
     "CapacityView",
     "ClaimPermit",
     "DescribeCapacity",
-    "LiftBudget",
+    "LiftStalenessLimit",
     "Permit",
     "RefundGroup",
     "ReservePermit",
@@ -75,7 +75,7 @@ class RestorePermit(Message[Capacity, Permit]):
 
 
 @frozen(kw_only=True)
-class LiftBudget(Message[Capacity, None]):
+class LiftStalenessLimit(Message[Capacity, None]):
     """News: training is over, so no group can become too old. Only the number of live groups is limited from now on."""
 
 

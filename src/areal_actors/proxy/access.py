@@ -1,6 +1,6 @@
 """Access: the credential of a request, the user behind it, and the model that it may use.
 
-Only the session manager knows which key opens which session and for what; ``Gatekeeper`` only turns a request into a
+Only the session manager knows which key opens which session and for what; ``Authenticator`` only turns a request into a
 ``Credential``. The URL of a session is a capability: every client that knows it may query the model in that session,
 with any key or none, so the URL is never logged in full. To reward or end a session, a client needs the session's own
 key, the key of its user, or the admin key.
@@ -61,7 +61,7 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.failures import PATIENCE_SECONDS
 
-__all__ = ["Gatekeeper", "ModelSelection", "RequestUsage", "UserAccess", "create_admin_key", "read_key"]
+__all__ = ["Authenticator", "ModelSelection", "RequestUsage", "UserAccess", "create_admin_key", "read_key"]
 
 _FORGET_SECONDS = 5.0
 _NO_KEYS_SECONDS = 1.0
@@ -88,7 +88,7 @@ def read_key(headers: Mapping[bytes, bytes]) -> str | None:
 
 
 @frozen(kw_only=True)
-class Gatekeeper:
+class Authenticator:
     """Turns keys and session names into credentials. ``session_urls`` says whether a session's URL alone opens it."""
 
     admin_key: str = field(repr=False)
@@ -322,7 +322,7 @@ class ModelSelection:
     """Selects the model for a request. Without ``models``, it is always the policy."""
 
     sessions: Ref[Sessions]
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     models: Ref[Models] | None = None
 
     def may_select(self, name: object) -> bool:

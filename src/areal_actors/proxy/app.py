@@ -37,7 +37,14 @@ from areal_actors.messages import (
     Sessions,
     StreamComplete,
 )
-from areal_actors.proxy.access import Gatekeeper, ModelSelection, RequestUsage, UserAccess, create_admin_key, read_key
+from areal_actors.proxy.access import (
+    Authenticator,
+    ModelSelection,
+    RequestUsage,
+    UserAccess,
+    create_admin_key,
+    read_key,
+)
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects.base import Dialect, Parsed
@@ -81,7 +88,7 @@ class CompletionEndpoint:
 
     dialect: Dialect[Parsed]
     sessions: Ref[Sessions]
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     meter: Meter
@@ -136,7 +143,7 @@ class CompletionEndpoint:
             return
         async with AsyncExitStack() as stack:
             selected = self.selection.select(model, credential)
-            chosen = await exchange.until_hang_up(lambda: stack.enter_async_context(selected))
+            chosen = await exchange.until_disconnect(lambda: stack.enter_async_context(selected))
             if chosen is None:
                 await self.serve(exchange, credential, attempt, parsed, usage)
                 return
@@ -162,7 +169,7 @@ class CompletionEndpoint:
             asked = Complete(
                 credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
             )
-            answers = await exchange.until_hang_up(lambda: self.sessions.ask(asked))
+            answers = await exchange.until_disconnect(lambda: self.sessions.ask(asked))
             if usage is not None:
                 usage.count_all(answers)
             await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
@@ -200,12 +207,12 @@ class CompletionEndpoint:
                         events, announced = announced + events, b""
                         await exchange.send_events(events)
 
-        await exchange.until_hang_up(pump, quiet_seconds=self.config.keep_alive_seconds)
+        await exchange.until_disconnect(pump, quiet_seconds=self.config.keep_alive_seconds)
         await exchange.send_events(announced + formatter.finish(), is_last=True)
 
 
 async def _read(
-    exchange: Exchange, config: ProxyConfig, gatekeeper: Gatekeeper, prefixes: PrefixCache | None = None
+    exchange: Exchange, config: ProxyConfig, gatekeeper: Authenticator, prefixes: PrefixCache | None = None
 ) -> tuple[bytes, Mapping[str, Any], Credential, NoteMessages | None]:
     """Return the body as it was sent, its object without content that the model cannot use, and the credential.
 
@@ -266,7 +273,7 @@ class TokenCountEndpoint:
 
     dialect: MessagesDialect
     sessions: Ref[Sessions]
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess
@@ -282,7 +289,7 @@ class TokenCountEndpoint:
                 await self._count(exchange, CountTokens(credential=usage.credential, request=request), model)
 
     async def _count(self, exchange: Exchange, message: CountTokens, model: str | None) -> None:
-        num_tokens = await exchange.until_hang_up(lambda: self._ask(message, model))
+        num_tokens = await exchange.until_disconnect(lambda: self._ask(message, model))
         await exchange.send_json(200, {"input_tokens": num_tokens})
 
     async def _ask(self, message: CountTokens, model: str | None) -> int:
@@ -333,7 +340,7 @@ def create_app(
     """
     config = config or ProxyConfig()
     traffic = Traffic() if traffic is None else traffic
-    gatekeeper = Gatekeeper(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
+    gatekeeper = Authenticator(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
     access = UserAccess(sessions=sessions, accounts=accounts)
     selection = ModelSelection(sessions=sessions, gatekeeper=gatekeeper, models=models)
     meter = Meter()

@@ -31,11 +31,19 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from areal_actors.lib.loops import Loop, Signal
 
-__all__ = ["HANG_UP", "AsyncioConnection", "Connection", "Head", "TrioConnection", "read_head", "with_bodies_read"]
+__all__ = [
+    "ON_DISCONNECT",
+    "AsyncioConnection",
+    "Connection",
+    "Head",
+    "TrioConnection",
+    "read_head",
+    "with_bodies_read",
+]
 
 _log = logging.getLogger("areal_actors.proxy.hypercorn")
 
-HANG_UP = "areal.hang_up"
+ON_DISCONNECT = "areal.on_disconnect"
 """The key in a scope of a function that takes a callback: it is called once when the client has disconnected."""
 
 _MAX_HEAD = 64 * 1024
@@ -137,7 +145,7 @@ class Connection(ABC):
         self._client = client
         self._server = server
         self._idle_seconds = idle_seconds
-        self._on_hang_up: Callable[[], object] | None = None
+        self._on_disconnect: Callable[[], object] | None = None
 
     @abstractmethod
     async def wait(self, deadline: float = math.inf) -> None:
@@ -200,26 +208,26 @@ class Connection(ABC):
             "server": self._server,
             "state": {},
             "extensions": {},
-            HANG_UP: self.call_on_hang_up,
+            ON_DISCONNECT: self.call_on_disconnect,
         }
         try:
             await self._app(scope, request.receive, request.send)
         except Exception:  # noqa: BLE001 - it ends this request only, as with Hypercorn
             _log.exception("Error in ASGI Framework")
         finally:
-            self._on_hang_up = None
+            self._on_disconnect = None
         return await request.end()
 
-    def call_on_hang_up(self, callback: Callable[[], object] | None) -> None:
+    def call_on_disconnect(self, callback: Callable[[], object] | None) -> None:
         """Call ``callback`` once the client has disconnected, in place of an earlier one; ``None`` calls nothing."""
-        self._on_hang_up = callback
+        self._on_disconnect = callback
         if self.has_left:
             self.note_left()
 
     def note_left(self) -> None:
         """Record that the client sends nothing more."""
         self.has_left = True
-        callback, self._on_hang_up = self._on_hang_up, None
+        callback, self._on_disconnect = self._on_disconnect, None
         if callback is not None:
             callback()
         self.wake()

@@ -49,7 +49,7 @@ from areal_actors.messages import (
     SettlePermit,
     StartSession,
 )
-from areal_actors.proxy.access import Gatekeeper, ModelSelection, UserAccess, read_key
+from areal_actors.proxy.access import Authenticator, ModelSelection, UserAccess, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.fields import OBJECT, TEXT, Schema, integer, number, read, unknown, wrong
 from areal_actors.proxy.exchange import Exchange, Traffic
@@ -128,7 +128,7 @@ class ControlEndpoints:
     capacity: Ref[Capacity]
     generation: Ref[Generation] | None
     intake: Ref[Intake] | None
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess

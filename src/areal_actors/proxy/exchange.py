@@ -32,15 +32,15 @@ from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.connections import HANG_UP
+from areal_actors.proxy.connections import ON_DISCONNECT
 from areal_actors.proxy.dialects.fields import parse_json
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 
 __all__ = [
+    "ClientDisconnected",
     "Exchange",
     "Histogram",
-    "HungUp",
     "Meter",
     "Operation",
     "Operations",
@@ -160,7 +160,7 @@ class Operations(BaseRoute):
             else:
                 with self._traffic.admitted(exchange):
                     await operation.handle(exchange)
-        except HungUp:
+        except ClientDisconnected:
             # Nothing was answered, so there is neither a status nor a latency to record.
             self._meter.hang_ups[exchange.operation] += 1
             self._log_access(exchange, "hung_up")
@@ -225,7 +225,7 @@ class RoutedApplication(Starlette):
 # ------------------------------------------------------------------------------------------------------ one request
 
 
-class HungUp(Exception):
+class ClientDisconnected(Exception):
     """The client has closed the connection, so an answer can no longer be delivered."""
 
 
@@ -304,7 +304,7 @@ class Exchange:
             InvalidRequest: the body is compressed, not JSON, or not an object.
             PayloadTooLarge: it has more than ``max_bytes``.
             RequestTimeout: it did not arrive within ``timeout_seconds``.
-            HungUp: the client disconnected before the end of the body.
+            ClientDisconnected: the client disconnected before the end of the body.
         """
         return parse_object(await self.read_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds))
 
@@ -319,7 +319,7 @@ class Exchange:
         while size <= _DISCARDED * max_bytes:
             message = await self._receive()
             if message["type"] == "http.disconnect":
-                raise HungUp
+                raise ClientDisconnected
             part: bytes = message.get("body", b"")
             size += len(part)
             if size <= max_bytes:
@@ -334,29 +334,29 @@ class Exchange:
         self.lifetime.deadline = self.body_seconds = math.inf
         return b"".join(parts)
 
-    async def until_hang_up(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
-        """Do ``work``, and end the request with ``HungUp`` when the client disconnects. The body must have been read.
+    async def until_disconnect(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
+        """Do ``work``, or raise ``ClientDisconnected`` once the client disconnects. The body must have been read.
 
         With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent for that long.
 
         Raises:
             Exception: what ``work`` raises.
         """
-        call_on_hang_up = self.scope.get(HANG_UP)
-        if quiet_seconds is None and call_on_hang_up is not None:
-            call_on_hang_up(self._hang_up)
+        call_on_disconnect = self.scope.get(ON_DISCONNECT)
+        if quiet_seconds is None and call_on_disconnect is not None:
+            call_on_disconnect(self._cut_disconnected)
             try:
                 return await work()
             finally:
-                call_on_hang_up(None)
+                call_on_disconnect(None)
         stop = start_companion(partial(self._watch, quiet_seconds))
         try:
             return await work()
         finally:
             stop()
 
-    def _hang_up(self) -> None:
-        self.cut(HungUp())
+    def _cut_disconnected(self) -> None:
+        self.cut(ClientDisconnected())
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""
@@ -368,19 +368,19 @@ class Exchange:
         try:
             # Most answers are not streamed, and wait without a scope of a timeout.
             if quiet_seconds is None:
-                await self._await_hang_up()
+                await self._await_disconnect()
             while quiet_seconds is not None:
                 seen = self._num_sent
                 with anyio.move_on_after(quiet_seconds):
-                    await self._await_hang_up()
+                    await self._await_disconnect()
                     break
                 if self._num_sent == seen:
                     await self.send_events(self.keep_alive)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
-        self._hang_up()
+        self._cut_disconnected()
 
-    async def _await_hang_up(self) -> None:
+    async def _await_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 

@@ -155,10 +155,10 @@ async def _accept(listener: socket.socket, handover: Handover, serve: ServeConne
             await anyio.sleep(_FULL_SECONDS)
             continue
         connection.setblocking(False)
-        connections.start_soon(_deal, connection, handover, serve)
+        connections.start_soon(_hand_over_connection, connection, handover, serve)
 
 
-async def _deal(connection: socket.socket, handover: Handover, serve: ServeConnection) -> None:
+async def _hand_over_connection(connection: socket.socket, handover: Handover, serve: ServeConnection) -> None:
     try:
         process = await _peek_process(connection)
         is_known = process < handover.num_processes

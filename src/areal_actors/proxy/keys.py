@@ -13,7 +13,7 @@ from areal_actors.domain import IssuedKey, KeyId, Quotas
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.kernel import Ref
 from areal_actors.messages import Accounts, CreateKey, ListKeys, RevokeKey
-from areal_actors.proxy.access import Gatekeeper, read_key
+from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.fields import TEXT, Schema, integer, read, wrong
 from areal_actors.proxy.exchange import Exchange
@@ -37,7 +37,7 @@ class KeysEndpoint:
     """The handlers, one method per route. Without ``accounts`` these routes answer 404."""
 
     accounts: Ref[Accounts] | None
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     config: ProxyConfig
 
     async def create_or_list(self, exchange: Exchange) -> None:

@@ -33,7 +33,7 @@ from areal_actors.messages import (
     Sessions,
     SessionsView,
 )
-from areal_actors.proxy.access import Gatekeeper, read_key
+from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.exchange import Exchange, Histogram, Meter, Traffic
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class MetricsEndpoint:
     generation: Ref[Generation] | None
     meter: Meter
     traffic: Traffic
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     accounts: Ref[Accounts] | None = None
     read_run: ReadRun | None = None
 

@@ -14,7 +14,7 @@ from areal_actors.domain import Credential, InteractionId
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.kernel import Ref
 from areal_actors.messages import DescribeAnswer, HideAnswer, Sessions, StoredAnswer
-from areal_actors.proxy.access import Gatekeeper, UserAccess, read_key
+from areal_actors.proxy.access import Authenticator, UserAccess, read_key
 from areal_actors.proxy.dialects.fields import wrong
 from areal_actors.proxy.dialects.responses.stored import (
     find_references,
@@ -36,7 +36,7 @@ class StoredResponses:
     """Finds answers by their ids, within the session of a request."""
 
     sessions: Ref[Sessions]
-    gatekeeper: Gatekeeper
+    gatekeeper: Authenticator
     access: UserAccess
     model: str = "policy"
 

@@ -24,7 +24,7 @@ from areal_actors.messages import (
     CapacityView,
     ClaimPermit,
     DescribeCapacity,
-    LiftBudget,
+    LiftStalenessLimit,
     Permit,
     RefundGroup,
     ReservePermit,
@@ -136,10 +136,10 @@ class CapacityGranter(Actor[Capacity]):
         """Record that new weights are served: B (the batch size) more groups may start."""
         self._change(self._state.advance(message.version))
 
-    @LiftBudget.handler
-    async def lift_budget(self, message: LiftBudget) -> None:  # noqa: ARG002
+    @LiftStalenessLimit.handler
+    async def lift_staleness_limit(self, message: LiftStalenessLimit) -> None:  # noqa: ARG002
         """Limit only the number of live groups from now on."""
-        self._change(self._state.lift_budget())
+        self._change(self._state.lift_staleness_limit())
 
     @DescribeCapacity.handler
     async def describe(self, message: DescribeCapacity) -> CapacityView:  # noqa: ARG002

@@ -109,7 +109,7 @@ class CapacityState:
         """Undo the acceptance of a group that was dropped before it was trained."""
         return evolve(self, accepted=self.accepted - 1)
 
-    def lift_budget(self) -> CapacityState:
+    def lift_staleness_limit(self) -> CapacityState:
         """Return the state after the last step."""
         return evolve(self, is_trained=True)
 

@@ -275,7 +275,7 @@ class RunController:
         async with anyio.create_task_group() as tasks:
             for role, placed in plan.placed.items():
                 if role not in self.independent:
-                    tasks.start_soon(self._share_fate, begin(role, f"{role}-0"), placed)
+                    tasks.start_soon(self._end_run_with, begin(role, f"{role}-0"), placed)
             try:
                 await _Attempt(self, begin).run()
             except Exception as error:
@@ -285,7 +285,7 @@ class RunController:
                 raise
             tasks.cancel_scope.cancel()
 
-    async def _share_fate(self, spec: RoleSpec, placed: PlacedRole) -> None:
+    async def _end_run_with(self, spec: RoleSpec, placed: PlacedRole) -> None:
         supervisor, name = self.control_plane.supervisor, f"{spec.role}-0"
         ended = await supervisor.run_once(name, spec, placed.config, num_tasks=placed.num_tasks)
         final = None if ended.error is None else find_final(ended.error)

@@ -32,7 +32,7 @@ from areal_actors.messages import (
     ListServices,
     StopServices,
 )
-from areal_actors.proxy.access import Gatekeeper, create_admin_key
+from areal_actors.proxy.access import Authenticator, create_admin_key
 from areal_actors.run.signals import EXIT_INTERRUPTED
 from areal_actors.service.account_keeper import AccountKeeper
 from areal_actors.service.entry import HostPeers, HostServer
@@ -128,7 +128,7 @@ async def open_host(
 
 
 def _create_page(peers: HostPeers, fileroot: Path, intervals: PollIntervals) -> HostPage:
-    gatekeeper = Gatekeeper(admin_key=peers.admin_key)
+    gatekeeper = Authenticator(admin_key=peers.admin_key)
 
     async def identify(key: str) -> Visitor:
         if gatekeeper.is_admin(key):

@@ -43,7 +43,7 @@ from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
-from areal_actors.journal.recovery import Leftovers
+from areal_actors.journal.recovery import UnfinishedWork
 from areal_actors.kernel import ActorSystem, Ref, root_cause
 from areal_actors.lib.notebooks import Startable, format_table
 from areal_actors.messages import (
@@ -149,7 +149,7 @@ class InferenceConfig:
 class Inference:
     """The refs of the open actors, and the endpoint at which the proxy listens.
 
-    ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
+    ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
     restored.
     """
 
@@ -165,7 +165,7 @@ class Inference:
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     """Users and their keys, if the configuration names a file for them."""
-    leftovers: Leftovers = field(factory=Leftovers)
+    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
     handover: Handover | None = None
     """Where the processes of a service pass connections to each other, if there are several."""
 
@@ -360,7 +360,7 @@ async def open_actors(
             intake=actors.intake,
             progress=reporter,
             accounts=actors.accounts,
-            leftovers=actors.leftovers,
+            unfinished=actors.unfinished,
             handover=handover,
         )
 
@@ -393,7 +393,7 @@ class SessionActors:
     """The actors that share the journal.
 
     ``sessions`` is the session manager, or with several processes the router; ``own_sessions`` is then the manager of
-    this process. ``leftovers`` is unfinished work found in the journal of earlier processes, apart from the
+    this process. ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the
     sessions, which are restored.
     """
 
@@ -402,7 +402,7 @@ class SessionActors:
     capacity: Ref[Capacity]
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
-    leftovers: Leftovers = field(factory=Leftovers)
+    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
     own_sessions: Ref[Sessions] | None = None
 
 
@@ -432,7 +432,7 @@ async def spawn_session_actors(
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journals(journal, open_shards, version=version)
-    restored, leftovers = restore_groups(facts, version=version), recovered.leftovers
+    restored, unfinished = restore_groups(facts, version=version), recovered.unfinished
     del facts
     queue = restored_queue or RestoredQueue()
     records = None
@@ -498,7 +498,7 @@ async def spawn_session_actors(
         capacity=capacity,
         intake=intake,
         accounts=accounts,
-        leftovers=leftovers,
+        unfinished=unfinished,
         own_sessions=own_sessions,
     )
 

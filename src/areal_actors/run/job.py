@@ -48,7 +48,7 @@ from areal_actors.generation.servers.teacher import Probe, open_teacher
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.atomic_write import atomic_write
-from areal_actors.lib.locks import NO_LOCKS, Held, hold
+from areal_actors.lib.locks import NO_LOCKS, LockHeld, hold
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger, redact_settings
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
@@ -212,7 +212,7 @@ def _lock(directory: RunDirectory, stack: ExitStack) -> None:
     """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run."""
     try:
         stack.enter_context(hold(directory.lock))
-    except Held as held:
+    except LockHeld as held:
         raise ConfigError(
             f"{directory.path} is in use by {held.holder}, which runs there; end that run, or give this one another "
             "trial_name or --run-dir"

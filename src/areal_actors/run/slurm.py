@@ -22,7 +22,7 @@ from rich.table import Table
 from areal_actors.errors import SchedulerError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, cancel_records, find_slurm_files
-from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.queue import JobPhase, JobRow
 
 __all__ = ["KnownJob", "cancel_jobs", "format_jobs", "format_json", "list_known_jobs", "reap_jobs"]
 
@@ -67,7 +67,7 @@ def list_known_jobs(root: Path) -> tuple[KnownJob, ...]:
             reason = "" if row is None else row.reason
             if row is not None and is_alone:
                 gone = "its controller is gone"
-                reason = f"{reason}; {gone}" if row.course is Course.WAITING else gone
+                reason = f"{reason}; {gone}" if row.phase is JobPhase.WAITING else gone
             job = KnownJob(
                 run=str(files.path.parent),
                 name=record.name,

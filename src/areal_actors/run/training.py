@@ -163,7 +163,7 @@ class TrainingRun:
         self._ended = anyio.Event()
         self._summary: RunSummary | None = None
         self._error: Exception | None = None
-        self._is_told = False
+        self._is_reported = False
 
     @property
     def is_over(self) -> bool:
@@ -177,7 +177,7 @@ class TrainingRun:
         """
         await self._ended.wait()
         if self._error is not None:
-            self._is_told = True
+            self._is_reported = True
             raise self._error
         if self._summary is None:
             raise RuntimeError("the run was cancelled")
@@ -202,11 +202,11 @@ class TrainingRun:
         async with open_tasks() as tasks:
             tasks.start_soon(self._train, train, control)
             await control.begun.wait()
-            self._raise_untold()
+            self._raise_unreported()
             yield self
             control.stopping.set()
             await self._ended.wait()
-        self._raise_untold()
+        self._raise_unreported()
 
     async def _train(self, train: Callable[[RunControl], Awaitable[RunSummary]], control: RunControl) -> None:
         try:
@@ -217,8 +217,8 @@ class TrainingRun:
             self._ended.set()
             control.begun.set()
 
-    def _raise_untold(self) -> None:
-        if self._error is not None and not self._is_told:
+    def _raise_unreported(self) -> None:
+        if self._error is not None and not self._is_reported:
             raise self._error
 
 

@@ -92,7 +92,7 @@ class TrialSummary:
         }
 
 
-class _Heard:
+class _EpisodeCollector:
     """Collects episodes, and knows when they run."""
 
     name = "the trial"
@@ -108,7 +108,7 @@ class _Heard:
         """Note that the model is loaded."""
         self.is_open, self._began = True, time.monotonic()
 
-    def hear(self, news: Message[Progress, None]) -> None:
+    def on_event(self, news: Message[Progress, None]) -> None:
         """Keep an episode."""
         if isinstance(news, EpisodeFinished):
             self.found.append((news.problem, news.episode))
@@ -160,7 +160,7 @@ async def _try(
         rows = [dict(problem.data) for problem in islice(everything.all(), num)]
         chosen[name] = Problems(rows, is_shuffled=False)
     sizes = {name: config.agents[name].group_size for name in chosen}
-    heard, lags = _Heard(), [0.0]
+    heard, lags = _EpisodeCollector(), [0.0]
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_watch_loop, lags, heard)
         try:
@@ -189,7 +189,7 @@ async def _try(
     )
 
 
-async def _watch_loop(longest: list[float], heard: _Heard) -> None:
+async def _watch_loop(longest: list[float], heard: _EpisodeCollector) -> None:
     """Keep the longest delay of a short sleep in ``longest``. Delays before the model is loaded do not count."""
     while True:
         asked = anyio.current_time()

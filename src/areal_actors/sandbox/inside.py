@@ -75,7 +75,7 @@ class _Init:
             if waker in readable:
                 os.read(waker, 4096)
                 self._reap()
-            if control in readable and not self._obey():
+            if control in readable and not self._serve_request():
                 return
             if time.monotonic() - self._before >= _POLL_SECONDS:
                 exceeded = self._exceeded()
@@ -99,7 +99,7 @@ class _Init:
             if request is not None:
                 self._control.sendall(REPLY.pack(ENDED, request, os.waitstatus_to_exitcode(status)))
 
-    def _obey(self) -> bool:
+    def _serve_request(self) -> bool:
         """Carry out one request. Returns ``False`` at the end of the control socket."""
         header, ancillary, _, _ = self._control.recvmsg(REQUEST.size, CMSG_LEN(16 * 4), MSG_CMSG_CLOEXEC)
         rights = b"".join(content for level, what, content in ancillary if (level, what) == (SOL_SOCKET, SCM_RIGHTS))
@@ -132,7 +132,7 @@ class _Init:
             self._signal_all(signal.SIGSTOP)
         pid = os.fork()
         if pid == 0:
-            _become(kind, marshal.loads(body), files, self._limits)  # noqa: S302 - the runner wrote it
+            _exec_command(kind, marshal.loads(body), files, self._limits)  # noqa: S302 - the runner wrote it
         self._ids[pid] = request
         if kind == PACK:
             self._packers.add(pid)
@@ -238,7 +238,7 @@ def _kib_fields(text: bytes) -> dict[bytes, int]:
 # -------------------------------------------------------------------------------------------------- commands
 
 
-def _become(kind: bytes, request: dict[str, Any], files: list[int], limits: dict[str, Any]) -> None:
+def _exec_command(kind: bytes, request: dict[str, Any], files: list[int], limits: dict[str, Any]) -> None:
     """Turn the forked process into the command. Never returns."""
     status = 126
     try:

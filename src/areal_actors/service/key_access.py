@@ -23,7 +23,7 @@ from areal_actors.errors import ConfigError, Unavailable
 from areal_actors.proxy.keys import format_key, parse_key_request
 from areal_actors.service import AccountBook, AccountStore, Claim
 
-__all__ = ["FileKeys", "KeyDoor", "ServiceKeys", "format_keys", "open_keys"]
+__all__ = ["FileKeys", "KeyClient", "ServiceKeys", "format_keys", "open_keys"]
 
 Shown = Mapping[str, Any]
 """A key as ``GET /keys`` returns it."""
@@ -32,7 +32,7 @@ _COLUMNS = ("id", "user", "experiment", "trial", "max_sessions", "max_requests_p
 _SECONDS = 30.0
 
 
-class KeyDoor(Protocol):
+class KeyClient(Protocol):
     """An interface to the keys of a service."""
 
     def create(self, fields: Mapping[str, Any]) -> Shown:
@@ -48,7 +48,7 @@ class KeyDoor(Protocol):
         ...
 
 
-def open_keys(*, store: Path, url: str | None, admin_key: str | None) -> KeyDoor:
+def open_keys(*, store: Path, url: str | None, admin_key: str | None) -> KeyClient:
     """Return the keys of the service at ``url``, else those in the file ``store``.
 
     Raises ``ConfigError`` for a service without an admin key.

@@ -57,7 +57,7 @@ from areal_actors.messages import (
     ExportSession,
     ForgetSession,
     Intake,
-    LiftBudget,
+    LiftStalenessLimit,
     OpenSession,
     Permit,
     Progress,
@@ -243,7 +243,7 @@ class IntakeKeeper(Actor[Intake]):
         """Collect no session that starts from now on."""
         self._is_training_over = True
         # Groups that no step consumes would fill the budget, and all later sessions would be refused.
-        await self._peers.capacity.ask(LiftBudget())
+        await self._peers.capacity.ask(LiftStalenessLimit())
 
     async def _leave(self, group: OpenGroup, seat: Seat | None) -> None:
         """Free ``seat``, whose session did not start; end the group if it has no sessions."""

@@ -17,7 +17,7 @@ import anyio
 from attrs import define, evolve, field, frozen
 
 from areal_actors.cache import Session, SessionSettings, SessionStore
-from areal_actors.cache.rewards import parse_reward
+from areal_actors.cache.tree import parse_reward
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import (
     Answer,

@@ -68,7 +68,7 @@ from areal_actors.messages import (
     VersionAdvanced,
 )
 from areal_actors.training.config import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
-from areal_actors.training.gang_actors import GangMembers, LedPolicy
+from areal_actors.training.gang_actors import GangMembers, GangPolicy
 from areal_actors.training.metrics import describe_evaluation, mean_reward, step_metrics, supervised_metrics
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
@@ -141,7 +141,7 @@ class TrainerActor(Actor[Training]):
         # The run resumed from the checkpoint of this version, which an interrupted start does not write again.
         self._saved_version: int | None = policy.version if self._is_resumed else None
         self._thread: OwnThread
-        self._led: LedPolicy
+        self._led: GangPolicy
         self._tasks: BackgroundTasks
         self._published = anyio.Event()
         """Set while the engines have the version that was published last."""
@@ -160,7 +160,7 @@ class TrainerActor(Actor[Training]):
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Train while the actor runs."""
         async with OwnThread.open() as self._thread:
-            self._led = LedPolicy(self._policy, self._thread, self._members)
+            self._led = GangPolicy(self._policy, self._thread, self._members)
             self._tasks = context.tasks
             context.tasks.start_soon(self._train)
             yield

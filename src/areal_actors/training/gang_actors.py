@@ -28,7 +28,7 @@ from areal_actors.training.publication import Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
 from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["GangMembers", "LedPolicy", "RankActor"]
+__all__ = ["GangMembers", "GangPolicy", "RankActor"]
 
 _log = get_logger(__name__)
 
@@ -109,7 +109,7 @@ class RankActor(Actor[Ranks]):
                 raise
 
 
-class LedPolicy:
+class GangPolicy:
     """The policy as the trainer uses it: every operation runs on a thread, and on all ranks if there is a gang."""
 
     def __init__(self, policy: PolicyTrainer, thread: OwnThread, members: GangMembers) -> None:

@@ -215,7 +215,7 @@ class _BoxedInvocation:
                     self._log.write(f"Not graded: {', '.join(left_out[:20])}\n".encode(errors="replace"))
                 return await self._grade(result, problem)
         except SandboxError as error:
-            words = self._log.last_words
+            words = self._log.output_tail
             raise EpisodeError(
                 f"{self._name} failed. {error}" + (f" The end of its stderr:\n{words}" if words else "")
             ) from error

@@ -62,7 +62,7 @@ class SimulatedServer:
     def _send(self, name: str, num_tokens: int) -> None:
         silent, allowed = self.progress.silent_seconds(self.now), self.progress.allowed_seconds()
         self.excess = max(self.excess, silent - allowed)
-        self.progress.hear(name, num_tokens=num_tokens, num_cached=0, now=self.now)
+        self.progress.note_tokens(name, num_tokens=num_tokens, num_cached=0, now=self.now)
         if self.left[name] <= 0:
             del self.left[name]
             self.progress.end(name)
@@ -107,9 +107,9 @@ def sampled() -> Progress:
     """Two seconds for a prompt of 1,000 tokens, and a tenth of a second for each of 32 tokens."""
     progress = Progress(120.0, 6.0, 32)
     progress.begin("first", num_tokens=1000, has_grammar=False, now=0.0)
-    progress.hear("first", num_tokens=1, num_cached=0, now=2.0)
+    progress.note_tokens("first", num_tokens=1, num_cached=0, now=2.0)
     progress.wait("first", now=2.0)
-    progress.hear("first", num_tokens=32, num_cached=0, now=5.2)
+    progress.note_tokens("first", num_tokens=32, num_cached=0, now=5.2)
     progress.wait("first", now=5.2)
     return progress
 
@@ -132,7 +132,7 @@ def test_only_the_limit_holds_for_what_is_unknown():
     progress = Progress(120.0, 6.0, 32)
     progress.begin("first", num_tokens=10, has_grammar=False, now=0.0)
     assert (progress.silent_seconds(500.0), progress.allowed_seconds()) == (0.0, 120.0)
-    progress.hear("first", num_tokens=1, num_cached=0, now=1.0)
+    progress.note_tokens("first", num_tokens=1, num_cached=0, now=1.0)
     assert progress.allowed_seconds() == 120.0
 
     known = sampled()
@@ -145,7 +145,7 @@ def test_only_the_limit_holds_for_what_is_unknown():
 def test_a_slow_consumer_is_no_silence():
     """Nothing is expected of a server whose tokens are not asked for."""
     progress = sampled()
-    progress.hear("first", num_tokens=32, num_cached=0, now=8.4)
+    progress.note_tokens("first", num_tokens=32, num_cached=0, now=8.4)
     assert progress.silent_seconds(100.0) == 0.0
 
     progress.wait("first", now=100.0)
@@ -221,9 +221,9 @@ async def watch_until(condition: Callable[[Server], bool], *, num_tokens: int) -
         begun = anyio.current_time()
         progress.begin("a", num_tokens=1000, has_grammar=False, now=begun)
         await anyio.sleep(0.1)
-        progress.hear("a", num_tokens=1, num_cached=0, now=anyio.current_time())
+        progress.note_tokens("a", num_tokens=1, num_cached=0, now=anyio.current_time())
         await anyio.sleep(0.5)
-        progress.hear("a", num_tokens=32, num_cached=0, now=anyio.current_time())
+        progress.note_tokens("a", num_tokens=32, num_cached=0, now=anyio.current_time())
         progress.wait("a", now=anyio.current_time())
         if num_tokens:
             progress.begin("b", num_tokens=num_tokens, has_grammar=False, now=anyio.current_time())

@@ -50,7 +50,7 @@ async def test_watching_the_dead_is_answered_at_once():
 
 
 async def test_watching_needs_a_handler_for_the_news():
-    """A watcher that could not hear is refused."""
+    """A watcher that could not on_down is refused."""
     async with ActorSystem.open() as system:
         deaf, cat = await system.spawn(Recorder(), supervision=Stop()), await system.spawn(Recorder(), name="cat")
         await deaf.tell(Watch(ref=cat))

@@ -116,7 +116,7 @@ async def test_an_actor_hears_that_another_one_became_unreachable():
             desk = peer.ref(Echoing, "desk")
             watcher = await system.spawn(Watcher(desk))
             assert isinstance(watcher, LocalRef)
-            desk.life.watch(watcher.cell.hear)
+            desk.life.watch(watcher.cell.on_down)
             await ref.stop()
             await wait_all_tasks_blocked()
 

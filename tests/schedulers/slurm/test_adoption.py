@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from areal_actors.schedulers.base import Resources
 from areal_actors.schedulers.slurm import SlurmConfig
 from areal_actors.schedulers.slurm.files import JobRecord
-from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.queue import JobPhase, JobRow
 from areal_actors.schedulers.slurm.script import JobRequest
 from areal_actors.schedulers.slurm.takeover import judge, traits_of
 
@@ -80,7 +80,7 @@ def test_what_is_kept_is_certain_and_is_what_is_wanted(case):
     found, seen, wanted = case
     for one in judge(found, seen, wanted):
         if not one.why:
-            (row,) = [row for row in seen if row.name == one.record.name and row.course is not Course.ENDED]
+            (row,) = [row for row in seen if row.name == one.record.name and row.phase is not JobPhase.ENDED]
 
             assert row == one.row
             assert row.state in ("PENDING", "CONFIGURING", "RUNNING", "SUSPENDED")

@@ -10,10 +10,10 @@ from tests.schedulers.slurm.scripted import commands
 
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.slurm.commands import (
-    Doubtful,
     Refused,
     SlurmCommands,
     Submitted,
+    Unconfirmed,
     clean_environment,
 )
 
@@ -69,11 +69,11 @@ async def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path):
         ("echo 12", Submitted),
         ("echo 'sbatch: error: Invalid partition name specified' >&2; exit 1", Refused),
         ("exit 1", Refused),
-        ("echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1", Doubtful),
-        ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", Doubtful),
-        ("echo 'Batch job submission failed: Protocol authentication error' >&2; exit 1", Doubtful),
-        ("echo welcome to the cluster", Doubtful),
-        ("exec sleep 60", Doubtful),
+        ("echo 'Batch job submission failed: Socket timed out on send/recv operation' >&2; exit 1", Unconfirmed),
+        ("echo 'Unable to contact slurm controller (connect failure)' >&2; exit 1", Unconfirmed),
+        ("echo 'Batch job submission failed: Protocol authentication error' >&2; exit 1", Unconfirmed),
+        ("echo welcome to the cluster", Unconfirmed),
+        ("exec sleep 60", Unconfirmed),
     ],
 )
 async def test_what_becomes_of_a_submission_is_told_apart(tmp_path, script, kind):

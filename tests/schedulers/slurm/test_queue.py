@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.schedulers.slurm.queue import (
-    Course,
     ExitStatus,
+    JobPhase,
     JobRow,
-    course_of,
     parse_exit_record,
     parse_job,
     parse_queue,
     parse_submitted,
+    phase_of_state,
 )
 
 # As printed by Slurm 22.05.8.
@@ -29,11 +29,11 @@ JOB = (
     "Requeue=0 Restarts=2 BatchFlag=1 Reboot=0 ExitCode={code} RunTime=00:00:01 Partition=main BatchHost=slx01"
 )
 STATES = {
-    Course.WAITING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT",
-    Course.RUNNING: "RUNNING SUSPENDED COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED",
-    Course.ENDED: "COMPLETED CANCELLED FAILED TIMEOUT DEADLINE BOOT_FAIL OUT_OF_MEMORY",
-    Course.DOUBTFUL: "NODE_FAIL PREEMPTED REVOKED",
-    Course.UNKNOWN: "LEVITATING",
+    JobPhase.WAITING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT",
+    JobPhase.RUNNING: "RUNNING SUSPENDED COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED",
+    JobPhase.ENDED: "COMPLETED CANCELLED FAILED TIMEOUT DEADLINE BOOT_FAIL OUT_OF_MEMORY",
+    JobPhase.UNCERTAIN: "NODE_FAIL PREEMPTED REVOKED",
+    JobPhase.UNKNOWN: "LEVITATING",
 }
 
 
@@ -50,12 +50,12 @@ def test_recorded_lines_are_read():
     assert "Nodes required for job are DOWN, DRAINED | or reserved" == rows[3].reason
 
 
-@pytest.mark.parametrize(("state", "course"), [(s, c) for c, states in STATES.items() for s in states.split()])
-def test_every_base_state_has_a_meaning(state, course):
+@pytest.mark.parametrize(("state", "phase"), [(s, c) for c, states in STATES.items() for s in states.split()])
+def test_every_base_state_has_a_meaning(state, phase):
     """Also with what sacct puts behind it."""
-    assert course is course_of(state)
-    assert course is course_of(f"{state}+")
-    assert course is course_of(f"{state} by 0")
+    assert phase is phase_of_state(state)
+    assert phase is phase_of_state(f"{state}+")
+    assert phase is phase_of_state(f"{state} by 0")
 
 
 @given(text=st.text())
@@ -66,7 +66,7 @@ def test_garbage_never_raises(text):
     parse_job(text)
     parse_exit_record(text)
 
-    assert course_of(text) in Course
+    assert phase_of_state(text) in JobPhase
 
 
 _fields = st.text(

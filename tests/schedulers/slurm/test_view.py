@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.schedulers.base import PlacementState
-from areal_actors.schedulers.slurm.queue import Course, JobRow, JobView, observe, to_status
+from areal_actors.schedulers.slurm.queue import JobPhase, JobRow, JobView, observe, to_status
 
 STATES = [
     "PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL",
@@ -49,8 +49,8 @@ def test_what_is_in_doubt_is_given_time():
     """A job that lost its node may be back; patience ends it, and absence alone never does."""
     assert PlacementState.UNKNOWN is to_status(seen("RUNNING", "NODE_FAIL", "NODE_FAIL")).state
     assert PlacementState.RUNNING is to_status(seen("RUNNING", "PREEMPTED", "RUNNING")).state
-    assert Course.ENDED is seen("RUNNING", "NODE_FAIL", patience=0).course
-    assert Course.ENDED is seen(*["NODE_FAIL"] * 12).course
+    assert JobPhase.ENDED is seen("RUNNING", "NODE_FAIL", patience=0).phase
+    assert JobPhase.ENDED is seen(*["NODE_FAIL"] * 12).phase
     assert PlacementState.UNKNOWN is to_status(seen("RUNNING", *[None] * 99)).state
 
 
@@ -70,9 +70,9 @@ def test_laws(states, patience):
     for now, state in enumerate(states):
         views.append(observe(views[-1], None if state is None else row(state), now=float(now), patience=patience))
     for (before, after), state in zip(pairwise(views), states, strict=True):
-        if before.course is Course.ENDED:
+        if before.phase is JobPhase.ENDED:
             assert before == after
-        elif after.course is Course.ENDED:
+        elif after.phase is JobPhase.ENDED:
             assert state in ("COMPLETED", "CANCELLED", "FAILED", "TIMEOUT", "NODE_FAIL", "PREEMPTED")
         assert before.num_restarts <= after.num_restarts <= states.count("RUNNING") + states.count("COMPLETING")
         to_status(after)

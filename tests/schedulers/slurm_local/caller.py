@@ -88,7 +88,7 @@ async def _stay_connected(told: Bootstrap, *, lease: float, is_deaf: bool) -> No
                 next(addresses), secret=told.secret, node=told.name, incarnation=told.life + 1, limits=_LIMITS
             ) as peer:
                 async with anyio.create_task_group() as tasks:
-                    tasks.start_soon(_beat, told)
+                    tasks.start_soon(_send_heartbeats, told)
                     await peer.wait_closed()
                     tasks.cancel_scope.cancel()
                 last = anyio.current_time()
@@ -97,7 +97,7 @@ async def _stay_connected(told: Bootstrap, *, lease: float, is_deaf: bool) -> No
         await anyio.sleep(0.2)
 
 
-async def _beat(told: Bootstrap) -> None:
+async def _send_heartbeats(told: Bootstrap) -> None:
     while True:
         with (_directory() / f"beats-{told.name}").open("a") as file:
             file.write(f"{told.life} {time.time():.3f} {told.epoch}\n")

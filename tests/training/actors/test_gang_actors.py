@@ -18,7 +18,7 @@ from areal_actors.kernel import Actor, ActorSystem, OwnThread
 from areal_actors.messages import GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training import gang_actors
 from areal_actors.training.gang import Gang
-from areal_actors.training.gang_actors import GangMembers, LedPolicy
+from areal_actors.training.gang_actors import GangMembers, GangPolicy
 from areal_actors.training.publication import MemoryPublisher
 
 pytestmark = pytest.mark.anyio
@@ -63,7 +63,7 @@ class Member(Actor[Ranks]):
 
 
 @asynccontextmanager
-async def led(*members: Member, step: object = "statistics") -> AsyncIterator[LedPolicy]:
+async def led(*members: Member, step: object = "statistics") -> AsyncIterator[GangPolicy]:
     """A policy whose step returns, or raises, ``step``, and its ranks."""
 
     def train_step(groups, *, max_staleness, recorder=None):
@@ -77,7 +77,7 @@ async def led(*members: Member, step: object = "statistics") -> AsyncIterator[Le
     async with ActorSystem.open() as system, OwnThread.open() as thread:
         ranks = [await system.spawn(member, name=f"rank-{number}") for number, member in enumerate(members, start=1)]
         where = tuple(f"process {number}" for number in range(len(ranks)))
-        yield LedPolicy(policy, thread, GangMembers(ranks=tuple(ranks), whereabouts=where))
+        yield GangPolicy(policy, thread, GangMembers(ranks=tuple(ranks), whereabouts=where))
 
 
 async def test_all_ranks_are_asked_for_the_same_in_the_same_order(tmp_path):

@@ -510,7 +510,7 @@ class ServerEngine:
         delta = await self._server.until_silent(anext(deltas, None))
         if delta is not None:
             num_tokens, num_cached = len(delta.token_ids), delta.num_cached_tokens
-            progress.hear(attempt_id, num_tokens=num_tokens, num_cached=num_cached, now=anyio.current_time())
+            progress.note_tokens(attempt_id, num_tokens=num_tokens, num_cached=num_cached, now=anyio.current_time())
         return delta
 
     async def _sample_one(self) -> None:

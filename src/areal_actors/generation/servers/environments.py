@@ -22,7 +22,7 @@ from attrs import frozen
 from areal_actors.errors import ConfigError, EngineError
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.lib.atomic_write import atomic_directory, partial_path
-from areal_actors.lib.locks import Held, hold
+from areal_actors.lib.locks import LockHeld, hold
 
 __all__ = [
     "PYTHON_VARIABLES",
@@ -185,7 +185,7 @@ def install(plan: InstallPlan, *, is_forced: bool = False, announce: Callable[[s
                 raise ConfigError(f"{directory} exists and was not made by this command; name another --dir.")
             with atomic_directory(directory) as partial:
                 _run_commands(plan, partial, announce)
-    except Held as error:
+    except LockHeld as error:
         raise ConfigError(f"{directory} is being installed by {error.holder}.") from error
     except OSError as error:
         raise ConfigError(f"{error.filename or directory} cannot be written: {error.strerror}.") from error

@@ -71,7 +71,7 @@ class Progress:
             self._silent_since = now
         self._open[request_id].is_awaited = True
 
-    def hear(self, request_id: str, *, num_tokens: int, num_cached: int, now: float) -> None:
+    def note_tokens(self, request_id: str, *, num_tokens: int, num_cached: int, now: float) -> None:
         """Note that ``num_tokens`` of a request arrived, of whose prompt ``num_cached`` tokens were not computed."""
         self.has_sampled, self._silent_since = True, now
         request = self._open[request_id]

@@ -105,7 +105,7 @@ class Connection:
             self._scope.cancel()
             self.closed.set()
             # Wakes ``_drain``, which would wait forever otherwise.
-            self._tell_empty()
+            self._notify_empty()
             if self._owner is not None:
                 self._owner.on_cut(cause)
 
@@ -135,7 +135,7 @@ class Connection:
                     tasks = self._tasks
                     tasks.start_soon(self._write, name="connection.write")
                     if self.limits.heartbeat_seconds < math.inf:
-                        tasks.start_soon(self._beat, name="connection.heartbeat")
+                        tasks.start_soon(self._send_heartbeats, name="connection.heartbeat")
                     await self._read()
         finally:
             self.cut("this side has closed the connection")
@@ -217,18 +217,18 @@ class Connection:
         is_empty = not self.outbox
         self._owner.on_written()
         if is_empty:
-            self._tell_empty()
+            self._notify_empty()
         return not self.outbox
 
     def _on_next(self, wake: Callable[[], object]) -> None:
         self.outbox.wake = wake
 
-    def _tell_empty(self) -> None:
+    def _notify_empty(self) -> None:
         waiting, self._on_empty = self._on_empty, None
         if waiting is not None:
             waiting()
 
-    async def _beat(self) -> None:
+    async def _send_heartbeats(self) -> None:
         limits = self.limits
         while True:
             await anyio.sleep(limits.heartbeat_seconds)

@@ -245,7 +245,7 @@ class Channel(Watched):
         cause = self.peer.connection.cause
         if cause is not None:
             call.cut(cause)
-        elif self.last_words is not None:
+        elif self.final_down is not None:
             call.finish(error=self._stopped(call))
         # ``cut`` and ``finish`` store the error; raise it here, once, instead of waiting.
         if call.error is not None:
@@ -300,7 +300,7 @@ class Channel(Watched):
 
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
         """Record that an incarnation has ended, as far as this side knows, and notify watchers."""
-        if self.last_words is not None or incarnation < self.incarnation:
+        if self.final_down is not None or incarnation < self.incarnation:
             # A late report about an earlier incarnation.
             return
         assert self.ref is not None, "a channel is made with its ref"
@@ -308,7 +308,7 @@ class Channel(Watched):
         if is_restarting:
             self.incarnation = incarnation + 1
         else:
-            self.last_words = down
+            self.final_down = down
             self.state = ActorState.STOPPED if reason is DownReason.STOPPED else ActorState.CRASHED
         self.report(down)
         if not is_restarting:
@@ -322,7 +322,7 @@ class Channel(Watched):
 
     def revive(self, incarnation: int, messages: frozenset[tuple[str, str, bool]]) -> None:
         """Reset the channel for another actor that is now exposed under this name."""
-        self.incarnation, self.messages, self.state, self.last_words = incarnation, messages, ActorState.RUNNING, None
+        self.incarnation, self.messages, self.state, self.final_down = incarnation, messages, ActorState.RUNNING, None
         self._known.clear()
 
     # ------------------------------------------------------------------------------------------------ statistics
@@ -632,7 +632,7 @@ class Server:
         if exposed is None:
             self._refuse(frame, name, _unknown(name, self._exposed))
             return
-        exposed.ref.cell.watch(_Farewell(self._peer, frame.id))
+        exposed.ref.cell.watch(_StopReply(self._peer, frame.id))
         grace = exposed.ref.cell.system.grace if math.isinf(frame.seconds) else frame.seconds
         if self._num_unadmitted[name]:
             self._peer.connection.start_soon(partial(self._stop_after_admission, exposed, grace))
@@ -851,7 +851,7 @@ class _Note:
         self._peer.queue(Outgoing(Kind.DOWN, 0, self._peer.codec.encode(words)))
 
 
-class _Farewell:
+class _StopReply:
     """A watcher that answers a stop request when the actor has ended for good."""
 
     def __init__(self, peer: Peer, call: int) -> None:
@@ -1091,9 +1091,9 @@ class Peer:
         for channel in self._channels.values():
             channel.go_down(DownReason.UNREACHABLE, channel.incarnation, cause, is_restarting=False)
         self._server.on_cut()
-        self._tell_followers()
+        self._notify_followers()
 
-    def _tell_followers(self) -> None:
+    def _notify_followers(self) -> None:
         for follower in tuple(self._followers):
             follower()
 
@@ -1173,7 +1173,7 @@ class Peer:
 
     def _on_exposed_frame(self, frame: Frame) -> None:
         self._on_exposed(self.words(frame, str, int, list))
-        self._tell_followers()
+        self._notify_followers()
 
     def _on_exposed(self, words: Any) -> None:
         name, incarnation, table = _checked(words, (str, int, list), "the word of an actor")

@@ -339,15 +339,15 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
         ``timeout`` includes the wait for the connection.
         """
         if timeout is None:
-            return await self._insist(message, lambda near: near.ask(message))
+            return await self._retry_until(message, lambda near: near.ask(message))
         until = anyio.current_time() + timeout
-        return await self._insist(
+        return await self._retry_until(
             message, lambda near: near.ask(message, timeout=max(until - anyio.current_time(), 0.0)), until
         )
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
         """Send ``message``; see ``Ref.tell``."""
-        await self._insist(message, lambda near: near.tell(message))
+        await self._retry_until(message, lambda near: near.tell(message))
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
         """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
@@ -366,7 +366,7 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
 
     async def stop(self, *, grace: float | None = None) -> None:
         """End the present incarnation, or the next one that is found; see ``Ref.stop``."""
-        await self._insist(None, lambda near: near.stop(grace=grace))
+        await self._retry_until(None, lambda near: near.stop(grace=grace))
 
     def statistics(self) -> ActorStatistics:
         """Return what this side knows of the present incarnation."""
@@ -413,7 +413,7 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
         )
         self._peer = self._near = None
         if not is_restarting:
-            self.last_words = down
+            self.final_down = down
         self.report(down)
 
     def _pass_on(self, down: Down) -> None:
@@ -425,7 +425,7 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
     def _present(self) -> Ref[P_contra] | None:
         return self._near if self._peer is not None and self._peer.is_connected else None
 
-    async def _insist(
+    async def _retry_until(
         self, message: AnyMessage[Any] | None, act: Callable[[Ref[P_contra]], Awaitable[R]], until: float = math.inf
     ) -> R:
         """Call ``act`` with the present ref, and retry after a reconnect.
@@ -458,7 +458,7 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
         self, message: StreamMessage[P_contra, Item], buffer_size: int
     ) -> AsyncIterator[AsyncIterator[Item]]:
         async with AsyncExitStack() as stack:
-            yield await self._insist(
+            yield await self._retry_until(
                 message,
                 lambda near: stack.enter_async_context(near.stream(message, buffer_size=buffer_size)),
             )

@@ -1,9 +1,8 @@
 """Slurm's commands, each run as a process with a time limit and a clean environment, on either event loop.
 
-``queue`` parses their output. While slurmctld does not answer, sbatch waits for seconds and squeue for a
-quarter of a minute; while munge hangs, both wait indefinitely. Therefore every call has a time limit. A submission that
-times out is ``Doubtful``, neither accepted nor rejected; the scheduler looks for the job by its name before it submits
-again.
+``queue`` parses their output. While slurmctld does not answer, sbatch waits for seconds and squeue for a quarter of a
+minute; while munge hangs, both wait indefinitely. Therefore every call has a time limit. A submission that times out is
+``Unconfirmed``, neither accepted nor rejected; the scheduler looks for the job by its name before it submits again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from areal_actors.schedulers.slurm.queue import (
     parse_submitted,
 )
 
-__all__ = ["RETRY_SECONDS", "Doubtful", "Refused", "SlurmCommands", "Submitted", "clean_environment"]
+__all__ = ["RETRY_SECONDS", "Refused", "SlurmCommands", "Submitted", "Unconfirmed", "clean_environment"]
 
 _log = get_logger(__name__)
 
@@ -75,7 +74,7 @@ class Refused:
 
 
 @frozen(kw_only=True)
-class Doubtful:
+class Unconfirmed:
     """It is unknown whether Slurm has accepted the job."""
 
     why: str
@@ -110,21 +109,21 @@ class SlurmCommands:
 
     async def submit(
         self, arguments: Sequence[str], script: str, *, environment: Mapping[str, str] | None = None
-    ) -> Submitted | Refused | Doubtful:
+    ) -> Submitted | Refused | Unconfirmed:
         """Submit a job. Its environment is that of this object, cleaned, with the variables of ``environment``.
 
-        Never raises: a command that fails or times out gives ``Doubtful``.
+        Never raises: a command that fails or times out gives ``Unconfirmed``.
         """
         try:
             answer = await self._run("sbatch", *arguments, text=script, environment=environment or {})
         except SchedulerError as error:
-            return Doubtful(why=str(error))
+            return Unconfirmed(why=str(error))
         job = parse_submitted(answer.output) if answer.status == 0 else None
         if job is not None:
             return Submitted(job=job)
         why = answer.errors or answer.output or f"sbatch ended with status {answer.status} and said nothing"
         # Success without a job number is doubtful as well: there may be a job.
-        return Doubtful(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
+        return Unconfirmed(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
 
     async def test(self, arguments: Sequence[str], script: str) -> str:
         """Return what Slurm says about a job that it does not keep: when and where it would start.

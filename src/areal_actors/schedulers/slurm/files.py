@@ -29,7 +29,7 @@ from attrs import asdict, frozen
 
 from areal_actors.errors import SchedulerError
 from areal_actors.lib.atomic_write import atomic_write
-from areal_actors.lib.locks import NO_LOCKS, Held, hold, is_held
+from areal_actors.lib.locks import NO_LOCKS, LockHeld, hold, is_held
 from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
 from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
 
@@ -83,7 +83,7 @@ class SlurmFiles:
             with self._locking():
                 try:
                     stack.enter_context(hold(self._lock))
-                except Held as held:
+                except LockHeld as held:
                     raise SchedulerError(
                         f"{held.holder} is the controller of the jobs of {self.path}; end that run first, or use "
                         "another trial_name."

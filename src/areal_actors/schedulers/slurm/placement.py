@@ -26,7 +26,7 @@ from areal_actors.schedulers.base import (
 )
 from areal_actors.schedulers.slurm.commands import SlurmCommands
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
-from areal_actors.schedulers.slurm.queue import Course, JobRow, JobView, observe, to_status
+from areal_actors.schedulers.slurm.queue import JobPhase, JobRow, JobView, observe, to_status
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
 __all__ = ["QueueReader", "SlurmPlacement"]
@@ -127,7 +127,7 @@ class SlurmPlacement:
         await self._gone.wait()
         return self.status
 
-    # ------------------------------------------------------------------------------------------------ its course
+    # ------------------------------------------------------------------------------------------------ its phase
 
     async def begin(self, job: int) -> None:
         """Record the job's number, so that another process can end the job if this one is killed."""
@@ -173,7 +173,7 @@ class SlurmPlacement:
         # A job that cannot be requeued, or is no longer wanted, gets no time to come back.
         patience = self._config.lost_seconds if self._config.max_requeues and not self._is_unwanted else 0.0
         self._view = observe(self._view, row, now=now, patience=patience)
-        if self._view.course is Course.ENDED:
+        if self._view.phase is JobPhase.ENDED:
             await self._close(self._view)
         elif row is None:
             await self._look_for(self._view, now=now)
@@ -195,7 +195,7 @@ class SlurmPlacement:
         """
         left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         report = await self._commands.describe(view.job) if left is None else None
-        if report is not None and report.course is not Course.ENDED:
+        if report is not None and report.phase is not JobPhase.ENDED:
             return
         is_lost = now - (view.doubtful_since or now) >= self._config.lost_seconds or self._is_unwanted
         if left is not None or report is not None or is_lost:
@@ -284,7 +284,7 @@ class SlurmPlacement:
             return
         self._is_unwanted = True
         await to_thread.run_sync(self._files.mark_stopped, self.name)
-        if self._view is not None and self._view.course is Course.RUNNING and grace > 0:
+        if self._view is not None and self._view.phase is JobPhase.RUNNING and grace > 0:
             try:
                 await self._commands.warn(self._view.job)
                 await self._wait_gone(grace)

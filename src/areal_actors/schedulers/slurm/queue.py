@@ -19,17 +19,17 @@ from areal_actors.schedulers.base import PlacementState, PlacementStatus
 
 __all__ = [
     "QUEUE_FORMAT",
-    "Course",
     "ExitStatus",
+    "JobPhase",
     "JobReport",
     "JobRow",
     "JobView",
-    "course_of",
     "observe",
     "parse_exit_record",
     "parse_job",
     "parse_queue",
     "parse_submitted",
+    "phase_of_state",
     "to_status",
 ]
 
@@ -39,33 +39,33 @@ QUEUE_FORMAT = "%i|%j|%T|%N|%S|%e|%L|%r"
 _NUM_COLUMNS = QUEUE_FORMAT.count("|") + 1
 
 
-class Course(StrEnum):
+class JobPhase(StrEnum):
     """The meaning of a job's state for a caller that waits for the job."""
 
     WAITING = "waiting"
     RUNNING = "running"
     ENDED = "ended"
-    DOUBTFUL = "doubtful"
+    UNCERTAIN = "doubtful"
     """The job has ended, unless the cluster is about to start it again."""
     UNKNOWN = "unknown"
     """A state that this module does not know."""
 
 
 _WORDS = {
-    Course.WAITING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD",
-    Course.RUNNING: "RUNNING SUSPENDED COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED POWER_UP_NODE",
-    Course.ENDED: "COMPLETED CANCELLED FAILED TIMEOUT DEADLINE BOOT_FAIL OUT_OF_MEMORY LAUNCH_FAILED",
-    Course.DOUBTFUL: "NODE_FAIL PREEMPTED REVOKED RECONFIG_FAIL",
+    JobPhase.WAITING: "PENDING CONFIGURING REQUEUED REQUEUE_HOLD REQUEUE_FED SPECIAL_EXIT RESV_DEL_HOLD",
+    JobPhase.RUNNING: "RUNNING SUSPENDED COMPLETING RESIZING SIGNALING STAGE_OUT STOPPED POWER_UP_NODE",
+    JobPhase.ENDED: "COMPLETED CANCELLED FAILED TIMEOUT DEADLINE BOOT_FAIL OUT_OF_MEMORY LAUNCH_FAILED",
+    JobPhase.UNCERTAIN: "NODE_FAIL PREEMPTED REVOKED RECONFIG_FAIL",
 }
-_COURSES = {word: course for course, words in _WORDS.items() for word in words.split()}
+_PHASES = {word: phase for phase, words in _WORDS.items() for word in words.split()}
 _HELD = ("launch failed requeued held", "jobholdmaxrequeue")
 """Reasons with which Slurm itself holds a job. A person's hold has another reason, and only that person may end it."""
 
 
-def course_of(state: str) -> Course:
+def phase_of_state(state: str) -> JobPhase:
     """Return the meaning of a state: its first word counts (``CANCELLED by 0``), without a ``+`` at its end."""
     words = state.split()
-    return _COURSES.get(words[0].rstrip("+").upper(), Course.UNKNOWN) if words else Course.UNKNOWN
+    return _PHASES.get(words[0].rstrip("+").upper(), JobPhase.UNKNOWN) if words else JobPhase.UNKNOWN
 
 
 @frozen(kw_only=True)
@@ -82,14 +82,14 @@ class JobRow:
     reason: str = ""
 
     @property
-    def course(self) -> Course:
+    def phase(self) -> JobPhase:
         """Return the meaning of the job's state."""
-        return course_of(self.state)
+        return phase_of_state(self.state)
 
     @property
     def is_held_back(self) -> bool:
         """Return whether Slurm holds the job after a failed launch; it then waits until it is released."""
-        return self.course is Course.WAITING and self.reason.replace("_", " ").lower().startswith(_HELD)
+        return self.phase is JobPhase.WAITING and self.reason.replace("_", " ").lower().startswith(_HELD)
 
 
 def parse_queue(text: str) -> tuple[JobRow, ...]:
@@ -127,9 +127,9 @@ class JobReport:
     reason: str = ""
 
     @property
-    def course(self) -> Course:
+    def phase(self) -> JobPhase:
         """Return the meaning of the job's state."""
-        return course_of(self.state)
+        return phase_of_state(self.state)
 
 
 def parse_job(text: str) -> JobReport | None:
@@ -165,11 +165,11 @@ def _signed(status: int) -> int:
 
 
 _STATES = {
-    Course.WAITING: PlacementState.PENDING,
-    Course.RUNNING: PlacementState.RUNNING,
-    Course.ENDED: PlacementState.ENDED,
-    Course.DOUBTFUL: PlacementState.UNKNOWN,
-    Course.UNKNOWN: PlacementState.UNKNOWN,
+    JobPhase.WAITING: PlacementState.PENDING,
+    JobPhase.RUNNING: PlacementState.RUNNING,
+    JobPhase.ENDED: PlacementState.ENDED,
+    JobPhase.UNCERTAIN: PlacementState.UNKNOWN,
+    JobPhase.UNKNOWN: PlacementState.UNKNOWN,
 }
 _ADVICE = {
     "ReqNodeNotAvail": "nodes that it needs are drained, down or reserved",
@@ -198,7 +198,7 @@ class JobView:
     """
 
     job: int
-    course: Course = Course.WAITING
+    phase: JobPhase = JobPhase.WAITING
     state: str = ""
     nodes: str = ""
     reason: str = ""
@@ -216,29 +216,29 @@ def observe(view: JobView, row: JobRow | None, *, now: float, patience: float) -
         now: seconds, of any clock.
         patience: how long a job in a doubtful state may take to be started again before it counts as ended.
     """
-    if view.course is Course.ENDED:
+    if view.phase is JobPhase.ENDED:
         return view
-    if row is None or row.course is Course.DOUBTFUL:
+    if row is None or row.phase is JobPhase.UNCERTAIN:
         since = now if view.doubtful_since is None else view.doubtful_since
         # Absence from the queue alone never ends a job; SlurmPlacement looks for other evidence.
         is_over = row is not None and now - since >= patience
         return evolve(
             view,
-            course=Course.ENDED if is_over else Course.DOUBTFUL,
+            phase=JobPhase.ENDED if is_over else JobPhase.UNCERTAIN,
             state="" if row is None else row.state,
             nodes=view.nodes if row is None else row.nodes or view.nodes,
             reason="it is not in the queue" if row is None else row.reason,
             doubtful_since=since,
         )
     # Slurm does not list the number of restarts; a job that waits again after it ran was restarted.
-    is_restart = row.course is Course.WAITING and view.has_run
+    is_restart = row.phase is JobPhase.WAITING and view.has_run
     return JobView(
         job=view.job,
-        course=row.course,
+        phase=row.phase,
         state=row.state,
-        nodes=row.nodes if row.course is not Course.WAITING else "",
+        nodes=row.nodes if row.phase is not JobPhase.WAITING else "",
         reason=row.reason,
-        has_run=row.course is Course.RUNNING or (view.has_run and not is_restart),
+        has_run=row.phase is JobPhase.RUNNING or (view.has_run and not is_restart),
         num_restarts=view.num_restarts + is_restart,
     )
 
@@ -249,10 +249,10 @@ def to_status(view: JobView) -> PlacementStatus:
     reason = "" if view.reason in ("None", "(null)") else view.reason
     advice = next((text for word, text in _ADVICE.items() if reason.startswith(word)), "")
     said = f"{reason} ({advice})" if advice else reason
-    is_plain = view.course in (Course.WAITING, Course.RUNNING) and view.state in ("PENDING", "RUNNING", "")
+    is_plain = view.phase in (JobPhase.WAITING, JobPhase.RUNNING) and view.state in ("PENDING", "RUNNING", "")
     return PlacementStatus(
-        state=_STATES[view.course],
+        state=_STATES[view.phase],
         where=where,
         reason=said if is_plain else ": ".join(part for part in (view.state, said) if part),
-        is_requeued=view.course is Course.WAITING and view.num_restarts > 0,
+        is_requeued=view.phase is JobPhase.WAITING and view.num_restarts > 0,
     )

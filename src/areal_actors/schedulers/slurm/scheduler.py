@@ -27,18 +27,18 @@ from areal_actors.schedulers.base import WorkerSpec
 from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
 from areal_actors.schedulers.slurm.commands import (
     RETRY_SECONDS,
-    Doubtful,
     Refused,
     SlurmCommands,
     Submitted,
+    Unconfirmed,
     clean_environment,
 )
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
-from areal_actors.schedulers.slurm.queue import Course
+from areal_actors.schedulers.slurm.queue import JobPhase
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 from areal_actors.schedulers.slurm.settings import SlurmConfig
-from areal_actors.schedulers.slurm.takeover import Kept, Traits, cancel_records, take_over, traits_of
+from areal_actors.schedulers.slurm.takeover import KeptJob, Traits, cancel_records, take_over, traits_of
 
 __all__ = ["SlurmScheduler"]
 
@@ -67,7 +67,7 @@ class SlurmScheduler:
         self._jitter, self._module = jitter, module
         self._run = secrets.token_hex(_RUN_BYTES)
         self._placements: dict[str, SlurmPlacement] = {}
-        self._kept: dict[str, Kept] = {}
+        self._kept: dict[str, KeptJob] = {}
         self._epoch = 0
         self._superseded: SchedulerError | None = None
         self._left: set[str] = set()
@@ -252,7 +252,7 @@ class SlurmScheduler:
         while True:
             environment = placement.spec.environment
             outcome = await self._commands.submit(arguments, script, environment=environment)
-            if isinstance(outcome, Doubtful):
+            if isinstance(outcome, Unconfirmed):
                 _log.warning("submission_in_doubt", job_name=request.name, reason=outcome.why)
                 placement.mark_uncertain(outcome.why)
                 outcome = await self._find(request.name, deadline) or outcome
@@ -323,7 +323,7 @@ class SlurmScheduler:
                 known = {one.job for one in self._placements.values()}
                 for row in rows:
                     # A job that shares the name of another one: a submission that was accepted too late.
-                    if row.job not in known and row.course in (Course.WAITING, Course.RUNNING):
+                    if row.job not in known and row.phase in (JobPhase.WAITING, JobPhase.RUNNING):
                         _log.warning("duplicate_job_cancelled", job=row.job, job_name=row.name)
                         await self._commands.cancel(row.job)
             except SchedulerError as error:

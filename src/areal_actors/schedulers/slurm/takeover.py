@@ -24,12 +24,12 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.bootstrap import count_releases
 from areal_actors.schedulers.slurm.commands import SlurmCommands
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
-from areal_actors.schedulers.slurm.queue import Course, JobRow
+from areal_actors.schedulers.slurm.queue import JobPhase, JobRow
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
 __all__ = [
-    "Kept",
+    "KeptJob",
     "Traits",
     "Verdict",
     "cancel_records",
@@ -95,9 +95,9 @@ async def cancel_records(
 async def _close(files: SlurmFiles, left: dict[str, JobRecord], rows: Sequence[JobRow]) -> None:
     """Close the records of jobs that have ended, and remove them from ``left``."""
     for name, record in list(left.items()):
-        states = [row.course for row in rows if row.name == name]
+        states = [row.phase for row in rows if row.name == name]
         # If the cluster restarts a doubtful job, its stop mark prevents it from doing anything.
-        if all(state in (Course.ENDED, Course.DOUBTFUL) for state in states):
+        if all(state in (JobPhase.ENDED, JobPhase.UNCERTAIN) for state in states):
             ended = next((row.state for row in rows if row.name == name), "cancelled")
             await to_thread.run_sync(files.write_record, evolve(record, ended=f"found and ended: {ended}"))
             await to_thread.run_sync(files.remove_bootstrap, name)
@@ -168,7 +168,7 @@ def judge(
 
 
 def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None, stopped: Collection[str]) -> Verdict:
-    alive = [row for row in rows if row.name == record.name and row.course is not Course.ENDED]
+    alive = [row for row in rows if row.name == record.name and row.phase is not JobPhase.ENDED]
     traits = record.traits or {}
     differing = sorted(name for name in {*traits, *(wanted or {})} if traits.get(name) != (wanted or {}).get(name))
     if wanted is None:
@@ -180,7 +180,7 @@ def _judge_one(record: JobRecord, rows: Sequence[JobRow], wanted: Traits | None,
     elif len(alive) > 1 or record.job not in (None, alive[0].job):
         # Two jobs of one name, or another number: the record does not identify the job.
         why = f"its name is that of {', '.join(f'job {row.job}' for row in alive)}"
-    elif alive[0].course not in (Course.WAITING, Course.RUNNING) or alive[0].state == "COMPLETING":
+    elif alive[0].phase not in (JobPhase.WAITING, JobPhase.RUNNING) or alive[0].state == "COMPLETING":
         # A COMPLETING job counts as running, but its processes are ending.
         why = f"it is {alive[0].state}"
     elif record.traits is None:
@@ -200,7 +200,7 @@ _HANDOVER_POLL_SECONDS = 0.5
 
 
 @frozen(kw_only=True)
-class Kept:
+class KeptJob:
     """A job that was kept, until its worker is placed."""
 
     record: JobRecord
@@ -211,7 +211,7 @@ class Kept:
 
 async def take_over(
     files: SlurmFiles, commands: SlurmCommands, config: SlurmConfig, *, epoch: int, wanted: Mapping[str, Traits]
-) -> dict[str, Kept]:
+) -> dict[str, KeptJob]:
     """Decide about every job on record. Return the jobs that are kept, by worker; all others have ended.
 
     Args:
@@ -233,14 +233,14 @@ async def take_over(
     names, seconds = [one.name for one in records], config.cancel_timeout_seconds
     rows = await commands.wait_for_jobs(names, deadline=anyio.current_time() + seconds) if wanted else ()
     verdicts = judge(records, rows, wanted, stopped=stopped)
-    _tell_ended(verdicts)
+    _log_ended(verdicts)
     ended = [one.record for one in verdicts if one.why]
     # Half of the time, so that processes that have released their role are still waiting afterwards.
     deadline = anyio.current_time() + config.rejoin_seconds / 2
     await cancel_records(files, commands, records=ended, timeout_seconds=config.cancel_timeout_seconds)
     waiting = _Handover(files, commands, epoch, [one for one in verdicts if not one.why])
     await waiting.run(deadline)
-    _tell_ended(waiting.lost)
+    _log_ended(waiting.lost)
     lost = [one.record for one in waiting.lost]
     await cancel_records(files, commands, records=lost, timeout_seconds=config.cancel_timeout_seconds)
     for one in waiting.kept:
@@ -248,7 +248,7 @@ async def take_over(
     return {one.record.worker: one for one in waiting.kept}
 
 
-def _tell_ended(verdicts: Sequence[Verdict]) -> None:
+def _log_ended(verdicts: Sequence[Verdict]) -> None:
     for one in verdicts:
         if one.why:
             job = one.record.job or one.record.name
@@ -259,7 +259,7 @@ class _Handover:
     """Jobs to be kept, until each of them has released its role or is lost."""
 
     def __init__(self, files: SlurmFiles, commands: SlurmCommands, epoch: int, verdicts: Sequence[Verdict]) -> None:
-        self.kept: list[Kept] = []
+        self.kept: list[KeptJob] = []
         self.lost: list[Verdict] = []
         self._files, self._commands, self._epoch = files, commands, epoch
         self._awaited = {one.record.name: one for one in verdicts}
@@ -280,20 +280,20 @@ class _Handover:
 
     async def _look(self) -> None:
         seen = await self._commands.list_jobs(list(self._awaited))
-        rows = {row.name: row for row in seen if row.course is not Course.ENDED}
+        rows = {row.name: row for row in seen if row.phase is not JobPhase.ENDED}
         releases = await to_thread.run_sync(count_releases, self._files.path, self._epoch)
         for name, verdict in list(self._awaited.items()):
             row = rows.get(name)
-            if row is None or row.course not in (Course.WAITING, Course.RUNNING) or row.state == "COMPLETING":
+            if row is None or row.phase not in (JobPhase.WAITING, JobPhase.RUNNING) or row.state == "COMPLETING":
                 self._awaited.pop(name)
                 self.lost.append(evolve(verdict, why="it has ended" if row is None else f"it is {row.state}"))
-            elif row.course is Course.WAITING or any(job == name for job, _ in releases):
+            elif row.phase is JobPhase.WAITING or any(job == name for job, _ in releases):
                 # Only slurmctld knows the number of the current run. Confirmations of earlier runs do not count.
                 report = await self._commands.describe(row.job)
                 if report is None:
                     continue
                 num_restarts = report.exit.restarts
-                if row.course is Course.WAITING or releases.get((name, num_restarts), 0) >= verdict.record.num_tasks:
+                if row.phase is JobPhase.WAITING or releases.get((name, num_restarts), 0) >= verdict.record.num_tasks:
                     record = evolve(verdict.record, job=row.job)
-                    self.kept.append(Kept(record=record, row=row, num_restarts=num_restarts))
+                    self.kept.append(KeptJob(record=record, row=row, num_restarts=num_restarts))
                     self._awaited.pop(name)

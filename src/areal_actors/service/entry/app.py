@@ -78,7 +78,7 @@ class _Entry(EveryPath):
         config = self._config
         body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
         if segments_of(exchange)[-1:] == ["health"]:
-            await exchange.until_hang_up(lambda: self._report_health(exchange))
+            await exchange.until_disconnect(lambda: self._report_health(exchange))
         else:
             # The proxy of the session that the request names, else the proxies that may serve it, in order.
             key, segments = read_key(exchange.headers), segments_of(exchange)
@@ -100,7 +100,7 @@ class _Entry(EveryPath):
                 client=self._client,
                 on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
             )
-            await exchange.until_hang_up(work)
+            await exchange.until_disconnect(work)
 
     async def _report_health(self, exchange: Exchange) -> None:
         """Answer 200 while at least one proxy can serve, 503 otherwise."""

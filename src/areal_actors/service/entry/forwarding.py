@@ -26,7 +26,7 @@ from areal_actors.cache.session import shard_of
 from areal_actors.errors import Unavailable
 from areal_actors.kernel import root_cause
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.exchange import Exchange, HungUp, Receive, Send, Traffic
+from areal_actors.proxy.exchange import ClientDisconnected, Exchange, Receive, Send, Traffic
 from areal_actors.proxy.failures import (
     describe_failure,
     format_anthropic_failure,
@@ -186,7 +186,7 @@ class EveryPath(BaseRoute):
         try:
             with self._traffic.admitted(exchange):
                 await self.serve(exchange)
-        except HungUp:
+        except ClientDisconnected:
             return
         except Exception as raised:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
             error = root_cause(raised)

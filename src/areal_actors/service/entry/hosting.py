@@ -33,7 +33,7 @@ from areal_actors.messages import (
     UseService,
     UseServiceOfSession,
 )
-from areal_actors.proxy.access import Gatekeeper, read_key
+from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic, parse_object
 from areal_actors.proxy.keys import KeysEndpoint
@@ -78,7 +78,7 @@ class _Host(EveryPath):
         self._peers = peers
         self._config = config
         self._client = client
-        self._gatekeeper = Gatekeeper(admin_key=peers.admin_key)
+        self._gatekeeper = Authenticator(admin_key=peers.admin_key)
         self._keys = KeysEndpoint(accounts=peers.accounts, gatekeeper=self._gatekeeper, config=config)
 
     async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -110,7 +110,7 @@ class _Host(EveryPath):
                 body = await exchange.read_body(
                     max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds
                 )
-                await exchange.until_hang_up(lambda: self._forward(exchange, body))
+                await exchange.until_disconnect(lambda: self._forward(exchange, body))
 
     # ---------------------------------------------------------------------------------------------- own routes
 

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from enum import StrEnum
 from numbers import Real
+from statistics import fmean
 from typing import Protocol
 
 from attrs import evolve, frozen
@@ -171,11 +172,6 @@ def _along_tree(combine: Callable[[list[float]], float]) -> Rule:
     return rule
 
 
-def _mean(values: list[float]) -> float:
-    # Fsum rounds once, so that the order of siblings changes nothing.
-    return math.fsum(values) / len(values)
-
-
 def _creation_order(tree: RewardTree, discount: float) -> Sequence[float]:
     """Compute a running value in reverse order of request.
 
@@ -192,7 +188,8 @@ def _creation_order(tree: RewardTree, discount: float) -> Sequence[float]:
 _CREATION_ORDER = "creation-order"
 
 RULES: Mapping[str, Rule] = {
-    "mean": _along_tree(_mean),
+    # Both sum with fsum, which rounds once, so that the order of siblings changes nothing.
+    "mean": _along_tree(fmean),
     "sum": _along_tree(math.fsum),
     "max": _along_tree(max),
     _CREATION_ORDER: _creation_order,

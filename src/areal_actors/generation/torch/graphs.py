@@ -296,19 +296,19 @@ class SlotDecoder:
 
     def __init__(self, forward: LlamaForward, operations: Operations, *, num_slots: int, max_length: int) -> None:
         self._operations = operations
-        self._embed, self._head, self._norm = forward.embed, forward.head, forward.norm[:, 0]
+        self._embed, self._head, self._norm = forward.embed, forward.head, forward.norm
         self._eps = forward.eps
         self._scale = forward.head_dim**-0.5
         self._layers = [
             _Layer(
-                layer.input_norm[:, 0],
+                layer.input_norm,
                 layer.qkv,
-                None if layer.qkv_bias is None else layer.qkv_bias[:, 0],
+                layer.qkv_bias,
                 None
                 if layer.q_norm is None or layer.k_norm is None
-                else HeadNorms(layer.q_norm[:, 0], layer.k_norm[:, 0], forward.eps),
+                else HeadNorms(layer.q_norm, layer.k_norm, forward.eps),
                 layer.out,
-                layer.post_norm[:, 0],
+                layer.post_norm,
                 layer.gate_up,
                 layer.down,
             )

@@ -322,7 +322,7 @@ class ModelSelection:
     """Selects the model for a request. Without ``models``, it is always the policy."""
 
     sessions: Ref[Sessions]
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     models: Ref[Models] | None = None
 
     def may_select(self, name: object) -> bool:
@@ -353,5 +353,5 @@ class ModelSelection:
         return await self.list()
 
     async def _check(self, credential: Credential) -> None:
-        if not self.gatekeeper.is_admin(credential.key):
+        if not self.authenticator.is_admin(credential.key):
             await self.sessions.ask(CheckCredential(credential=credential))

@@ -88,7 +88,7 @@ class CompletionEndpoint:
 
     dialect: Dialect[Parsed]
     sessions: Ref[Sessions]
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     meter: Meter
@@ -101,7 +101,7 @@ class CompletionEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body, credential, note_messages = await _read(exchange, self.config, self.gatekeeper, self.prefixes)
+        raw, body, credential, note_messages = await _read(exchange, self.config, self.authenticator, self.prefixes)
         attempt = read_attempt(exchange.headers, exchange.operation, raw)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
@@ -116,7 +116,7 @@ class CompletionEndpoint:
             note_messages(parsed.request.messages)
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None
-        if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
+        if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
             await self._respond(exchange, credential, attempt, parsed, model=chosen)
             return
         async with AsyncExitStack() as stack:
@@ -212,7 +212,7 @@ class CompletionEndpoint:
 
 
 async def _read(
-    exchange: Exchange, config: ProxyConfig, gatekeeper: Authenticator, prefixes: PrefixCache | None = None
+    exchange: Exchange, config: ProxyConfig, authenticator: Authenticator, prefixes: PrefixCache | None = None
 ) -> tuple[bytes, Mapping[str, Any], Credential, NoteMessages | None]:
     """Return the body as it was sent, its object without content that the model cannot use, and the credential.
 
@@ -234,7 +234,7 @@ async def _read(
     if body is None:
         body = replace_blocks(parse_object(raw), policy)
     named = body.get("session_id") or exchange.query.get("session_id")
-    credential = gatekeeper.credential(
+    credential = authenticator.credential(
         key=read_key(exchange.headers),
         in_path=exchange.session,
         in_request=named if isinstance(named, str) else None,
@@ -273,16 +273,16 @@ class TokenCountEndpoint:
 
     dialect: MessagesDialect
     sessions: Ref[Sessions]
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
-        _, body, credential, _ = await _read(exchange, self.config, self.gatekeeper)
+        _, body, credential, _ = await _read(exchange, self.config, self.authenticator)
         request, model = self.dialect.parse(body).request, body.get("model")
-        if self.access.has_no_user(credential) or self.gatekeeper.is_admin(credential.key):
+        if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
             await self._count(exchange, CountTokens(credential=credential, request=request), model)
         else:
             async with self.access.admit(credential, is_counted=False) as usage:
@@ -340,9 +340,9 @@ def create_app(
     """
     config = config or ProxyConfig()
     traffic = Traffic() if traffic is None else traffic
-    gatekeeper = Authenticator(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
+    authenticator = Authenticator(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
     access = UserAccess(sessions=sessions, accounts=accounts)
-    selection = ModelSelection(sessions=sessions, gatekeeper=gatekeeper, models=models)
+    selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()
     limit, inert, honour_store = config.default_max_tokens, config.inert_parameters, config.honour_store
     chat = ChatDialect(
@@ -362,7 +362,7 @@ def create_app(
     messages = MessagesDialect(model=model, default_max_tokens=limit, inert=inert)
     shared: dict[str, Any] = {
         "sessions": sessions,
-        "gatekeeper": gatekeeper,
+        "authenticator": authenticator,
         "config": config,
         "access": access,
         "selection": selection,
@@ -382,8 +382,8 @@ def create_app(
         traffic=traffic,
         started_at=int(time.time()),
     )
-    stored = StoredResponses(sessions=sessions, gatekeeper=gatekeeper, access=access, model=model)
-    keys = KeysEndpoint(accounts=accounts, gatekeeper=gatekeeper, config=config)
+    stored = StoredResponses(sessions=sessions, authenticator=authenticator, access=access, model=model)
+    keys = KeysEndpoint(accounts=accounts, authenticator=authenticator, config=config)
     metrics = MetricsEndpoint(
         sessions=sessions,
         capacity=capacity,
@@ -391,7 +391,7 @@ def create_app(
         generation=generation,
         meter=meter,
         traffic=traffic,
-        gatekeeper=gatekeeper,
+        authenticator=authenticator,
         accounts=accounts,
         read_run=read_run,
     )

@@ -128,7 +128,7 @@ class ControlEndpoints:
     capacity: Ref[Capacity]
     generation: Ref[Generation] | None
     intake: Ref[Intake] | None
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess
@@ -140,20 +140,20 @@ class ControlEndpoints:
 
     async def grant_capacity(self, exchange: Exchange) -> None:
         """Reserve a place for a session that will be started soon."""
-        self.gatekeeper.require_admin(read_key(exchange.headers))
+        self.authenticator.require_admin(read_key(exchange.headers))
         view = await self.capacity.ask(ReservePermit())
         await exchange.send_json(200, {"capacity": view.available, "reserved": view.reserved})
 
     async def start_session(self, exchange: Exchange) -> None:
         """Open a session: with an intake, in its group, to be trained; otherwise under a separate permit."""
         key = read_key(exchange.headers)
-        user = None if self.gatekeeper.is_admin(key) else await self.access.identify(key)
-        if user is None and not self.gatekeeper.is_admin(key) and not self.config.open_sessions:
+        user = None if self.authenticator.is_admin(key) else await self.access.identify(key)
+        if user is None and not self.authenticator.is_admin(key) and not self.config.open_sessions:
             raise Unauthorized(
                 "Starting a session needs a user's key or the admin key, as 'Authorization: Bearer <key>'."
             )
         wanted = _read_start(await self._arguments(exchange, "rl/start_session"), user)
-        if self.gatekeeper.is_admin(wanted.api_key):
+        if self.authenticator.is_admin(wanted.api_key):
             # The admin key would open the session as well, and every plain request of the administrator would become
             # one of its turns.
             raise InvalidRequest("api_key is the proxy's admin key; choose another, or leave it out.", param="api_key")
@@ -204,7 +204,7 @@ class ControlEndpoints:
         """
         user = await self.access.identify(key := read_key(exchange.headers))
         if user is None:
-            self.gatekeeper.require_admin(key)
+            self.authenticator.require_admin(key)
         arguments = await self._arguments(exchange, "export_trajectories")
         session = exchange.session or read(arguments, "session_id", TEXT)
         if session is None:
@@ -300,7 +300,7 @@ class ControlEndpoints:
                 trained = await self.selection.list()
             else:
                 named = read(exchange.query, "session_id", TEXT)
-                credential = self.gatekeeper.credential(key=key, in_path=exchange.session, in_request=named)
+                credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=named)
                 trained = await self.selection.list_for(credential)
         listed = [(model, self.started_at), *((found.name, int(found.saved_at)) for found in trained)]
         return [{"id": name, "object": "model", "created": at, "owned_by": "areal_actors"} for name, at in listed]
@@ -339,18 +339,18 @@ class ControlEndpoints:
     async def check_key(self, exchange: Exchange) -> None:
         """Refuse a key that may not reward the session."""
         key = read_key(exchange.headers)
-        if self.gatekeeper.is_admin(key) or await self.access.identify(key) is not None:
+        if self.authenticator.is_admin(key) or await self.access.identify(key) is not None:
             return
-        credential = self.gatekeeper.credential(key=key, in_path=exchange.session, in_request=None)
+        credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=None)
         await self.sessions.ask(CheckCredential(credential=await self.access.authorise(credential), for_reward=True))
 
     async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
         key = read_key(exchange.headers)
-        credential = self.gatekeeper.credential(
+        credential = self.authenticator.credential(
             key=key, in_path=exchange.session, in_request=read(arguments, "session_id", TEXT)
         )
         # The administrator may control every session, so there is no owner to check.
-        return credential if self.gatekeeper.is_admin(key) else await self.access.authorise(credential)
+        return credential if self.authenticator.is_admin(key) else await self.access.authorise(credential)
 
 
 def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSession:

@@ -37,7 +37,7 @@ class KeysEndpoint:
     """The handlers, one method per route. Without ``accounts`` these routes answer 404."""
 
     accounts: Ref[Accounts] | None
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     config: ProxyConfig
 
     async def create_or_list(self, exchange: Exchange) -> None:
@@ -58,7 +58,7 @@ class KeysEndpoint:
         await exchange.send_json(200, format_key(await accounts.ask(RevokeKey(key=KeyId(exchange.item)))))
 
     def _admitted(self, exchange: Exchange) -> Ref[Accounts]:
-        self.gatekeeper.require_admin(read_key(exchange.headers))
+        self.authenticator.require_admin(read_key(exchange.headers))
         if self.accounts is None:
             raise NotFound("This service keeps no users; open it with a file for their keys (users.path).")
         return self.accounts

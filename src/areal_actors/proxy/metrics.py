@@ -83,7 +83,7 @@ class MetricsEndpoint:
     generation: Ref[Generation] | None
     meter: Meter
     traffic: Traffic
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     accounts: Ref[Accounts] | None = None
     read_run: ReadRun | None = None
 
@@ -114,7 +114,7 @@ class MetricsEndpoint:
         async with anyio.create_task_group() as tasks:
             for read in (read_engine, read_capacity, read_sessions, read_run):
                 tasks.start_soon(read)
-        if self.accounts is not None and self.gatekeeper.is_admin(read_key(exchange.headers)):
+        if self.accounts is not None and self.authenticator.is_admin(read_key(exchange.headers)):
             readings.users = await read_users(self.accounts)
         await send_families(exchange, self._families(readings))
 

@@ -36,7 +36,7 @@ class StoredResponses:
     """Finds answers by their ids, within the session of a request."""
 
     sessions: Ref[Sessions]
-    gatekeeper: Authenticator
+    authenticator: Authenticator
     access: UserAccess
     model: str = "policy"
 
@@ -90,12 +90,12 @@ class StoredResponses:
 
     async def _credential(self, exchange: Exchange) -> Credential:
         named = exchange.query.get("session_id")
-        credential = self.gatekeeper.credential(
+        credential = self.authenticator.credential(
             key=read_key(exchange.headers), in_path=exchange.session, in_request=named
         )
         return await self._authorised(credential)
 
     async def _authorised(self, credential: Credential) -> Credential:
-        if self.gatekeeper.is_admin(credential.key):
+        if self.authenticator.is_admin(credential.key):
             return credential
         return await self.access.authorise(credential)

@@ -128,10 +128,10 @@ async def open_host(
 
 
 def _create_page(peers: HostPeers, fileroot: Path, intervals: PollIntervals) -> HostPage:
-    gatekeeper = Authenticator(admin_key=peers.admin_key)
+    authenticator = Authenticator(admin_key=peers.admin_key)
 
     async def identify(key: str) -> Visitor:
-        if gatekeeper.is_admin(key):
+        if authenticator.is_admin(key):
             return Visitor(trial=None)
         user = (await peers.accounts.ask(IdentifyUser(secret=key))).user
         try:

@@ -78,8 +78,8 @@ class _Host(EveryPath):
         self._peers = peers
         self._config = config
         self._client = client
-        self._gatekeeper = Authenticator(admin_key=peers.admin_key)
-        self._keys = KeysEndpoint(accounts=peers.accounts, gatekeeper=self._gatekeeper, config=config)
+        self._authenticator = Authenticator(admin_key=peers.admin_key)
+        self._keys = KeysEndpoint(accounts=peers.accounts, authenticator=self._authenticator, config=config)
 
     async def handle(self, scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         """Serve one request: of a browser that looks at the page, or of a client of a service."""
@@ -115,7 +115,7 @@ class _Host(EveryPath):
     # ---------------------------------------------------------------------------------------------- own routes
 
     async def _list_services(self, exchange: Exchange) -> None:
-        self._gatekeeper.require_admin(read_key(exchange.headers))
+        self._authenticator.require_admin(read_key(exchange.headers))
         services = await self._peers.hosting.ask(ListServices())
         described = [
             {
@@ -137,7 +137,7 @@ class _Host(EveryPath):
     async def _report_metrics(self, exchange: Exchange) -> None:
         """Answer with the numbers of the host, and those of every running service with the label ``trial``."""
         # The numbers name users and trials.
-        self._gatekeeper.require_admin(read_key(exchange.headers))
+        self._authenticator.require_admin(read_key(exchange.headers))
         services = await self._peers.hosting.ask(ListServices())
         families: dict[str, Metric] = {}
 
@@ -191,7 +191,7 @@ class _Host(EveryPath):
                 backends=(Backend(service.trial.name, service.url),),
                 client=self._client,
                 on_unreachable=lambda _: None,  # the launcher notices that the service exited
-                key=service.admin_key if self._gatekeeper.is_admin(key) else None,
+                key=service.admin_key if self._authenticator.is_admin(key) else None,
             )
 
     async def _lender(self, names: list[str], key: str | None) -> AbstractAsyncContextManager[Any]:
@@ -209,7 +209,7 @@ class _Host(EveryPath):
                     f"{error}. Ask the operator of this host to name the experiment of {user.name}."
                 ) from error
             return hosting.stream(UseService(trial=trial))
-        if self._gatekeeper.is_admin(key):
+        if self._authenticator.is_admin(key):
             raise InvalidRequest(
                 "The admin key names no trial; use the key of a user, or name a session. GET /services lists services."
             )

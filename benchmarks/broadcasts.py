@@ -3,8 +3,9 @@
 Fake SGLang servers run in processes of their own and keep what they receive. The weight store broadcasts one version to
 1, 2 and 4 of them; the baseline is one store for each server, which is what a group for each server costs. Seconds are
 those on the clock from the publication until all servers have the version, and CPU seconds those of the trainer's
-process, the least of some rounds. Weights are bfloat16 and have the shapes of SmolLM2-135M (257 MiB; a twelfth of them
-with ``--quick``).
+process, the least of some rounds. Copies are the bytes that this process sent over TCP for a version, in units of the
+weights (``tcpi_bytes_sent`` of its sockets, on Linux). Weights are bfloat16 and have the shapes of SmolLM2-135M
+(257 MiB; a twelfth of them with ``--quick``).
 
 All processes share the cores of one machine, so the clock also counts what every server spends on receiving. On
 separate machines those times overlap; the CPU time of the trainer's process is what remains.
@@ -12,6 +13,9 @@ separate machines those times overlap; the CPU time of the trainer's process is 
 
 from __future__ import annotations
 
+import os
+import socket
+import struct
 import sys
 import tempfile
 import time
@@ -41,6 +45,8 @@ from areal_actors.training.weight_store import StorePublisher, WeightStore, Weig
 
 _MIB = 1 << 20
 _NUMBERS = (1, 2, 4)
+_INFO_BYTES = 208
+"""Of ``struct tcp_info`` up to and with ``tcpi_bytes_sent``."""
 
 
 @frozen(kw_only=True)
@@ -49,6 +55,8 @@ class Times:
 
     clock: list[float] = field(factory=list)
     cpu: list[float] = field(factory=list)
+    sent: list[int] = field(factory=list)
+    """Bytes."""
 
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
@@ -85,6 +93,8 @@ def _figures(way: str, number: int, times: Times, first: Times, num_bytes: float
         Result(benchmark="broadcasts", name=clock, value=1e3 * seconds, unit="ms", detail=detail),
         Result(benchmark="broadcasts", name=f"{name}, trainer's CPU", value=1e3 * cpu, unit="ms CPU"),
     ]
+    if sent := min(times.sent):
+        results.append(Result(benchmark="broadcasts", name=f"{name}, sent", value=sent / num_bytes, unit="copies"))
     if number > 1:
         results.append(
             Result(
@@ -107,13 +117,35 @@ async def _measure(policy: Policy, model: Path, stores: Sequence[Sequence[str]],
         for _ in range(rounds + 1):  # the first round forms the groups
             policy.step()
             snapshot = await to_thread.run_sync(StorePublisher(store=store, dtype="bfloat16").publish, policy)
-            begun, cpu = time.perf_counter(), time.process_time()
+            begun, cpu, sent = time.perf_counter(), time.process_time(), _count_sent()
             async with anyio.create_task_group() as tasks:
                 for replicas in opened:
                     tasks.start_soon(replicas.ask, PublishWeights(snapshot=snapshot))
             times.clock.append(time.perf_counter() - begun)
             times.cpu.append(time.process_time() - cpu)
-    return Times(clock=times.clock[1:], cpu=times.cpu[1:])
+            times.sent.append(_count_sent() - sent)
+    return Times(clock=times.clock[1:], cpu=times.cpu[1:], sent=times.sent[1:])
+
+
+def _count_sent() -> int:
+    """Bytes that the open TCP connections of this process have sent. Those of gloo stay open between versions.
+
+    Returns 0 where the system does not count them.
+    """
+    total = 0
+    if sys.platform != "linux":
+        return total
+    for path in Path("/proc/self/fd").iterdir():
+        try:
+            if not str(path.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_BYTES)
+        except OSError:  # closed meanwhile, or not TCP
+            continue
+        if len(info) == _INFO_BYTES:
+            total += struct.unpack_from("Q", info, _INFO_BYTES - 8)[0]
+    return total
 
 
 @asynccontextmanager

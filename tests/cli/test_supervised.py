@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+from tests.stacks.commands import start_command
 
 CONFIG = """\
 experiment_name: supervised
@@ -24,14 +22,9 @@ logging: {display: none}
 @contextmanager
 def served(where: Path):
     """The service, and where it listens. It is killed in the end."""
-    command = [sys.executable, "-m", "areal_actors", "serve", "job.yaml", "--json", "--resume=auto", "--run-dir", "run"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=where, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        try:
-            yield json.loads(process.stdout.readline())
-        finally:
-            process.kill()
+    words = ("serve", str(where / "job.yaml"), "--json", "--resume=auto", "--run-dir", str(where / "run"))
+    with start_command(*words, log=where / "log") as process:
+        yield json.loads(process.stdout.readline())
 
 
 def test_a_killed_service_goes_on_with_its_keys_and_sessions(tmp_path: Path):

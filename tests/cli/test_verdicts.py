@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from tests.stacks.commands import start_command
 
 from areal_actors.cli import cli
 
@@ -39,15 +38,10 @@ logging: {display: plain}
 
 def train(where: Path) -> subprocess.CompletedProcess[str]:
     """The ended command, whose job and run are in ``where``."""
-    return subprocess.run(
-        [sys.executable, "-m", "areal_actors", "train", "job.yaml", "--run-dir", "run"],
-        cwd=where,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    log = where / "log"
+    with start_command("train", str(where / "job.yaml"), "--run-dir", str(where / "run"), log=log) as process:
+        output, _ = process.communicate(timeout=120)
+    return subprocess.CompletedProcess("train", process.wait(), output, log.read_text())
 
 
 def test_a_run_that_does_not_learn_says_why_and_where_the_agent_failed(tmp_path: Path):

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from attrs import evolve
 from click.testing import CliRunner
+from tests.stacks.commands import Command, start_command
 
 from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
@@ -149,11 +150,11 @@ def process(arguments: list[str], log: Path, **variables: str) -> Iterator[subpr
 
 
 @contextmanager
-def service(run_dir: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], dict[str, str]]]:
+def service(run_dir: Path, *more: str) -> Iterator[tuple[Command, dict[str, str]]]:
     """The command line, and the environment that it prints for agents, as a shell would read it."""
     log = run_dir.parent / f"{run_dir.name}.log"
-    with process(["-m", "areal_actors", *settings(run_dir, *more)], log) as running:
-        assert running.stdout is not None
+    variables = {"PYTHONPATH": str(ROOT / "src")}
+    with start_command(*settings(run_dir, *more), log=log, variables=variables) as running:
         printed = "".join(line for _, line in zip(range(3), running.stdout, strict=False))
         assert "Listening at" in printed, log.read_text()
         shown = subprocess.run(
@@ -201,7 +202,7 @@ def test_a_trained_service_goes_on_answering(tmp_path: Path):
     directory = RunDirectory(path=run_dir)
     settings = ("total_steps=1", "serve.exit_when_trained=false", "rollout.max_concurrent_rollouts=4")
 
-    def finish(running: subprocess.Popen[str]) -> dict[str, Any]:
+    def finish(running: Command) -> dict[str, Any]:
         running.send_signal(signal.SIGINT)
         output, _ = running.communicate(timeout=MAX_SECONDS)
         assert 0 == running.returncode

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
 import signal
 import socket
 import sqlite3
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
@@ -19,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner, Result
+from tests.stacks.commands import Command, start_command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areal_actors
@@ -54,22 +52,11 @@ def run_here(run_dir: Path, *more: str) -> Result:
 
 
 @contextmanager
-def run_elsewhere(run_dir: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
+def run_elsewhere(run_dir: Path, *more: str) -> Iterator[Command]:
     """The command line, in a process that may be killed; nothing of it is left behind."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-    with (run_dir.parent / f"{run_dir.name}.log").open("w") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "areal_actors", *settings(run_dir, *more)],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            text=True,
-        )
-        try:
-            yield process
-        finally:
-            process.kill()
-            process.communicate()
+    log, variables = run_dir.parent / f"{run_dir.name}.log", {"PYTHONPATH": str(ROOT / "src")}
+    with start_command(*settings(run_dir, *more), log=log, variables=variables) as process:
+        yield process
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -78,7 +65,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
-def wait_for_step(process: subprocess.Popen[str], run_dir: Path, step: int) -> None:
+def wait_for_step(process: Command, run_dir: Path, step: int) -> None:
     """Until a step has been recorded; nothing tells of it but the file."""
     wait_until(lambda: process.poll() is not None or any(row["step"] >= step for row in read_metrics(run_dir)))
     assert process.poll() is None, (run_dir.parent / f"{run_dir.name}.log").read_text()

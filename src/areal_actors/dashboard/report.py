@@ -50,11 +50,12 @@ def write_report(directory: RunDirectory) -> Path:
             "runs/<experiment>/<trial>."
         )
     try:
+        if directory.metrics.exists():
+            write_curve(directory)
         if is_evaluation:
             document = json.loads(directory.evaluation.read_text(encoding="utf-8"))
             page = _render("evaluation.html.jinja", directory, evaluation=document)
         else:
-            write_curve(directory)
             records = list(read_records(directory.metrics))
             # The columns of all runs, then those that agents and custom metrics logged.
             further = {

@@ -31,7 +31,6 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard import write_curve
 from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
 from areal_actors.dashboard.report import write_report
 from areal_actors.domain import DataPosition, Role
@@ -486,7 +485,6 @@ class _Attempt:
         else:
             detail += f"; --resume goes on from {directory.checkpoints}"
         await progress.ask(PhaseChanged(phase="done", detail=detail))
-        await to_thread.run_sync(write_curve, directory)
         await to_thread.run_sync(write_report, directory)
         if summary.is_finished and self._plan.is_service and not self._plan.config.serve.exit_when_trained:
             # Answer with the trained weights until a signal arrives, or the caller cancels the run.

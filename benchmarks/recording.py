@@ -101,7 +101,7 @@ def format_page(
         f"In {summary['steps']} steps, the mean reward rose from {first:.2f} to {last:.2f}.",
         "",
         f"The machine: {machine['cpu']}, {machine['cores']} cores, no GPU, Python {machine['python']}. Packages came",
-        f"from a mirror nearby. Other programs ran, too (load {loads} over the last 1, 5 and 15 minutes), so each",
+        f"from a mirror nearby. Other programs ran, too (at the end, load {loads} in 1, 5, 15 minutes), so each",
         "command has the seconds that it used of all processors next to those on the clock.",
         "",
         "| Command | On the clock | Of processors |",

@@ -92,7 +92,7 @@ def test_what_is_saved_loads_equal(tmp_path_factory, settings):
     path = tmp_path_factory.mktemp("saved") / "config.yaml"
     save_config(config, path)
 
-    assert load_config(path) == config
+    assert load_config(path) == load_config(str(path)) == config
 
 
 @given(st.sampled_from(PATHS), st.data())

@@ -7,7 +7,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from areal_actors import RunConfig, Trainer, create_config
+from areal_actors import RunConfig, Server, Trainer, create_config, serve, train
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.errors import ArealError, ConfigError
@@ -142,3 +142,15 @@ async def test_the_error_of_a_run_is_raised_where_it_is_waited_for(tmp_path: Pat
                     await training.aclose()
         assert "<td>failed</td>" in run._repr_html_()
         assert "<b>" not in run._repr_html_()
+
+
+@pytest.mark.parametrize("starts", [Trainer, Server, train, serve])
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [("job.yaml", "load_config('job.yaml')"), (Path("job.yaml"), "load_config"), ({}, "create_config")],
+)
+def test_a_run_of_something_else_than_a_configuration_is_refused(starts, given, hint):
+    """With what makes a configuration of it."""
+    with pytest.raises(ConfigError, match="takes a RunConfig") as caught:
+        starts(given)
+    assert hint in str(caught.value)

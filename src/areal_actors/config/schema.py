@@ -810,13 +810,13 @@ _SCHEMA = Schema(
 )
 
 
-def load_config(path: Path, overrides: Iterable[str] = ()) -> RunConfig:
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Return the configuration of a YAML file, with ``key.sub=value`` overrides.
 
     Relative paths in the file are relative to the file, those in overrides to the working directory. Raises
     ``ConfigError`` listing every mistake, each with its line, its path and what was expected.
     """
-    return _SCHEMA.load(path, overrides)
+    return _SCHEMA.load(Path(path), overrides)
 
 
 def create_config(settings: Mapping[str, Any], *, directory: Path | None = None) -> RunConfig:

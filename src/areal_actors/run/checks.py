@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager
+from os import PathLike
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,7 +29,7 @@ from areal_actors.domain import (
     Trajectory,
     as_floats,
 )
-from areal_actors.errors import CustomFunctionError
+from areal_actors.errors import ConfigError, CustomFunctionError
 from areal_actors.generation.capture import check_capture
 from areal_actors.kernel import Ref
 from areal_actors.lib.openmp import settle_team
@@ -46,9 +47,22 @@ from areal_actors.training.phases import PhaseName
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["TriedFunction", "check_capture_of", "check_teacher", "log_functions", "try_functions"]
+__all__ = ["TriedFunction", "check_capture_of", "check_teacher", "log_functions", "require_config", "try_functions"]
 
 _log = get_logger(__name__)
+
+
+def require_config(config: object) -> RunConfig:
+    """Return ``config``. Raises ``ConfigError`` for anything else, such as the path of its file."""
+    if isinstance(config, RunConfig):
+        return config
+    hint = (
+        f"load_config({str(config)!r}) reads a file"
+        if isinstance(config, str | PathLike)
+        else "create_config(...) makes one"
+    )
+    raise ConfigError(f"A run takes a RunConfig, not {type(config).__name__}; {hint}.")
+
 
 # -------------------------------------------------------------------------------------------- custom functions
 

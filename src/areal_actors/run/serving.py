@@ -27,7 +27,7 @@ from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
-from areal_actors.run.checks import log_functions, try_functions
+from areal_actors.run.checks import log_functions, require_config, try_functions
 from areal_actors.run.controller import run_plan
 from areal_actors.run.job import directory_of, log_advice, prepare_agents, prepared_directory, warn_of_singletons
 from areal_actors.run.plan import RunPlan, has_rollouts
@@ -57,7 +57,7 @@ class Server:
     """
 
     def __init__(self, config: RunConfig, *, admin_key: str | None = None) -> None:
-        self.config = config
+        self.config = require_config(config)
         self._admin_key = admin_key
 
     def serve(

@@ -24,7 +24,7 @@ from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.notebooks import Startable, format_table, require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
-from areal_actors.run.checks import check_teacher, log_functions, try_functions
+from areal_actors.run.checks import check_teacher, log_functions, require_config, try_functions
 from areal_actors.run.controller import run_plan
 from areal_actors.run.job import directory_of, load_supervised, log_advice, prepare_agents, prepared_directory
 from areal_actors.run.plan import RunPlan
@@ -42,7 +42,7 @@ class Trainer:
     """The Python interface of training."""
 
     def __init__(self, config: RunConfig) -> None:
-        self.config = config
+        self.config = require_config(config)
 
     def train(
         self,

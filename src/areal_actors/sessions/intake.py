@@ -214,10 +214,11 @@ class IntakeKeeper(Actor[Intake]):
             return opened
 
     async def _open_group(self, wanted: StartSession) -> OpenGroup:
-        name = wanted.group
+        name, permit = wanted.group, None
         # Shielded: a permit that was granted to a client that leaves meanwhile would be held until its lease expires.
         with anyio.CancelScope(shield=True):
             permit = await self._peers.capacity.ask(ClaimPermit(holder=name or wanted.task), timeout=_CLAIM_SECONDS)
+        assert permit is not None  # the scope is never cancelled itself
         size = 1 if name is None else wanted.group_size or self._config.group_size
         position = self._groups.take_position(wanted.position)
         group_id = GroupId(f"{name or wanted.task}-{self._token()}")

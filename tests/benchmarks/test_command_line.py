@@ -38,7 +38,7 @@ def test_every_benchmark_is_known():
     """A module next to the runner is a benchmark that it runs, one of its parts, or a study with a nox session."""
     modules = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     parts = {"__main__", "harness", "machine", "report", "floors", "load", "moving", "null_engine"}
-    studies = {"shape", "capture_gate", "sandbox", "tour"}
+    studies = {"shape", "capture_gate", "recording", "sandbox", "tour"}
 
     assert {*NAMES, *parts, *studies} == modules
 

@@ -281,7 +281,7 @@ def test_the_report_is_drawn_from_files(tmp_path):
     directory = RunDirectory(path=tmp_path / "sums" / "trial")
     writer = MetricsWriter(directory.metrics)
     writer.open()
-    writer.hear(StepFinished(step=1, metrics={"step": 1, "version": 1, "reward": 0.5}))
+    writer.on_event(StepFinished(step=1, metrics={"step": 1, "version": 1, "reward": 0.5}))
     writer.close()
 
     assert invoke("report", directory.path).stdout.strip() == str(directory.report)

@@ -40,10 +40,8 @@ if TYPE_CHECKING:
     from areal_actors.config import RunConfig
     from areal_actors.dashboard import RunDirectory
     from areal_actors.messages import Endpoint
-if TYPE_CHECKING:
-    from areal_actors.service.key_access import KeyClient
-if TYPE_CHECKING:
     from areal_actors.schedulers.slurm import JobRecord
+    from areal_actors.service.key_access import KeyClient
 
 __all__ = [
     "cli",
@@ -680,7 +678,7 @@ def models(*, fileroot: Path) -> None:
 
 
 _STORE = Path("runs/keys.sqlite")
-_door = (
+_KEY_OPTIONS = (
     click.option(
         "--store",
         type=click.Path(path_type=Path, dir_okay=False),
@@ -702,7 +700,7 @@ def _with_key_client(command: Callable[..., None]) -> Callable[..., None]:
 
         command(client=open_keys(store=store, url=url, admin_key=admin_key), **options)
 
-    for option in reversed(_door):
+    for option in reversed(_KEY_OPTIONS):
         opened = option(opened)
     return opened
 
@@ -815,7 +813,7 @@ def cancel_jobs_of(*, directory: Path, is_json: bool) -> None:
     """End every job of DIRECTORY, including those of live runs, and wait until they are gone. Repeating it is safe."""
     from areal_actors.run.slurm import cancel_jobs
 
-    _log_ended(cancel_jobs(directory), is_json=is_json)
+    _print_ended(cancel_jobs(directory), is_json=is_json)
 
 
 @slurm.command("reap")
@@ -830,10 +828,10 @@ def reap_jobs_of(*, directory: Path, is_json: bool) -> None:
     """
     from areal_actors.run.slurm import reap_jobs
 
-    _log_ended(reap_jobs(directory), is_json=is_json)
+    _print_ended(reap_jobs(directory), is_json=is_json)
 
 
-def _log_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
+def _print_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
     if is_json:
         click.echo(json.dumps([{"name": one.name, "worker": one.worker, "job": one.job} for one in records]))
     else:

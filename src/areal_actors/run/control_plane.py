@@ -248,8 +248,8 @@ async def serve_fd(listener: socket.socket, path: Path) -> AsyncIterator[None]:
             async with stream:
                 await stream.send_fds(b"\n", [listener.fileno()])
 
-    async with await anyio.create_unix_listener(path, mode=0o600) as door, anyio.create_task_group() as tasks:
-        tasks.start_soon(door.serve, hand)
+    async with await anyio.create_unix_listener(path, mode=0o600) as server, anyio.create_task_group() as tasks:
+        tasks.start_soon(server.serve, hand)
         yield
         tasks.cancel_scope.cancel()
 

@@ -32,11 +32,11 @@ class _Kernels(types.ModuleType):
 def _prepare() -> None:
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
     import torch
-    from torch.library import Library
+    from torch import library
 
     if torch.version.cuda is None:
         # torchvision is compiled against torch for CUDA: next to one for CPUs, it cannot register these schemas itself.
-        operators: Any = Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
+        operators: Any = library.Library("torchvision", "DEF")  # type: ignore[no-untyped-call]
         for name in ("nms", "qnms"):
             operators.define(f"{name}(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         _kept.append(operators)  # its schemas end with it

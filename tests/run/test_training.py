@@ -186,9 +186,7 @@ def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
     """Its sessions continue in its successor; the trained rows have the turns from before the kill."""
     run_dir, agent = tmp_path / "run", ROOT / "tests" / "chaos" / "tool_agent.py"
     options = (
-        # Problems 0 to 3: a tool of problem 4 answers differently each time, so that its episode, cut off in a stream,
-        # starts over with other requests and leaves recorded turns behind.
-        f"dataset={{python: '{agent}:problems', size: 4, seed: 0}}",
+        f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
         f"rollout.workflow={agent}:ToolAgent",
         *("eval_dataset=null", "batch_size=2", "rollout.group_size=2", "total_steps=1000"),
         *("proxy.num_processes=2", "logging.row_dumps.every_steps=1"),

@@ -194,8 +194,15 @@ def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
     directory = RunDirectory(path=run_dir)
     shard = shard_journal(directory.journal, 1)
     with run_elsewhere(run_dir, *options) as process:
-        wait_until(lambda: process.poll() is not None or len(unfinished_turns(shard)) >= 4)
-        before = unfinished_turns(shard)
+
+        def answered() -> list[tuple[str, str]]:
+            # A turn is written to its process' journal, then to that of the run, and then answered. One that the kill
+            # finds between the two was given to no agent; an agent that starts over samples another in its place.
+            recorded = {turn for _, turn in unfinished_turns(directory.groups)}
+            return [(name, turn) for name, turn in unfinished_turns(shard) if turn in recorded]
+
+        wait_until(lambda: process.poll() is not None or len(answered()) >= 4)
+        before = answered()
         for child in psutil.Process(process.pid).children(recursive=True):
             if "areal_actors.worker" in child.cmdline():
                 child.kill()

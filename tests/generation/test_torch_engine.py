@@ -241,6 +241,23 @@ async def test_a_dead_thread_fails_everybody(llama, create_request, monkeypatch)
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
+async def test_an_engine_that_does_not_open_leaves_no_thread(llama):
+    """Neither its own nor the one that watches it."""
+
+    def explode(*_, **__):
+        raise MemoryError("no memory for keys")
+
+    before = set(threading.enumerate())
+    with pytest.raises(EngineError, match="no memory for keys"):
+        async with TorchEngine.open(CONFIG, model=llama, create_runner=explode):
+            pass
+
+    threads = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("areal")]
+    for thread in threads:
+        thread.join(5)  # it has said that it ends, and may not have returned yet
+    assert [] == [thread.name for thread in threads if thread.is_alive()]
+
+
 @pytest.fixture
 def hang(monkeypatch):
     """Let the function of this name of a class or a module wait until the test is over."""

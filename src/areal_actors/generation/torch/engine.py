@@ -293,6 +293,7 @@ class TorchEngine:
             reply.done()
         self._replies.clear()
         self._ended.set()
+        self._is_unwatched.set()
 
     def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], Any]) -> None:
         """End the engine when a turn of ``thread`` takes longer than ``limit`` seconds. Runs on a thread.
@@ -301,7 +302,7 @@ class TorchEngine:
         hour (SIGSTOP, a suspended machine), no step has been hung for an hour.
         """
         turn, num_checks = None, 0
-        while not self._is_unwatched.wait(limit / NUM_CHECKS):
+        while thread.is_alive() and not self._is_unwatched.wait(limit / NUM_CHECKS):
             last, turn = turn, None if self._worker.is_idle else self._worker.num_turns
             num_checks = num_checks + 1 if turn is not None and turn == last else 0
             if num_checks < NUM_CHECKS:

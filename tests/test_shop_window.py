@@ -29,9 +29,10 @@ def test_import_loads_nothing_heavy():
     assert set() == set(loaded["words"]) & {"torch", "transformers"}
 
 
-def test_who_stands_before_services_loads_no_model():
-    """The entry point and a host are processes without torch, which would cost seconds and a quarter of a gigabyte."""
-    code = "import sys, areal_actors.service.entry.server, areal_actors.run.host; sys.exit('torch' in sys.modules)"
+def test_processes_without_a_model_load_no_torch():
+    """Entry point, host, controller and workers start without torch: seconds, and a quarter of a gigabyte, for each."""
+    modules = ("service.entry.server", "run.host", "run.training", "run.serving", "run.openers", "worker")
+    code = f"import sys, {', '.join(f'areal_actors.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
 
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode
 

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from unittest.mock import patch
 
 import pytest
 from tests.rendering import templates
 from tests.rendering.conversations import TOOL, sample, say, write_call
-from transformers import ByT5Tokenizer
+from transformers import AutoTokenizer, ByT5Tokenizer
 
 from areal_actors.errors import ConfigError, ModelError
-from areal_actors.models.built_in import CHATML, create_tiny_tokenizer
+from areal_actors.models.built_in import CHATML, create_tiny, create_tiny_tokenizer
 from areal_actors.rendering import RendererConfig, create_renderer, load_renderer
 
 
@@ -24,6 +25,30 @@ def test_a_saved_model_is_loaded(tmp_path):
     assert (2, 384) == renderer.stop_token_ids
     assert made.render([say("user", "hi")]).tolist() == renderer.render([say("user", "hi")]).tolist()
     assert "hi" == renderer.parse([*renderer.vocabulary.encode("hi"), 384]).content
+
+
+def test_the_tokenizer_of_a_built_in_model_is_the_one_that_transformers_chooses(tmp_path):
+    """It is loaded without ``AutoTokenizer``, which imports torch, and is equal to what that class loads."""
+    model = create_tiny(tmp_path)
+    with patch.object(AutoTokenizer, "from_pretrained", side_effect=AssertionError):
+        found = load_renderer(model).vocabulary
+    chosen = create_renderer(AutoTokenizer.from_pretrained(model)).vocabulary
+
+    assert chosen.special == found.special
+    for text in ("", "a\nü 12", "<|im_start|>user\n <tool_call>{}</tool_call><|im_end|>", "\u2009\U0001f600"):
+        assert chosen.encode(text) == found.encode(text)
+
+
+@pytest.mark.parametrize("declared", [{"model_type": "qwen2"}, {}, [], {"model_type": "llama"}])
+def test_other_tokenizers_are_chosen_by_transformers(tmp_path, declared):
+    """For other types of models, transformers replaces some classes that a tokenizer was saved with."""
+    create_tiny_tokenizer().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(declared))
+    chosen = create_tiny_tokenizer()
+    with patch.object(AutoTokenizer, "from_pretrained", return_value=chosen) as asked:
+        load_renderer(tmp_path)
+
+    assert (declared != {"model_type": "llama"}) == asked.called
 
 
 @pytest.mark.parametrize("config", ['{"eos_token_id": 2}', '{"eos_token_id": null}', "{}", None])

@@ -184,6 +184,7 @@ from areal_actors.messages.sessions import (
 )
 from areal_actors.messages.training import (
     AwaitTraining,
+    GangMembers,
     GatherWeights,
     JoinGang,
     Ranks,
@@ -256,6 +257,7 @@ __all__ = [
     "FetchRoleSpec",
     "ForgetEpisodes",
     "ForgetSession",
+    "GangMembers",
     "GatherWeights",
     "Generate",
     "Generation",

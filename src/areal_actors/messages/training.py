@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.domain import Group
-from areal_actors.kernel import Message
+from areal_actors.kernel import Message, Ref
 
 __all__ = [
     "AwaitTraining",
+    "GangMembers",
     "GatherWeights",
     "JoinGang",
     "Ranks",
@@ -60,6 +61,18 @@ class Ranks:
 
     All ranks receive the same requests in the same order; a reply means that the request is done.
     """
+
+
+@frozen(kw_only=True)
+class GangMembers:
+    """The ranks other than rank 0, which reach it at ``host``.
+
+    ``whereabouts`` describes in words where each one runs.
+    """
+
+    ranks: tuple[Ref[Ranks], ...] = ()
+    host: str = "127.0.0.1"
+    whereabouts: tuple[str, ...] = field(default=())
 
 
 @frozen(kw_only=True)

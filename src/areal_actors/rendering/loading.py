@@ -58,10 +58,15 @@ def load_renderer(model_path: Path | str, *, config: RendererConfig | None = Non
         ModelError: there is no fast tokenizer or no usable chat template.
         ConfigError: the configuration names an unknown format.
     """
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
+        if _has_generic_tokenizer(Path(model_path)):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_path))
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(str(model_path))
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise ModelError(f"No tokenizer can be loaded from {model_path}: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
@@ -76,6 +81,21 @@ def load_renderer(model_path: Path | str, *, config: RendererConfig | None = Non
     ids = more_stops if isinstance(more_stops, list) else [more_stops]
     stop_token_ids = [token_id for token_id in ids if isinstance(token_id, int)]
     return create_renderer(tokenizer, config=config, stop_token_ids=stop_token_ids)
+
+
+def _has_generic_tokenizer(directory: Path) -> bool:
+    """Return whether ``AutoTokenizer`` is known to load ``PreTrainedTokenizerFast``, as for every built-in model.
+
+    ``AutoTokenizer`` imports torch: 2 s of CPU time in a proxy or a worker that has no model.
+    """
+    try:
+        model = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        found = model["model_type"], tokenizer["tokenizer_class"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return False
+    # For some other types of models transformers replaces the class that the tokenizer was saved with.
+    return found == ("llama", "TokenizersBackend") and "auto_map" not in tokenizer
 
 
 def create_renderer(

@@ -40,7 +40,6 @@ from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.run.conversations import load_vocabulary, require_contained, vocabulary_of
 from areal_actors.run.job import load_rendering, open_group_teacher
-from areal_actors.training.capture import Comparison
 from areal_actors.training.config import Normalisation, Surrogate
 from areal_actors.training.phases import PhaseName
 
@@ -209,6 +208,8 @@ def _compare(policy: PolicyTrainer, prompt: Ints, output: Ints, reported: Floats
     )
     (found,) = policy.logprobs([row], is_raw=True)
     settle_team()
+    from areal_actors.training.capture import Comparison
+
     compared = Comparison(reported=reported, recomputed=as_floats(found[len(prompt) :]))
     (excess,) = policy.gate.excesses([compared])
     if excess <= 1:

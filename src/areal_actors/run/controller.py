@@ -75,7 +75,6 @@ from areal_actors.run.reporting import create_reporter
 from areal_actors.run.scaling import Scaling, restore_replicas
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
-from areal_actors.training.actor import parse_position
 from areal_actors.viewer import open_page, view_run
 
 __all__ = ["run_plan"]
@@ -258,18 +257,23 @@ class RunController:
                 _log.warning("attempt_restarted", attempt=self._num_attempts + 1, cause=str(cause))
 
     async def _attempt(self) -> None:
-        from areal_actors.training.checkpoints import find_latest
-
         plan, is_first = self.plan, self._num_attempts == 0
         self._num_attempts += 1
-        found = None
+
+        def find_position() -> tuple[int | None, DataPosition]:
+            # In its thread: torch takes seconds to import, and a run from the start needs it in other processes only.
+            from areal_actors.training.actor import parse_position
+            from areal_actors.training.checkpoints import find_latest
+
+            found = find_latest(plan.directory.checkpoints)
+            return (None, DataPosition()) if found is None else (found.step, parse_position(found.counters["caller"]))
+
+        checkpoint, start = None, DataPosition()
         if plan.resume or not is_first:
-            found = await to_thread.run_sync(find_latest, plan.directory.checkpoints)
+            checkpoint, start = await to_thread.run_sync(find_position)
         # A run may have been killed before its first checkpoint: it resumes with its initial weights and its journal.
-        if found is None and is_first and plan.resume and not (plan.is_service or plan.directory.groups.exists()):
+        if checkpoint is None and is_first and plan.resume and not (plan.is_service or plan.directory.groups.exists()):
             raise no_checkpoint(plan.directory)
-        checkpoint = None if found is None else found.step
-        start = DataPosition() if found is None else parse_position(found.counters["caller"])
         begin = partial(self.spec, attempt=self._num_attempts, checkpoint=checkpoint, start=start)
         async with anyio.create_task_group() as tasks:
             for role, placed in plan.placed.items():

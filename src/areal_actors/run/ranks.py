@@ -35,12 +35,11 @@ from areal_actors.kernel.remote import Listener, Peer, ReconnectingConnection, c
 from areal_actors.kernel.remote.sockets import parse_address
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.gc_tuning import tuned_gc
-from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, Ranks, ReportGang
+from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, GangMembers, Ranks, ReportGang
 from areal_actors.models import resolve_model
 from areal_actors.run.job import Job, create_policy
 from areal_actors.run.signals import until_orphaned, until_signalled
 from areal_actors.schedulers.bootstrap import Bootstrap
-from areal_actors.training.gang_actors import GangMembers
 
 if TYPE_CHECKING:
     from areal_actors.config import RunConfig

@@ -50,6 +50,7 @@ from areal_actors.messages import (
     Evaluate,
     EvaluationFinished,
     Exports,
+    GangMembers,
     Generation,
     GroupsTrained,
     Lease,
@@ -68,7 +69,7 @@ from areal_actors.messages import (
     VersionAdvanced,
 )
 from areal_actors.training.config import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
-from areal_actors.training.gang_actors import GangMembers, GangPolicy
+from areal_actors.training.gang_actors import GangPolicy
 from areal_actors.training.metrics import describe_evaluation, mean_reward, step_metrics, supervised_metrics
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics

@@ -14,21 +14,20 @@ from typing import Any, TypeVar
 
 import anyio
 from anyio import to_thread
-from attrs import field, frozen
 
 from areal_actors.domain import Group, Snapshot
 from areal_actors.errors import ArealError, CheckpointError, GangError
 from areal_actors.kernel import Actor, Context, OwnThread, Ref
 from areal_actors.lib.openmp import settle_team
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.messages import GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
+from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training.checkpoints import Checkpoint
 from areal_actors.training.gang import Gang, connect_store, open_store
 from areal_actors.training.publication import Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
 from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["GangMembers", "GangPolicy", "RankActor"]
+__all__ = ["GangPolicy", "RankActor"]
 
 _log = get_logger(__name__)
 
@@ -37,18 +36,6 @@ Asked = JoinGang | TrainAlong | GatherWeights | SaveShards
 
 _LAST_WORDS_SECONDS = 2.0
 """How long to wait for the other ranks' errors after a step has failed on rank 0."""
-
-
-@frozen(kw_only=True)
-class GangMembers:
-    """The ranks other than rank 0, which reach it at ``host``.
-
-    ``whereabouts`` describes in words where each one runs.
-    """
-
-    ranks: tuple[Ref[Ranks], ...] = ()
-    host: str = "127.0.0.1"
-    whereabouts: tuple[str, ...] = field(default=())
 
 
 class RankActor(Actor[Ranks]):

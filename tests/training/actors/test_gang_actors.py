@@ -15,10 +15,10 @@ import pytest
 from areal_actors.domain import Snapshot
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.kernel import Actor, ActorSystem, OwnThread
-from areal_actors.messages import GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
+from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training import gang_actors
 from areal_actors.training.gang import Gang
-from areal_actors.training.gang_actors import GangMembers, GangPolicy
+from areal_actors.training.gang_actors import GangPolicy
 from areal_actors.training.publication import MemoryPublisher
 
 pytestmark = pytest.mark.anyio

@@ -382,7 +382,7 @@ def imports(session: nox.Session) -> None:
 
 @nox.session
 def typing(session: nox.Session) -> None:
-    """Check types: mypy strict on everything, pyright on what users import."""
+    """Check types: mypy strict, and pyright. Both must refuse the marked lines of ``tests/kernel/typing/bad.py``."""
     install(session, "test", "lint")
     # Each uses one core, so that both take as long as the slower one. Both end before a failure of either is raised.
     with ThreadPoolExecutor() as threads:

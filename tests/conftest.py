@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 
@@ -17,6 +18,13 @@ os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("certificate.pem"))
 settings.register_profile("ci", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("fuzz", max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("nightly", max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))
+
+
+def pytest_collection_finish() -> None:
+    """Leave all that has been imported out of garbage collections, which took a quarter of the suite's CPU time."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(10_000, 10, 10)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

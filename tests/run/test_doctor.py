@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import sys
 from pathlib import Path
 
 import pytest
@@ -169,6 +170,29 @@ def test_a_server_that_cannot_be_started_is_said(tmp_path, python, word):
     assert finding.verdict is Verdict.FAILED
     assert word in finding.detail
     assert "vllm.python" in finding.advice
+
+
+@pytest.mark.parametrize(
+    ("code", "verdict", "word"),
+    [
+        ("__version__ = '0.99.0'", Verdict.OK, "imports vllm 0.99.0"),
+        ("__version__ = '0.1.0'", Verdict.FAILED, "vllm 0.1.0; "),
+        ("import absent_kernels", Verdict.FAILED, "No module named 'absent_kernels'"),
+        ("import os; os.abort()", Verdict.FAILED, "SIGABRT"),
+        ("import time; time.sleep(60)", Verdict.FAILED, "did not import vllm within 1 s"),
+    ],
+    ids=["good", "old", "broken", "crashes", "hangs"],
+)
+def test_the_package_of_a_server_is_imported(tmp_path, code, verdict, word):
+    """As the server will import it: an environment that only has its files is not ok."""
+    (tmp_path / "vllm.py").write_text(code)
+    overrides = [f"vllm.python={sys.executable}", f"vllm.environment={{PYTHONPATH: {tmp_path}}}"]
+    overrides += ["vllm.start_timeout_seconds=1"] if "sleep" in code else []
+    finding = look(tmp_path, "rollout.backend=vllm", *overrides)["vllm server"]
+
+    assert finding.verdict is verdict
+    assert word in finding.detail
+    assert (verdict is Verdict.OK) != ("vllm.python" in finding.advice)
 
 
 def test_settings_that_cannot_act_are_warnings(tmp_path):

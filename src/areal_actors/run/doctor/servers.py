@@ -1,27 +1,45 @@
-"""Check inference servers: ask those that run already, and look for the package of those to be started."""
+"""Check inference servers: ask those that run already, and import the package of those to be started."""
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator
 
 import anyio
 
 from areal_actors.config import RunConfig
+from areal_actors.domain import Role
 from areal_actors.errors import EngineError
+from areal_actors.generation.servers import sglang, vllm
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerFacts
-from areal_actors.generation.servers.environments import find_environment
-from areal_actors.generation.servers.http import create_client
+from areal_actors.generation.servers.environments import PYTHON_VARIABLES, find_environment
+from areal_actors.generation.servers.http import create_client, parse_version
 from areal_actors.generation.servers.launching import KINDS, choose_ports
 from areal_actors.generation.servers.server import read_key
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
+from areal_actors.schedulers.config import SchedulerType
 
 __all__ = ["examine_servers"]
 
 _ASK_SECONDS = 15.0
 _IMPORT_SECONDS = 180.0
 """A server's package takes long to import, on a cold disk even longer."""
+_ABSENT = 3
+_IMPORT = f"""
+import importlib, sys
+try:
+    module = importlib.import_module(sys.argv[1])
+except ModuleNotFoundError as error:
+    if error.name != sys.argv[1]:
+        raise
+    sys.exit({_ABSENT})
+print()
+print(getattr(module, "__version__", ""))
+"""
+_OLDEST = {Backend.SGLANG: sglang.OLDEST, Backend.VLLM: vllm.OLDEST}
 
 
 def examine_servers(config: RunConfig) -> Iterator[Finding]:
@@ -30,9 +48,19 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
     if backend is Backend.TORCH:
         return
     settings = config.sglang if backend is Backend.SGLANG else config.vllm
+
+    async def describe(url: str) -> ServerFacts:
+        async with create_client(url, api_key=read_key(settings), read_timeout_seconds=_ASK_SECONDS) as client:
+            try:
+                with anyio.fail_after(_ASK_SECONDS):
+                    return await KINDS[backend].create_dialect({}).describe(client)
+            except TimeoutError:
+                message = f"{url} did not answer within {_ASK_SECONDS:g} s. Does the server run there?"
+                raise EngineError(message) from None
+
     for url in settings.urls:
         with Examination(f"{backend} server") as found:
-            facts = anyio.run(_describe, url, backend, settings)
+            facts = anyio.run(describe, url)
             about = f"{facts.model}, {facts.context_length} tokens of context, {facts.dtype}"
             found.add(Verdict.OK, f"{url} is {facts.software} with {about}")
         yield from found.findings
@@ -42,24 +70,7 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
         if settings.command:
             found.add(Verdict.SKIPPED, f"{settings.command[0]} starts it")
         else:
-            module = KINDS[backend].module.partition(".")[0]
-            installed = find_environment(backend, settings)
-            python = settings.python or (str(installed.python) if installed else "python")
-            # Found, not imported: the import may need a GPU, which the machine of the doctor may not have.
-            look = f"import importlib.util as u, sys; s = u.find_spec({module!r}); sys.exit(0 if s else 3)"
-            advice = (
-                f"Run `areal-actors server install {backend}`, or set {backend}.python to the Python of an environment "
-                f"in which {module} is installed."
-            )
-            command = [python, "-c", look]
-            try:
-                done = subprocess.run(command, capture_output=True, timeout=_IMPORT_SECONDS, check=False)  # noqa: S603 - the configuration's own interpreter
-            except (OSError, subprocess.TimeoutExpired) as error:
-                found.add(Verdict.FAILED, f"{python} cannot be run: {error}", advice)
-            else:
-                finds = "finds" if done.returncode == 0 else "does not find"
-                verdict, advised = (Verdict.OK, "") if done.returncode == 0 else (Verdict.FAILED, advice)
-                found.add(verdict, f"{python} {finds} {module}", advised)
+            _examine_package(config, backend, settings, found)
     yield from found.findings
     if settings.port:
         with Examination(f"{backend} port") as found:
@@ -67,11 +78,47 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
         yield from found.findings
 
 
-async def _describe(url: str, backend: Backend, settings: ServerConfig) -> ServerFacts:
-    """Return the server's description of itself. Raises ``EngineError`` if it does not answer in time."""
-    async with create_client(url, api_key=read_key(settings), read_timeout_seconds=_ASK_SECONDS) as client:
-        try:
-            with anyio.fail_after(_ASK_SECONDS):
-                return await KINDS[backend].create_dialect({}).describe(client)
-        except TimeoutError:
-            raise EngineError(f"{url} did not answer within {_ASK_SECONDS:g} s. Does the server run there?") from None
+def _examine_package(config: RunConfig, backend: Backend, settings: ServerConfig, found: Examination) -> None:
+    """Import the package of a server in the Python and with the variables that start it."""
+    module = KINDS[backend].module.partition(".")[0]
+    installed = find_environment(backend, settings)
+    python = settings.python or (str(installed.python) if installed else "python")
+    environment = {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
+    environment |= {**KINDS[backend].environment, **settings.environment}
+    limit = min(_IMPORT_SECONDS, settings.start_timeout_seconds)
+    advice = (
+        f"Run `areal-actors server install {backend}`, or set {backend}.python to the Python of an environment "
+        f"in which {module} is installed."
+    )
+    try:
+        done = subprocess.run(  # noqa: S603 - the configuration's own interpreter
+            [python, "-c", _IMPORT, module],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=limit,
+            check=False,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+        )
+    except OSError as error:
+        found.add(Verdict.FAILED, f"{python} cannot be run: {error}", advice)
+        return
+    except subprocess.TimeoutExpired:
+        found.add(Verdict.FAILED, f"{python} did not import {module} within {limit:g} s", advice)
+        return
+    if done.returncode == _ABSENT:
+        found.add(Verdict.FAILED, f"{python} does not find {module}", advice)
+    elif done.returncode:
+        how = f"status {done.returncode}" if done.returncode > 0 else signal.Signals(-done.returncode).name
+        reason = "\n".join(done.stderr.strip().splitlines()[-3:])
+        # A package may need a GPU to be imported, which a node has and the machine that submits its job has not.
+        placed = config.scheduler.roles.placed
+        is_elsewhere = config.scheduler.type is SchedulerType.SLURM and Role.GENERATION in placed
+        verdict, where = (Verdict.WARNING, " on this machine") if is_elsewhere else (Verdict.FAILED, "")
+        found.add(verdict, f"{python} cannot import {module}{where} ({how}):\n{reason}", advice)
+    elif (version := done.stdout.splitlines()[-1]) and parse_version(version) < _OLDEST[backend]:
+        oldest = ".".join(map(str, _OLDEST[backend]))
+        found.add(Verdict.FAILED, f"{python} has {module} {version}; {oldest} is the oldest that can be used", advice)
+    else:
+        found.add(Verdict.OK, f"{python} imports {module} {version}".rstrip())

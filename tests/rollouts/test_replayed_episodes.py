@@ -178,6 +178,40 @@ async def test_an_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
     assert [(1, 1, 0)] == [(e.num_turns, e.num_replayed_turns, e.num_dropped_turns) for e in group.episodes]
 
 
+async def test_a_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
+    """The agent that is run again has not seen it, so its request has the same random numbers; the next one has not."""
+    journal, keys = MemoryJournal(), []
+    for life in range(2):
+        engine, restored = EchoEngine(is_gated=life == 0), restore_queue(journal.events, settings="s", version=0)
+        options: dict[str, Any] = {
+            "engine": engine,
+            "records": EpisodeRecords(journal, settings="s", restored=restored.episodes.episodes),
+            "limits": CapacityLimits(max_concurrent=1, batch_size=1),
+            "config": RolloutsConfig(group_size=1),
+        }
+
+        async def act(episode: Episode, life: int = life) -> float:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(episode.ask)
+                await anyio.wait_all_tasks_blocked()
+                if life == 0:
+                    tasks.cancel_scope.cancel()
+            if life == 0:
+                await anyio.sleep_forever()
+            await episode.ask()
+            return 1.0
+
+        async with open_rollout_stack(act, is_producing=True, **options) as stack:
+            if life == 0:
+                await anyio.wait_all_tasks_blocked()
+            else:
+                await stack.inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))
+        keys += [request.key for request in engine.requests[:2]]
+
+    cut, first, second = keys
+    assert cut == first != second
+
+
 @pytest.mark.parametrize("is_diverging", [False, True])
 async def test_a_workflow_that_samples_from_the_engine_is_answered_again(is_diverging: bool):  # noqa: FBT001 - a parameter
     """Without a session: by the sample keys of its requests, which name the episode, the prompt and its number."""

@@ -315,7 +315,7 @@ class SessionManager(Actor[Sessions]):
         if message.episode is not None and self._records is not None:
             extras = self._extras[opened.session]
             record = await self._records.open(message.episode, key=extras.keys.base, name=opened.session)
-            extras.keys = SampleKeys.restore(extras.keys.base, record.turns)
+            extras.keys = SampleKeys.restore(extras.keys.base, record.turns, is_rerun=True)
             extras.record, extras.is_recorded = record, True
             extras.journal = SessionJournal(session=record.name, journal=record, clock=self._wall_clock)
         return opened

@@ -39,6 +39,7 @@ from areal_actors.domain import (
     Grammar,
     Interaction,
     InteractionId,
+    InteractionStatus,
     Ints,
     ReasoningDelta,
     SampledTokens,
@@ -455,13 +456,26 @@ class SampleKeys:
     def __init__(self, base: SampleKey) -> None:
         self.base = base
         self._asked: dict[str, int] = {}
+        self._unused: dict[str, list[int]] = {}
 
     @classmethod
-    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded]) -> SampleKeys:
-        """Return keys that continue where an earlier process stopped, so that no random numbers are used twice."""
+    def restore(cls, base: SampleKey, turns: Iterable[TurnEnded], *, is_rerun: bool = False) -> SampleKeys:
+        """Return keys that continue where an earlier process stopped, so that no random numbers are used twice.
+
+        An agent that is run again (``is_rerun``) has seen no turn that was cut off. The random numbers of such turns
+        are used again, so that it samples what it would have sampled without the interruption.
+        """
         keys = cls(base)
-        for digest, occurrence in (turn.asked for turn in turns if turn.asked is not None):
-            keys._asked[digest] = max(keys._asked.get(digest, 0), occurrence + 1)
+        used: dict[str, set[int]] = {}
+        for turn in turns:
+            if turn.asked is not None:
+                digest, occurrence = turn.asked
+                keys._asked[digest] = max(keys._asked.get(digest, 0), occurrence + 1)
+                if turn.interaction.status is InteractionStatus.COMPLETED:
+                    used.setdefault(digest, set()).add(occurrence)
+        if is_rerun:
+            for digest, num in keys._asked.items():
+                keys._unused[digest] = sorted(set(range(num)) - used.get(digest, set()), reverse=True)
         return keys
 
     def keys(self, request: CompletionRequest, prompt: Ints, asked: tuple[str, int] | None = None) -> list[SampleKey]:
@@ -472,6 +486,8 @@ class SampleKeys:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
         if asked is not None and asked[0] == digest:
             occurrence = asked[1]
+        elif unused := self._unused.get(digest):
+            occurrence = unused.pop()
         else:
             occurrence = self._asked.get(digest, 0)
             self._asked[digest] = occurrence + 1

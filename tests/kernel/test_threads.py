@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+from itertools import count
 
 import anyio
+import anyio.lowlevel
 import pytest
 
 from areal_actors.kernel import OwnThread
@@ -59,9 +61,10 @@ async def test_calls_of_several_tasks_run_one_after_another() -> None:
 async def test_leaving_waits_for_the_function_that_runs() -> None:
     """Cancelling the caller drops its result; the block ends when the function has."""
     entered, leave, ended = anyio.Event(), threading.Event(), threading.Event()
+    token = anyio.lowlevel.current_token()
 
     def work() -> None:
-        anyio.from_thread.run_sync(entered.set)
+        anyio.from_thread.run_sync(entered.set, token=token)
         leave.wait()
         ended.set()
 
@@ -86,3 +89,18 @@ async def test_posted_work_runs_after_what_was_asked_for_before() -> None:
         thread.post(lambda: seen.append(5))
 
     assert [1, 2, 3, 4, 5] == seen
+
+
+async def test_a_function_that_hangs_is_given_up() -> None:
+    """The error names the line, and leaving does not wait. One that makes progress has time."""
+    leave, steps = threading.Event(), count()
+    try:
+        with anyio.fail_after(30):
+            async with OwnThread.open() as thread:
+                assert 5 == await thread.run(
+                    lambda: leave.wait(0.3) or 5, timeout_seconds=0.1, read_progress=lambda: next(steps)
+                )
+                with pytest.raises(TimeoutError, match=r"hangs in wait \(.*threading.py, line"):
+                    await thread.run(leave.wait, timeout_seconds=0.1)
+    finally:
+        leave.set()

@@ -7,6 +7,7 @@ of the next step.
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 import tempfile
@@ -48,6 +49,7 @@ def main() -> int:
     num_wrong = num_wrong_scales()
     num_wrong += sum(not is_right(name, play, reference)[0] for name, play in plays.items())
     num_wrong += num_wrong_faults(reference)
+    num_wrong += num_wrong_hangs(reference)
     num_wrong += not is_clean_after_home()
     print(f"{num_wrong} plays went wrong", flush=True)
     return min(num_wrong, 1)
@@ -99,6 +101,21 @@ def num_wrong_faults(reference: Outcome) -> int:
     print(f"| Role | {' | '.join(FAULTS.values())} |\n|---|{'---|' * len(FAULTS)}")
     for role in (*ROLES, "rank"):
         print(f"| `{role}` | {' | '.join(seconds[role, number] for number in FAULTS)} |", flush=True)
+    return num_wrong
+
+
+def num_wrong_hangs(reference: Outcome) -> int:
+    """Let a step of the engine, and one of the trainer, never return; returns how many plays went wrong."""
+    num_wrong = 0
+    with tempfile.TemporaryDirectory(prefix="areal-play-") as directory:
+        python = Path(directory, "python")
+        python.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.placement.hanging_worker\n")
+        python.chmod(0o755)
+        for role, section in (("generation", "engine"), ("trainer", "trainer")):
+            settings = (*FLOAT32, f"{section}.step_timeout_seconds=5", f"scheduler.roles.{role}.python={python}")
+            kills = [(2, f"{role}-0")]
+            play = Play(roles=(role,), steps=4, settings=settings, kills=kills, signal=signal.SIGUSR2)
+            num_wrong += not is_right(f"{role}: a step that never returns", play, reference)[0]
     return num_wrong
 
 

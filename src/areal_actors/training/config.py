@@ -532,6 +532,9 @@ class TrainerConfig:
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
+    step_timeout_seconds: float | None = field(default=1800.0, validator=optional(gt(0)))
+    """A step, publication or checkpoint that begins no forward pass for this long counts as hung: a trainer in a
+    worker is replaced, and a run in one process ends with an error. Null: it may take forever."""
     router_replay: bool = False
     """Compute a mixture of experts with the experts that the engine recorded for each token when it sampled it."""
     metrics: tuple[FunctionReference, ...] = field(default=(), validator=deep_iterable(builtin_or_reference(())))

@@ -20,6 +20,7 @@ from areal_actors.errors import ArealError, CheckpointError, GangError
 from areal_actors.kernel import Actor, Context, OwnThread, Ref
 from areal_actors.lib.openmp import settle_team
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.lib.threads import ThreadHangs
 from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training.checkpoints import Checkpoint
 from areal_actors.training.gang import Gang, connect_store, open_store
@@ -156,7 +157,13 @@ class GangPolicy:
         )
 
     async def _all(self, wanted: Asked, action: Callable[[], R]) -> R:
-        return await self._together([wanted] * len(self._members.ranks), action)
+        try:
+            return await self._together([wanted] * len(self._members.ranks), action)
+        except ThreadHangs as error:
+            raise GangError(
+                f"The trainer {error}, and has begun no pass for {self._policy.config.step_timeout_seconds:g} s "
+                "(trainer.step_timeout_seconds). Resume from the last checkpoint."
+            ) from error
 
     async def _together(self, wanted: Sequence[Asked], action: Callable[[], R]) -> R:
         """Send each rank its request and run ``action`` on rank 0 meanwhile.
@@ -164,6 +171,7 @@ class GangPolicy:
         An error that rank 0 reaches from the groups themselves is raised as it is, because the other ranks reach it as
         well.
         """
+        limit = self._policy.config.step_timeout_seconds
         problems: dict[int, ArealError] = {}
         result: list[R] = []
 
@@ -180,7 +188,11 @@ class GangPolicy:
             for number, (ref, message) in enumerate(zip(self._members.ranks, wanted, strict=True)):
                 tasks.start_soon(ask, ref, message, number)
             try:
-                result.append(await self._thread.run(action))
+                result.append(
+                    await self._thread.run(
+                        action, timeout_seconds=limit, read_progress=lambda: self._policy.progress["passes"]
+                    )
+                )
             except Exception as error:  # noqa: BLE001 - raised below, after the other ranks have answered
                 own = error
                 if not _is_verdict(error):

@@ -26,6 +26,7 @@ Memory: the activations of one chunk; keys and values of the chunks that later o
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -266,6 +267,8 @@ class Passes:
     gang: Gang
     dtype: torch.dtype
     chunk_tokens: int | None = None
+    progress: Counter[str] = field(factory=Counter, eq=False)
+    """Counts the passes that have begun, for a watch on another thread."""
 
     def accumulate(self, scorer: Scorer, objective: Objective, batch: Batch, packs: Sequence[Pack]) -> Accumulated:
         """Add the gradients of all ``packs`` to those of the weights.
@@ -325,6 +328,7 @@ class Passes:
         return self._share_scores(found)
 
     def _score(self, scorer: Scorer, pack: Pack, mask: PackMask | None = None) -> TokenScores:
+        self.progress["passes"] += 1
         with self.precision(scorer.model.device.type):
             logprobs, entropies, raw, is_outside = scorer(pack, mask)
         return TokenScores(logprobs=logprobs, entropies=entropies, raw_logprobs=raw, is_outside=is_outside)

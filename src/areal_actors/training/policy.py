@@ -8,6 +8,7 @@ the same calls.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -74,6 +75,8 @@ class TrainedPolicy:
         # Evaluation mode, also in training: dropout would make every ratio of probabilities random.
         self.model = model.float().eval()
         self.version = 0
+        self.progress: Counter[str] = Counter()
+        """Counts the ``passes`` that have begun; read from other threads."""
         self.adapter = None if first.lora is None else Adapter.create(self.model, first.lora, seed=first.seed)
         self._scorer = Scorer(self.model)
         self._reference = Scorer(reference.eval()) if reference is not None else None

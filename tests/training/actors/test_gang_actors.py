@@ -5,6 +5,8 @@ The arithmetic of a gang is tested with real ranks in ``tests/training``, their 
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
@@ -17,6 +19,7 @@ from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.kernel import Actor, ActorSystem, OwnThread
 from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
 from areal_actors.training import gang_actors
+from areal_actors.training.config import TrainerConfig
 from areal_actors.training.gang import Gang
 from areal_actors.training.gang_actors import GangPolicy
 from areal_actors.training.publication import MemoryPublisher
@@ -63,16 +66,24 @@ class Member(Actor[Ranks]):
 
 
 @asynccontextmanager
-async def led(*members: Member, step: object = "statistics") -> AsyncIterator[GangPolicy]:
-    """A policy whose step returns, or raises, ``step``, and its ranks."""
+async def led(*members: Member, step: object = "statistics", limit: float | None = None) -> AsyncIterator[GangPolicy]:
+    """A policy whose step returns, raises, or calls ``step``, and its ranks."""
 
     def train_step(groups, *, max_staleness, recorder=None):
+        if callable(step):
+            step()
         if isinstance(step, Exception):
             raise step
         return step, groups, max_staleness
 
     policy = SimpleNamespace(
-        gang=Gang.alone(), train_step=train_step, save=lambda *_, **__: None, state_dict=lambda: {"w": 1}, version=7
+        gang=Gang.alone(),
+        train_step=train_step,
+        save=lambda *_, **__: None,
+        state_dict=lambda: {"w": 1},
+        version=7,
+        config=TrainerConfig(step_timeout_seconds=limit),
+        progress=Counter(),
     )
     async with ActorSystem.open() as system, OwnThread.open() as thread:
         ranks = [await system.spawn(member, name=f"rank-{number}") for number, member in enumerate(members, start=1)]
@@ -128,3 +139,15 @@ async def test_a_disk_that_is_full_is_no_loss_of_a_rank(tmp_path):
         policy._policy.save = save
         with pytest.raises(CheckpointError):
             await policy.save(tmp_path, counters={}, num_kept=1)
+
+
+async def test_a_step_that_never_returns_is_given_up():
+    """With the line at which it hangs; the thread does not hold up the end of the actor."""
+    is_over = threading.Event()
+    try:
+        with anyio.fail_after(30):
+            async with led(Member(hangs=True), step=is_over.wait, limit=0.1) as policy:
+                with pytest.raises(GangError, match=r"hangs in wait .* no pass for 0.1 s .*step_timeout_seconds"):
+                    await policy.train_step([], max_staleness=None)
+    finally:
+        is_over.set()

@@ -8,9 +8,7 @@ the event loop.
 from __future__ import annotations
 
 import copy
-import sys
 import threading
-import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -57,11 +55,10 @@ from areal_actors.generation.torch.worker import (
 )
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import quiet_transformers
+from areal_actors.lib.threads import NUM_CHECKS, describe_place
 
 __all__ = ["EnginePlan", "TorchEngine", "plan_engine"]
 
-NUM_CHECKS = 20
-"""How often a step is found to run before it counts as hung."""
 
 CLOSE_SECONDS = 60.0
 """How long closing waits for a step or a weight load in progress. The thread is a daemon and never blocks the exit."""
@@ -307,12 +304,9 @@ class TorchEngine:
             num_checks = num_checks + 1 if turn is not None and turn == last else 0
             if num_checks < NUM_CHECKS:
                 continue
-            frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001 - documented, named for its danger only
-            place = traceback.extract_stack(frame)[-1] if frame is not None else None
-            where = "" if place is None else f" in {place.name} ({place.filename}, line {place.lineno})"
             failure = TimeoutError(
-                f"its thread hangs{where}: a step, or a load of weights, has taken more than {limit:g} s "
-                "(engine.step_timeout_seconds)"
+                f"its thread hangs{describe_place(thread)}: a step, or a load of weights, has taken more than "
+                f"{limit:g} s (engine.step_timeout_seconds)"
             )
             # The event loop is closed, and no task waits.
             with suppress(RuntimeError):

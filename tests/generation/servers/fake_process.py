@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 import anyio
@@ -17,7 +18,9 @@ def script(prompt) -> list[int]:
 
 
 async def main(model: Path, port: int) -> None:
-    """Serve until the process is killed."""
+    """Serve until the process is killed; while the file ``$FAKE_HOLD`` is there, do not begin to."""
+    while os.path.exists(os.environ.get("FAKE_HOLD", "")):  # noqa: ASYNC110, ASYNC240, PTH110 - a file tells
+        await anyio.sleep(0.02)
     engine = EchoEngine(script, vocab_size=384, context_length=256, is_gated=True)
     async with open_sglang_server(engine, model=model, port=port, is_incremental=True):
         while True:

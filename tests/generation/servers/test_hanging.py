@@ -40,7 +40,11 @@ async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tup
     config = ServerConfig(
         num_servers=2,
         command=(sys.executable, "-m", "tests.generation.servers.fake_process"),
-        environment={"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"},
+        environment={
+            "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "FAKE_HOLD": str(tmp_path / "hold"),
+        },
         health_interval_seconds=0.05,
         health_timeout_seconds=0.3,
         **settings,
@@ -91,9 +95,13 @@ async def test_answers_continue_elsewhere_when_a_server_hangs(tmp_path: Path) ->
 
 
 async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_path: Path) -> None:
-    """The other one serves the new weights; the stopped process is killed, and its successor has them, too."""
+    """The other one serves the new weights, however long the successor of the stopped process takes to start.
+
+    The successor has the newest weights as soon as it serves.
+    """
     async with open_processes(tmp_path, hang_timeout_seconds=1.0) as (engine, launched):
         first, second = launched.urls
+        (tmp_path / "hold").touch()
         stopped = launched.processes[first]
         os.killpg(stopped, signal.SIGSTOP)
         await engine.load(Snapshot(version=1, path=create_tiny(tmp_path / "models")))
@@ -103,12 +111,16 @@ async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_p
             await anyio.lowlevel.checkpoint()
         assert not psutil.pid_exists(stopped)
 
-        os.killpg(launched.processes[second], signal.SIGSTOP)
+        await engine.load(Snapshot(version=2, path=create_tiny(tmp_path / "models")))
         async with engine.generate(ask(1)) as chunks:
+            meanwhile = [chunk async for chunk in chunks]
+        (tmp_path / "hold").unlink()
+        os.killpg(launched.processes[second], signal.SIGSTOP)
+        async with engine.generate(ask(2)) as chunks:
             replaced = [chunk async for chunk in chunks]
 
-    assert [WHOLE, WHOLE] == [ids_of(updated), ids_of(replaced)]
-    assert {1} == {chunk.version for chunk in (*updated, *replaced)}
+    assert [WHOLE, WHOLE, WHOLE] == [ids_of(updated), ids_of(meanwhile), ids_of(replaced)]
+    assert [{1}, {2}, {2}] == [{chunk.version for chunk in chunks} for chunks in (updated, meanwhile, replaced)]
 
 
 async def test_a_server_that_answers_but_samples_nothing_loses_its_requests(tmp_path: Path) -> None:

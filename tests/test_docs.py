@@ -10,14 +10,18 @@ import ast
 import doctest
 import inspect
 import re
+import shlex
 import tomllib
 from pathlib import Path
 
 import anyio
+import click
 import pytest
 from attrs import frozen
 
 from areal_actors import messages
+from areal_actors.cli.commands import cli
+from areal_actors.config import load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
@@ -121,6 +125,32 @@ def test_documentation_leaves_no_page_out():
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
 
     assert [] == [page for page in pages if f"- {page}\n" not in listed]
+
+
+def commands(page: Path) -> list[list[str]]:
+    """Return the words of every ``areal-actors`` command in the blocks of a page."""
+    shells = [block.text for block in blocks(page) if block.is_run and block.language in ("bash", "console")]
+    text = "\n".join(shells).replace("\\\n", " ")
+    found = re.findall(r"^(?:\$ )?(?:[A-Z_]+=\S* |\S+=\$\()*areal-actors (.+?)(?=\)?$)", text, re.MULTILINE)
+    return [shlex.split(line.removesuffix(")"), comments=True) for line in found]
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=name_of)
+def test_commands_and_settings_exist(page):
+    """Each command of a block parses, and what it changes are settings with possible values."""
+    for words in commands(page):
+        command, context, rest = cli, click.Context(cli), words
+        while isinstance(command, click.Group):
+            name, command, rest = command.resolve_command(context, rest)
+            context = click.Context(command, parent=context, info_name=name)
+        try:
+            parsed = command.make_context(words[0], list(rest), parent=context.parent).params
+        except click.BadParameter as error:
+            assert "does not exist" in str(error)  # a directory of the reader's
+            continue
+        if "overrides" in parsed:
+            config = ROOT / parsed["config"]
+            load_config(config if config.exists() else ROOT / "examples" / "tiny.yaml", parsed["overrides"])
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

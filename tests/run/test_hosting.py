@@ -48,6 +48,7 @@ def host(fileroot: Path, *more: str) -> Iterator[tuple[subprocess.Popen[str], ht
         assert running.stdout is not None
         found = re.match(r"Listening at (\S+); the admin key is in (\S+)\.$", running.stdout.readline())
         assert found, log.read_text()
+        assert "starting the host; services load" in log.read_text()
         headers = {"authorization": f"Bearer {Path(found[2]).read_text().strip()}"}
         with httpx.Client(base_url=found[1], headers=headers, timeout=MAX_SECONDS) as admin:
             yield running, admin

@@ -150,10 +150,11 @@ async def test_a_port_in_use_is_named(directory):
                 pass
 
 
-def test_the_command_shows_a_directory_until_it_is_interrupted(directory):
-    """A real process; its page answers, and Ctrl-C ends it with status 0."""
-    command = [sys.executable, "-m", "areal_actors", "view", str(directory.path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) as process:
+def test_the_command_shows_the_directory_runs_until_it_is_interrupted(directory, tmp_path):
+    """A real process without arguments; its page answers, and Ctrl-C ends it with status 0."""
+    directory.path.parent.rename(tmp_path / "runs")
+    command = [sys.executable, "-m", "areal_actors", "view"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("1 run at http://127.0.0.1:")

@@ -340,6 +340,8 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
 
         # The key is written to no configuration of a trial.
         loaded = evolve(loaded, host=evolve(loaded.host, admin_key=admin_key))
+    if loaded.logging.display != "none":
+        click.echo(f"{loaded.experiment_name}: starting the host; services load {loaded.model} on first use", err=True)
     from areal_actors.lib.open_files import raise_open_files_limit
     from areal_actors.run.host import run_host
 
@@ -550,7 +552,7 @@ def scale(*, run_dir: Path, sizes: tuple[str, ...], wait_seconds: float | None, 
 
 
 @click.command()
-@click.argument("runs", nargs=-1, required=True, metavar="RUN_DIR...", type=click.Path(path_type=Path))
+@click.argument("runs", nargs=-1, metavar="[RUN_DIR]...", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, show_default=True, help="Port to listen on; 0 takes any free one.")
 @verbose_option
@@ -558,17 +560,17 @@ def scale(*, run_dir: Path, sizes: tuple[str, ...], wait_seconds: float | None, 
 def view(*, runs: tuple[Path, ...], host: str, port: int) -> None:
     """Show runs in a browser: curves, groups, conversations token by token, failures.
 
-    RUN_DIR is the directory of a run, finished, failed or still running, or one that contains runs. Several are
-    compared on one page. The printed URL has a token, without which nothing is shown. Ctrl-C ends it.
+    RUN_DIR is the directory of a run, finished, failed or still running, or one that contains runs (default: runs).
+    Several are compared on one page. The printed URL has a token, without which nothing is shown. Ctrl-C ends it.
 
     \b
     Examples:
+      areal-actors view
       areal-actors view runs/tool_agent/trial
-      areal-actors view runs
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.viewer import run_viewer
 
-    run_viewer(runs, host=host, port=port, announce=click.echo)
+    run_viewer(runs or (Path("runs"),), host=host, port=port, announce=click.echo)
 
 
 @click.command()
@@ -887,7 +889,7 @@ def cli() -> None:
       areal-actors train examples/tool_agent.yaml
       areal-actors train examples/tool_agent.yaml total_steps=5 rollout.group_size=4
     Then look at:
-      areal-actors view runs                    all runs in a browser, live and ended ones
+      areal-actors view                         all runs in a browser, live and ended ones
       runs/<experiment>/<trial>/report.html     the run on one page
       runs/<experiment>/<trial>/metrics.jsonl   the numbers of each step
       areal-actors eval examples/tool_agent.yaml --model runs/<experiment>/<trial> --k 4

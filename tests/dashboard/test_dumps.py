@@ -9,7 +9,14 @@ from functools import partial
 
 import pytest
 
-from areal_actors.dashboard import AdvantageWriter, FailureWriter, RolloutDumper, RunDirectory, SessionSampler
+from areal_actors.dashboard import (
+    AdvantageWriter,
+    FailureWriter,
+    RolloutDumper,
+    RunDirectory,
+    SessionSampler,
+    UntrainedWriter,
+)
 from areal_actors.dashboard.records import read_records
 from areal_actors.messages import GroupsTrained, RowAdvantage
 
@@ -78,6 +85,29 @@ def test_advantages_are_kept_by_step(tmp_path):
     assert ["1.jsonl"] == [path.name for path in directory.advantages.iterdir()]
     expected = {"task": "a-7", "member": 1, "num_tokens": 5, "advantage": -0.5}
     assert [expected, expected] == list(read_records(directory.advantages / "1.jsonl"))
+
+
+def test_what_no_step_trained_is_listed_with_the_reason(tmp_path, news):
+    """Also over a resumption; what is trained after it leaves the list, and the file goes with the last."""
+    path = tmp_path / "untrained.jsonl"
+    write = partial(UntrainedWriter, path, max_staleness=1, is_replacing=True)
+    episodes = [news.episode(task, version=version, member=m) for task, version in ((1, 0), (2, 3)) for m in (0, 1)]
+    alone = news.episode(3, version=3)
+    evaluated, failed = news.episode(4, is_eval=True), news.episode(5, failure="no answer")
+    trained = GroupsTrained(step=4, rows=(), tasks=("6",))
+    on_event(write(), *episodes, alone, news.episode(6, version=3), evaluated, failed, trained)
+    reasons = [(record["task_id"], record["sample_idx"], record["reason"]) for record in read_records(path)]
+
+    assert reasons == [
+        *(("1", 0, "too_old"), ("1", 1, "too_old")),
+        *(("2", 0, "equal_rewards"), ("2", 1, "equal_rewards")),
+        ("3", 0, "run_ended"),
+    ]
+    again = news.episode(2, version=3, is_repeated=True)
+    on_event(write(resumed_step=4), again, GroupsTrained(step=5, rows=(), tasks=("1", "2")))
+    assert ["3"] == [record["task_id"] for record in read_records(path)]
+    on_event(write(resumed_step=3))
+    assert not path.exists()
 
 
 @pytest.mark.parametrize("num_written", [0, 30, -10, None], ids=["nothing", "half a line", "all but a bit", "all"])

@@ -8,11 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from areal_actors import Trainer, create_config
+from areal_actors.cli.commands import cli
 from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.records import read_records
 
 HERE = Path(__file__)
+TINY = HERE.parents[2] / "examples" / "tiny.yaml"
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
 _FORMAT = {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}
 
@@ -136,10 +140,22 @@ def test_draws_by_difficulty_are_the_same_after_a_resumption(tmp_path: Path):
     assert max(step["easy_problems"] for step in found) > 0
 
 
-@pytest.mark.parametrize("eta", [0, 4])
-def test_no_episode_is_begun_for_a_step_that_never_comes(tmp_path: Path, eta: int):
-    """Two steps of two groups of four are sixteen episodes, however far agents may run ahead."""
-    agent = Asker()
-    train(tmp_path, agent, steps=2, rollout={"max_head_offpolicyness": eta})
+@pytest.mark.parametrize(
+    ("stop", "num_begun", "num_trained"), [("stop.reward=null", 16, 16), ("stop.reward=-1", None, 8)]
+)
+def test_every_episode_is_trained_or_listed(tmp_path: Path, stop: str, num_begun: int | None, num_trained: int):
+    """None is begun for a step beyond the last; those that a run leaves when it stops early are listed."""
+    words = ["train", str(TINY), f"fileroot={tmp_path}", "rollout.max_head_offpolicyness=4", "total_steps=2", stop]
+    quick = ["batch_size=2", "rollout.group_size=4", "eval_dataset=null", "logging.display=none", "logging.page=false"]
+    result = CliRunner().invoke(cli, [*words, *quick], catch_exceptions=False)
+    run = RunDirectory(path=tmp_path / "tiny" / "trial")
+    sampled = [row for path in run.rollouts.rglob("*.jsonl") for row in read_records(path)]
+    trained = [row for path in run.advantages.glob("*.jsonl") for row in read_records(path)]
+    listed = list(read_records(run.untrained))
 
-    assert len(agent.run_problems) == 16
+    assert result.exit_code == 0, result.output
+    assert (len(sampled), len(trained)) == (num_begun or len(sampled), num_trained)
+    places = [(row["task"], row["member"]) for row in trained]
+    places += [(row["task_id"], row["sample_idx"]) for row in listed]
+    assert sorted(places) == sorted((str(row["task_id"]), row["sample_idx"]) for row in sampled)
+    assert {"run_ended"} >= {row["reason"] for row in listed}

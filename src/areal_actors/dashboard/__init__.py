@@ -9,7 +9,14 @@ from __future__ import annotations
 
 from areal_actors.dashboard.curve import write_curve
 from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
-from areal_actors.dashboard.dumps import AdvantageWriter, Decode, FailureWriter, RolloutDumper, RowDumper
+from areal_actors.dashboard.dumps import (
+    AdvantageWriter,
+    Decode,
+    FailureWriter,
+    RolloutDumper,
+    RowDumper,
+    UntrainedWriter,
+)
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.metrics import (
     STEP_KEYS,
@@ -48,6 +55,7 @@ __all__ = [
     "SessionSampler",
     "TrackedRun",
     "TrackerWriter",
+    "UntrainedWriter",
     "create_display",
     "create_trackers",
     "parse_trackers",

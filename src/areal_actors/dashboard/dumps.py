@@ -12,14 +12,25 @@ import numpy as np
 from attrs import asdict, evolve
 
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.records import append_lines, format_record, rewrite_records
+from areal_actors.dashboard.records import append_lines, format_record, read_records, rewrite_records
 from areal_actors.domain import Ints, unfold
 from areal_actors.interchange import dump_path, dump_row, find_dumps, open_seal_key, seal_row, write_rows
 from areal_actors.kernel import Message
 from areal_actors.lib.atomic_write import atomic_write
+from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import EpisodeFinished, GroupsTrained, Progress, RowsTrained
 
-__all__ = ["AdvantageWriter", "Decode", "FailureWriter", "RolloutDumper", "RowDumper", "dump_rows"]
+__all__ = [
+    "AdvantageWriter",
+    "Decode",
+    "FailureWriter",
+    "RolloutDumper",
+    "RowDumper",
+    "UntrainedWriter",
+    "dump_rows",
+]
+
+_log = get_logger(__name__)
 
 Decode = Callable[[Ints], str]
 """Converts token ids to text, including special tokens."""
@@ -128,6 +139,80 @@ class AdvantageWriter:
 
     def close(self) -> None:
         """Do nothing: no file is open between two steps."""
+
+
+class UntrainedWriter:
+    """Writes ``untrained.jsonl`` when the run ends: every successful episode that no step trained, and why.
+
+    ``max_staleness`` is ``None`` if groups are never too old to be trained. ``is_replacing`` says whether groups with
+    equal rewards are replaced by others.
+    """
+
+    name = "untrained.jsonl"
+    is_essential = False
+
+    def __init__(
+        self, path: Path, *, max_staleness: int | None, is_replacing: bool, resumed_step: int | None = None
+    ) -> None:
+        self._path = path
+        self._max_staleness = max_staleness
+        self._is_replacing = is_replacing
+        self._step = resumed_step or 0
+        self._waiting: dict[str, list[dict[str, Any]]] = {}
+        """The episodes of each task that were not trained so far."""
+
+    def open(self) -> None:
+        """Read what an earlier process left untrained, except for episodes that will be repeated."""
+        for record in read_records(self._path):
+            if record["version"] < self._step:
+                self._waiting.setdefault(record["task_id"], []).append(record)
+
+    def on_event(self, news: Message[Progress, None]) -> None:
+        """Remember an episode, or forget those that a step trained."""
+        if isinstance(news, GroupsTrained):
+            self._step = news.step
+            for task in news.tasks:
+                # A group that was too old has been sampled again: only its newest episodes were trained.
+                kept = {record["sample_idx"]: record for record in self._waiting.get(task, ())}
+                rest = [record for record in self._waiting.pop(task, ()) if record is not kept[record["sample_idx"]]]
+                if rest:
+                    self._waiting[task] = rest
+        elif isinstance(news, EpisodeFinished) and not news.is_eval and news.episode.failure is None:
+            rows = [branch.row for whole in news.episode.trajectories for branch in unfold(whole)]
+            record = {
+                "task_id": news.problem.task,
+                "sample_idx": news.episode.member,
+                "version": news.version,
+                "head_version": min((row.head_version for row in rows), default=news.version),
+                "turns": news.episode.num_turns,
+                "tokens": sum(row.num_trained_tokens for row in rows),
+                "reward": news.episode.reward,
+            }
+            known = self._waiting.setdefault(news.problem.task, [])
+            is_known = any(other["sample_idx"] == news.episode.member for other in known)
+            if not (news.is_repeated and is_known):
+                known.append(record)
+
+    def close(self) -> None:
+        """Write the file, or remove that of an earlier process if everything has been trained. Raises ``OSError``."""
+        lines = []
+        for task in self._waiting.values():
+            num_rewards = len({record["reward"] for record in task})
+            for record in task:
+                # Groups are too old, or not, for the step before the last version.
+                age = self._step - 1 - record["head_version"]
+                if self._max_staleness is not None and age > self._max_staleness:
+                    reason = "too_old"
+                elif self._is_replacing and len(task) > 1 and num_rewards == 1:
+                    reason = "equal_rewards"
+                else:
+                    reason = "run_ended"
+                lines.append(format_record({**record, "reason": reason}))
+        if lines:
+            atomic_write(self._path, "".join(lines), mode=0o600)
+            _log.info("episodes_not_trained", num=len(lines), detail=f"{self._path.name} says why")
+        else:
+            self._path.unlink(missing_ok=True)
 
 
 class RowDumper:

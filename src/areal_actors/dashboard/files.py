@@ -124,6 +124,11 @@ class RunDirectory:
         return self.path / "advantages"
 
     @property
+    def untrained(self) -> Path:
+        """One JSON object for each successful episode that no step trained."""
+        return self.path / "untrained.jsonl"
+
+    @property
     def rows(self) -> Path:
         """Training rows with all numbers, one parquet file per step."""
         return self.path / "rows"

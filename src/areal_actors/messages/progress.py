@@ -90,10 +90,14 @@ class RowAdvantage:
 
 @frozen(kw_only=True)
 class GroupsTrained(Message[Progress, None]):
-    """News: the advantages of the rows of a training step. Sent before the ``StepFinished`` of the same step."""
+    """News: the advantages of the rows of a training step. Sent before the ``StepFinished`` of the same step.
+
+    ``tasks`` are the problems of all groups of the step, also of those without a row.
+    """
 
     step: int
     rows: tuple[RowAdvantage, ...]
+    tasks: tuple[str, ...] = ()
 
 
 @frozen(kw_only=True)

@@ -15,11 +15,13 @@ from areal_actors.dashboard import (
     RunState,
     SessionSampler,
     TrackedRun,
+    UntrainedWriter,
     create_display,
     create_trackers,
 )
 from areal_actors.dashboard.dumps import Decode
 from areal_actors.dashboard.reporter import Listener, ProgressReporter
+from areal_actors.rollouts.staleness import StaleGroups
 
 __all__ = ["create_reporter"]
 
@@ -55,6 +57,16 @@ def create_reporter(
     if further:
         listeners += further
     else:
+        queue = config.queue
+        is_aging = queue.stale_groups is not StaleGroups.TRAIN
+        listeners.append(
+            UntrainedWriter(
+                directory.untrained,
+                max_staleness=config.rollout.max_head_offpolicyness if is_aging else None,
+                is_replacing=queue.max_replaced > 0,
+                resumed_step=resumed_step,
+            )
+        )
         listeners.append(MetricsWriter(directory.metrics, resumed_step=resumed_step))
         state = RunState(
             title=config.experiment_name, total_steps=config.total_steps, step=resumed_step or 0, page=page

@@ -256,7 +256,7 @@ class TrainerActor(Actor[Training]):
         metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
         is_due = self._is_evaluation_due(is_over=is_over) or (is_warm and is_last_warm)
         if recorder is not None:
-            await self._tell_rows(recorder, is_warm=is_warm)
+            await self._tell_rows(recorder, None if is_warm else lease)
         metrics["eval_reward"] = None
         news = StepFinished(step=self._policy.version, phase=self._policy.phase.name, metrics=metrics)
         if is_due:
@@ -267,10 +267,11 @@ class TrainerActor(Actor[Training]):
             await self._save()
         return is_over
 
-    async def _tell_rows(self, recorder: RowRecorder, *, is_warm: bool) -> None:
+    async def _tell_rows(self, recorder: RowRecorder, lease: Lease | None) -> None:
         step, every = self._policy.version, self._plan.rows_every_steps
-        if not is_warm:  # what is imitated has no advantage
-            await self._tell(GroupsTrained(step=step, rows=recorder.advantages()))
+        if lease is not None:  # what is imitated has no advantage
+            tasks = tuple(group.problem.task for group in lease.groups)
+            await self._tell(GroupsTrained(step=step, rows=recorder.advantages(), tasks=tasks))
         if every and step % every == 0:
             await self._tell(RowsTrained(step=step, rows=recorder.rows()))
 

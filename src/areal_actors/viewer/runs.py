@@ -298,8 +298,14 @@ class ViewedRun:
                     found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
             if sum(key in found for key in keys) > sum(key in advantages for key in keys):
                 advantages = found
+        untrained = {
+            (record.get("sample_idx"), record.get("version")): record.get("reason")
+            for record in (read_records(self.directory.untrained) if kind == "rollout" else ())
+            if record.get("task_id") == task
+        }
         return [
             {name: row.get(name) for name in kept}
+            | {"untrained": untrained.get((row.get("sample_idx"), version))}
             # Rows of equal length of one episode have been trained in their order.
             | {"advantage": (advantages.get(key) or [None]).pop(0)}
             | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}

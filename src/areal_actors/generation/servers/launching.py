@@ -46,6 +46,8 @@ _log = get_logger(__name__)
 
 HOST = "127.0.0.1"
 """Servers that are started here have no API key, so they must not be reachable from other machines."""
+_ABSENT = "No module named"
+"""How Python ends a server that is not installed."""
 _FIRST_PAUSE_SECONDS = 1.0
 _MAX_PAUSE_SECONDS = 60.0
 _HEALTHY_SECONDS = 60.0
@@ -64,7 +66,7 @@ class LaunchedServers:
     def diagnose(self, url: str) -> str | None:
         """Return how the last process of ``url`` ended, or ``None`` if none has."""
         end = self.ends.get(url)
-        if end is not None and "No module named" in end:
+        if end is not None and _ABSENT in end:
             return (
                 f"{end}\nInstall the server with `areal-actors server install sglang` or vllm, or name the Python in "
                 "which it is installed: sglang.python or vllm.python."
@@ -151,9 +153,10 @@ class _RestartingServer:
             finally:
                 del self.launched.processes[self.url]
                 await child.kill()
-            self.launched.ends[self.url] = child.describe_end()
+            self.launched.ends[self.url] = reason = child.describe_end()
             task_status = anyio.TASK_STATUS_IGNORED
-            _log.warning("server_died", url=self.url, reason=self.launched.ends[self.url])
+            if _ABSENT not in reason:  # the error of the engine says so, with what to install
+                _log.warning("server_died", url=self.url, reason=reason)
             if anyio.current_time() - began > _HEALTHY_SECONDS:
                 backoff.reset()
             await anyio.sleep(backoff.next_delay())

@@ -285,7 +285,7 @@ async function groups(isUpdate) {
     const { rows } = await get("group", { run: state.chosen, kind: view.kind, version, task });
     const status = state.summary.record?.status;
     const untrained = view.kind !== "rollout" ? "" : state.summary.is_live || ["running", "serving"].includes(status) ? " · not trained yet" : " · not trained";
-    const trained = (row) => typeof row.advantage === "number" ? ` · advantage ${row.advantage >= 0 ? "+" : ""}${number(row.advantage)}` : untrained;
+    const trained = (row) => typeof row.advantage === "number" ? ` · advantage ${row.advantage >= 0 ? "+" : ""}${number(row.advantage)}` : row.untrained ? ` · not trained: ${row.untrained.replaceAll("_", " ")}` : untrained;
     const shared = rows.length > 1 && rows.every((row) => row.prompt === rows[0].prompt);
     put(detail, 
       h("h2", {}, `Problem ${task}, version ${version}`),

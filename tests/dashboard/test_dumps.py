@@ -88,7 +88,10 @@ def test_advantages_are_kept_by_step(tmp_path):
 
 
 def test_what_no_step_trained_is_listed_with_the_reason(tmp_path, news):
-    """Also over a resumption; what is trained after it leaves the list, and the file goes with the last."""
+    """Also over a resumption; what is trained after it leaves the list, and the file goes with the last.
+
+    What is too old is written at the next step, so that a long run does not keep it in memory.
+    """
     path = tmp_path / "untrained.jsonl"
     write = partial(UntrainedWriter, path, max_staleness=1, is_replacing=True)
     episodes = [news.episode(task, version=version, member=m) for task, version in ((1, 0), (2, 3)) for m in (0, 1)]
@@ -104,9 +107,14 @@ def test_what_no_step_trained_is_listed_with_the_reason(tmp_path, news):
         ("3", 0, "run_ended"),
     ]
     again = news.episode(2, version=3, is_repeated=True)
-    on_event(write(resumed_step=4), again, GroupsTrained(step=5, rows=(), tasks=("1", "2")))
-    assert ["3"] == [record["task_id"] for record in read_records(path)]
-    on_event(write(resumed_step=3))
+    on_event(write(resumed_step=4), again, GroupsTrained(step=5, rows=(), tasks=("2",)))
+    assert ["1", "1", "3"] == [record["task_id"] for record in read_records(path)]
+    killed = write(resumed_step=4)
+    killed.open()
+    assert ["1", "1"] == [record["task_id"] for record in read_records(path)]
+    killed.on_event(GroupsTrained(step=6, rows=()))
+    assert ["1", "1", "3"] == [record["task_id"] for record in read_records(path)]
+    on_event(write(resumed_step=1), GroupsTrained(step=2, rows=(), tasks=("1",)))
     assert not path.exists()
 
 

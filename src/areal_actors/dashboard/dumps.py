@@ -32,6 +32,9 @@ __all__ = [
 
 _log = get_logger(__name__)
 
+_LONGEST_STALENESS = 1_000
+"""Versions after which an episode counts as not trained where groups are never too old."""
+
 Decode = Callable[[Ints], str]
 """Converts token ids to text, including special tokens."""
 
@@ -142,10 +145,10 @@ class AdvantageWriter:
 
 
 class UntrainedWriter:
-    """Writes ``untrained.jsonl`` when the run ends: every successful episode that no step trained, and why.
+    """Writes ``untrained.jsonl``: every successful episode that no step trained, and why.
 
-    ``max_staleness`` is ``None`` if groups are never too old to be trained. ``is_replacing`` says whether groups with
-    equal rewards are replaced by others.
+    An episode is written once it is too old to be trained, the others when the run ends. ``max_staleness`` is ``None``
+    if groups are never too old. ``is_replacing`` says whether groups with equal rewards are replaced by others.
     """
 
     name = "untrained.jsonl"
@@ -155,20 +158,21 @@ class UntrainedWriter:
         self, path: Path, *, max_staleness: int | None, is_replacing: bool, resumed_step: int | None = None
     ) -> None:
         self._path = path
-        self._max_staleness = max_staleness
+        self._max_staleness = _LONGEST_STALENESS if max_staleness is None else max_staleness
         self._is_replacing = is_replacing
         self._step = resumed_step or 0
         self._waiting: dict[str, list[dict[str, Any]]] = {}
-        """The episodes of each task that were not trained so far."""
+        """The episodes of each task that may still be trained."""
 
     def open(self) -> None:
-        """Read what an earlier process left untrained, except for episodes that will be repeated."""
+        """Keep what an earlier process has written, except for episodes that will be repeated or may be trained."""
         for record in read_records(self._path):
-            if record["version"] < self._step:
+            if record["version"] < self._step and not self._is_too_old(record):
                 self._waiting.setdefault(record["task_id"], []).append(record)
+        rewrite_records(self._path, lambda record: record["version"] < self._step and self._is_too_old(record))
 
     def on_event(self, news: Message[Progress, None]) -> None:
-        """Remember an episode, or forget those that a step trained."""
+        """Remember an episode, or forget those that a step trained. Raises ``OSError``."""
         if isinstance(news, GroupsTrained):
             self._step = news.step
             for task in news.tasks:
@@ -177,6 +181,7 @@ class UntrainedWriter:
                 rest = [record for record in self._waiting.pop(task, ()) if record is not kept[record["sample_idx"]]]
                 if rest:
                     self._waiting[task] = rest
+            self._write(self._is_too_old)
         elif isinstance(news, EpisodeFinished) and not news.is_eval and news.episode.failure is None:
             rows = [branch.row for whole in news.episode.trajectories for branch in unfold(whole)]
             record = {
@@ -194,25 +199,35 @@ class UntrainedWriter:
                 known.append(record)
 
     def close(self) -> None:
-        """Write the file, or remove that of an earlier process if everything has been trained. Raises ``OSError``."""
-        lines = []
-        for task in self._waiting.values():
-            num_rewards = len({record["reward"] for record in task})
-            for record in task:
-                # Groups are too old, or not, for the step before the last version.
-                age = self._step - 1 - record["head_version"]
-                if self._max_staleness is not None and age > self._max_staleness:
-                    reason = "too_old"
-                elif self._is_replacing and len(task) > 1 and num_rewards == 1:
-                    reason = "equal_rewards"
-                else:
-                    reason = "run_ended"
-                lines.append(format_record({**record, "reason": reason}))
-        if lines:
-            atomic_write(self._path, "".join(lines), mode=0o600)
-            _log.info("episodes_not_trained", num=len(lines), detail=f"{self._path.name} says why")
+        """Write the other episodes, and remove the file if everything has been trained. Raises ``OSError``."""
+        self._write(lambda _: True)
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            num = sum(1 for _ in file)
+        if num:
+            _log.info("episodes_not_trained", num=num, detail=f"{self._path.name} says why")
         else:
-            self._path.unlink(missing_ok=True)
+            self._path.unlink()
+
+    def _is_too_old(self, record: Mapping[str, Any]) -> bool:
+        # Groups are too old, or not, for the step before the last version.
+        return bool(self._step - 1 - record["head_version"] > self._max_staleness)
+
+    def _write(self, is_settled: Callable[[dict[str, Any]], bool]) -> None:
+        """Append the episodes that are settled, and forget them."""
+        lines, waiting = [], {}
+        for name, task in self._waiting.items():
+            is_equal = self._is_replacing and len(task) > 1 and len({record["reward"] for record in task}) == 1
+            for record in task:
+                if is_settled(record):
+                    reason = "too_old" if self._is_too_old(record) else "equal_rewards" if is_equal else "run_ended"
+                    lines.append(format_record({**record, "reason": reason}))
+                else:
+                    waiting.setdefault(name, []).append(record)
+        if lines:
+            append_lines(self._path, lines)
+        self._waiting = waiting
 
 
 class RowDumper:

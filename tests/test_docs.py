@@ -139,10 +139,10 @@ def commands(page: Path) -> list[list[str]]:
 def test_commands_and_settings_exist(page):
     """Each command of a block parses, and what it changes are settings with possible values."""
     for words in commands(page):
-        command, context, rest = cli, click.Context(cli), words
+        command, context, rest = cli, click.Context(cli, **cli.context_settings), words
         while isinstance(command, click.Group):
             name, command, rest = command.resolve_command(context, rest)
-            context = click.Context(command, parent=context, info_name=name)
+            context = click.Context(command, parent=context, info_name=name, **command.context_settings)
         try:
             parsed = command.make_context(words[0], list(rest), parent=context.parent).params
         except click.BadParameter as error:

@@ -1,7 +1,7 @@
 """An external agent that ``areal-actors serve`` trains; it needs only httpx.
 
-In each episode it starts a session, asks, rewards the answer and finalizes. ``python serve_agent.py 500`` runs 500
-episodes. Set ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` to the values that the service prints.
+In each episode it starts a session, asks, rewards the answer and finalizes. ``python serve_agent.py 50`` runs 50
+episodes instead of 500. Set ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` to the values that the service prints.
 """
 
 from __future__ import annotations
@@ -59,4 +59,4 @@ async def main(num_episodes: int, num_at_once: int = 32) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(int(sys.argv[1])))
+    asyncio.run(main(int(sys.argv[1]) if len(sys.argv) > 1 else 500))

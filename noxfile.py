@@ -135,7 +135,8 @@ def agents(session: nox.Session) -> None:
             flags = ("--no-audit", "--no-fund", "--no-update-notifier", "--loglevel=error")
             session.run("npm", "install", "--prefix", str(directory), *flags, *npm, external=True)
         else:
-            session.run("python", "-m", "venv", str(directory), silent=True)
+            python = described[name].get("python", "python")
+            session.run(python, "-m", "venv", str(directory), silent=True, external=python != "python")
             pip = (str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet")
             session.run(*pip, *described[name]["pip"], external=True)
     command = ["python", "-m", "tests.agents", "--environments", str(environments), *session.posargs]

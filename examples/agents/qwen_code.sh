@@ -8,4 +8,5 @@ shift
 mkdir -p "$HOME/.qwen"
 echo '{"telemetry": {"enabled": false}, "privacy": {"usageStatisticsEnabled": false},
   "memory": {"enableManagedAutoMemory": false}, "general": {"disableAutoUpdate": true, "disableUpdateNag": true, "enableAutoUpdate": false}}' > "$HOME/.qwen/settings.json"
+export QWEN_CODE_NO_RELAUNCH=true # it would start itself again with more memory for interactive use
 exec qwen "$@" --auth-type openai --model policy --yolo --chat-recording --prompt "$prompt"

@@ -63,9 +63,10 @@ def judge(record: SessionRecord, exported: Episode, cues: Mapping[str, Cue], log
     completed = [turn for turn in record.interactions if turn.status is InteractionStatus.COMPLETED]
     cancelled = [turn for turn in record.interactions if turn.status is InteractionStatus.CANCELLED]
     kinds = Counter(_kind(cues[turn.id]) for turn in completed)
-    follow_ups = list(_follow_ups(completed, cues))
+    continued = list(_continued(completed, cues))
+    follow_ups = [(turn, parent) for turn, parent, is_compacted in continued if not is_compacted]
     linked = [(turn, parent) for turn, parent in follow_ups if turn.parent == parent.id]
-    parents = {turn.id: parent.id for turn, parent in follow_ups}
+    parents = {turn.id: parent.id for turn, parent, _ in continued}
     returns: dict[str, float] = {}
     for row in exported.trajectories:
         for name, value in _returns(row):
@@ -96,17 +97,22 @@ def _kind(cue: Cue) -> str:
     return cue.thread if cue.kind is Kind.TURN else str(cue.kind)
 
 
-def _follow_ups(completed: Sequence[Interaction], cues: Mapping[str, Cue]) -> Iterator[tuple[Interaction, Interaction]]:
-    """Yield each request that continues a completed answer, with the interaction of that answer."""
+def _continued(
+    completed: Sequence[Interaction], cues: Mapping[str, Cue]
+) -> Iterator[tuple[Interaction, Interaction, bool]]:
+    """Yield each request whose history has a completed answer, with the interaction of the last one.
+
+    The last value says whether a compaction lies between the two.
+    """
     answered: dict[str, Interaction] = {}
     for turn in sorted(completed, key=lambda turn: turn.order):
         cue = cues[turn.id]
         # An agent may echo a part of an answer that it interrupted; the parent is the answer before it. A compaction
-        # may keep the last answer beside its summary; what follows is another conversation, since its history is gone.
+        # may keep the last answers beside its summary: what follows may continue them, or be another conversation.
         start = answered[cue.summary].order if cue.summary in answered else -1
         parents = [answered[label] for label in cue.echoes if label in answered]
-        if parents and parents[-1].order >= start:
-            yield turn, parents[-1]
+        if parents:
+            yield turn, parents[-1], parents[-1].order < start
         if cue.kind is not Kind.SIDE:
             answered[cue.label] = turn
 

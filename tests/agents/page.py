@@ -60,13 +60,7 @@ _OTHERS = """\
 
 ## Agents that are not in the table
 
-* **aider 0.86.2** runs, and every turn of its episode has the return 1, but none of its five follow-ups is linked to
-  its parent (`history_truncated`). It puts the present text of the files before the last messages of the conversation,
-  so that each edit changes what the previous answer followed; and it calls no tools, whose ids would tell. Each request
-  is a conversation of its own then: it has the reward that the agent returned, and `turn_discount` does not reach it.
-* **Terminus** (in `harbor` and `terminal-bench`) needs Python 3.12 or 3.13, and was not run. Of **OpenHands**, pip
-  offers Python 3.11 an `openhands` 0.0.0, a part of its SDK that names neither requirements nor a command, and an
-  `openhands-ai` 0.9.8 whose requirements cannot be resolved.
+* **Terminus** (in `harbor` and `terminal-bench`) controls the containers of its benchmark, and was not run.
 """
 _COLUMNS = ("Agent", "Installed", "Protocol", "Turns", "Sub-agent", "Compaction", "Linked", "Forks", "Seconds", "")
 _LEGEND = """\

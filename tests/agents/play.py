@@ -72,13 +72,14 @@ class Script:
     """The turns of each thread.
 
     ``summary`` matches the last user message of a compaction, ``side`` that of a side call. A request that offers no
-    tools is a side call, too (a title, for example).
+    tools is a side call, too (a title, for example), unless the agent ``has_tools`` never.
     """
 
     main: tuple[Turn, ...]
     sub: tuple[Turn, ...] = ()
     summary: str | None = None
     side: str | None = None
+    has_tools: bool = True
 
 
 class Kind(StrEnum):
@@ -127,7 +128,7 @@ def read_cue(prompt: str, script: Script) -> Cue:
     if script.summary is not None and numbers and re.search(script.summary, last):
         return Cue(kind=Kind.SUMMARY, number=max(numbers), **read)
     is_side = script.side is not None and re.search(script.side, last) is not None
-    if is_side or not numbers or "<tools>" not in prompt:
+    if is_side or not numbers or (script.has_tools and "<tools>" not in prompt):
         return Cue(kind=Kind.SIDE, **read)
     return Cue(kind=Kind.TURN, thread="main" if is_main else "sub", number=1 + max(numbers), **read)
 

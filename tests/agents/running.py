@@ -52,6 +52,8 @@ class Program:
     """What follows the prompt in every invocation."""
     npm: tuple[str, ...] = ()
     pip: tuple[str, ...] = ()
+    python: str = "python"
+    """The command of the Python that ``pip`` installs for."""
     credentials: str = ""
     """Where the base URL and the key go."""
     note: str = ""

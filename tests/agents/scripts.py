@@ -240,6 +240,67 @@ def cline(work: Path) -> Episode:
     )
 
 
+def aider(_: Path) -> Episode:
+    """Return the episode of aider, which has no tools: its answers are edits in text."""
+
+    def edit(old: str, new: str, *, fault: Fault = Fault.NONE) -> Turn:
+        block = f"words.txt\n```\n<<<<<<< SEARCH\n{old}=======\n{new}>>>>>>> REPLACE\n```"
+        return Turn(text=f"Edit.\n\n{block}", fault=fault)
+
+    main = (
+        edit("", ONE_TWO_THREE, fault=Fault.BUSY),
+        edit("one\n", "ONE\n"),  # after which its tests fail
+        edit("four\n", "FOUR\n"),  # which it does not find
+        edit("two\n", "TWO\n"),
+        edit("three\n", "THREE\n"),
+    )
+    # Its tests pass until the first edit, because what it tells the model about a failure is part of the answer once
+    # it is restarted. The command is in its system prompt.
+    test = ("--auto-test", "--test-cmd", "! grep ONE words.txt || grep THREE words.txt", "words.txt")
+    return Episode(
+        script=Script(main=main, has_tools=False),
+        invocations=(
+            Invocation(prompt=TASK, arguments=test),
+            Invocation(prompt="Go on.", arguments=("--continue", *test)),
+        ),
+        files={"words.txt": UPPER},
+        expected={"turns": 5},
+    )
+
+
+def openhands(work: Path) -> Episode:
+    """Return the episode of OpenHands."""
+    words = str(work / "words.txt")
+
+    def edit(command: str, *, fault: Fault = Fault.NONE, **arguments: str) -> Turn:
+        return call("file_editor", command=command, path=words, fault=fault, **arguments)
+
+    main = (
+        edit("create", file_text=ONE_TWO_THREE, fault=Fault.BUSY),
+        edit("view"),
+        *(edit("str_replace", old_str=old, new_str=new) for old, new in EDITS),
+        call("terminal", command="ls missing-file"),
+        Turn((Call("file_editor", {"command": "view", "path": words}), Call("terminal", {"command": "wc words.txt"}))),
+        call("file_editor", command="view", path=str(work / "picture.png")),
+        call("task", description="Count words", prompt="[[sub:0]] Count the words.", subagent_type="general-purpose"),
+        Turn((Call("terminal", {"command": "wc -l words.txt"}),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        call("terminal", command="cat words.txt"),
+        say("Finished."),
+    )
+    sub = (call("terminal", command="wc -w words.txt"), say("Three words."))
+    return Episode(
+        script=Script(main=main, sub=sub, summary="summarize the events"),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=("--continue", "--condense")),
+        ),
+        files={"words.txt": UPPER},
+        expected={"sub_turns": 2, "summaries": 1, "cancelled": 1},
+    )
+
+
 def mini_swe_agent(_: Path) -> Episode:
     """Return the episode of mini-swe-agent, which has one tool, streams nothing and cannot continue."""
 
@@ -290,6 +351,8 @@ EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "qwen-code": qwen_code,
     "pi": pi,
     "cline": cline,
+    "aider": aider,
+    "openhands": openhands,
     "mini-swe-agent": mini_swe_agent,
     "openai-js-chat": javascript,
     "openai-js-responses": javascript,

@@ -147,13 +147,14 @@ def test_the_judge_does_not_take_links_on_trust():
 
 
 def test_a_compaction_begins_another_conversation():
-    """Its summary ends the one before, even if the agent keeps the last answer beside the summary."""
+    """Its summary ends the one before, even if the agent keeps the last answer beside the summary and continues it."""
     cues = {
         "a": Cue(kind=Kind.TURN, number=1),
         "s": Cue(kind=Kind.SUMMARY, number=1, echoes=("[[main:1]]",)),
         "b": Cue(kind=Kind.TURN, number=2, echoes=("[[main:1]]",), summary="[[summary:1]]"),
     }
-    report = report_of(turn("a", 0), turn("s", 1, parent="a"), turn("b", 2), **cues)
+    for parent in (None, "a"):
+        report = report_of(turn("a", 0), turn("s", 1, parent="a"), turn("b", 2, parent=parent), **cues)
 
-    assert (report.follow_ups, report.linked, report.summaries) == (1, 1, 1)
-    assert not report.faults
+        assert (report.follow_ups, report.linked, report.summaries, report.wrong) == (1, 1, 1, 0)
+        assert not report.faults

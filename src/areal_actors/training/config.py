@@ -532,7 +532,7 @@ class TrainerConfig:
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
     skips_inert_rows: bool = True
-    step_timeout_seconds: float | None = field(default=1800.0, validator=optional(gt(0)))
+    step_timeout_seconds: float | None = field(default=1800.0, validator=_positive_or_none)
     """A step, publication or checkpoint that begins no forward pass for this long counts as hung: a trainer in a
     worker is replaced, and a run in one process ends with an error. Null: it may take forever."""
     router_replay: bool = False

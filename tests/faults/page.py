@@ -73,7 +73,8 @@ below each table.
 test that is named here does not exist. `nox -s slurm` runs the tests of `tests/schedulers/slurm_local` but those of
 `faults.py`, which `pytest tests/schedulers/slurm_local/faults.py` runs as root; `nox -s placement` injects faults
 [on one machine](../placement.md#faults-and-the-time-they-cost). All others are in the suite.
-[Durability](durability.md#how-it-is-tested) is about kills at random times.
+[Durability](durability.md#how-it-is-tested) is about kills at random times. Of this table, the suite contains one fault
+of one role in workers on one machine, which `FAULTS_SEED` draws, and six kills of a service and its agents.
 """
 
 _TITLES = {
@@ -129,7 +130,8 @@ def format_page(cells: Iterable[Cell], seconds: Mapping[tuple[str, str], int]) -
     """Return the page."""
     cells = tuple(cells)
     tables = (_format_table(table, [cell for cell in cells if cell.table == table], seconds) for table in ROLES)
-    measured = "\nA number is the longest time in seconds from the fault to the end of the second step after it.\n"
+    measured = "\nA number is the longest time in seconds from the fault to the end of the second step after it, on\n"
+    measured += "two cores with a load average of 8 to 40; `benchmarks/results/faults.jsonl` has the load at each.\n"
     return "\n".join((_HEAD + (measured if seconds else ""), *tables))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,11 +24,24 @@ import psutil
 import pytest
 from tests.placement.play import COMPARED
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster, why_no_namespaces
-from tests.schedulers.slurm_local.training import TINY, cluster, jobs, nodes, steps, training, wait_until
+from tests.schedulers.slurm_local.gangs import COMPARED as COMPARED_BY_GANGS
+from tests.schedulers.slurm_local.gangs import GANG, metrics
+from tests.schedulers.slurm_local.gangs import SETTINGS as GANG_SETTINGS
+from tests.schedulers.slurm_local.training import (
+    TINY,
+    cluster,
+    jobs,
+    nodes,
+    steps,
+    train_command,
+    training,
+    wait_until,
+)
 
 __all__ = ["cluster"]
 
 NUM_STEPS = 60
+NUM_GANG_STEPS = 8
 COMMON = (
     f"total_steps={NUM_STEPS}",
     "rollout.group_size=4",
@@ -59,7 +73,7 @@ def cancel(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
 
 def drain(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
     """Let its node take no other job."""
-    node = nodes(cluster)[f"{role}-0"]
+    node = node_of(cluster, role)
     cluster.run("scontrol", "update", f"NodeName={node}", "State=DRAIN", "Reason=test")
     return cluster.mend
 
@@ -80,14 +94,14 @@ def kill(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
 
 def crash(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
     """Crash its node, with all that runs there."""
-    node = nodes(cluster)[f"{role}-0"]
+    node = node_of(cluster, role)
     cluster.act("crash-node", node)
     return lambda: cluster.act("start-node", node)
 
 
 def cut(cluster: Cluster, directory: Path, role: str) -> Callable[[], None]:
     """Unplug the network of its node for longer than a lease."""
-    node = nodes(cluster)[f"{role}-0"]
+    node = node_of(cluster, role)
     cluster.act("cut-node", node)
     time.sleep(LEASE_SECONDS + 10)
     cluster.act("heal-node", node)
@@ -163,6 +177,65 @@ def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
     assert undisturbed[: len(made)] == made
 
 
+@pytest.mark.parametrize("fault", ["crash", "cut"])
+def test_a_run_goes_on_without_its_controller(cluster, tmp_path, undisturbed, fault):
+    """It loses all nodes at once for longer than a lease; or its own node crashes, and it is started on another one."""
+    if not cluster.has_namespaces:
+        pytest.skip(why_no_namespaces())
+    directory = tmp_path / "run"
+    roles = tuple(
+        f"scheduler.roles.{role}={{{'replicas: 1, ' if role == 'generation' else ''}cpus: {cpus}}}"
+        for role, cpus in ROLES.items()
+    )
+    settings = (*TINY, *COMMON, f"scheduler.lease_seconds={LEASE_SECONDS}")
+    resumed: tuple[str, ...] = ()
+    if fault == "crash":
+        command = shlex.join(train_command(directory, *settings[:1], *roles, *settings[1:]))
+        # With a name as that of a worker's job, for nodes().
+        node = cluster.node(1)
+        conf = (cluster.directory / "etc" / "slurm.conf").read_text()
+        address = next(line for line in conf.splitlines() if line.startswith(f"NodeName={node} "))
+        address = address.partition("NodeAddr=")[2].split()[0]
+        options = (
+            "--no-requeue",
+            "-c8",
+            f"--nodelist={node}",
+            "--job-name=a-run-controller.0",
+            f"--output={tmp_path}/controller.log",
+        )
+        cluster.run(
+            *("sbatch", *options, f"--chdir={ROOT}", "--wrap"),
+            f"{command} scheduler.address=tcp://{address}:0",
+        )
+        deadline = time.monotonic() + 300
+        while len(steps(directory)) < 2:
+            assert time.monotonic() < deadline, (tmp_path / "controller.log").read_text()
+            time.sleep(0.5)
+        before, began = len(steps(directory)), time.monotonic()
+        cluster.act("crash-node", node)
+        resumed = ("--resume",)
+    with training(cluster, directory, *settings, *resumed, roles=roles) as run:
+        if fault == "cut":
+            wait_until(run, lambda: len(steps(directory)) >= 2)
+            before, began = len(steps(directory)), time.monotonic()
+            for number in range(1, 5):
+                cluster.act("cut-node", cluster.node(number))
+            time.sleep(LEASE_SECONDS + 10)
+            for number in range(1, 5):
+                cluster.act("heal-node", cluster.node(number))
+            cluster.mend()
+        wait_until(run, lambda: len(steps(directory)) > before + 1)
+        note(fault, "controller", time.monotonic() - began)
+        if fault == "crash":
+            cluster.act("start-node", node)
+        run.terminate()
+        run.communicate(timeout=300)
+    made = compared(directory)
+
+    assert list(range(1, len(made) + 1)) == [record["step"] for record in made]
+    assert undisturbed[: len(made)] == made
+
+
 def compared(directory: Path) -> list[dict[str, Any]]:
     """What all runs of a seed have in common, for each step."""
     records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -176,6 +249,55 @@ def note(fault: str, role: str, seconds: float) -> None:
     if path := os.environ.get("FAULTS_RESULTS"):
         with Path(path).open("a") as file:
             file.write(line + "\n")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """The steps of the trainer that is a gang below, in one process."""
+    directory = tmp_path_factory.mktemp("alone") / "run"
+    settings = [setting for setting in GANG_SETTINGS[1:] if not setting.startswith("scheduler.")]
+    command = [sys.executable, "-m", "areal_actors", "train", "examples/tiny.yaml", *settings]
+    environment = os.environ | {"PYTHONPATH": f"{ROOT / 'src'}:{ROOT}", "OMP_NUM_THREADS": "1"}
+    command += [f"total_steps={NUM_GANG_STEPS}", "--run-dir", str(directory)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=900, stdout=subprocess.DEVNULL)
+    return metrics(directory)
+
+
+@pytest.mark.parametrize("fault", ["requeue", "cancel", "drain", "slow", "cut", "limit"])
+def test_a_gang_goes_on(cluster, tmp_path, alone, fault):
+    """The job of two processes that train together, or the node of the second one, is hit. The steps stay the same."""
+    if fault == "cut" and not cluster.has_namespaces:
+        pytest.skip(why_no_namespaces())
+    directory = tmp_path / "run"
+    python = tmp_path / "python"
+    is_slow = f'[ -e {tmp_path}/slow-trainer ] && [ "$SLURM_PROCID" = 1 ]'
+    python.write_text(f'#!/bin/sh\n{is_slow} && sleep {SLOW_SECONDS}\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    roles = (f"scheduler.roles.trainer={{cpus: 8, python: {python}}}",)
+    settings = (*GANG_SETTINGS, *GANG, f"total_steps={NUM_STEPS}", "scheduler.slurm.margin_seconds=20")
+    with training(cluster, directory, *settings, roles=roles) as run:
+        wait_until(run, lambda: len(steps(directory)) >= 1 and len(nodes(cluster)) == 2)
+        before = len(steps(directory))
+        began = time.monotonic()
+        mend = FAULTS[fault](cluster, directory, "trainer")
+        # One more than the step that may have been about to end.
+        wait_until(run, lambda: len(steps(directory)) > before + 1)
+        note(fault, "rank", time.monotonic() - began)
+        mend()
+        run.terminate()
+        run.communicate(timeout=300)
+    made = metrics(directory)
+
+    assert list(range(1, len(made) + 1)) == [record["step"] for record in made]
+    num = min(len(made), NUM_GANG_STEPS)
+    for name in COMPARED_BY_GANGS:
+        expected = [record[name] for record in alone[:num]]
+        assert expected == pytest.approx([record[name] for record in made[:num]], rel=1e-4, abs=1e-5)
+
+
+def node_of(cluster: Cluster, role: str) -> str:
+    """The node of a role; the last one of a gang."""
+    return cluster.run("scontrol", "show", "hostnames", nodes(cluster)[f"{role}-0"]).split()[-1]
 
 
 def job_of(cluster: Cluster, role: str) -> str:

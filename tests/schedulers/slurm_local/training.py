@@ -41,17 +41,20 @@ def training(
     cluster: Cluster, directory: Path, *settings: str, roles: tuple[str, ...] = ROLES
 ) -> Iterator[subprocess.Popen[str]]:
     """A run as a person starts it, of the configuration that comes first."""
-    command = [
-        sys.executable, "-m", "areal_actors", "train", settings[0], *roles, f"scheduler.address={cluster.address}",
-        "scheduler.slurm.poll_seconds=1", "scheduler.slurm.completing_seconds=10", *settings[1:],
-        "--run-dir", str(directory),
-    ]  # fmt: skip
+    command = train_command(directory, settings[0], *roles, f"scheduler.address={cluster.address}", *settings[1:])
     environment = cluster.environment | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
     with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, cwd=ROOT) as run:
         try:
             yield run
         finally:
             run.terminate()
+
+
+def train_command(directory: Path, *settings: str) -> list[str]:
+    """What is typed for it."""
+    patience = ("scheduler.slurm.poll_seconds=1", "scheduler.slurm.completing_seconds=10")
+    command = (sys.executable, "-m", "areal_actors", "train", settings[0], *patience, *settings[1:])
+    return [*command, "--run-dir", str(directory)]
 
 
 def wait_until(run: subprocess.Popen[str], is_so: Callable[[], bool], *, seconds: float = 300.0) -> None:

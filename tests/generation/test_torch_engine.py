@@ -177,9 +177,10 @@ async def test_a_model_that_goes_on_training_does_not_reach_the_engine(llama, cr
     assert join_ids(old) == join_ids(new)
 
 
-async def test_deterministic_samples_do_not_depend_on_company(llama, create_request, runner):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_deterministic_samples_do_not_depend_on_company(llama, create_request, runner, dtype):
     """Any order and any concurrency give the same ids and the same bits of logprobs."""
-    config = TorchEngineConfig(dtype="float32", max_concurrent=8, prefill_chunk=16, deterministic=True)
+    config = TorchEngineConfig(dtype=dtype, max_concurrent=8, prefill_chunk=16, deterministic=True)
     prompts = [*create_prompts(9), PROMPT, PROMPT]
     requests = [create_request(i, p, max_new_tokens=8 + 2 * i, temperature=1.0) for i, p in enumerate(prompts)]
     async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import signal
 import sys
 from pathlib import Path
 
@@ -19,21 +21,25 @@ SETTINGS = {"experiment_name": "e", "total_steps": 2, "model": "tiny"}
 
 
 def test_a_killed_worker_costs_nothing_but_time(tmp_path):
-    """The sessions are lost with all that was open: a new attempt makes each step once, and nothing is left.
+    """A worker is killed or stopped, as ``FAULTS_SEED`` draws it: each step is made once, and nothing is left.
 
-    The groups of the first step are not sampled again. Tokens come from the engine's worker, past the controller.
+    The sessions are lost with all that was open, and a new attempt begins. The groups of the first step are not sampled
+    again. Tokens come from the engine's worker, past the controller.
     """
+    draw = random.Random(int(os.environ.get("FAULTS_SEED", "1")))  # 1: the sessions are killed
     roles = ("sessions", "proxy", "generation")
-    play = Play(roles=roles, kills=[(1, "sessions-0")], steps=3, settings=("checkpoint.every_steps=9",))
+    lost, fault = draw.choice(roles), draw.choice((signal.SIGKILL, signal.SIGSTOP))
+    settings = ("checkpoint.every_steps=9",)
+    play = Play(roles=roles, kills=[(1, f"{lost}-0")], steps=3, settings=settings, signal=fault)
     outcome = perform(play, tmp_path)
 
     assert 0 == outcome.code, outcome.output
     assert [1, 2, 3] == [record["step"] for record in outcome.metrics]
-    assert 2 == outcome.attempts
-    assert 0 == outcome.metrics[0]["sampled_tokens"]
-    # Once for each incarnation of the worker that samples.
+    assert 1 + (lost == "sessions") == outcome.attempts
+    assert (lost == "sessions") == (0 == outcome.metrics[0]["sampled_tokens"])
+    # Once for each incarnation of the worker that samples, and of the one that it samples from.
     logs = [path.read_text() for path in tmp_path.glob("run/logs/workers/sessions-0*")]
-    assert 2 == sum(log.count("replica_connected") for log in logs)
+    assert 1 + (lost != "proxy") == sum(log.count("replica_connected") for log in logs)
     assert [] == marked(play.mark)
 
 

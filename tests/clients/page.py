@@ -22,7 +22,7 @@ _MANY = "twenty_at_once"
 _HEAD = """\
 # Clients
 
-Real clients, each in an environment of its own with the versions named below, are run against the proxy: on a socket,
+Real clients, each in a separate environment with the versions named below, are run against the proxy: on a socket,
 with real sessions and a real chat template, while a script in the place of the model says what clients stumble over
 (thinking, text next to tool calls, odd spacing and escapes in arguments, line breaks at the beginning, many alphabets).
 Tools are run by the client's own loop where it has one, and follow-up turns come from its own memory.

@@ -113,8 +113,8 @@ class AsyncRewardWrapper:
                 )
             raise EpisodeError(message)
         raise EpisodeError(
-            f"Reward function {self._name} took longer than {self._timeout_seconds:g} s, which include the start of its "
-            "worker; the worker was killed. Raise timeout_seconds if the function or its imports need more."
+            f"Reward function {self._name} took longer than {self._timeout_seconds:g} s, with the start of its "
+            "worker, and was killed. Raise timeout_seconds if the function or its imports need more."
         )
 
 

@@ -18,7 +18,9 @@ STEP: dict[str, Any] = {
     "failed_episodes": 0,
     "trained_tokens": 640,
     "greedy_tokens": 0,
-    "drawn_turns_mean": 1.0,
+    "drawn_turns_mean": None,
+    "trained_episodes": 64,
+    "trained_turns_mean": 1.0,
     "truncated_turns": 0,
 }
 

@@ -28,7 +28,8 @@ VERDICT_KEYS = frozenset(
         "groups",
         "zero_variance_groups",
         "truncated_turns",
-        "drawn_turns_mean",
+        "trained_episodes",
+        "trained_turns_mean",
     }
 )
 """The metrics of a step that a verdict reads, besides those of sources."""
@@ -116,7 +117,8 @@ def _find_lack_of_signal(latest: Sequence[Metrics], over: str) -> Iterator[tuple
             advice = "Use harder or easier problems, larger groups, or a reward with more levels."
         yield "equal_rewards", f"{equal} {advice}"
     num_cut = _sum(latest, "truncated_turns")
-    num_turns = sum((step.get("drawn_turns_mean") or 0) * (step.get("episodes") or 0) for step in latest)
+    # The cut answers are those of trained episodes, which an asynchronous run has drawn in other steps.
+    num_turns = sum((step.get("trained_turns_mean") or 0) * (step.get("trained_episodes") or 0) for step in latest)
     if num_cut * 2 >= num_turns > 0:
         cut = f"{num_cut:.0f} of {num_turns:.0f} answers {over} were cut at their limit of tokens: raise max_tokens."
         yield "cut_answers", cut

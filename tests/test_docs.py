@@ -17,11 +17,12 @@ from pathlib import Path
 import anyio
 import click
 import pytest
+import yaml
 from attrs import frozen
 
 from areal_actors import messages
 from areal_actors.cli.commands import cli
-from areal_actors.config import load_config
+from areal_actors.config import create_config, load_config
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.md")])
@@ -152,6 +153,22 @@ def test_commands_and_settings_exist(page):
         if "overrides" in parsed:
             config = ROOT / parsed["config"]
             load_config(config if config.exists() else ROOT / "examples" / "tiny.yaml", parsed["overrides"])
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "```yaml" in page.read_text(encoding="utf-8")], ids=name_of)
+def test_settings_of_a_page_are_settings(page):
+    """Each part of a configuration that a page shows makes one, together with what every job needs."""
+    needed = {"experiment_name": "x", "model": "tiny", "total_steps": 2, "rollout": {"workflow": "agent.py:Agent"}}
+    for block in blocks(page):
+        # The page of all settings is compared with them elsewhere, and Prometheus has settings of its own.
+        is_part = block.is_run and not block.text.startswith(("experiment_name:  #", "# Scrape"))
+        if block.language != "yaml" or not is_part:
+            continue
+        shown = yaml.safe_load(block.text)
+        job = {"dataset": {"jsonl": "problems.jsonl"}} | needed | shown
+        if "sources" in shown:
+            del job["dataset"]
+        create_config(job | {"rollout": needed["rollout"] | shown.get("rollout", {})})
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

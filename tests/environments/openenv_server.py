@@ -6,8 +6,11 @@ import socket
 import sys
 
 import uvicorn
+from fastmcp import FastMCP
 from openenv.core.env_server.http_server import create_fastapi_app
 from openenv.core.env_server.interfaces import Environment
+from openenv.core.env_server.mcp_environment import MCPEnvironment
+from openenv.core.env_server.mcp_types import CallToolAction, CallToolObservation
 from openenv.core.env_server.types import Action, Observation, State
 
 
@@ -49,8 +52,52 @@ class Game(Environment):
         return State()
 
 
+class ToolGame(MCPEnvironment):
+    """The same game, played by the tool ``guess`` of an MCP server."""
+
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def __init__(self) -> None:
+        self._game, self._heard = Game(), Heard()
+        server = FastMCP("game")
+
+        @server.tool()
+        def guess(number: int) -> str:
+            """Guess the number."""
+            self._heard = self._game.step(Guess(number=number))
+            return self._heard.message
+
+        super().__init__(server)
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return self._game.reset(seed=seed)
+
+    def step(self, action, timeout_s=None, **kwargs):
+        return self._rewarded(super().step(action, timeout_s, **kwargs))
+
+    async def step_async(self, action, timeout_s=None, **kwargs):
+        return self._rewarded(await super().step_async(action, timeout_s, **kwargs))
+
+    def _rewarded(self, observation):
+        heard, self._heard = self._heard, Heard()
+        return observation.model_copy(update={"reward": heard.reward, "done": heard.done})
+
+    def _step_impl(self, action, timeout_s=None, **kwargs):
+        raise NotImplementedError
+
+    @property
+    def state(self):
+        return State()
+
+
+GAMES = {
+    "tools": (Game, Guess, Heard),
+    "text": (Game, Say, Heard),
+    "mcp": (ToolGame, CallToolAction, CallToolObservation),
+}
+
 if __name__ == "__main__":
     listener = socket.create_server(("127.0.0.1", 0))
     print(listener.getsockname()[1], flush=True)  # noqa: T201 - read by the test
-    app = create_fastapi_app(Game, Guess if sys.argv[1] == "tools" else Say, Heard, max_concurrent_envs=64)
+    app = create_fastapi_app(*GAMES[sys.argv[1]], max_concurrent_envs=64)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run([listener])

@@ -94,10 +94,10 @@ def test_an_absent_package_is_named():
 
 @pytest.fixture(scope="module")
 def servers() -> Iterator[dict[str, str]]:
-    """The addresses of a server with actions of one number, and of one whose actions are text."""
+    """The addresses of servers whose actions are a number, a text, and calls of MCP tools."""
     urls, processes = {}, []
     try:
-        for kind in ("tools", "text"):
+        for kind in ("tools", "text", "mcp"):
             command = [sys.executable, str(HERE / "openenv_server.py"), kind]
             process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
             processes.append(process)
@@ -163,6 +163,23 @@ async def test_text_is_an_action_where_it_fits(servers):
     assert -0.2 == pytest.approx(reward)
     assert {"environment_steps": 2.0, "is_done": 0.0} == logged
     assert ["Play.", "Guess a number from 0 to 9."] == [one.content for one in record.interactions[0].messages]
+
+
+@installed
+@on_asyncio
+async def test_tools_of_an_mcp_server_are_called(servers):
+    """The model is offered what the server lists, and a call that its schema refuses is told."""
+    answers = [
+        f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'number': number}})}\n</tool_call>"
+        for name, number in (("guess", 3), ("guess", "seven"), ("look", 7), ("guess", 7))
+    ]
+    reward, record, logged = await play(OpenEnvAgent(url=servers["mcp"]), answers)
+
+    assert 0.9 == pytest.approx(reward)
+    assert 1.0 == logged["is_done"]
+    told = [message.content for turn in record.interactions for message in turn.messages]
+    assert any("higher" in text for text in told)
+    assert sum("error" in text.lower() for text in told) >= 2
 
 
 @installed

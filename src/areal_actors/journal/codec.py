@@ -293,6 +293,8 @@ TURN_COLUMNS = (
 def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
     """Return the values of ``TURN_COLUMNS``."""
     turn, attempt = event.interaction, event.attempt
+    # Plain texts and integers: sqlite3 looks for an adapter of every other type, which took 1.7 of 12.2 us of inserting
+    # a turn for the enums and the truth values.
     row = {
         "session": text(event.session),
         "interaction": text(turn.id),
@@ -300,18 +302,18 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
         "completed_order": turn.completed_order,
         "parent": text(turn.parent),
         "token_parent": text(turn.token_parent),
-        "fork": turn.fork,
-        "status": turn.status,
+        "fork": None if turn.fork is None else turn.fork.value,
+        "status": turn.status.value,
         "ended_at": real(event.ended_at),
         "tag": text(turn.tag),
         "reward": real(turn.reward),
-        "reward_scope": turn.reward_scope,
+        "reward_scope": turn.reward_scope.value,
         "stop_sequence": text(event.stop_sequence),
         "failure": text(turn.failure),
         "num_prompt_tokens": turn.num_prompt_tokens,
         "num_cached_tokens": event.num_cached_tokens,
-        "is_stored": turn.is_stored,
-        "has_instructions": turn.has_instructions,
+        "is_stored": int(turn.is_stored),
+        "has_instructions": int(turn.has_instructions),
         "num_instructions": turn.num_instructions,
         "num_kept": turn.num_kept,
         "digest": turn.digest,
@@ -345,7 +347,7 @@ def _completion_values(completion: Completion | None) -> dict[str, Sql]:
     bounds = versions[:1] if has_one else versions
     head, tail = (int(bounds.min()), int(bounds.max())) if len(bounds) else (None, None)
     return {
-        "finish": completion.finish,
+        "finish": completion.finish.value,
         "num_output_tokens": len(completion.token_ids),
         "head_version": head,
         "tail_version": tail,

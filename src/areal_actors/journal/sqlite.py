@@ -152,7 +152,7 @@ class SqliteJournal:
             # Once everything has run that is ready now: many sessions hand over their turns in one pass of the event
             # loop, and the thread would otherwise commit the first of them alone.
             self._is_scheduled = True
-            self._loop.call_soon(self._post)
+            self._loop.call_soon_here(self._post)
 
     def _post(self) -> None:
         self._is_scheduled = False

@@ -44,8 +44,8 @@ def hang(marker: str) -> float:
 
 
 def is_gone(marker: Path) -> bool:
-    """Whether the process of the marker has ended: it was killed and waited for."""
-    return not Path(f"/proc/{marker.read_text()}").exists()
+    """Whether the process of the marker has ended: it was killed and waited for, perhaps before it wrote the marker."""
+    return not (has_begun(marker) and Path(f"/proc/{marker.read_text()}").exists())
 
 
 def has_begun(marker: Path) -> bool:

@@ -181,9 +181,9 @@ def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
         for role in os.environ.get("FAULTS_ROLES", " ".join(ROLES)).split():
             num_steps = len(steps(directory))
             wait_until(run, lambda: len(steps(directory)) > num_steps and len(nodes(cluster)) == len(ROLES))  # noqa: B023
-            before = len(steps(directory))
             began = time.monotonic()
             mend = FAULTS[fault](cluster, directory, role)
+            before = len(steps(directory))
             # One more than the step that may have been about to end.
             wait_until(run, lambda: len(steps(directory)) > before + 1)  # noqa: B023
             seconds = time.monotonic() - began
@@ -297,9 +297,9 @@ def test_a_gang_goes_on(cluster, tmp_path, alone, fault):
     settings = (*GANG_SETTINGS, *GANG, "total_steps=100000", "scheduler.slurm.margin_seconds=20")
     with training(cluster, directory, *settings, roles=roles) as run:
         wait_until(run, lambda: len(steps(directory)) >= 1 and len(nodes(cluster)) == 2)
-        before = len(steps(directory))
         began = time.monotonic()
         mend = FAULTS[fault](cluster, directory, "trainer")
+        before = len(steps(directory))
         # One more than the step that may have been about to end.
         wait_until(run, lambda: len(steps(directory)) > before + 1)
         note(fault, "rank", time.monotonic() - began)

@@ -1,9 +1,10 @@
 """``python -m tests.chaos.crowd --sessions 1000``: many live sessions at a service that is killed again and again.
 
 One process holds all sessions. Each takes turns with pauses between them, ends, and is replaced by another. The service
-is killed ``--every`` seconds after it has answered, and started again. Afterwards each turn, reward and end that was
-acknowledged must be in the journal as it was told. ``soak-sessions.json`` has, for each life of the service, its memory
-before it was killed, the seconds from its start to an answer, and how long turns took that met no kill.
+is killed ``--every`` seconds after it has answered, and started again. Afterwards each turn and end that was
+acknowledged must be in the journal as it was told; rewards are not compared. ``soak-sessions.json`` has, for each life
+of the service, its memory before it was killed, the seconds from its start to an answer, and how long turns took that
+met no kill.
 """
 
 from __future__ import annotations

@@ -103,7 +103,8 @@ def candidates(talk: Any, messages: tuple[ChatMessage, ...]) -> list[Interaction
 def is_justified(talk: Any, found: Match, messages: tuple[ChatMessage, ...]) -> bool:
     """Whether an edited parent issued a call of the request, or was asked all the questions before an answer in it.
 
-    Instead of the parent, an ancestor may have issued the call, if the request says all that came after it.
+    Instead of the parent, an ancestor may have issued the call, if the request says all that came after it. Otherwise
+    the request has the parent's answer behind its last question.
     """
     stored = talk.tree.history(found.parent)
     ends = [at for at, message in enumerate(messages) if message.role == "assistant"]
@@ -113,7 +114,11 @@ def is_justified(talk: Any, found: Match, messages: tuple[ChatMessage, ...]) -> 
         tails = (messages[end + 1 - len(after) : end + 1] for end in ends if end + 1 >= len(after))
         if any(all(map(says_the_same, after, tail)) for tail in tails):
             return True
-    return any(_questions(stored[:-1]) == _questions(messages[:at]) for at in ends)
+    if any(_questions(stored[:-1]) == _questions(messages[:at]) for at in ends):
+        return True
+    asked = [message for message in stored[:-1] if message.role != "assistant"][-1]
+    repeated = [messages[at - 1] for at in ends if at and says_the_same(stored[-1], messages[at])]
+    return any(asked.role == question.role and _text(asked).startswith(_text(question)) for question in repeated)
 
 
 def _questions(messages: Sequence[ChatMessage]) -> list[str | None]:

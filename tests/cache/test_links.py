@@ -403,6 +403,23 @@ def test_an_answer_that_was_given_twice_or_shown_names_no_turn(talk: Any) -> Non
     assert (example.parent, twice.parent, alone.parent) == (None, None, None)
 
 
+def test_an_edited_history_is_not_continued_by_other_words(talk: Any) -> None:
+    """Neither by an answer with the same text and other calls, nor by one to another question."""
+    call = ToolCall(id="call_1", name="look", arguments="{}")
+    seen = ChatMessage(role="tool", content="42", tool_call_id="call_1")
+    called = evolve(answer("yes"), tool_calls=(call,))
+    talk.begin("1", [user("hi")])
+    talk.finish("1", called)
+    talk.turn("2", [user("hi"), called, seen], "yes")
+    other = evolve(answer("yes"), tool_calls=(evolve(call, id="call_9"),))
+
+    calls = match(talk, [user("ho"), called, seen, other, evolve(seen, tool_call_id="call_9")])
+    asks = match(talk, [user("ho"), called, evolve(seen, content="43"), answer("yes"), user("more")])
+    same = match(talk, [user("ho"), called, seen, answer("yes"), user("more")])
+
+    assert ("1", "1", "2") == (parent_of(calls), parent_of(asks), parent_of(same))
+
+
 def test_a_root_that_is_asked_again_is_a_sibling(talk: Any) -> None:
     """Also while the first one is still being answered."""
     assert talk.begin("1", [user("hi")]).fork is ForkReason.ROOT

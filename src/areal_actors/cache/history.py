@@ -65,6 +65,7 @@ __all__ = [
     "prefix_digests",
     "prompt_ids",
     "read_quoted",
+    "says_the_same",
     "system_digest",
     "token_path",
     "tools_digest",
@@ -221,6 +222,11 @@ def is_echo(stored: ChatMessage, echoed: ChatMessage) -> bool:
         right = _stripped(quoted.text)
     # A missing text next to calls is an echo only with the ids issued here: other answers have the same calls.
     return bool(stored.tool_calls) and right in ("", left) and has_same_calls(stored, echoed)
+
+
+def says_the_same(stored: ChatMessage, echoed: ChatMessage) -> bool:
+    """Return whether ``echoed`` is a faithful client's version of ``stored``, each read on its own."""
+    return stored == echoed or (message_digest(stored) == message_digest(echoed) and is_echo(stored, echoed))
 
 
 def has_same_calls(stored: ChatMessage, echoed: ChatMessage) -> bool:

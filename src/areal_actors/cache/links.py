@@ -45,6 +45,7 @@ from areal_actors.cache.history import (
     num_leading_instructions,
     options_digest,
     prefix_digests,
+    says_the_same,
     system_digest,
     tools_digest,
     without_instructions,
@@ -380,7 +381,7 @@ class ParentIndex:
         words, repeated = ((message.content or "").strip() for message in (asked, question))
         is_same = words == repeated or (bool(repeated) and words.startswith(repeated))
         # An answer that repeats one of its own prompt, such as an example, may be that example.
-        is_repeated = any(message.role == "assistant" and is_echo(output, message) for message in prompt)
+        is_repeated = any(says_the_same(output, message) for message in prompt)
         return given[0] if is_same and not is_repeated else None
 
     def _follow_faithful(self, entry: _Entry, position: int, messages: Sequence[ChatMessage]) -> tuple[_Entry, int]:
@@ -397,9 +398,9 @@ class ParentIndex:
                 if turn.parent != entry.id or turn.completed_order is None or turn.output is None:
                     continue
                 is_edit = turn.num_kept is not None or turn.num_instructions is not None
-                if is_edit or len(turn.messages) != len(between) or not is_echo(turn.output, messages[later]):
+                if is_edit or len(turn.messages) != len(between) or not says_the_same(turn.output, messages[later]):
                     continue
-                if all(map(is_echo, turn.messages, between)):
+                if all(map(says_the_same, turn.messages, between)):
                     found.append(other)
             if len(found) != 1:
                 break
@@ -419,7 +420,7 @@ class ParentIndex:
         # Faithful echoes at the start stay the parent's own messages; everything after them is new.
         num_shared = 0
         for left, right in zip(without_instructions(stored), messages[start:], strict=False):
-            if left != right and not (message_digest(left) == message_digest(right) and is_echo(left, right)):
+            if not says_the_same(left, right):
                 break
             num_shared += 1
         new, num_instructions = messages[start + num_shared :], None

@@ -141,12 +141,15 @@ async def test_listeners_hear_which_parts_changed_and_are_let_go_at_the_end(dire
 
 
 async def test_a_port_in_use_is_named(directory):
-    """Before anything is shown."""
+    """Before anything is shown; the message names the option of the command, or the setting of a run."""
     run = view_run(directory)
     async with open_page({run.name: run}) as url:
         port = int(url.split(":")[2].split("/")[0])
-        with pytest.raises(ConfigError, match="in use"):
+        with pytest.raises(ConfigError, match=f"^--port: 127.0.0.1:{port} is in use"):
             async with open_page({run.name: run}, port=port):
+                pass
+        with pytest.raises(ConfigError, match=r"^logging\.page_port: .* is in use"):
+            async with open_page({run.name: run}, port=port, prefix="logging.page_"):
                 pass
 
 

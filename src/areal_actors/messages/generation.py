@@ -206,7 +206,7 @@ class AttemptEnd(StrEnum):
     LOST = "lost"
     """The replica has lost its engine, and did not begin."""
     LEFT = "left"
-    """The generation was moved, or nobody reads it any more; this says nothing about the replica."""
+    """The generation was moved, or its reader has left, which says nothing about the replica."""
 
 
 @frozen(kw_only=True)

@@ -58,14 +58,14 @@ def bind(config: ProxyConfig) -> socket.socket:
         ConfigError: the address is in use, not allowed or not of this machine; or as ``check_access``.
     """
     check_access(config)
-    return listen(config.host, config.port, section="proxy", is_shared=config.num_processes > 1)
+    return listen(config.host, config.port, prefix="proxy.", is_shared=config.num_processes > 1)
 
 
-def listen(host: str, port: int, *, section: str, is_shared: bool = False) -> socket.socket:
+def listen(host: str, port: int, *, prefix: str, is_shared: bool = False) -> socket.socket:
     """Return a listening socket. If ``is_shared``, other processes of this user may listen on the same port.
 
-    The kernel then distributes connections between them. Raises ``ConfigError``, which names the setting in
-    ``section``.
+    The kernel then distributes connections between them. Raises ``ConfigError``, which names the setting: ``host`` or
+    ``port`` behind ``prefix``, such as ``proxy.``.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -74,13 +74,13 @@ def listen(host: str, port: int, *, section: str, is_shared: bool = False) -> so
         place = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
             hint = f"{place} is in use; stop who listens there, choose another port, or 0 for any free one"
-            raise ConfigError(f"{section}.port: {hint}") from error
+            raise ConfigError(f"{prefix}port: {hint}") from error
         if error.errno == errno.EACCES:
             hint = f"this user may not listen on {place}; choose a port above 1023"
-            raise ConfigError(f"{section}.port: {hint}") from error
+            raise ConfigError(f"{prefix}port: {hint}") from error
         reason = error.strerror or error
         raise ConfigError(
-            f"{section}.host: cannot listen on {place}: {reason}; choose an address of this machine"
+            f"{prefix}host: cannot listen on {place}: {reason}; choose an address of this machine"
         ) from error
 
 

@@ -103,7 +103,7 @@ async def run_plan(plan: RunPlan) -> None:
         # A program that embeds the library owns its process, and the ports that are opened there.
         if plan.is_handling_signals and plan.config.logging.page:
             run = view_run(plan.directory, status=controller.describe_actors)
-            page = open_page({run.name: run}, port=plan.config.logging.page_port)
+            page = open_page({run.name: run}, port=plan.config.logging.page_port, prefix="logging.page_")
         try:
             async with page as controller.page_url, open_tasks() as tasks:
                 controller.start_independent_workers(tasks)

@@ -386,7 +386,7 @@ class FakeSGLang:
         self.adapters, self._remembered, self._users = {}, {}, Counter()
         # Published weights are lost with the process: it starts from the directory of its model.
         await self._load(Snapshot(version=self.engine.version + 1, path=self.model), UNLABELLED)
-        listener = listen("127.0.0.1", self.port, section="server")
+        listener = listen("127.0.0.1", self.port, prefix="server.")
         self.port = listener.getsockname()[1]
         self._dying, self._ended = anyio.Event(), anyio.Event()
         dying, ended = self._dying, self._ended

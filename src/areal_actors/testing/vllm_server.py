@@ -269,7 +269,7 @@ async def open_vllm_server(
 
     ``model`` is the directory that the server reports as its model. The caller opens and closes the engine.
     """
-    listener = listen("127.0.0.1", port, section="vllm")
+    listener = listen("127.0.0.1", port, prefix="vllm.")
     server = VllmServer(engine=engine, model=model, url=url_of(listener), max_adapter_rank=max_adapter_rank)
     stopping = anyio.Event()
     async with anyio.create_task_group() as tasks:

@@ -317,13 +317,15 @@ async def open_page(
     port: int = 0,
     token: str | None = None,
     intervals: PollIntervals = DEFAULT_INTERVALS,
+    prefix: str = "--",
 ) -> AsyncIterator[str]:
     """Serve the page of ``runs`` while the block lasts; yield its URL with the token in it.
 
-    Raises ``ConfigError`` if the address cannot be used.
+    Raises ``ConfigError`` if the address cannot be used; ``prefix`` is what precedes ``host`` and ``port`` in the names
+    of their settings.
     """
     token = token or secrets.token_urlsafe(16)
-    listener = listen(host, port, section="page")
+    listener = listen(host, port, prefix=prefix)
     stopping = anyio.Event()
     app = create_page(runs, token=token, stopping=stopping, intervals=intervals)
     try:

@@ -160,7 +160,7 @@ async def test_a_reader_that_leaves_ends_the_generation_in_the_engine():
 
 
 async def test_news_of_attempts_at_a_former_replica_are_ignored():
-    """Nobody can take out a replica by its name alone, nor without a place there."""
+    """No process can take out a replica by its name alone, nor without a place there."""
     async with open_direct_stack("a") as stack:
         router, loads = stack.far.router, stack.far.engines["a"].loaded
         await stack.far.publish(1)

@@ -108,7 +108,7 @@ def words() -> st.SearchStrategy[Any]:
 
 def frames() -> st.SearchStrategy[tuple[Kind, Any, int, float]]:
     drawn = st.tuples(st.sampled_from([*Kind]), words(), st.integers(0, 9), st.floats())
-    # That one is well-formed, and whoever knows the secret may stop the actor.
+    # That frame is well-formed, and a peer that knows the secret may stop the actor.
     return drawn.filter(lambda one: one[:2] != (Kind.STOP, ["desk"]))
 
 

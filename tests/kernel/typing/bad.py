@@ -1,4 +1,7 @@
-"""What type checkers must refuse: every line with a comment to ignore it, for a comment without an error is one."""
+"""Lines that type checkers must refuse.
+
+Each has a comment that ignores its error. Both checkers report such a comment on a line without an error.
+"""
 
 # pyright: reportUnnecessaryTypeIgnoreComment=error
 

@@ -44,9 +44,7 @@ class EntryServer(Actor[Serving]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind the socket and serve it in the background until the actor stops."""
-        async with _served(
-            context, self._config, partial(create_entry_app, self._config), section="entry"
-        ) as self._url:
+        async with _served(context, self._config, partial(create_entry_app, self._config), prefix="--") as self._url:
             yield
 
     @DescribeEndpoint.handler
@@ -73,7 +71,7 @@ class HostServer(Actor[Serving]):
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind the socket and serve it in the background until the actor stops."""
         async with _served(
-            context, self._config, partial(create_host_app, self._peers, config=self._config), section="host"
+            context, self._config, partial(create_host_app, self._peers, config=self._config), prefix="host."
         ) as self._url:
             yield
 
@@ -89,10 +87,10 @@ class _CreateApp(Protocol):
 
 @asynccontextmanager
 async def _served(
-    context: Context, config: EntryConfig | ProxyConfig, create_app: _CreateApp, *, section: str
+    context: Context, config: EntryConfig | ProxyConfig, create_app: _CreateApp, *, prefix: str
 ) -> AsyncIterator[str]:
     """Bind a socket and serve an application with a new HTTP client for the duration of the block; yields the URL."""
-    listener = listen(config.host, config.port, section=section)
+    listener = listen(config.host, config.port, prefix=prefix)
     async with create_http_client() as client:
         try:
             traffic = Traffic()

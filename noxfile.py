@@ -294,6 +294,18 @@ def sandbox(session: nox.Session) -> None:
 
 
 @nox.session
+def containers(session: nox.Session) -> None:
+    """Run the contract of sandboxes with docker, podman and apptainer, where they run, in an image of own files."""
+    install(session, "test")
+    root = Path(session.create_tmp(), "root")
+    shutil.rmtree(root, ignore_errors=True)
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
+    session.run("python", "-m", "tests.sandbox.image", str(root.absolute()), env=environment)
+    environment |= {"AREAL_SANDBOX_IMAGE": "areal-sandbox-test", "AREAL_SANDBOX_ROOT": str(root.absolute())}
+    session.run("pytest", "-rs", "-n", "0", "tests/sandbox/test_contract.py", *session.posargs, env=environment)
+
+
+@nox.session
 def soak(session: nox.Session) -> None:
     """Serve ten agents that come and go for ten minutes, then train as long, and draw what memory does meanwhile.
 

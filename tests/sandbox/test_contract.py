@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,20 +19,24 @@ from areal_actors.testing.sandbox_contract import ISOLATION_CHECKS, SANDBOX_CHEC
 
 pytestmark = pytest.mark.anyio
 
-IMAGE = os.environ.get("AREAL_SANDBOX_IMAGE")
-"""An image with python3 and a shell, for docker and podman."""
+IMAGES = {
+    SandboxKind.DOCKER: os.environ.get("AREAL_SANDBOX_IMAGE"),
+    SandboxKind.PODMAN: os.environ.get("AREAL_SANDBOX_IMAGE"),
+    SandboxKind.APPTAINER: os.environ.get("AREAL_SANDBOX_ROOT"),
+}
+"""An image, or the root of a file system, with python3 and a shell; ``nox -s containers`` creates both."""
 
 
 def settings_of(kind: SandboxKind) -> SandboxConfig:
     """The defaults, with an image where one is needed."""
-    return SandboxConfig(backend=kind, image=IMAGE if kind in (SandboxKind.DOCKER, SandboxKind.PODMAN) else None)
+    return SandboxConfig(backend=kind, image=IMAGES[kind] or "none") if kind in IMAGES else SandboxConfig(backend=kind)
 
 
 @cache
 def why_not(kind: SandboxKind) -> str:
     """Why a backend cannot run here; empty if it can."""
-    if kind not in (SandboxKind.NONE, SandboxKind.BUBBLEWRAP) and IMAGE is None:
-        return f"AREAL_SANDBOX_IMAGE names no image for {kind}"
+    if kind in IMAGES and IMAGES[kind] is None and shutil.which(kind) is not None:
+        return f"there is no image for {kind}: nox -s containers"
     try:
         create_sandbox(kind).check(settings_of(kind))
     except (SandboxError, subprocess.TimeoutExpired) as error:

@@ -21,6 +21,7 @@ class SandboxKind(StrEnum):
     """Namespaces of an unprivileged user, made by bwrap."""
     DOCKER = "docker"
     PODMAN = "podman"
+    APPTAINER = "apptainer"
 
 
 class Network(StrEnum):
@@ -44,9 +45,9 @@ class SandboxConfig:
     short_form: ClassVar[str] = "backend"
 
     backend: SandboxKind = SandboxKind.NONE
-    """The program that isolates: bubblewrap, docker, podman, or none."""
+    """The program that isolates: bubblewrap, docker, podman, apptainer, or none."""
     image: str | None = None
-    """The image of docker or podman. It needs python3."""
+    """The image of docker or podman, or the file or directory of apptainer. It needs python3."""
     network: Network = Network.PROXY
     """What can be reached: proxy is the model's address and nothing else; none is nothing; host is all that the host
     can."""
@@ -72,11 +73,11 @@ class SandboxConfig:
 
     def __attrs_post_init__(self) -> None:
         """Raise ``ValueError`` for limits that nothing would enforce, and for a container without an image."""
-        is_container = self.backend in (SandboxKind.DOCKER, SandboxKind.PODMAN)
+        is_container = self.backend not in (SandboxKind.NONE, SandboxKind.BUBBLEWRAP)
         if is_container and self.image is None:
             raise ValueError(f"the sandbox {self.backend} needs an image")
         if self.image is not None and not is_container:
-            raise ValueError(f"an image is for docker and podman, and the backend is {self.backend}")
+            raise ValueError(f"an image is for docker, podman and apptainer, and the backend is {self.backend}")
         changed = [part.name for part in fields(SandboxConfig) if getattr(self, part.name) != part.default]
         inert = sorted(set(changed) - {"backend", "timeout_seconds", "environment"})
         if self.backend is SandboxKind.NONE and inert:

@@ -1,4 +1,4 @@
-"""Boxes in containers: ``sandbox: docker`` and ``podman``, for agents that need the files of an image.
+"""Boxes in containers: ``sandbox: docker``, ``podman`` and ``apptainer``, for agents that need the files of an image.
 
 The same program as under bubblewrap is process 1 of the container (``inside``), so that commands, copies and the way to
 the model are the same; it is run by the image's python3. It connects to the runner by a socket in a directory that the
@@ -8,6 +8,7 @@ container sees. A container ends with its process 1, which ends with the runner.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -33,25 +34,40 @@ _SOCKETS = "/run/areal"
 _HOME = "/tmp"  # noqa: S108 - a path inside the box
 _CHECK_SECONDS = 300.0
 """How long a check may take, which pulls the image if it is not here."""
+_INSTALL = {
+    SandboxKind.DOCKER: "apt-get install docker.io, and a running dockerd",
+    SandboxKind.PODMAN: "apt-get install podman",
+    SandboxKind.APPTAINER: "see https://apptainer.org/docs/admin/latest/installation.html",
+}
+_SHOWS_MORE = re.compile(r"(APPTAINER|SINGULARITY)_(BIND|BINDPATH|MOUNT|OVERLAY|OVERLAYIMAGE)")
+"""Variables by which a site shows directories in every container: a box shows those of its settings only."""
 
 
 @frozen(kw_only=True)
 class ContainerSandbox:
-    """Opens boxes with docker or podman, whose command lines are the same."""
+    """Opens boxes with docker or podman, whose command lines are the same, or with apptainer."""
 
-    kind: SandboxKind = field(default=SandboxKind.DOCKER, validator=in_((SandboxKind.DOCKER, SandboxKind.PODMAN)))
+    kind: SandboxKind = field(default=SandboxKind.DOCKER, validator=in_(_INSTALL))
     log: Path | None = None
     """File for what the program itself says."""
 
     def check(self, config: SandboxConfig) -> str:
-        """Run python3 in the image, and return what was found. Raises ``SandboxError`` with what to install."""
+        """Run python3 in a container, and return what was found. Raises ``SandboxError`` with what to install."""
         found = shutil.which(self.kind)
         if found is None:
-            raise SandboxError(f"The sandbox {self.kind} needs the program {self.kind}, which is not installed here.")
-        assert config.image is not None
-        words = [found, "run", "--rm", "--network=none", "--entrypoint=python3", config.image, "-c", ""]
+            raise SandboxError(
+                f"The sandbox {self.kind} needs the program {self.kind}, which is not installed here: "
+                f"{_INSTALL[self.kind]}."
+            )
+        # With the limits of a box, because some machines cannot set them, which runtimes say at the first container.
         tried = subprocess.run(  # noqa: S603 - our own words
-            words, check=False, capture_output=True, text=True, timeout=_CHECK_SECONDS
+            self._command(BoxRequest(config=config), None, ""),
+            check=False,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_SECONDS,
+            env=_own_environment(),
         )
         if tried.returncode != 0:
             raise SandboxError(f"{self.kind} cannot run python3 of {config.image}: {tried.stderr.strip()}")
@@ -68,39 +84,79 @@ class ContainerSandbox:
             server.listen(1)
 
             def prepare(channel: list[Any]) -> Start:
-                assert request.config.image is not None
                 channel[0] = f"{_SOCKETS}/socket"
                 channel[1]["disks"] = (request.work_directory, *request.directories, "/tmp")  # noqa: S108
-                source = f"{program()}\nmain(*{channel!r})\n"
                 environment = passed_environment(request.config) | {"HOME": _HOME}
                 environment.pop("PATH", None)  # that of the image
                 return Start(
-                    command=[self.kind, *_options(request, directory), request.config.image, "-I", "-S", "-c", source],
+                    command=self._command(request, directory, f"{program()}\nmain(*{channel!r})\n"),
                     environment=environment,
-                    own_environment=dict(os.environ),  # docker and podman find their settings there
+                    own_environment=_own_environment(),
                 )
 
             async with Box.open(request, prepare, BoundedLog(self.log), server=server) as box:
                 yield box
 
+    def _command(self, request: BoxRequest, sockets: Path | None, source: str) -> list[str]:
+        """Return the command line that runs a Python program in a container."""
+        assert request.config.image is not None
+        image = request.config.image
+        python = ["-I", "-S", "-c", source]
+        if self.kind is SandboxKind.APPTAINER:
+            return ["apptainer", "exec", *_apptainer_options(request, sockets), image, "python3", *python]
+        return [self.kind, "run", *_docker_options(request, sockets), image, *python]
 
-def _options(request: BoxRequest, sockets: Path) -> Iterator[str]:
-    """Yield the arguments up to the image."""
-    config = request.config
-    yield from ("run", "--rm", "--interactive", "--entrypoint=python3", "--read-only", "--cap-drop=ALL")
-    # The seccomp profile is the default one. Memory of every kind counts for the container's cgroup.
-    yield from ("--security-opt=no-new-privileges", f"--pids-limit={config.max_processes + 1}")
+
+def _own_environment() -> dict[str, str]:
+    """Return the environment of the container program, which finds its settings there."""
+    return {name: value for name, value in os.environ.items() if not _SHOWS_MORE.fullmatch(name)}
+
+
+def _limits(config: SandboxConfig) -> Iterator[str]:
+    """Yield the limits of the container's cgroup. Memory of every kind counts for it."""
+    yield f"--pids-limit={config.max_processes + 1}"
     yield from (f"--memory={config.memory_mib}m", f"--memory-swap={config.memory_mib}m")
     if config.cpus is not None:
         yield f"--cpus={config.cpus}"
+
+
+def _bindings(request: BoxRequest, sockets: Path | None) -> Iterator[str]:
+    """Yield what the container sees of the host's files, as ``source:inside:options``."""
+    if sockets is not None:
+        yield f"{sockets}:{_SOCKETS}:ro"
+    for shown in (*request.config.readable, *request.readable):
+        yield f"{shown}:{shown}:ro"
+    for inside, source in request.mounts.items():
+        yield f"{source}:{inside}:ro"
+    for shared in request.config.writable:
+        yield f"{shared}:{shared}"
+
+
+def _docker_options(request: BoxRequest, sockets: Path | None) -> Iterator[str]:
+    """Yield the options of docker and podman up to the image."""
+    config = request.config
+    yield from ("--rm", "--interactive", "--entrypoint=python3", "--read-only", "--cap-drop=ALL")
+    # The seccomp profile is the default one.
+    yield "--security-opt=no-new-privileges"
+    yield from _limits(config)
     yield "--network=host" if config.network is Network.HOST else "--network=none"
     for writable in (request.work_directory, *request.directories, "/tmp"):  # noqa: S108
         yield f"--tmpfs={writable}:rw,exec,mode=1777,size={config.disk_mib}m"
     yield f"--workdir={request.work_directory}"
-    yield f"--volume={sockets}:{_SOCKETS}:ro"
-    for shown in (*config.readable, *request.readable):
-        yield f"--volume={shown}:{shown}:ro"
-    for inside, source in request.mounts.items():
-        yield f"--volume={source}:{inside}:ro"
-    for shared in config.writable:
-        yield f"--volume={shared}:{shared}"
+    yield from (f"--volume={binding}" for binding in _bindings(request, sockets))
+
+
+def _apptainer_options(request: BoxRequest, sockets: Path | None) -> Iterator[str]:
+    """Yield the options of apptainer up to the image.
+
+    /tmp and the home directory of ``--containall`` are in memory, in one file system with all scratch directories, of
+    the size ``sessiondir max size`` in apptainer.conf. ``--no-init`` makes the program inside process 1.
+    """
+    yield from ("--containall", "--no-init", "--no-privs", "--no-eval")
+    yield from _limits(request.config)
+    if request.config.network is not Network.HOST:
+        yield from ("--net", "--network=none")
+    for writable in (request.work_directory, *request.directories):
+        yield f"--scratch={writable}"
+    yield f"--pwd={request.work_directory}"
+    yield from (f"--bind={binding}" for binding in _bindings(request, sockets))

@@ -1,0 +1,54 @@
+"""Command lines of containers; that they work is tested by the contract, where the program is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from areal_actors.errors import SandboxError
+from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+
+PRINT_ARGUMENTS = """#!/bin/sh
+printf '%s\\n' "$@" > "$ARGUMENTS"
+env | sort >> "$ARGUMENTS"
+"""
+
+
+def test_apptainer_is_called_as_its_manual_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """All namespaces are new, nothing of the host but what the settings name is seen, and the limits are set."""
+    program = tmp_path / "apptainer"
+    program.write_text(PRINT_ARGUMENTS)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv("ARGUMENTS", str(tmp_path / "arguments"))
+    monkeypatch.setenv("APPTAINER_BIND", "/scratch")  # set by the modules of many sites
+    config = SandboxConfig(
+        backend=SandboxKind.APPTAINER,
+        image="/images/a.sif",
+        cpus=2,
+        memory_mib=64,
+        max_processes=9,
+        readable=(tmp_path,),
+    )
+
+    found = create_sandbox(SandboxKind.APPTAINER).check(config)
+
+    called = (tmp_path / "arguments").read_text().splitlines()
+    assert found == f"apptainer ({program}) with /images/a.sif"
+    assert called[: called.index("-c") + 1] == [
+        *("exec", "--containall", "--no-init", "--no-privs", "--no-eval"),
+        *("--pids-limit=10", "--memory=64m", "--memory-swap=64m", "--cpus=2", "--net", "--network=none"),
+        *("--scratch=/workspace", "--pwd=/workspace", f"--bind={tmp_path}:{tmp_path}:ro"),
+        *("/images/a.sif", "python3", "-I", "-S", "-c"),
+    ]
+    assert not any(line.startswith("APPTAINER_BIND=") for line in called)
+
+
+@pytest.mark.parametrize("kind", [SandboxKind.DOCKER, SandboxKind.PODMAN, SandboxKind.APPTAINER])
+def test_a_missing_program_names_its_install_line(kind: SandboxKind, monkeypatch: pytest.MonkeyPatch):
+    """The error says what to install."""
+    monkeypatch.setenv("PATH", "/nowhere")
+
+    with pytest.raises(SandboxError, match=rf"needs the program {kind}, .*(apt-get install|apptainer\.org)"):
+        create_sandbox(kind).check(SandboxConfig(backend=kind, image="a"))

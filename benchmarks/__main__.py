@@ -47,6 +47,7 @@ NAMES = (
         "page",
         "connections",
         "forwarding",
+        "dialects",
         "proxy",
         "proxies",
         "memory",

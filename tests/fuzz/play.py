@@ -40,7 +40,7 @@ from areal_actors.messages import (
     SetReward,
     StreamComplete,
 )
-from areal_actors.proxy.exchange import parse_object
+from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.testing.exactness import (
     Recorded,

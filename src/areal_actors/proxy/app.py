@@ -10,7 +10,6 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from functools import partial
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
@@ -22,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, ChatMessage, Credential
+from areal_actors.domain import AnswerStarted, Attempt, Credential
 from areal_actors.errors import InvalidRequest, QuotaExceeded
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
@@ -50,9 +49,10 @@ from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects.base import Dialect, Parsed
 from areal_actors.proxy.dialects.blocks import replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
-from areal_actors.proxy.dialects.chat.repeats import MIN_BYTES, PrefixCache
 from areal_actors.proxy.dialects.completions import CompletionsDialect
+from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
+from areal_actors.proxy.dialects.prefixes import MIN_BYTES, PrefixCache, Reading
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import (
     Exchange,
@@ -61,7 +61,6 @@ from areal_actors.proxy.exchange import (
     Operations,
     RoutedApplication,
     Traffic,
-    parse_object,
 )
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
@@ -75,7 +74,6 @@ __all__ = ["AGENT_HEADER", "CompletionEndpoint", "TokenCountEndpoint", "create_a
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
 Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
-NoteMessages = Callable[[tuple[ChatMessage, ...]], None]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
 _MAX_KEY = 255
@@ -101,7 +99,7 @@ class CompletionEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body, credential, note_messages = await _read(exchange, self.config, self.authenticator, self.prefixes)
+        raw, body, credential, reading = await _read(exchange, self.config, self.authenticator, self.prefixes)
         attempt = read_attempt(exchange.headers, exchange.operation, raw)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
@@ -112,8 +110,8 @@ class CompletionEndpoint:
         elif not re.fullmatch(ROLE_PATTERN, role):
             raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
         parsed = self.dialect.parse(body, tag=role)
-        if note_messages is not None:
-            note_messages(parsed.request.messages)
+        if reading is not None:
+            reading.note(body)
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None
         if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
@@ -213,33 +211,26 @@ class CompletionEndpoint:
 
 async def _read(
     exchange: Exchange, config: ProxyConfig, authenticator: Authenticator, prefixes: PrefixCache | None = None
-) -> tuple[bytes, Mapping[str, Any], Credential, NoteMessages | None]:
+) -> tuple[bytes, Mapping[str, Any], Credential, Reading | None]:
     """Return the body as it was sent, its object without content that the model cannot use, and the credential.
 
-    With ``prefixes``, also a function that takes the messages of a long body, once they are parsed.
+    Also how a long body was read, if ``prefixes`` know the messages of earlier ones.
     """
     raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
     client = exchange.headers.get(b"user-agent", b"").decode("latin-1")
     policy = config.unsupported_blocks.for_client(client)
-    body: Mapping[str, Any] | None = None
-    note_messages: NoteMessages | None = None
+    reading: Reading | None = None
     if prefixes is not None and len(raw) >= MIN_BYTES:
-        # The messages are those that this policy leaves, so that another one parses them anew.
-        place = exchange.session, read_key(exchange.headers), policy
-        known = prefixes.find(place, raw)
-        new = None if known is None else known.parse(raw)
-        if known is not None and new is not None:
-            body = known.restore(replace_blocks(new, policy, num_known=len(known.messages)))
-        note_messages = partial(prefixes.note, place, raw, None if body is None else known)
-    if body is None:
-        body = replace_blocks(parse_object(raw), policy)
+        # The known messages are those that this policy leaves, so that another one parses them anew.
+        reading = prefixes.read((exchange.session, read_key(exchange.headers), policy), raw)
+    body = replace_blocks(parse_object(raw) if reading is None else reading.body, policy)
     named = body.get("session_id") or exchange.query.get("session_id")
     credential = authenticator.credential(
         key=read_key(exchange.headers),
         in_path=exchange.session,
         in_request=named if isinstance(named, str) else None,
     )
-    return raw, body, credential, note_messages
+    return raw, body, credential, reading
 
 
 def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
@@ -277,11 +268,14 @@ class TokenCountEndpoint:
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess
+    prefixes: PrefixCache
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
-        _, body, credential, _ = await _read(exchange, self.config, self.authenticator)
+        _, body, credential, reading = await _read(exchange, self.config, self.authenticator, self.prefixes)
         request, model = self.dialect.parse(body).request, body.get("model")
+        if reading is not None:
+            reading.note(body)
         if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
             await self._count(exchange, CountTokens(credential=credential, request=request), model)
         else:
@@ -367,7 +361,8 @@ def create_app(
         "access": access,
         "selection": selection,
     }
-    count = TokenCountEndpoint(dialect=messages, **shared)
+    turns = PrefixCache("messages")
+    count = TokenCountEndpoint(dialect=messages, prefixes=turns, **shared)
 
     def complete(dialect: Any, **more: Any) -> Operation:
         endpoint = CompletionEndpoint(dialect=dialect, meter=meter, **shared, **more)
@@ -398,12 +393,12 @@ def create_app(
     document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))
     page = RoutesPage(document=document.document)
     operations = {
-        "chat/completions": complete(chat, prefixes=PrefixCache()),
+        "chat/completions": complete(chat, prefixes=PrefixCache("messages")),
         "completions": complete(CompletionsDialect(model=model, decode=decode, inert=inert)),
-        "responses": complete(responses, resolve=stored.resolve),
+        "responses": complete(responses, resolve=stored.resolve, prefixes=PrefixCache("input")),
         "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=("GET", "DELETE"), has_session=True),
         "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=("GET",), has_session=True),
-        "messages": complete(messages, keep_alive=PING),
+        "messages": complete(messages, keep_alive=PING, prefixes=turns),
         "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
         "grant_capacity": Operation(handle=control.grant_capacity),
         "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),

@@ -33,7 +33,7 @@ from areal_actors.lib import tracing
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.connections import ON_DISCONNECT
-from areal_actors.proxy.dialects.fields import parse_json
+from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 
@@ -48,7 +48,6 @@ __all__ = [
     "RoutedApplication",
     "Send",
     "Traffic",
-    "parse_object",
     "start_companion",
 ]
 
@@ -424,19 +423,6 @@ class Exchange:
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
-
-
-def parse_object(body: bytes) -> dict[str, Any]:
-    """Return the JSON object in ``body``; an empty one for an empty body.
-
-    Raises ``InvalidRequest`` for anything else.
-    """
-    if not body:
-        return {}
-    value = parse_json(body, "The body")
-    if not isinstance(value, dict):
-        raise InvalidRequest("The body must be a JSON object.")
-    return value
 
 
 def start_companion(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:

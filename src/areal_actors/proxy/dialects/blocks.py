@@ -17,6 +17,7 @@ from attrs import evolve, frozen
 
 from areal_actors.errors import InvalidRequest
 from areal_actors.proxy.dialects.fields import wrong
+from areal_actors.proxy.dialects.prefixes import MessageList
 
 __all__ = ["BlockPolicy", "ToolPolicy", "UnsupportedBlocks", "replace_blocks"]
 
@@ -80,10 +81,8 @@ _CLIENT_TOOLS = (None, "function", "custom", "namespace")
 """Types of tools that the client runs. A ``custom`` tool is a function for Anthropic and refused by name for OpenAI."""
 
 
-def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks, *, num_known: int = 0) -> Mapping[str, Any]:
+def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mapping[str, Any]:
     """Return ``body`` with the content and tools that ``policy`` does not refuse replaced or left out.
-
-    ``num_known`` messages come before those in ``body``, and count in the names of fields.
 
     Raises:
         InvalidRequest: an image to be replaced is malformed; the error names the field.
@@ -91,10 +90,12 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks, *, num_kn
     changed: dict[str, Any] = {}
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
-            changed[name] = [
+            start = messages.num_known if isinstance(messages, MessageList) else 0
+            replaced = [
                 _replace_in_message(message, policy, f"{name}[{index}]")
-                for index, message in enumerate(messages, start=num_known)
+                for index, message in enumerate(messages, start=start)
             ]
+            changed[name] = messages.with_elements(replaced) if isinstance(messages, MessageList) else replaced
     tools = body.get("tools")
     if policy.server_tools is ToolPolicy.DROP and isinstance(tools, list):
         changed["tools"] = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in _CLIENT_TOOLS]

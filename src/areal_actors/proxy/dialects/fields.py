@@ -63,6 +63,7 @@ __all__ = [
     "number",
     "one_object",
     "parse_json",
+    "parse_object",
     "read",
     "read_instance",
     "refused",
@@ -487,6 +488,19 @@ def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
         if depth > _MAX_DEPTH:
             raise InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return value
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in ``body``; an empty one for an empty body.
+
+    Raises ``InvalidRequest`` for anything else.
+    """
+    if not body:
+        return {}
+    value = parse_json(body, "The body")
+    if not isinstance(value, dict):
+        raise InvalidRequest("The body must be a JSON object.")
     return value
 
 

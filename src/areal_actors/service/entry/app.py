@@ -19,7 +19,8 @@ from starlette.applications import Starlette
 
 from areal_actors.cache.session import SHARD_NAME
 from areal_actors.proxy.access import read_key
-from areal_actors.proxy.exchange import Exchange, Traffic, parse_object
+from areal_actors.proxy.dialects.fields import parse_object
+from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.service.entry.forwarding import Backend, EveryPath, Targets, forward, segments_of
 
 __all__ = [

@@ -35,7 +35,8 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic, parse_object
+from areal_actors.proxy.dialects.fields import parse_object
+from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import Values, gauge, process_families, read_users, send_families
 from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of

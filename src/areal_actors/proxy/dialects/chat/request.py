@@ -9,7 +9,7 @@ The Responses API joins content parts and describes functions in nearly the same
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
@@ -47,6 +47,7 @@ from areal_actors.proxy.dialects.fields import (
     shown,
     wrong,
 )
+from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.structured import (
     EXTENSIONS,
     RESPONSE_FORMAT,
@@ -60,7 +61,6 @@ from areal_actors.proxy.dialects.structured import (
 __all__ = [
     "CHAT_FIELDS",
     "TOOLS",
-    "FollowingMessages",
     "ParsedChat",
     "join_parts",
     "optional_text",
@@ -78,14 +78,6 @@ _PLAIN = ("role", "content")
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
-class FollowingMessages(list[Any]):
-    """The last messages of a body as JSON has them, and the ``known`` ones before, which were parsed earlier."""
-
-    def __init__(self, new: Iterable[Any], *, known: tuple[ChatMessage, ...]) -> None:
-        super().__init__(new)
-        self.known = known
-
-
 def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ...]:
     """Parse the conversation of a request.
 
@@ -93,7 +85,7 @@ def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ..
         InvalidRequest: a message is malformed; the error names its index and the problem.
         UnsupportedParameter: a content part that is not text, or a call that is not a function call.
     """
-    known = value.known if isinstance(value, FollowingMessages) else ()
+    known = value.known if isinstance(value, MessageList) else ()
     if not isinstance(value, list) or not (value or known):
         raise wrong(param, "a list of at least one message", value)
     messages: list[ChatMessage] = [*known]
@@ -105,7 +97,10 @@ def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ..
                 messages.append(ChatMessage(role=_ROLES[role], content=content))
                 continue
         messages.append(_parse_message(raw, f"{param}[{index}]"))
-    return tuple(messages)
+    parsed = tuple(messages)
+    if isinstance(value, MessageList):
+        value.note(parsed, range(len(known) + 1, len(parsed) + 1))
+    return parsed
 
 
 def _parse_message(raw: Any, where: str) -> ChatMessage:

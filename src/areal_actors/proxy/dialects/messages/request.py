@@ -48,6 +48,7 @@ from areal_actors.proxy.dialects.fields import (
     shown,
     wrong,
 )
+from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.structured import (
     TOOL_CHOICE,
     parse_response_format,
@@ -120,9 +121,18 @@ def _check_conversation(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage,
 
 
 def _parse_turns(value: Any, where: str) -> tuple[ChatMessage, ...]:
-    if not isinstance(value, list) or not value:
+    known, start = (value.known, value.num_known) if isinstance(value, MessageList) else ((), 0)
+    if not isinstance(value, list) or not (value or start):
         raise wrong(where, "a list of at least one message", value)
-    return tuple(message for index, raw in enumerate(value) for message in _parse_turn(raw, f"{where}[{index}]"))
+    messages: list[ChatMessage] = [*known]
+    counts: list[int] = []
+    for index, raw in enumerate(value, start=start):
+        messages.extend(_parse_turn(raw, f"{where}[{index}]"))
+        counts.append(len(messages))
+    parsed = tuple(messages)
+    if isinstance(value, MessageList):
+        value.note(parsed, counts)
+    return parsed
 
 
 def _parse_instructions(value: Any, where: str) -> tuple[ChatMessage, ...]:

@@ -53,6 +53,7 @@ from areal_actors.proxy.dialects.fields import (
     shown,
     wrong,
 )
+from areal_actors.proxy.dialects.prefixes import OPEN, MessageList
 from areal_actors.proxy.dialects.structured import (
     TOOL_CHOICE,
     ToolSelection,
@@ -93,13 +94,20 @@ def parse_input(value: Any, param: str = "input") -> tuple[ChatMessage, ...]:
     """
     if isinstance(value, str):
         return (ChatMessage(role="user", content=value),)
-    if not isinstance(value, list) or not value:
+    known, start = (value.known, value.num_known) if isinstance(value, MessageList) else ((), 0)
+    if not isinstance(value, list) or not (value or start):
         raise wrong(param, "a text or a list of at least one item", value)
-    conversation = _Conversation()
-    for index, raw in enumerate(value):
+    conversation = _Conversation(messages=[*known])
+    counts: list[int] = []
+    for index, raw in enumerate(value, start=start):
         _read_item(conversation, raw, f"{param}[{index}]")
+        # The next item may belong to the same answer.
+        counts.append(len(conversation.messages) if conversation.turn is None else OPEN)
     conversation.close_turn()
-    return tuple(conversation.messages)
+    messages = tuple(conversation.messages)
+    if isinstance(value, MessageList):
+        value.note(messages, counts)
+    return messages
 
 
 # --------------------------------------------------------------------------------------- putting items together

@@ -54,6 +54,7 @@ NAMES = (
         "latency",
         "engine",
         "trainer",
+        "default_job",
         "planning",
         "gang",
         "starting",

@@ -13,7 +13,7 @@ from tests.stacks.run_files import step, write_lines, write_run
 
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import RunSummarizer
-from areal_actors.dashboard.records import rewrite_records
+from areal_actors.dashboard.records import format_record, rewrite_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.viewer import FailureFilter, GroupFilter, find_runs, view_run
 
@@ -211,6 +211,38 @@ def test_a_group_is_read_again_only_when_it_has_changed(directory):
     with path.open("a") as file:
         file.write('{"reward": 2.0}\n')
     assert [0.0, 9.0, 2.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
+
+
+def test_rows_say_why_no_step_trained_them(directory):
+    """Of the file, only what was added and the records of the group's version are read, also if it is replaced."""
+    run = view_run(directory)
+
+    def reasons(version: int = 1) -> list[str | None]:
+        return [row["untrained"] for row in run.read_group("rollout", version, "0")]
+
+    def record(version: int, task: str, member: int, reason: str) -> str:
+        return format_record(
+            {"task_id": task, "sample_idx": member, "version": version, "head_version": 9, "reason": reason}
+        )
+
+    assert reasons() == [None, None]
+    directory.untrained.write_text(
+        record(0, "0", 0, "too_old") + record(1, "0", 1, "too_old") + record(1, '"version":7', 0, "too_old")
+    )
+    assert reasons() == [None, "too_old"]
+    with directory.untrained.open("r+") as file:  # those of other versions are not read again
+        file.write("?" * (len(record(0, "0", 0, "too_old")) - 1))
+    late = record(1, "0", 0, "run_ended")
+    with directory.untrained.open("a") as file:
+        file.write(record(2, "0", 0, "run_ended") + late[:9])
+    assert reasons() == [None, "too_old"]
+    with directory.untrained.open("a") as file:
+        file.write(late[9:])
+    assert reasons() == ["run_ended", "too_old"]
+    rewrite_records(directory.untrained, lambda one: one["version"] == 1 and one["sample_idx"] == 1)
+    assert reasons() == [None, "too_old"]
+    directory.untrained.unlink()
+    assert reasons() == [None, None]
 
 
 @pytest.mark.parametrize("task", ["../../metrics", "..", "", "/etc/passwd", "0/../0"])

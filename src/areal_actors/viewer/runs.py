@@ -14,7 +14,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attrs import Factory, asdict, evolve, field, frozen
+from attrs import Factory, asdict, define, evolve, field, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import RunSummarizer, read_new_records
@@ -51,6 +51,8 @@ _MAX_CHANGING = 32
 """Versions whose groups may still be written: more than any staleness."""
 _MAX_FOLLOWING = 8
 _SETTLED_NS = 2_000_000_000
+_VERSION = re.compile(rb'"version":\s*(\d+)')
+"""In a record of ``untrained.jsonl``: it has no other key of that name, and quotes in texts are escaped."""
 
 
 class Access(StrEnum):
@@ -103,6 +105,43 @@ class _Group:
     is_match: bool
 
 
+@define
+class _Untrained:
+    """``untrained.jsonl`` by version: where the records of each are. A run may have dropped a million episodes."""
+
+    path: Path
+    inode: int = 0
+    size: int = 0
+    """Bytes that have been read; an open page asks again for each group, and reads what was added only."""
+    spans: dict[int, tuple[int, int]] = field(factory=dict)
+    """From the first to behind the last record of a version: they are written when they are too old, in turn."""
+
+    def reasons(self, version: int, task: str) -> dict[int, str]:
+        """Return why episodes of a group that began under ``version`` were not trained, by member."""
+        with suppress(FileNotFoundError), self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            if status.st_ino != self.inode or status.st_size < self.size:  # a resumed run replaces it
+                self.inode, self.size, self.spans = status.st_ino, 0, {}
+            end = file.seek(self.size)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                start, end = end, end + len(line)
+                if (named := _VERSION.search(line)) is not None:
+                    first, _ = self.spans.get(int(named[1]), (start, end))
+                    self.spans[int(named[1])] = (first, end)
+            self.size = end
+            start, end = self.spans.get(version, (0, 0))
+            file.seek(start)
+            records = [json.loads(line) for line in file.read(end - start).splitlines() if _VERSION.search(line)]
+            return {
+                record["sample_idx"]: record["reason"]
+                for record in records
+                if (record["version"], record["task_id"]) == (version, task)
+            }
+        return {}
+
+
 @frozen(kw_only=True)
 class ViewedRun:
     """A run to look at: its name on the page, its directory, and the status of its actors if it is live."""
@@ -115,6 +154,9 @@ class ViewedRun:
         default=Factory(lambda run: RunSummarizer(run.directory), takes_self=True), eq=False, repr=False
     )
     _groups: dict[Path, _Group] = field(factory=dict, eq=False, repr=False)
+    _untrained: _Untrained = field(
+        default=Factory(lambda run: _Untrained(run.directory.untrained), takes_self=True), eq=False, repr=False
+    )
     _listed: dict[Path, tuple[int, list[int]]] = field(factory=dict, eq=False, repr=False)
     """The versions in each directory of groups, with the time of its last change."""
     _settings: dict[tuple[int, int], str] = field(factory=dict, eq=False, repr=False)
@@ -308,14 +350,10 @@ class ViewedRun:
                     found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
             if sum(key in found for key in keys) > sum(key in advantages for key in keys):
                 advantages = found
-        untrained = {
-            (record.get("sample_idx"), record.get("version")): record.get("reason")
-            for record in (read_records(self.directory.untrained) if kind == "rollout" else ())
-            if record.get("task_id") == task
-        }
+        untrained = self._untrained.reasons(version, task) if kind == "rollout" else {}
         return [
             {name: row.get(name) for name in kept}
-            | {"untrained": untrained.get((row.get("sample_idx"), version))}
+            | {"untrained": untrained.get(row.get("sample_idx"))}
             # Rows of equal length of one episode have been trained in their order.
             | {"advantage": (advantages.get(key) or [None]).pop(0)}
             | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}

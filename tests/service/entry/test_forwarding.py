@@ -12,7 +12,7 @@ from attrs import frozen
 from tests.proxy.stack import renderer, sampled
 
 from areal_actors.client import OpenAIProxyClient, create_http_client
-from areal_actors.errors import Unauthorized
+from areal_actors.errors import ConfigError, Unauthorized
 from areal_actors.kernel import ActorSystem
 from areal_actors.messages import DescribeEndpoint, DescribeSessions
 from areal_actors.proxy import ProxyConfig
@@ -177,6 +177,14 @@ async def test_a_wrong_admin_key_opens_nothing():
         with pytest.raises(Unauthorized):
             async with OpenAIProxyClient(hosted.url, admin_key="sk-wrong-key"):
                 pass
+
+
+async def test_a_port_in_use_is_named():
+    """As the option of the command that chose it."""
+    async with open_service_stack() as stack, ActorSystem.open() as system:
+        port = int(stack.url.rsplit(":", 1)[1])
+        with pytest.raises(ConfigError, match=f"^--port: 127.0.0.1:{port} is in use"):
+            await system.spawn(EntryServer(EntryConfig(backends={"a": stack.url}, port=port)), name="entry")
 
 
 async def test_nobody_is_there():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from benchmarks.harness import Result, cpu_us_per_operation
 
-from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool, ToolCall
+from areal_actors.domain import ChatMessage, ForkReason, Ints, Tool, ToolCall, as_ints
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import TemplateRenderer, create_renderer
 
@@ -29,6 +29,7 @@ _RESULT = ChatMessage(role="tool", content="408", tool_call_id=_CALL.id)
 _REMINDER = ChatMessage(role="user", content="Go on, and remember to answer in one short sentence.")
 _HISTORY = (*_PROMPT, _ANSWER)
 _NUM_REPEATS = 38  # of a result, so that 128 turns have 69 000 tokens
+_NUM_SHARED_REPEATS = 160  # of instructions, so that they have 5 000 tokens
 _LONG_RESULT = ChatMessage(role="tool", content="The product is 408. " * _NUM_REPEATS, tool_call_id=_CALL.id)
 
 
@@ -101,6 +102,51 @@ def _measure_turn(renderer: TemplateRenderer, *, num_operations: int) -> list[Re
     ]
 
 
+def _measure_shared(renderer: TemplateRenderer, *, num_operations: int) -> list[Result]:
+    """The first turn of a conversation whose instructions were seen before, and of one with new instructions."""
+    instructions = "You are an agent. Read the files, then answer in one short sentence. " * _NUM_SHARED_REPEATS
+    names = (f"{number} " for number in range(2**31))
+
+    def prompt(start: str) -> tuple[ChatMessage, ...]:
+        question = ChatMessage(role="user", content=f"What is question {next(names)}?")
+        return ChatMessage(role="system", content=start + instructions), question
+
+    def render_anew() -> None:
+        for _ in range(num_operations):
+            as_ints(renderer.vocabulary.encode(renderer.formatter.format(prompt(next(names)), options={})))
+
+    def render_new() -> None:
+        for _ in range(num_operations):
+            renderer.render(prompt(next(names)))
+
+    def render_shared() -> None:
+        for _ in range(num_operations):
+            renderer.render(prompt(""))
+
+    num_tokens = len(renderer.render(prompt("")))
+    anew, new, shared = (
+        cpu_us_per_operation(each, num_operations=num_operations, rounds=7)
+        for each in (render_anew, render_new, render_shared)
+    )
+    baseline, detail = "tokenise instructions anew", {"num_tokens": num_tokens}
+    figures = (("new instructions", new, 1.1), ("shared instructions", shared, 0.2))
+    return [
+        Result(benchmark="rendering", name=baseline, value=anew, unit="µs", detail=detail),
+        *(
+            Result(
+                benchmark="rendering",
+                name=f"first turn with {what}",
+                value=value / anew,
+                unit="ratio",
+                gate=gate,
+                baseline=baseline,
+                detail=detail | {"us": value},
+            )
+            for what, value, gate in figures
+        ),
+    ]
+
+
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
     """CPU time of rendering, extending and reading one turn, and the ratio that incremental rendering is for."""
     renderer = create_renderer(create_tiny_tokenizer())
@@ -109,7 +155,8 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
     growth = _measure_growth(renderer, _RESULT, "", num_turns=_NUM_TURNS, rounds=1 if quick else 3)
     num_turns = _NUM_TURNS // 4 if quick else _NUM_TURNS
     long = _measure_growth(renderer, _LONG_RESULT, " of 540 tokens", num_turns=num_turns, rounds=1)
-    return [*turn, *growth, *long]
+    shared = _measure_shared(renderer, num_operations=5 if quick else 20)
+    return [*turn, *growth, *long, *shared]
 
 
 if __name__ == "__main__":

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import count
+
 import anyio
 import pytest
 from tests.stacks.callers import NAMED, WAYS, Caller, turns
 from tests.stacks.inference_stack import open_inference_stack, renderer, say
 
 pytestmark = pytest.mark.anyio
+_numbers = count()
 
 
 @pytest.fixture(params=["asyncio", "trio"])
@@ -20,7 +23,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("way", WAYS)
 async def test_a_retry_that_comes_while_a_long_prompt_is_tokenised_joins_it(first_way: str, way: str):
     """Both wait for a thread before they begin; the prompt is sampled once, with the ids that it has at once."""
-    long = say("why? " * 3500)
+    long = say(f"{next(_numbers)} why? " * 3500)  # one that was seen before would not be tokenised
     async with open_inference_stack() as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
         short = Caller(inference, session, "complete", None)

@@ -85,7 +85,7 @@ class TemplateRenderer:
     ) -> Ints:
         """Render the whole conversation; see ``Renderer.render``."""
         text = self.formatter.format(messages, tools=tools, options=template_kwargs or _NO_OPTIONS)
-        return as_ints(self.vocabulary.encode(text))
+        return self.vocabulary.encode_prompt(text)
 
     def render_answer(
         self,

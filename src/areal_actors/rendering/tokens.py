@@ -10,6 +10,12 @@ characters.
 
 *Long texts.* A prompt of 94,000 tokens takes 100 to 400 ms. Within ``deferring_long_texts``, ``encode`` raises
 ``LongText`` instead, with which an event loop tokenises the text in a thread; the tokenizer releases the GIL.
+
+*Shared texts.* Conversations begin with the same instructions and tools, and a template that rewrites the history has
+all of it rendered anew. ``encode_prompt`` splits a text before special tokens, such as ``<|im_start|>``, and keeps the
+ids of long segments. A tokenizer treats the texts between such tokens separately, unless they take the white space
+before them (``lstrip``), are found only between words, or only after other changes. Therefore a text is split only at
+tokens without these features, and only once a probe has shown that texts before and after them do not interact.
 """
 
 from __future__ import annotations
@@ -17,17 +23,21 @@ from __future__ import annotations
 import codecs
 import json
 import re
+import threading
+from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
-from typing import Protocol, TypeVar
+from itertools import pairwise
+from sys import getsizeof
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from attrs import Factory, field, frozen
 from tokenizers import Tokenizer, decoders
 
-from areal_actors.domain import Ints
+from areal_actors.domain import Ints, as_ints
 
 __all__ = ["Detokenizer", "LongText", "Vocabulary", "as_list", "deferring_long_texts"]
 
@@ -43,8 +53,14 @@ _MAX_HELD_TOKENS = 8
 
 _LONG = 16_384
 """Characters that take some milliseconds to tokenise."""
+_MIN_CACHED = 128
+"""Characters that take longer to tokenise than to find: 20 µs instead of 1."""
+_MAX_CACHED_BYTES = 16 * 2**20
+_BORDER_TEXTS = ("a", " ", "a ", " a", "\n\n", "12", " .", "'s", "é", "你好", "▁", "\u0301", "_", "<")
+"""Texts that tokenizers join with what is before or after them, or change at the start or the end of a text."""
 
-EncodedTexts = MutableMapping[Hashable, list[int]]
+IdsT = TypeVar("IdsT", list[int], Ints)
+EncodedTexts = MutableMapping[Hashable, Any]  # ids as the method returns them that was called: a list or an array
 
 _deferred: ContextVar[EncodedTexts | None] = ContextVar("deferred", default=None)
 
@@ -55,7 +71,7 @@ class LongText(Exception):
     ``encode`` returns its ids, and may be called in any thread.
     """
 
-    def __init__(self, key: Hashable, encode: Callable[[], list[int]]) -> None:
+    def __init__(self, key: Hashable, encode: Callable[[], Any]) -> None:
         super().__init__("a long text")
         self.key = key
         self.encode = encode
@@ -71,13 +87,42 @@ def deferring_long_texts(encoded: EncodedTexts) -> Iterator[None]:
         _deferred.reset(token)
 
 
-def _encode_or_defer(key: Hashable, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
+def _encode_or_defer(key: Hashable, num_characters: int, encode: Callable[[], IdsT]) -> IdsT:
     encoded = _deferred.get() if num_characters >= _LONG else None
     if encoded is None:
         return encode()
     if key not in encoded:
         raise LongText(key, encode)
-    return encoded[key]
+    ids: IdsT = encoded[key]
+    return ids
+
+
+class _SegmentCache:
+    """The ids of the segments that were used last, for any number of threads. They take at most 16 MiB."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, Ints] = OrderedDict()
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def get(self, text: str) -> Ints | None:
+        """Return the ids of a segment, or ``None``."""
+        with self._lock:
+            ids = self._ids.get(text)
+            if ids is not None:
+                self._ids.move_to_end(text)
+            return ids
+
+    def put(self, text: str, ids: Ints) -> None:
+        """Keep the ids of a segment, unless it would take the place of too many others."""
+        num_bytes = getsizeof(text) + ids.nbytes
+        with self._lock:
+            if text not in self._ids and num_bytes <= _MAX_CACHED_BYTES // 8:
+                self._ids[text] = ids
+                self._num_bytes += num_bytes
+            while self._num_bytes > _MAX_CACHED_BYTES:
+                text, ids = self._ids.popitem(last=False)
+                self._num_bytes -= getsizeof(text) + ids.nbytes
 
 
 class Detokenizer(Protocol):
@@ -179,6 +224,11 @@ class Vocabulary:
     size: int
     _foreign: re.Pattern[str] | None = field(alias="foreign")
     _foreign_start: re.Pattern[str] | None = field(alias="foreign_start")
+    _added: re.Pattern[str] | None = field(alias="added")
+    """The tokens that the tokenizer finds in a text before it does anything else to it."""
+    _borders: dict[str, bool] = field(alias="borders")
+    """Whether a text may be split before such a token, so far as that is known."""
+    _segments: _SegmentCache = field(init=False, factory=_SegmentCache)
     _bytes_of: Mapping[int, bytes] = field(
         init=False,
         default=Factory(lambda self: _Table(self._look_up_bytes, size=self.size, nothing=b""), takes_self=True),
@@ -203,12 +253,20 @@ class Vocabulary:
         # first, because the alternatives of a regular expression are tried in order.
         spelled = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
         anyone = "|".join(map(re.escape, spelled))
+        added = backend.get_added_tokens_decoder().values()
+        found_first = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
+        # Whether a token is found that must stand alone, as a word, depends on the characters around it.
+        has_borders = bool(found_first) and not any(token.single_word for token in added)
         return Vocabulary(
             backend=backend,
             special=special,
             size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
             foreign=re.compile(anyone) if spelled else None,
             foreign_start=re.compile(f"(?=(?:{anyone}))(.)", re.DOTALL) if spelled else None,
+            added=re.compile("|".join(map(re.escape, found_first))) if has_borders else None,
+            # A token that takes the white space before it would not find it in another segment. Others than special
+            # tokens are often white space themselves, and would make short segments.
+            borders={token.content: False for token in added if token.lstrip or not token.special},
         )
 
     def guard(self, text: str) -> str:
@@ -228,6 +286,51 @@ class Vocabulary:
         if _BREAK not in text:
             return self._encode(text)
         return [token_id for piece in text.split(_BREAK) for token_id in self._encode(piece)]
+
+    def encode_prompt(self, text: str) -> Ints:
+        """Return the ids that ``encode`` returns, int32 [T]. Long segments that occurred before are looked up."""
+        segments = [segment for piece in text.split(_BREAK) for segment in self._split(piece)]
+        known = [self._segments.get(part) if is_cached else None for part, is_cached in segments]
+        num_new = sum(len(part) for (part, _), ids in zip(segments, known, strict=True) if ids is None)
+        return _encode_or_defer((text,), num_new, partial(self._encode_segments, segments, known))
+
+    def _split(self, text: str) -> Iterator[tuple[str, bool]]:
+        """Yield the text in parts that are tokenised separately, each with whether its ids are kept.
+
+        These are long segments, and runs of short ones.
+        """
+        starts = [0]
+        if self._added is not None:
+            starts += [found.start() for found in self._added.finditer(text) if self._is_border(found.group())]
+        done = 0
+        for start, end in pairwise((*starts, len(text))):
+            if end - start >= _MIN_CACHED:
+                if done < start:
+                    yield text[done:start], False
+                yield text[start:end], True
+                done = end
+        if done < len(text):
+            yield text[done:], False
+
+    def _is_border(self, token: str) -> bool:
+        """Return whether a text may be split before this token."""
+        is_border = self._borders.get(token)
+        if is_border is None:
+            befores = [(text, self._encode(text)) for text in (*_BORDER_TEXTS, token)]
+            afters = [(text, self._encode(text)) for text in (token, *(token + text for text in _BORDER_TEXTS))]
+            is_border = self._borders[token] = all(
+                self._encode(before + after) == left + right for before, left in befores for after, right in afters
+            )
+        return is_border
+
+    def _encode_segments(self, segments: Sequence[tuple[str, bool]], known: Sequence[Ints | None]) -> Ints:
+        parts: list[Ints] = []
+        for (text, is_cached), ids in zip(segments, known, strict=True):
+            part = as_ints(self._encode(text)) if ids is None else ids
+            if is_cached and ids is None:
+                self._segments.put(text, part)
+            parts.append(part)
+        return as_ints(np.concatenate(parts)) if parts else as_ints([])
 
     def encode_raw(self, text: str, *, is_start: bool) -> list[int]:
         """Return the ids of a text that was not rendered, with special tokens recognised.

@@ -609,7 +609,7 @@ class SessionManager(Actor[Sessions]):
         """Return the length of the prompt, without recording anything."""
         session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
         request = self._extras[session.id].in_thread(message.request)
-        encoded: dict[Hashable, list[int]] = {}
+        encoded: dict[Hashable, Any] = {}
         while True:
             try:
                 with deferring_long_texts(encoded):
@@ -623,7 +623,7 @@ class SessionManager(Actor[Sessions]):
         Long texts of its prompt are tokenised in a thread. A turn begins at once after the last of them, with the tree
         as it is then.
         """
-        encoded: dict[Hashable, list[int]] = {}
+        encoded: dict[Hashable, Any] = {}
         cut: CachedRequest[PendingRequest] | None = None
         while True:
             # Again after each text, since a retry may have begun meanwhile. But a numbered one that has taken the place

@@ -37,7 +37,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import error_to_data, leaves, root_cause
 from areal_actors.kernel.remote import Peer, ReconnectingConnection, connect, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.gc_tuning import relax_gc, tuned_gc
 from areal_actors.lib.open_files import raise_open_files_limit
 from areal_actors.lib.telemetry import get_logger, logging_to_stream
 from areal_actors.lib.tracing import open_tracing
@@ -91,6 +91,7 @@ class _ControllerLost(Exception):
 def main() -> NoReturn:
     """Run the worker and exit with its status."""
     raise_open_files_limit()
+    relax_gc()
     # Until the worker listens for it: the default action of the signal would end a worker that is still starting. Not
     # by blocking it, which would hold for this thread only, and a numeric library has started others.
     signal.signal(signal.SIGUSR1, lambda number, _: _early_warnings.append(number))

@@ -49,7 +49,7 @@ from areal_actors.journal import SqliteJournal
 from areal_actors.rollouts.group_journal import RestoredQueue, restore_queue
 from areal_actors.run.job import sampling_digest
 from areal_actors.training.actor import parse_position
-from areal_actors.training.checkpoints import find_latest
+from areal_actors.training.stored_checkpoints import find_latest
 
 LIFE_SECONDS = 120.0
 """The longest time until a process serves, or makes a step."""

@@ -39,7 +39,7 @@ def test_prompts_in_chunks_and_decode_steps_are_the_models_own(llama):
         ids = torch.randint(96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
         with torch.inference_mode():
             expected = model(ids).logits
-            decoder = SlotDecoder(LlamaForward(model), TorchOperations(), num_slots=5, max_length=LENGTH)
+            decoder = SlotDecoder(LlamaForward.of(model), TorchOperations(), num_slots=5, max_length=LENGTH)
             numbers = ids.numpy()
             first = decoder.prefill(
                 np.concatenate([numbers[0, :6], numbers[1, :2]]), [Span(3, 0, 6, 0), Span(1, 0, 2, 6)], range(8)
@@ -60,7 +60,7 @@ def test_a_copied_prefix_is_continued(llama):
     """The copy yields what its source would."""
     ids = np.arange(9)
     with torch.inference_mode():
-        decoder = SlotDecoder(LlamaForward(llama), TorchOperations(), num_slots=2, max_length=16)
+        decoder = SlotDecoder(LlamaForward.of(llama), TorchOperations(), num_slots=2, max_length=16)
         expected = decoder.prefill(ids, [Span(0, 0, 9, 0)], [8])
         decoder.copy_prefix(0, 1, 7)
         actual = decoder.prefill(ids[7:], [Span(1, 7, 9, 0)], [1])

@@ -28,13 +28,17 @@ def test_a_saved_model_is_loaded(tmp_path):
 
 
 def test_the_tokenizer_of_a_built_in_model_is_the_one_that_transformers_chooses(tmp_path):
-    """It is loaded without ``AutoTokenizer``, which imports torch, and is equal to what that class loads."""
+    """It is loaded without transformers, which takes long to import, and is equal to what that loads."""
     model = create_tiny(tmp_path)
     with patch.object(AutoTokenizer, "from_pretrained", side_effect=AssertionError):
-        found = load_renderer(model).vocabulary
-    chosen = create_renderer(AutoTokenizer.from_pretrained(model)).vocabulary
+        renderer = load_renderer(model)
+    expected = create_renderer(AutoTokenizer.from_pretrained(model))
+    found, chosen = renderer.vocabulary, expected.vocabulary
 
     assert chosen.special == found.special
+    assert expected.stop_token_ids == renderer.stop_token_ids
+    assert expected.tokenizer.to_str() == renderer.tokenizer.to_str()
+    assert expected.render([say("user", "hi")]).tolist() == renderer.render([say("user", "hi")]).tolist()
     for text in ("", "a\nü 12", "<|im_start|>user\n <tool_call>{}</tool_call><|im_end|>", "\u2009\U0001f600"):
         assert chosen.encode(text) == found.encode(text)
 
@@ -49,6 +53,23 @@ def test_other_tokenizers_are_chosen_by_transformers(tmp_path, declared):
         load_renderer(tmp_path)
 
     assert (declared != {"model_type": "llama"}) == asked.called
+
+
+@pytest.mark.parametrize(
+    "settings", [{"add_bos_token": True}, {"eos_token": "<|other|>"}, {"extra_special_tokens": ["<|x|>"]}]
+)
+def test_a_tokenizer_that_its_settings_change_is_loaded_by_transformers(tmp_path, settings):
+    """Its tokenizer.json alone would be another one."""
+    model = create_tiny(tmp_path)
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    expected = create_renderer(AutoTokenizer.from_pretrained(model))
+
+    renderer = load_renderer(model)
+
+    assert expected.vocabulary.special == renderer.vocabulary.special
+    assert expected.stop_token_ids == renderer.stop_token_ids
+    assert expected.tokenizer.to_str() == renderer.tokenizer.to_str()
 
 
 @pytest.mark.parametrize("config", ['{"eos_token_id": 2}', '{"eos_token_id": null}', "{}", None])

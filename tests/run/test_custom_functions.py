@@ -14,7 +14,7 @@ from areal_actors.config import load_config, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError
 from areal_actors.run.checks import try_functions
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.stored_checkpoints import find_checkpoints
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 CONFIG = EXAMPLES / "tiny.yaml"

@@ -11,7 +11,7 @@ from areal_actors import RunConfig, Server, Trainer, create_config, serve, train
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.errors import ArealError, ConfigError
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.stored_checkpoints import find_checkpoints
 
 pytestmark = pytest.mark.anyio
 

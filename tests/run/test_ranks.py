@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import RunDirectory
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.stored_checkpoints import find_checkpoints
 
 CONFIG = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 SETTINGS = (

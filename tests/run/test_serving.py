@@ -32,7 +32,7 @@ from areal_actors.lib.telemetry import logging_to_stream
 from areal_actors.messages import Endpoint
 from areal_actors.run import Server, Trainer
 from areal_actors.run.serving import describe_service
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

@@ -27,7 +27,7 @@ from click.testing import CliRunner
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.run.signals import EXIT_INTERRUPTED
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

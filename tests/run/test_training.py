@@ -24,7 +24,7 @@ from areal_actors.__main__ import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.run.verifying import verify_run
 from areal_actors.sessions.shards import shard_journal
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "examples" / "tiny.yaml"

@@ -21,14 +21,13 @@ from areal_actors.errors import CheckpointError
 from areal_actors.training import directories
 from areal_actors.training.checkpoints import (
     Contents,
-    find_checkpoints,
-    find_latest,
     generator_states,
     save_checkpoint,
     set_generator_states,
 )
 from areal_actors.training.config import ComputeDtype, Decay, OptimizerConfig, TrainerConfig
 from areal_actors.training.directories import atomic_directory
+from areal_actors.training.stored_checkpoints import find_checkpoints, find_latest
 from areal_actors.training.trainer import PolicyTrainer
 
 CONFIG = TrainerConfig(

@@ -25,12 +25,12 @@ from transformers import AutoModelForCausalLM
 from areal_actors.errors import CheckpointError, ConfigError, GangError, TrainingDiverged
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.run.job import open_policy
-from areal_actors.training.checkpoints import find_latest
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.gang import Gang, assign_passes, connect_store, interface_to, open_store
 from areal_actors.training.layers import decoder_layers
 from areal_actors.training.loading import attach_source, unread_weights
 from areal_actors.training.publication import DiskPublisher
+from areal_actors.training.stored_checkpoints import find_latest
 from areal_actors.training.trainer import PolicyTrainer
 from areal_actors.training.weights import distinct_tensors, export_model, stored_weights
 

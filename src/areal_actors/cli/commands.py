@@ -35,6 +35,7 @@ from areal_actors.cli.explaining import (
 from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError, RunDirectoryError
+from areal_actors.lib.gc_tuning import relax_gc
 
 if TYPE_CHECKING:
     from areal_actors.config import RunConfig
@@ -913,4 +914,5 @@ def main() -> None:
     # It is read when torch is loaded, and inherited by workers.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+    relax_gc()
     cli(prog_name="areal-actors")

@@ -58,7 +58,7 @@ class RoleSpec:
     like say which actors the run has: one with an intake is a service. A proxy with a ``process`` above 0 is a further
     process of a service, with sessions; connections are passed between these processes in the directory ``handover``.
     ``is_replaced_alone`` says whether the worker may be restarted while the others continue; otherwise its end ends the
-    attempt.
+    attempt. ``has_begun`` says whether an earlier process has begun the run, so that its settings have been tried.
     """
 
     role: Role
@@ -80,6 +80,7 @@ class RoleSpec:
     process: int = 0
     handover: Path | None = None
     is_replaced_alone: bool = False
+    has_begun: bool = False
 
     @property
     def version(self) -> int:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from attrs import evolve, frozen
+from tokenizers import Tokenizer
 
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import ModelError, RenderError
@@ -31,6 +32,7 @@ from areal_actors.rendering.template import (
 from areal_actors.rendering.tokens import Vocabulary
 
 if TYPE_CHECKING:
+    from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
 __all__ = ["RendererConfig", "create_renderer", "load_renderer", "probe_adaptation"]
@@ -58,19 +60,7 @@ def load_renderer(model_path: Path | str, *, config: RendererConfig | None = Non
         ModelError: there is no fast tokenizer or no usable chat template.
         ConfigError: the configuration names an unknown format.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        if _has_generic_tokenizer(Path(model_path)):
-            tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_path))
-        else:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(str(model_path))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"No tokenizer can be loaded from {model_path}: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(f"{model_path} has no fast tokenizer; save the model with its tokenizer.json.")
+    tokenizer = _read_plain_tokenizer(Path(model_path)) or _load_any_tokenizer(model_path)
     path, more_stops = Path(model_path) / "generation_config.json", []
     if path.is_file():
         try:
@@ -83,23 +73,69 @@ def load_renderer(model_path: Path | str, *, config: RendererConfig | None = Non
     return create_renderer(tokenizer, config=config, stop_token_ids=stop_token_ids)
 
 
-def _has_generic_tokenizer(directory: Path) -> bool:
-    """Return whether ``AutoTokenizer`` is known to load ``PreTrainedTokenizerFast``, as for every built-in model.
+def _load_any_tokenizer(model_path: Path | str) -> PreTrainedTokenizerFast:
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    ``AutoTokenizer`` imports torch: 2 s of CPU time in a proxy or a worker that has no model.
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ModelError(f"No tokenizer can be loaded from {model_path}: {error}") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise ModelError(f"{model_path} has no fast tokenizer; save the model with its tokenizer.json.")
+    return tokenizer
+
+
+@frozen
+class PlainTokenizer:
+    """A tokenizer as its files have it, with the attributes of a ``PreTrainedTokenizerFast`` that renderers need."""
+
+    backend_tokenizer: Tokenizer
+    chat_template: str
+    special_tokens_map: Mapping[str, str]
+
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]:
+        """Return the tokens that were added to the vocabulary, by their ids."""
+        found: Mapping[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
+        return found
+
+    @property
+    def eos_token_id(self) -> int | None:
+        """Return the id of the token that ends a text."""
+        name = self.special_tokens_map.get("eos_token")
+        found: int | None = None if name is None else self.backend_tokenizer.token_to_id(name)
+        return found
+
+
+def _read_plain_tokenizer(directory: Path) -> PlainTokenizer | None:
+    """Return a tokenizer that transformers would load from ``directory`` without changing it; ``None`` for all others.
+
+    Those of the built-in models are such. transformers takes 0.5 s of CPU time to import, and 2 s with torch, which a proxy or a
+    worker without a model does not need.
     """
     try:
         model = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-        tokenizer = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
-        found = model["model_type"], tokenizer["tokenizer_class"]
-    except (OSError, ValueError, LookupError, TypeError):
-        return False
-    # For some other types of models transformers replaces the class that the tokenizer was saved with.
-    return found == ("llama", "TokenizersBackend") and "auto_map" not in tokenizer
+        settings = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+        template = (directory / "chat_template.jinja").read_text(encoding="utf-8")
+        # For some other types of models transformers replaces the class that the tokenizer was saved with.
+        if (model["model_type"], settings["tokenizer_class"]) != ("llama", "TokenizersBackend"):
+            return None
+        named = {name: settings[name] for name in _NAMED_TOKENS if name in settings}
+        tokenizer = PlainTokenizer(Tokenizer.from_file(str(directory / "tokenizer.json")), template, named)
+    except Exception:  # noqa: BLE001 - tokenizers raises nothing more exact; transformers explains what is wrong
+        return None
+    special = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    # Other settings change the tokenizer, and so does a special token that it does not have yet.
+    is_plain = settings.keys() <= _NAMED_TOKENS | _HARMLESS_SETTINGS and special.issuperset(named.values())
+    return tokenizer if is_plain else None
+
+
+_NAMED_TOKENS = frozenset({"bos_token", "eos_token", "pad_token", "unk_token"})
+_HARMLESS_SETTINGS = frozenset({"backend", "is_local", "local_files_only", "model_max_length", "tokenizer_class"})
 
 
 def create_renderer(
-    tokenizer: PreTrainedTokenizerFast,
+    tokenizer: PreTrainedTokenizerFast | PlainTokenizer,
     *,
     config: RendererConfig | None = None,
     stop_token_ids: Sequence[int] = (),

@@ -31,7 +31,7 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
+from areal_actors.dashboard.record import RunRecord, RunStatus, read_record, write_record
 from areal_actors.dashboard.report import write_report
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError, Unreachable
@@ -148,6 +148,7 @@ class RunController:
         self._num_attempts = 0
         self._is_announced = False
         self._record = RunRecord(status=RunStatus.RUNNING, is_service=plan.is_service)
+        self._has_begun_before = plan.resume and read_record(plan.directory) is not None
         self.has_begun = False
         self.page_url: str | None = None
         self.actors: Mapping[str, Ref[Any]] = {}
@@ -173,6 +174,7 @@ class RunController:
             local_roles=plan.local_roles,
             has_intake=plan.is_service,
             has_rollouts=plan.has_rollouts,
+            has_begun=self._has_begun_before,
             listen=self.control_plane.worker_address(name),
             # A proxy to which connections are forwarded listens elsewhere.
             endpoint=None if self.control_plane.is_forwarding else self._endpoint,
@@ -262,8 +264,7 @@ class RunController:
 
         def find_position() -> tuple[int | None, DataPosition]:
             # In its thread: torch takes seconds to import, and a run from the start needs it in other processes only.
-            from areal_actors.training.actor import parse_position
-            from areal_actors.training.checkpoints import find_latest
+            from areal_actors.training.stored_checkpoints import find_latest, parse_position
 
             found = find_latest(plan.directory.checkpoints)
             return (None, DataPosition()) if found is None else (found.step, parse_position(found.counters["caller"]))
@@ -321,6 +322,9 @@ class RunController:
     @asynccontextmanager
     async def listening(self, endpoint: Endpoint) -> AsyncIterator[None]:
         """Publish the endpoint of a proxy in this process while the block lasts. Its successor listens there, too."""
+        if self.plan.is_handling_signals:
+            # A proxy that answers before the trainer is open completes its requests, too.
+            await self.interrupts.listen()
         self._endpoint = endpoint
         await self.control_plane.directory.ask(EndpointChanged(endpoint=endpoint))
         try:

@@ -46,7 +46,7 @@ class EvaluatedModel:
         if self.run is None:
             assert self.name is not None
             return self.name
-        from areal_actors.training.checkpoints import find_checkpoints
+        from areal_actors.training.stored_checkpoints import find_checkpoints
 
         target = RunDirectory(path=directory)
         if _trained_step(target.weights) == self.step:
@@ -114,7 +114,7 @@ def find_model(config: RunConfig, text: str | None, *, served_name: str | None =
 
 
 def _find_weights(directory: RunDirectory, *, step: int | None) -> EvaluatedModel:
-    from areal_actors.training.checkpoints import find_checkpoints
+    from areal_actors.training.stored_checkpoints import find_checkpoints
 
     name = f"{directory.path.parent.name}-{directory.path.name}"
     steps = {checkpoint.step for checkpoint in find_checkpoints(directory.checkpoints)}

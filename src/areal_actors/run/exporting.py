@@ -20,8 +20,8 @@ from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, resolve
 from areal_actors.run.job import open_policy
 
 if TYPE_CHECKING:
-    from areal_actors.training.checkpoints import Checkpoint
     from areal_actors.training.lora import Adapter
+    from areal_actors.training.stored_checkpoints import Checkpoint
 
 __all__ = ["export_run", "export_run_rows", "load_trained", "parse_steps", "save_weights"]
 
@@ -89,7 +89,7 @@ def export_run(path: Path) -> TrainedModel:
         CheckpointError: the run has no complete checkpoint, or the exported weights are of a later step.
         ModelError: the model that the run started from cannot be found.
     """
-    from areal_actors.training.checkpoints import find_latest
+    from areal_actors.training.stored_checkpoints import find_latest
 
     directory = _find_run(path)
     checkpoint = find_latest(directory.checkpoints)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
@@ -113,6 +114,19 @@ class RoleContext:
     """Starts or awaits the other processes of a training gang."""
 
     @property
+    def answers_first(self) -> bool:
+        """Whether agents are answered before the trainer is opened, which takes several times as long.
+
+        Then the engine begins with the weights of the files: a service that is started again in one process does this.
+        A service that has never run waits for its trainer, so that one that fails because of its settings has accepted
+        no session. Weights that the trainer has to merge, or that servers need, are published by it.
+        """
+        config, spec = self.config, self.spec
+        together = {Role.GENERATION, Role.SESSIONS, Role.PROXY, Role.TRAINER} <= set(spec.local_roles)
+        is_plain = config.served_engine(self.directory.path) is None and config.trainer.lora is None
+        return spec.has_intake and spec.has_begun and together and is_plain
+
+    @property
     def directory(self) -> RunDirectory:
         """The run's directory."""
         return RunDirectory(path=self.spec.directory)
@@ -147,7 +161,30 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
         ) as engine,
         ActorSystem.open(name=context.name) as system,
     ):
-        yield Opened(actors={REPLICA: await spawn_generation(system, engine, name=REPLICA)})
+        generation = await spawn_generation(system, engine, name=REPLICA)
+        if context.answers_first:
+            if context.spec.checkpoint is not None:
+                stored = await to_thread.run_sync(_stored_weights, context, context.spec.checkpoint)
+                await generation.ask(PublishWeights(snapshot=stored))
+            await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=context.spec.attempt))
+        yield Opened(actors={REPLICA: generation})
+
+
+def _stored_weights(context: RoleContext, step: int) -> Snapshot:
+    """Return the weights of the checkpoint of ``step``. Blocks. Raises ``CheckpointError``."""
+    from areal_actors.training.stored_checkpoints import find_latest
+
+    found = find_latest(context.directory.checkpoints)
+    if found is None or found.step != step:
+        raise _other_step(context.directory, None if found is None else found.step, step)
+    return Snapshot(version=step, state=found.load("model"))
+
+
+def _other_step(directory: RunDirectory, found: int | None, step: int) -> CheckpointError:
+    return CheckpointError(
+        f"The newest checkpoint in {directory.checkpoints} is of step {found}, and this attempt goes on from step "
+        f"{step}; another process writes there. Train one run in a directory."
+    )
 
 
 @asynccontextmanager
@@ -347,10 +384,19 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
 
 @asynccontextmanager
 async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
-    """Open the trainer. Engines have its weights, and have passed the capture test, before any agent samples."""
+    """Open the trainer.
+
+    Engines have its weights, and have passed the capture test, before any agent samples; unless a service goes on with
+    weights that have passed it before.
+    """
+    config, directory, find = context.config, context.directory, context.find
+    if context.answers_first:
+        # Not at the same time: the import alone takes seconds of the interpreter's lock, which the proxy needs to open.
+        await (await find(Directory, "directory")).ask(AwaitEndpoint())
+    # On a thread, since agents may be answered already.
+    await to_thread.run_sync(import_module, "areal_actors.training.actor")
     from areal_actors.training.actor import TrainerActor, TrainingPeers
 
-    config, directory, find = context.config, context.directory, context.find
     can_evaluate = context.spec.has_rollouts and bool(config.held_out_sets)
     # An engine in this process is open before the policy is loaded: transformers sets torch's default dtype, which is
     # global, while it loads a model. Loaded at the same time, one model would have tensors in the other's dtype.
@@ -404,10 +450,7 @@ def _load_job(context: RoleContext) -> Job:
     if spec.checkpoint is not None:
         counters = policy.restore(directory.checkpoints)
         if policy.version != spec.checkpoint:
-            raise CheckpointError(
-                f"The newest checkpoint in {directory.checkpoints} is of step {policy.version}, and this attempt goes "
-                f"on from step {spec.checkpoint}; another process writes there. Train one run in a directory."
-            )
+            raise _other_step(directory, policy.version, spec.checkpoint)
     supervised = context.supervised or load_supervised(config)
     settle_team()
     return Job(config=config, directory=directory, policy=policy, supervised=supervised, counters=counters)
@@ -434,8 +477,9 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: Wei
         settle_team()
         return snapshot
 
-    snapshot = await to_thread.run_sync(publish)
-    await generation.ask(PublishWeights(snapshot=snapshot))
+    if not context.answers_first:  # otherwise it has them
+        snapshot = await to_thread.run_sync(publish)
+        await generation.ask(PublishWeights(snapshot=snapshot))
     await check_capture_of(generation, policy=policy, renderer=context.renderer)
     await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=spec.attempt))
     dtype = (await generation.ask(DescribeEngine())).info.dtype
@@ -461,7 +505,7 @@ def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTra
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
     model, adapter = policy.model, policy.adapter
     if not policy.gang.is_alone:  # a process of a gang holds only a shard
-        from areal_actors.training.checkpoints import find_latest
+        from areal_actors.training.stored_checkpoints import find_latest
 
         checkpoint = find_latest(directory.checkpoints)
         assert checkpoint is not None, "training ends with one"

@@ -53,13 +53,18 @@ class Interrupts:
             if self._training is not None:
                 self._tasks.start_soon(self._tell, self._training, name)
 
+    async def listen(self) -> None:
+        """Handle signals from now on. Until there is training to be told, the first one ends the run."""
+        # Only the main thread: Python delivers signals to no other.
+        if not self._is_listening and threading.current_thread() is threading.main_thread():
+            self._is_listening = True
+            await self._tasks.start(self._listen)
+
     @asynccontextmanager
     async def telling(self, training: Ref[Training], *, is_handling_signals: bool = True) -> AsyncIterator[None]:
         """Ask ``training`` to stop on the first signal or request, while the block runs or received before it."""
-        # Only the main thread: Python delivers signals to no other.
-        if is_handling_signals and not self._is_listening and threading.current_thread() is threading.main_thread():
-            await self._tasks.start(self._listen)
-            self._is_listening = True
+        if is_handling_signals:
+            await self.listen()
         self._training = training
         if self._asked is not None:
             self._tasks.start_soon(self._tell, training, self._asked)

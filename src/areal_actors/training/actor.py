@@ -31,12 +31,7 @@ from anyio import to_thread
 from attrs import asdict, evolve, frozen
 
 from areal_actors.domain import (
-    AssignedProblem,
-    DataPosition,
-    DrawnProblem,
     Group,
-    PoolsState,
-    SourcePosition,
 )
 from areal_actors.errors import CaptureViolation, CustomFunctionError, ExportError, TrainingDiverged, TrainingStalled
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread, Ref
@@ -73,6 +68,7 @@ from areal_actors.training.gang_actors import GangPolicy
 from areal_actors.training.metrics import describe_evaluation, mean_reward, step_metrics, supervised_metrics
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
+from areal_actors.training.stored_checkpoints import parse_position
 from areal_actors.training.teaching import GroupTeacher
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -475,34 +471,3 @@ class _MovingAverage:
 
     def state(self) -> dict[str, float]:
         return {"total": self._total, "weight": self._weight}
-
-
-def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
-    """Return the position in the data from a checkpoint's ``counters``, or the start without them."""
-    position = (counters or {}).get("position", {})
-    # Checkpoints of earlier releases have no sources.
-    found = position.get("sources", {}).items()
-    return DataPosition(
-        **_parse_consumed(position),
-        sources={
-            name: SourcePosition(
-                **_parse_consumed(source), weight=float(source["weight"]), num_counted=int(source["num_counted"])
-            )
-            for name, source in found
-        },
-    )
-
-
-def _parse_consumed(position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that positions of a run and of a source have in common."""
-    pools = position.get("pools")
-    return {
-        "next": int(position.get("next", 0)),
-        "pending": tuple(position.get("pending", ())),
-        "pools": None
-        if pools is None
-        else PoolsState(
-            problems=tuple(DrawnProblem(**problem) for problem in pools["problems"]),
-            assigned=tuple(AssignedProblem(**assigned) for assigned in pools["assigned"]),
-        ),
-    }

@@ -17,164 +17,40 @@ The header of a shard says where its rows begin, as torch's ``HuggingFaceStorage
 ``torch.distributed.checkpoint`` reads such a directory, too. That writer is not used: it is not in torch 2.6, and it
 plans each checkpoint by exchanging pickled objects. Torch's other formats are pickle.
 
-The latest checkpoint is found by listing the directory, so no pointer can be out of date. A directory whose document is
-missing, unreadable, or names sizes that the files do not have is incomplete and ignored. ``trainer.py`` and its caller
-define the meaning of the counters; exports for other programs are in ``weights.py``.
+``stored_checkpoints`` finds and reads them. ``trainer.py`` and its caller define what the counters mean; exports for
+other programs are in ``weights.py``.
 """
 
 from __future__ import annotations
 
 import json
-import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from attrs import evolve, field, frozen
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.lib.atomic_write import partial_path, sync_path
-from areal_actors.training.directories import REPLACED, atomic_directory, sweep, write_tensors
+from areal_actors.training.directories import atomic_directory, sweep, write_tensors
 from areal_actors.training.gang import Gang
-from areal_actors.training.sharding import Rows, first_row, local_part, with_local_part
+from areal_actors.training.sharding import Rows
+from areal_actors.training.stored_checkpoints import DOCUMENT, FORMAT, OFFSET, OFFSETS, Checkpoint, find_checkpoints
 
 __all__ = [
-    "Checkpoint",
     "Contents",
-    "StoredTensors",
     "agreed",
-    "find_checkpoints",
-    "find_latest",
     "generator_states",
     "save_checkpoint",
     "save_shards",
     "set_generator_states",
 ]
-
-_DOCUMENT = "checkpoint.json"
-_FORMAT = 1
-_OFFSETS, _OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
-"""Keys of torch's under which the header of a shard says at which index of the whole tensor each part begins."""
-_NAME = re.compile(r"step-(\d{8,})(" + re.escape(REPLACED) + r")?")
-
-
-@frozen(kw_only=True)
-class Checkpoint:
-    """A complete checkpoint on disk. ``counters`` are those that its writer passed."""
-
-    path: Path
-    step: int
-    counters: Mapping[str, Any] = field(factory=dict)
-
-    def has(self, part: str) -> bool:
-        """Return whether the checkpoint has tensors of ``part``."""
-        return bool(self._files(part))
-
-    def tensors(self, part: str, *, like: Callable[[str], Tensor | None] | None = None) -> StoredTensors:
-        """Return the tensors of ``part`` ("model", "optimizer", "rng"), to be read one at a time.
-
-        If ``like`` returns a sharded tensor of its shape for a name, that tensor is sharded in the same way.
-
-        Raises ``CheckpointError`` if they cannot be read.
-        """
-        files = self._files(part)
-        if not files:
-            raise CheckpointError(f"{self.path} cannot be read: it has no {part}.")
-        return StoredTensors(files, like or (lambda _: None))
-
-    def load(self, part: str) -> dict[str, Tensor]:
-        """Return the whole tensors of ``part``, on the CPU. Raises ``CheckpointError`` if they cannot be read."""
-        return dict(self.tensors(part))
-
-    def _files(self, part: str) -> list[Path]:
-        whole = self.path / f"{part}.safetensors"
-        return [whole] if whole.is_file() else sorted((self.path / part).glob("shard-*.safetensors"))
-
-
-@frozen
-class _Piece:
-    """Consecutive rows of a tensor, from ``first`` on, in an open file."""
-
-    file: Any
-    first: int
-    shape: tuple[int, ...]
-
-    @property
-    def end(self) -> int:
-        return self.first + self.shape[0]
-
-
-class StoredTensors(Mapping[str, Tensor]):
-    """Tensors in ``files``, whole or in shards, which are read each time that they are asked for.
-
-    They are whole and on the CPU, unless ``like`` returns a sharded tensor of the same shape: then only this rank's
-    rows are read.
-
-    Raises ``CheckpointError`` if they cannot be read.
-    """
-
-    def __init__(self, files: Sequence[Path], like: Callable[[str], Tensor | None]) -> None:
-        self._like = like
-        self._pieces: dict[str, list[_Piece]] = {}
-        for path in files:
-            with _reading(path):
-                file: Any = safe_open(path, framework="pt")
-                offsets = json.loads((file.metadata() or {}).get(_OFFSETS, "{}"))
-                for name in file.keys():  # noqa: SIM118 - it is not a mapping
-                    first = offsets.get(name, {}).get(_OFFSET) or [0]
-                    piece = _Piece(file, first[0], tuple(file.get_slice(name).get_shape()))
-                    # Shards are in the order of their rows.
-                    self._pieces.setdefault(name, []).append(piece)
-
-    def shape(self, name: str) -> torch.Size:
-        """Return the shape of the whole tensor."""
-        last = self._pieces[name][-1]
-        return torch.Size((last.end, *last.shape[1:]) if last.shape else ())
-
-    def digest(self) -> str:
-        """Return a hash of the names and shapes: a step has one checkpoint, and its document has the sizes."""
-        return sha256(repr([(name, tuple(self.shape(name))) for name in self]).encode()).hexdigest()
-
-    def __getitem__(self, name: str) -> Tensor:
-        pieces, like = self._pieces[name], self._like(name)
-        if isinstance(like, DTensor) and like.shape == self.shape(name):
-            first = first_row(like)
-            return with_local_part(self.rows(name, first, first + len(local_part(like))), like)
-        if len(pieces) > 1:
-            return self.rows(name, 0, pieces[-1].end)
-        with _reading(name):
-            whole: Tensor = pieces[0].file.get_tensor(name)
-            return whole
-
-    def rows(self, name: str, first: int, stop: int) -> Tensor:
-        """Return the rows of a tensor from ``first`` to before ``stop``, on the CPU; a scalar is one row."""
-        pieces = self._pieces[name]
-        if not pieces[0].shape:
-            with _reading(name):
-                scalar: Tensor = pieces[0].file.get_tensor(name)
-                return scalar
-        with _reading(name):
-            parts = [
-                piece.file.get_slice(name)[max(first - piece.first, 0) : min(stop, piece.end) - piece.first]
-                for piece in pieces
-                if max(first, piece.first) < min(stop, piece.end)
-            ]
-            # A rank has no rows of a tensor that has fewer than there are ranks.
-            return torch.cat(parts or [pieces[0].file.get_slice(name)[0:0]])
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._pieces)
-
-    def __len__(self) -> int:
-        return len(self._pieces)
 
 
 @frozen(kw_only=True)
@@ -242,8 +118,8 @@ def save_checkpoint(
                 "ranks need one file system; set the run directory to a shared one."
             )
         # Written last: a directory without it is incomplete.
-        document = {"format": _FORMAT, "step": step, "sizes": sizes, "counters": dict(contents.counters)}
-        (partial / _DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
+        document = {"format": FORMAT, "step": step, "sizes": sizes, "counters": dict(contents.counters)}
+        (partial / DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
     # Only now: until the new one is complete, a run resumes from these.
     for old in find_checkpoints(root)[:-num_kept]:
         shutil.rmtree(old.path, ignore_errors=True)
@@ -278,10 +154,10 @@ def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, R
             # What is not sharded is the same on all ranks.
             own = {name: rows for name, rows in found.items() if gang.rank == 0 or (rows.is_sharded and len(rows.part))}
             offsets = {
-                name: {_OFFSET: [rows.first, *[0] * (rows.part.ndim - 1)] if rows.part.ndim else []}
+                name: {OFFSET: [rows.first, *[0] * (rows.part.ndim - 1)] if rows.part.ndim else []}
                 for name, rows in own.items()
             }
-            metadata = {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+            metadata = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
             write_tensors(partial / names[index], {name: rows.part for name, rows in own.items()}, metadata=metadata)
             # The first rank may be on another machine, and cannot do this.
             sync_path(partial / names[index])
@@ -308,35 +184,6 @@ def agreed(gang: Gang, problem: str) -> Iterator[None]:
             f"{problem}: rank {int(failed.argmax())} failed, and names the error in its log. All ranks need the run "
             "directory under one path."
         )
-
-
-@contextmanager
-def _reading(what: object) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, ValueError) as error:
-        raise CheckpointError(f"{what} cannot be read: {error}.") from error
-
-
-def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
-    """Return all complete checkpoints in ``root``, oldest first; none if it does not exist."""
-    names = sorted(root.glob("step-*"), key=lambda path: path.name) if root.is_dir() else []
-    found: dict[int, Checkpoint] = {}
-    for path in filter(lambda path: _NAME.fullmatch(path.name), names):
-        try:
-            document = json.loads((path / _DOCUMENT).read_text(encoding="utf-8"))
-            sizes = {name: (path / name).stat().st_size for name in document["sizes"]}
-            if document["format"] == _FORMAT and sizes == document["sizes"]:
-                checkpoint = Checkpoint(path=path, step=document["step"], counters=document["counters"])
-                found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it is incomplete
-    return tuple(found[step] for step in sorted(found))
-
-
-def find_latest(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint of the highest step, or ``None``."""
-    return next(reversed(find_checkpoints(root)), None)
 
 
 def generator_states() -> dict[str, Tensor]:

@@ -22,10 +22,10 @@ from areal_actors.lib.openmp import settle_team
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.lib.threads import ThreadHangs
 from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
-from areal_actors.training.checkpoints import Checkpoint
 from areal_actors.training.gang import Gang, connect_store, open_store
 from areal_actors.training.publication import Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
+from areal_actors.training.stored_checkpoints import Checkpoint
 from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = ["GangPolicy", "RankActor"]

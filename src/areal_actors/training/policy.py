@@ -24,10 +24,8 @@ from areal_actors.errors import ArealError, CheckpointError, GangError
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.checkpoints import (
-    Checkpoint,
     Contents,
     agreed,
-    find_latest,
     generator_states,
     save_checkpoint,
     save_shards,
@@ -51,6 +49,7 @@ from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
 from areal_actors.training.phases import Phase, check_phases, count_steps, phase_of, require_same_phases
 from areal_actors.training.sharding import Rows, gather, shard
+from areal_actors.training.stored_checkpoints import Checkpoint, find_latest
 from areal_actors.training.tree_attention import attention_number, set_attention_number
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, stored_weights, tied_names
 

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from areal_actors.errors import CheckpointError
 from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, checkpoint_layout, pack_names
-from areal_actors.training.checkpoints import Checkpoint, StoredTensors
 from areal_actors.training.directories import atomic_directory, write_buckets
+from areal_actors.training.stored_checkpoints import Checkpoint, StoredTensors
 
 __all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "stored_weights", "tied_names", "write_config"]
 

@@ -47,10 +47,10 @@ from areal_actors.messages import (
 )
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.training.actor import TrainerActor, TrainingPeers, parse_position
-from areal_actors.training.checkpoints import find_checkpoints
+from areal_actors.training.actor import TrainerActor, TrainingPeers
 from areal_actors.training.config import CheckpointConfig, EvaluationConfig, StopConfig, TrainerConfig, TrainingPlan
 from areal_actors.training.publication import DiskPublisher, Publisher
+from areal_actors.training.stored_checkpoints import find_checkpoints, parse_position
 from areal_actors.training.trainer import PolicyTrainer
 
 pytestmark = pytest.mark.anyio

@@ -36,8 +36,9 @@ from areal_actors.generation.base import (
 )
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
-from areal_actors.generation.torch.forward import Forward, create_forward
+from areal_actors.generation.torch.forward import Forward, LlamaForward, create_forward
 from areal_actors.generation.torch.graphs import create_runner
+from areal_actors.generation.torch.known_models import find_shape, keep_shape, open_known
 from areal_actors.generation.torch.scheduler import Generation, Tokens
 from areal_actors.generation.torch.worker import (
     Abort,
@@ -132,7 +133,15 @@ class TorchEngine:
         dtype, device = getattr(torch, self._info.dtype), self._info.device
 
         def open_forward() -> Forward:
-            return create_forward(own_copy(model, dtype, device))
+            directory = Path(model) if isinstance(model, str | Path) else None
+            if directory is not None and (shape := find_shape(directory, device)) is not None:
+                known = open_known(directory, shape, dtype=dtype, device=device)
+                if known is not None:
+                    return known
+            forward = create_forward(own_copy(model, dtype, device))
+            if directory is not None and isinstance(forward, LlamaForward):
+                keep_shape(directory, device, forward.shape)
+            return forward
 
         def report(news: Report) -> None:
             post(lambda: self._take(news))
@@ -369,26 +378,32 @@ class _Stream:
 
 
 def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
-    if isinstance(model, str | Path):
-        from transformers import AutoConfig
-
-        try:
-            settings = AutoConfig.from_pretrained(model, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise ModelError(f"{model} is not a directory of a transformers model: {error}") from error
-    else:
-        settings = model.config
     device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    limit = getattr(settings, "max_position_embeddings", None) or config.max_length
+    if isinstance(model, str | Path) and (shape := find_shape(Path(model), device)) is not None:
+        name, vocab_size, limit = str(model), shape.vocab_size, shape.context_length
+    else:
+        settings = model.config if not isinstance(model, str | Path) else _read_settings(model)
+        name = str(getattr(settings, "name_or_path", "") or type(model).__name__)
+        vocab_size, limit = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
+    limit = limit or config.max_length
     return EngineInfo(
         name="torch",
-        model=str(getattr(settings, "name_or_path", "") or type(model).__name__),
-        vocab_size=settings.vocab_size,
+        model=name,
+        vocab_size=vocab_size,
         context_length=min(config.max_length, limit),
         dtype=choose_dtype(config.dtype, device),
         device=device,
         max_concurrent=config.max_concurrent,
     )
+
+
+def _read_settings(model: str | Path) -> Any:
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{model} is not a directory of a transformers model: {error}") from error
 
 
 def own_copy(model: Any, dtype: torch.dtype, device: str) -> Any:

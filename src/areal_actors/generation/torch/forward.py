@@ -15,7 +15,7 @@ matrices and the model's own are dropped; ``parameters`` are views by the names 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, Protocol
 
@@ -31,7 +31,16 @@ from areal_actors.generation.torch.attention import DecodeLayout, KeyValues, Spa
 from areal_actors.lib.checkpoint_tensors import LazyTensors, read_checkpoint
 from areal_actors.lib.routers import find_routers
 
-__all__ = ["FlatBatch", "Forward", "GenericForward", "LlamaForward", "LlamaLayer", "create_forward", "load_snapshot"]
+__all__ = [
+    "FlatBatch",
+    "Forward",
+    "GenericForward",
+    "LlamaForward",
+    "LlamaLayer",
+    "LlamaShape",
+    "create_forward",
+    "load_snapshot",
+]
 
 PROBE_LENGTH = 12
 TOLERANCE = 2e-3
@@ -78,14 +87,14 @@ def create_forward(model: Any) -> Forward:
     return _choose_path(model if is_single else copy.deepcopy(model).float())(model)
 
 
-def _choose_path(model: Any) -> type[LlamaForward | GenericForward]:
+def _choose_path(model: Any) -> Callable[[Any], Forward]:
     device = model.get_input_embeddings().weight.device
     vocab_size = model.get_input_embeddings().weight.shape[0]
     # Two short sequences; a generator of our own, so that the caller's random numbers do not change.
     ids = torch.randint(vocab_size, (2, PROBE_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     expected = _Probe(ids, torch.log_softmax(model(input_ids=ids, use_cache=False).logits, -1))
-    if LlamaForward.accepts(model) and _deviation(LlamaForward(model), expected) <= TOLERANCE:
-        return LlamaForward
+    if LlamaForward.accepts(model) and _deviation(LlamaForward.of(model), expected) <= TOLERANCE:
+        return LlamaForward.of
     deviation = _deviation(GenericForward(model), expected)
     # NaN is too large as well.
     if not deviation <= TOLERANCE:
@@ -141,6 +150,7 @@ def _deviation(forward: Forward, probe: _Probe) -> float:
 
 
 _ARCHITECTURES = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"})
+_FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 @define(eq=False)
@@ -161,6 +171,62 @@ class LlamaLayer:
     down: torch.Tensor
 
 
+@frozen(kw_only=True)
+class LlamaShape:
+    """All that ``LlamaForward`` has to know of a model, apart from its weights.
+
+    ``frequencies`` are those of the rotary embedding, [head_dim / 2], and ``rope_scaling`` the factor of its sines.
+    """
+
+    vocab_size: int
+    context_length: int | None
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    is_tied: bool
+    has_biases: bool
+    has_head_norms: bool
+    rope_type: str
+    rope_scaling: float
+    frequencies: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> LlamaShape:
+        """Return the shape of a transformers model that ``LlamaForward`` accepts."""
+        config, rotary, attention = model.config, model.model.rotary_emb, model.model.layers[0].self_attn
+        return cls(
+            vocab_size=config.vocab_size,
+            context_length=getattr(config, "max_position_embeddings", None),
+            num_layers=len(model.model.layers),
+            num_heads=config.num_attention_heads,
+            num_kv_heads=config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            eps=config.rms_norm_eps,
+            is_tied=model.lm_head.weight is model.model.embed_tokens.weight,
+            has_biases=attention.q_proj.bias is not None,
+            has_head_norms=hasattr(attention, "q_norm"),
+            rope_type=str(getattr(rotary, "rope_type", "default")),
+            rope_scaling=float(rotary.attention_scaling),
+            frequencies=tuple(rotary.inv_freq.tolist()),
+        )
+
+    def weights(self) -> Iterator[str]:
+        """Yield the names of the weights, as they are in the state dict of the model; a tied one once."""
+        yield "model.embed_tokens.weight"
+        for layer in range(self.num_layers):
+            prefix = f"model.layers.{layer}."
+            yield from (f"{prefix}{name}.weight" for name in ("input_layernorm", "post_attention_layernorm"))
+            yield from (f"{prefix}self_attn.{name}_proj.weight" for name in "qkvo")
+            yield from (f"{prefix}self_attn.{name}_proj.bias" for name in "qkv" if self.has_biases)
+            yield from (f"{prefix}self_attn.{name}_norm.weight" for name in "qk" if self.has_head_norms)
+            yield from (f"{prefix}mlp.{name}_proj.weight" for name in ("gate", "up", "down"))
+        yield "model.norm.weight"
+        if not self.is_tied:
+            yield "lm_head.weight"
+
+
 class LlamaForward:
     """Runs a decoder with gated MLPs and rotary grouped-query attention on flat batches."""
 
@@ -176,63 +242,67 @@ class LlamaForward:
             and getattr(model.model.layers[0].self_attn.o_proj, "bias", None) is None
             and all(kind == "full_attention" for kind in windows)
             and (type(model).__name__ != "MistralForCausalLM" or config.sliding_window is None)
+            # The frequencies of the others change with the length of what they rotate.
+            and str(getattr(model.model.rotary_emb, "rope_type", "default")) in _FIXED_ROTATIONS
         )
 
-    def __init__(self, model: Any) -> None:
-        self.config = config = model.config
-        self.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        self.num_heads, self.num_kv_heads = config.num_attention_heads, config.num_key_value_heads
-        self.eps = config.rms_norm_eps
-        self.rotary = model.model.rotary_emb
+    @classmethod
+    def of(cls, model: Any) -> LlamaForward:
+        """Create the forward of a transformers model, and take its weights over."""
+        return cls(LlamaShape.of(model), dict(model.named_parameters()))
+
+    def __init__(self, shape: LlamaShape, weights: Mapping[str, torch.Tensor]) -> None:
+        """Create a forward of ``weights``, each of which is read once."""
+        self.shape = shape
+        self.head_dim, self.eps = shape.head_dim, shape.eps
+        self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
+        self._weights = weights
         self.parameters: dict[str, torch.Tensor] = {}
         self.aliases: Mapping[str, str] = {}
-        self.embed = self._keep("model.embed_tokens.weight", model.model.embed_tokens.weight)
-        self.layers = [self._fuse(f"model.layers.{i}.", layer) for i, layer in enumerate(model.model.layers)]
-        self.norm = self._keep("model.norm.weight", model.model.norm.weight)
-        if model.lm_head.weight is model.model.embed_tokens.weight:
+        self.embed = self._keep("model.embed_tokens.weight")
+        self._frequencies = torch.tensor(shape.frequencies, dtype=torch.float32, device=self.embed.device)
+        self.layers = [self._fuse(f"model.layers.{index}.") for index in range(shape.num_layers)]
+        self.norm = self._keep("model.norm.weight")
+        if shape.is_tied:
             self.head = self.embed
             self.aliases = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
-            self.head = self._keep("lm_head.weight", model.lm_head.weight)
+            self.head = self._keep("lm_head.weight")
+        # Those of the model are in two matrices each by now, and can be freed.
+        self._weights = {}
 
-    def _keep(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        self.parameters[name] = weight.detach()
+    def rotary(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosines and sines [..., head_dim] of int64 ``positions`` [...], in the dtype of ``like``."""
+        angles = positions[..., None].float() * self._frequencies
+        both = torch.cat((angles, angles), dim=-1)
+        scaling = self.shape.rope_scaling
+        return (both.cos() * scaling).to(like.dtype), (both.sin() * scaling).to(like.dtype)
+
+    def _keep(self, name: str) -> torch.Tensor:
+        self.parameters[name] = self._weights[name].detach()
         return self.parameters[name]
 
-    def _join(self, prefix: str, names: tuple[str, ...], owner: Any, kind: str) -> torch.Tensor | None:
+    def _join(self, prefix: str, names: tuple[str, ...], kind: str) -> torch.Tensor:
         """Concatenate several parameters into one matrix; each name's parameter becomes a view of it."""
-        if getattr(getattr(owner, names[0]), kind) is None:
-            return None
-        parts = [getattr(getattr(owner, name), kind).detach() for name in names]
+        parts = [self._weights[f"{prefix}{name}.{kind}"].detach() for name in names]
         joined = torch.cat(parts)
         views = torch.split(joined, [len(part) for part in parts])
         self.parameters.update({f"{prefix}{name}.{kind}": view for name, view in zip(names, views, strict=True)})
         return joined
 
-    def _fuse(self, prefix: str, layer: Any) -> LlamaLayer:
-        attention, mlp = layer.self_attn, layer.mlp
+    def _fuse(self, prefix: str) -> LlamaLayer:
         projections = ("q_proj", "k_proj", "v_proj")
-        bias = self._join(f"{prefix}self_attn.", projections, attention, "bias")
-        qkv = self._join(f"{prefix}self_attn.", projections, attention, "weight")
-        gate_up = self._join(f"{prefix}mlp.", ("gate_proj", "up_proj"), mlp, "weight")
-        assert qkv is not None
-        assert gate_up is not None
-        head_norms = [
-            self._keep(f"{prefix}self_attn.{name}.weight", getattr(attention, name).weight)
-            if hasattr(attention, name)
-            else None
-            for name in ("q_norm", "k_norm")
-        ]
+        has_norms = self.shape.has_head_norms
         return LlamaLayer(
-            input_norm=self._keep(f"{prefix}input_layernorm.weight", layer.input_layernorm.weight),
-            qkv=qkv,
-            qkv_bias=bias,
-            q_norm=head_norms[0],
-            k_norm=head_norms[1],
-            out=self._keep(f"{prefix}self_attn.o_proj.weight", attention.o_proj.weight),
-            post_norm=self._keep(f"{prefix}post_attention_layernorm.weight", layer.post_attention_layernorm.weight),
-            gate_up=gate_up,
-            down=self._keep(f"{prefix}mlp.down_proj.weight", mlp.down_proj.weight),
+            input_norm=self._keep(f"{prefix}input_layernorm.weight"),
+            qkv=self._join(f"{prefix}self_attn.", projections, "weight"),
+            qkv_bias=self._join(f"{prefix}self_attn.", projections, "bias") if self.shape.has_biases else None,
+            q_norm=self._keep(f"{prefix}self_attn.q_norm.weight") if has_norms else None,
+            k_norm=self._keep(f"{prefix}self_attn.k_norm.weight") if has_norms else None,
+            out=self._keep(f"{prefix}self_attn.o_proj.weight"),
+            post_norm=self._keep(f"{prefix}post_attention_layernorm.weight"),
+            gate_up=self._join(f"{prefix}mlp.", ("gate_proj", "up_proj"), "weight"),
+            down=self._keep(f"{prefix}mlp.down_proj.weight"),
         )
 
     def run(self, batch: FlatBatch, attention: StepAttention) -> torch.Tensor:

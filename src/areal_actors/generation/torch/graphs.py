@@ -288,11 +288,8 @@ class SlotDecoder:
 
     @staticmethod
     def accepts(forward: object) -> bool:
-        """Return whether the forward can be run so: a Llama whose rotation depends on nothing but the position."""
-        if not isinstance(forward, LlamaForward):
-            return False
-        kind = str(getattr(forward.rotary, "rope_type", "default"))
-        return kind in {"default", "linear", "llama3", "yarn"} and forward.head_dim % 2 == 0
+        """Return whether the forward can be run so: a Llama, whose rotation depends on nothing but the position."""
+        return isinstance(forward, LlamaForward) and forward.head_dim % 2 == 0
 
     def __init__(self, forward: LlamaForward, operations: Operations, *, num_slots: int, max_length: int) -> None:
         self._operations = operations

@@ -1,0 +1,113 @@
+"""Models that an engine of this machine has tried before: they are opened from their files alone.
+
+Before the lean path is used for a model, it is compared with the model itself (``forward.create_forward``), for which
+transformers has to be imported and the model built: 4 s of CPU time for a model of a few megabytes. The outcome depends
+on the configuration, the code and the device, not on the numbers in the weights, so it is kept in the cache directory:
+the shape of each model for which the lean path was right. An engine that finds it reads the weights and serves.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from functools import cache
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from attrs import asdict, frozen
+from safetensors import SafetensorError, safe_open
+
+from areal_actors.generation.torch.forward import LlamaForward, LlamaShape
+from areal_actors.lib.atomic_write import atomic_write
+from areal_actors.models import cache_directory
+
+__all__ = ["find_shape", "keep_shape", "open_known"]
+
+_SOURCES = ("forward.py", "attention.py", "known_models.py")
+"""The files whose code the outcome depends on."""
+
+
+def find_shape(model: Path, device: str) -> LlamaShape | None:
+    """Return the shape of the model in the directory ``model``, if the lean path computes it on ``device``."""
+    try:
+        found = json.loads(_path(model, device).read_text(encoding="utf-8"))
+        return LlamaShape(**found | {"frequencies": tuple(found["frequencies"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def keep_shape(model: Path, device: str, shape: LlamaShape) -> None:
+    """Note that the lean path computes the model in the directory ``model`` on ``device``.
+
+    A cache that cannot be written is left as it is: the next engine tries the model again.
+    """
+    with suppress(OSError):
+        path = _path(model, device)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        atomic_write(path, json.dumps(asdict(shape)) + "\n")
+
+
+def open_known(model: Path, shape: LlamaShape, *, dtype: torch.dtype, device: str) -> LlamaForward | None:
+    """Return the forward of the model in the directory ``model``, read from its files.
+
+    Returns ``None`` if they are not simply its weights by their names. transformers then reads or refuses them.
+    """
+    try:
+        weights = _StoredWeights(_files_of(model), dtype, device)
+        if {*shape.weights()} != weights.keys() - ({"lm_head.weight"} if shape.is_tied else set()):
+            return None
+        return LlamaForward(shape, weights)
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
+        return None
+
+
+@frozen(eq=False)
+class _StoredWeights(Mapping[str, torch.Tensor]):
+    """The tensors in ``files``, by name: the file that each is in. Each is read when it is asked for."""
+
+    files: Mapping[str, Any]
+    dtype: torch.dtype
+    device: str
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        tensor: torch.Tensor = self.files[name].get_tensor(name)
+        if not tensor.is_floating_point():
+            raise ValueError(f"{name} has integers")
+        return tensor.to(device=self.device, dtype=self.dtype)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.files)
+
+    def __len__(self) -> int:
+        return len(self.files)
+
+
+def _files_of(model: Path) -> Mapping[str, Any]:
+    """Return the open file of each weight by its name."""
+    index = model / "model.safetensors.index.json"
+    names = {"model.safetensors"}
+    if index.is_file():
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    files: dict[str, Any] = {}
+    for name in sorted(names):
+        file: Any = safe_open(model / name, framework="pt")
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _path(model: Path, device: str) -> Path:
+    settings = (model / "config.json").read_bytes()
+    return cache_directory() / "lean" / f"{sha256(_fingerprint(device).encode() + settings).hexdigest()[:32]}.json"
+
+
+@cache
+def _fingerprint(device: str) -> str:
+    """Return what the outcome depends on, apart from the model."""
+    sources = [sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in _SOURCES]
+    chip = torch.cuda.get_device_name(device) if device.startswith("cuda") else platform.machine()
+    return repr([*sources, torch.__version__, version("transformers"), device, chip])

@@ -1,10 +1,10 @@
 """``python -m tests.chaos.crowd --sessions 1000``: many live sessions at a service that is killed again and again.
 
 One process holds all sessions. Each takes turns with pauses between them, rewards some of its answers, ends, and is
-replaced by another. The service is killed at random, every ``--every`` seconds on the average but not before it has
-answered, and started again. Afterwards, every turn, reward and end that was acknowledged must be in the journal as it
-was told, whether its session is alive, waits or was trained; and the rows that were trained must have exactly these
-turns of their session, with the tokens of the journal and the returns of these rewards.
+replaced by another. The service is killed at random, ``--every`` seconds after its first answer on the average, and
+started again. Afterwards, every turn, reward and end that was acknowledged must be in the journal as it was told,
+whether its session is alive, waits or was trained; and the rows that were trained must have exactly these turns of
+their session, with the tokens of the journal and the returns of these rewards.
 
 ``soak-sessions.json`` has, by minute, the memory of the service and how long turns took that met no kill; and for each
 life of the service, the seconds and the CPU time from its start to an answer.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import sqlite3
 import tempfile
 import time
@@ -200,7 +201,7 @@ async def soak(
                 raise Failed(f"life {crowd.life} has answered nothing: {dict(crowd.counts)}\n{service.output_tail()}")
             process = psutil.Process(service.process.pid)
             seconds, cpu = time.monotonic() - service.began, sum(process.cpu_times()[:2])
-            until = service.began + crowd.random.uniform(0, 2 * every)
+            until = time.monotonic() + crowd.random.uniform(0, 2 * every)
             while True:
                 crowd.minute.megabytes.append(process.memory_info().rss / MEGABYTE)
                 if (left := until - time.monotonic()) <= 0:
@@ -226,7 +227,7 @@ async def soak(
             crowd.life, crowd.answered = crowd.life + 1, anyio.Event()
             service = start(directory)
         tasks.cancel_scope.cancel()
-    if code := service.interrupt(15, 300):
+    if code := service.interrupt(signal.SIGTERM, 300):
         raise Failed(f"the service left with {code}:\n{service.output_tail()}")
     compared: Counter[str] = Counter()
     problems = [*crowd.problems, *compare(directory / "run", crowd, compared)]
@@ -312,7 +313,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.crowd")
     parser.add_argument("--sessions", type=int, default=1000)
     parser.add_argument("--minutes", type=float, default=30.0)
-    parser.add_argument("--every", type=float, default=20.0, help="mean seconds between two kills")
+    parser.add_argument("--every", type=float, default=20.0, help="mean seconds from an answer to a kill")
     parser.add_argument("--pause", type=float, default=60.0, help="mean seconds between two turns of a session")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--output", type=Path, default=Path(), help="where the figures are written")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -26,6 +26,7 @@ from areal_actors.bugs import (
     open_bugs,
     read_bug,
     write_task,
+    write_tasks,
 )
 from areal_actors.bugs.mutations import Module
 from areal_actors.bugs.tasks import splice
@@ -190,6 +191,30 @@ async def test_one_answer_repairs_a_bug(tmp_path, level, anyio_backend):
         (request,) = model.requests
         assert request["messages"] == create_messages(told)
     assert bug.original not in (tmp_path / "task" / "instruction.md").read_text()
+
+
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])
+async def test_each_letter_is_right_equally_often(seen, tmp_path):
+    """At level 0, in each set and up to each of its tasks, so that nothing is learned by the most frequent letter."""
+    config = BugConfig(is_one_line=True, min_code_lines=Level.CHOICE.min_code_lines, max_per_function=9)
+    found, _ = await generate("colorsys", config, num=14)
+
+    async def repeated() -> AsyncIterator[Bug]:
+        for bug in found:
+            yield bug
+
+    letters = {}
+    for seed in (0, 1, 2):
+        with (tmp_path / "problems.jsonl").open("w") as problems:
+            assert 14 == await write_tasks(repeated(), Level.CHOICE, tmp_path, problems, num=99, seed=seed)
+        told = [read_bug(task) for task in sorted(tmp_path.glob("colorsys-*"))]
+        assert [one["line"] for one in told] == [one["choices"]["ABCD".index(one["answer"])] for one in told]
+        assert all(len(set(one["choices"])) == 4 for one in told)
+        letters[seed] = "".join(one["answer"] for one in told)
+        for num in range(1, 15):
+            counts = [letters[seed][:num].count(letter) for letter in "ABCD"]
+            assert max(counts) - min(counts) <= 1
+    assert len(set(letters.values())) == 3
 
 
 def test_what_is_told_grows_less_with_the_level():

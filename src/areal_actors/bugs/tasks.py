@@ -67,10 +67,13 @@ class Level(IntEnum):
 # -------------------------------------------------------------------------------------------------- directories
 
 
-def write_task(bug: Bug, level: Level, directory: Path, *, seed: int = 0) -> None:
-    """Write the task directory of a bug. Replaces one that is there."""
+def write_task(bug: Bug, level: Level, directory: Path, *, number: int = 0, seed: int = 0) -> None:
+    """Write the task directory of a bug. Replaces one that is there.
+
+    ``number`` counts the tasks of a set: of each four in a row at level 0, each has another letter.
+    """
     shutil.rmtree(directory, ignore_errors=True)
-    content = _describe(bug, level, seed)
+    content = _describe(bug, level, number, seed)
     files = {
         "instruction.md": _instruction(content, level),
         "task.toml": (
@@ -115,7 +118,7 @@ async def write_tasks(
     written = 0
     async for bug in bugs:
         path = directory / f"{bug.module.name}-{written:04d}"
-        write_task(bug, level, path, seed=seed)
+        write_task(bug, level, path, number=written, seed=seed)
         problem = load_task(path).problem
         if level.shows_function:
             problem["messages"] = create_messages(read_bug(path))
@@ -141,7 +144,7 @@ cp "$here/original.py" "$(cat "$here/path")"
 """
 
 
-def _describe(bug: Bug, level: Level, seed: int) -> dict[str, Any]:
+def _describe(bug: Bug, level: Level, number: int, seed: int) -> dict[str, Any]:
     """Return the description of a bug for the verifier, as JSON."""
     parsed = Module(bug.source)
     function = next(one for one in parsed.functions if one.name == bug.function)
@@ -165,9 +168,13 @@ def _describe(bug: Bug, level: Level, seed: int) -> dict[str, Any]:
         "passing": list(bug.passing),
     }
     if level is Level.CHOICE:
+        # In the order of the file, the last letter would seldom be right, and a policy learns the most frequent one.
+        # So the letters are shuffled, and each of four tasks in a row has another right one, from a deck of the seed.
+        deck = list(range(_NUM_CHOICES))
+        random.Random(f"{seed} {number // _NUM_CHOICES}").shuffle(deck)  # noqa: S311 - not for secrets
         draw = random.Random(f"{seed} {bug.source}")  # noqa: S311 - not for secrets
-        others = [number for number in function.code_lines if number != bug.lines[0]]
-        choices = sorted([bug.lines[0], *draw.sample(others, _NUM_CHOICES - 1)])
+        choices = draw.sample([line for line in function.code_lines if line != bug.lines[0]], _NUM_CHOICES - 1)
+        choices.insert(deck[number % _NUM_CHOICES], bug.lines[0])
         described["choices"] = choices
         described["answer"] = chr(ord("A") + choices.index(bug.lines[0]))
     return described
@@ -241,7 +248,7 @@ _EXAMPLES: tuple[dict[str, Any], ...] = (
         "start": 1,
         "end": 6,
         "line": 4,
-        "choices": [2, 3, 4, 6],
+        "choices": [6, 2, 4, 3],
         "answer": "C",
         "line_answer": "if number > best:",
     },
@@ -251,7 +258,7 @@ _EXAMPLES: tuple[dict[str, Any], ...] = (
         "start": 1,
         "end": 6,
         "line": 2,
-        "choices": [2, 3, 4, 5],
+        "choices": [2, 5, 3, 4],
         "answer": "A",
         "line_answer": "total = 0",
     },
@@ -261,7 +268,7 @@ _EXAMPLES: tuple[dict[str, Any], ...] = (
         "start": 1,
         "end": 7,
         "line": 4,
-        "choices": [2, 4, 5, 7],
+        "choices": [7, 4, 2, 5],
         "answer": "B",
         "line_answer": "text = text + sign + word",
     },
@@ -271,7 +278,7 @@ _EXAMPLES: tuple[dict[str, Any], ...] = (
         "start": 1,
         "end": 6,
         "line": 6,
-        "choices": [2, 3, 4, 6],
+        "choices": [4, 2, 3, 6],
         "answer": "D",
         "line_answer": "return year % 4 == 0",
     },

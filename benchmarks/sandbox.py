@@ -23,8 +23,8 @@ import anyio
 import psutil
 
 from areal_actors.errors import EpisodeError
+from areal_actors.lib.scratch import process_directory
 from areal_actors.sandbox import BoxRequest, SandboxConfig, SandboxKind, create_sandbox
-from areal_actors.sandbox.scratch import process_directory
 from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
 
 MARKER = f"31536{time.monotonic_ns() % 10**6:06}"

@@ -13,9 +13,9 @@ import anyio
 import pytest
 
 from areal_actors.errors import SandboxError, SandboxLimit
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox import BoxRequest, Completed, SandboxConfig, SandboxKind, create_sandbox
 from areal_actors.sandbox import box as box_module
-from areal_actors.sandbox.scratch import scratch_directory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 

@@ -14,8 +14,8 @@ import psutil
 import pytest
 
 from areal_actors.errors import SandboxError
+from areal_actors.lib.scratch import process_directory
 from areal_actors.sandbox import BoxRequest, SandboxConfig, SandboxKind, bubblewrap, create_sandbox
-from areal_actors.sandbox.scratch import process_directory
 
 pytestmark = pytest.mark.anyio
 
@@ -73,9 +73,7 @@ def test_nothing_is_left_of_a_runner_that_was_killed(anyio_backend: str):
         time.sleep(0.02)
     assert running(marker) == []
     assert directory.exists()
-    subprocess.run(
-        [sys.executable, "-c", "from areal_actors.sandbox.scratch import *; process_directory()"], check=True
-    )
+    subprocess.run([sys.executable, "-c", "from areal_actors.lib.scratch import *; process_directory()"], check=True)
     assert not directory.exists()
 
 
@@ -95,9 +93,7 @@ def test_directories_of_living_processes_are_kept():
     old = own.with_name("old")
     old.mkdir()
     os.utime(old, (0, 0))
-    subprocess.run(
-        [sys.executable, "-c", "from areal_actors.sandbox.scratch import *; process_directory()"], check=True
-    )
+    subprocess.run([sys.executable, "-c", "from areal_actors.lib.scratch import *; process_directory()"], check=True)
 
     assert own.exists()
     assert not old.exists()

@@ -15,7 +15,6 @@ import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import parse_qs
 
@@ -24,6 +23,7 @@ from anyio.abc import TaskGroup
 from attrs import evolve, frozen
 
 from areal_actors.cache.session import process_of
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["Handover", "ServeConnection", "find_process", "open_handover", "serve_connections"]
@@ -93,8 +93,8 @@ async def open_handover(num_processes: int) -> AsyncIterator[Handover | None]:
         yield None
         return
     # A temporary path, since the run's may exceed the length limit of socket names (about 100 bytes).
-    with TemporaryDirectory(prefix="areal-") as directory:
-        yield Handover(directory=Path(directory), num_processes=num_processes)
+    with scratch_directory() as directory:
+        yield Handover(directory=directory, num_processes=num_processes)
 
 
 def find_process(head: bytes) -> int:

@@ -110,8 +110,8 @@ class PlainTokenizer:
 def _read_plain_tokenizer(directory: Path) -> PlainTokenizer | None:
     """Return a tokenizer that transformers would load from ``directory`` without changing it; ``None`` for all others.
 
-    Those of the built-in models are such. transformers takes 0.5 s of CPU time to import, and 2 s with torch, which a proxy or a
-    worker without a model does not need.
+    Those of the built-in models are such. transformers takes 0.5 s of CPU time to import, and 2 s with torch, which a
+    proxy or a worker without a model does not need.
     """
     try:
         model = json.loads((directory / "config.json").read_text(encoding="utf-8"))

@@ -14,7 +14,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -28,6 +27,7 @@ from areal_actors.kernel import Actor, ActorSystem, Ref
 from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.messages import (
     AwaitEndpoint,
     AwaitGang,
@@ -143,7 +143,7 @@ async def open_control_plane(
         scheduling = evolve(scheduling, type=SchedulerType.LOCAL, address=None)
     async with AsyncExitStack() as stack:
         # A temporary path, since the run's may exceed the length limit of socket names (about 100 bytes).
-        sockets = Path(stack.enter_context(TemporaryDirectory(prefix="areal-")))
+        sockets = stack.enter_context(scratch_directory())
         system = await stack.enter_async_context(ActorSystem.open(name="controller"))
         workers = await system.spawn(DirectoryActor(), name="directory")
         address = controller_address(scheduling, sockets)

@@ -20,7 +20,6 @@ import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import anyio
@@ -35,6 +34,7 @@ from areal_actors.kernel.remote import Listener, Peer, ReconnectingConnection, c
 from areal_actors.kernel.remote.sockets import parse_address
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, GangMembers, Ranks, ReportGang
 from areal_actors.models import resolve_model
 from areal_actors.run.job import Job, create_policy
@@ -96,7 +96,7 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
     secret = secrets.token_bytes(32)
     async with AsyncExitStack() as stack:
         # A temporary path, since the run's may exceed the length limit of socket names (about 100 bytes).
-        directory = stack.enter_context(TemporaryDirectory(prefix="areal-"))
+        directory = stack.enter_context(scratch_directory())
         address = f"unix:{directory}/ranks.sock"
         listener = await stack.enter_async_context(listen(address, secret=secret))
         tasks = await stack.enter_async_context(anyio.create_task_group())

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import anyio
@@ -28,6 +27,7 @@ from areal_actors.datasets import Problems
 from areal_actors.domain import Episode, FinishReason, Problem, UntrainedReason
 from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.kernel import Message
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.lib.telemetry import logging_to_file, redact
 from areal_actors.messages import EpisodeFinished, Progress
 from areal_actors.rollouts.runner import NEVER_REACHED
@@ -140,8 +140,8 @@ def try_agent(
         raise ConfigError(tuple(missing))
     require_memory(config)
     found = find_model(config, model, served_name=served_name)
-    with TemporaryDirectory(prefix="areal-try-") as temporary:
-        directory = RunDirectory(path=Path(temporary) / "try" if output is None else output.absolute())
+    with scratch_directory() as temporary:
+        directory = RunDirectory(path=temporary / "try" if output is None else output.absolute())
         if output is not None and output.exists() and any(output.iterdir()):
             raise ConfigError(f"--output: {output} is not empty; name another directory")
         directory.path.mkdir(parents=True, exist_ok=True)

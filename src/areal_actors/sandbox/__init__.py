@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox.base import BoxRequest, Completed, Sandbox, SandboxBackend
 from areal_actors.sandbox.config import Network, SandboxConfig, SandboxKind
-from areal_actors.sandbox.scratch import scratch_directory
 
 __all__ = [
     "BoxRequest",

@@ -27,11 +27,11 @@ from attrs import frozen
 
 from areal_actors.errors import SandboxError
 from areal_actors.lib.child_process import BoundedLog
+from areal_actors.lib.scratch import process_directory
 from areal_actors.sandbox.base import BoxRequest, Sandbox
 from areal_actors.sandbox.box import Box, Start, code, create_memory_file, linux_version, memory_file
 from areal_actors.sandbox.config import Network, SandboxConfig
 from areal_actors.sandbox.environment import passed_environment
-from areal_actors.sandbox.scratch import process_directory
 
 __all__ = ["BubblewrapSandbox", "copy_etc"]
 

@@ -22,11 +22,11 @@ from attrs.validators import in_
 
 from areal_actors.errors import SandboxError
 from areal_actors.lib.child_process import BoundedLog
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox.base import BoxRequest, Sandbox
 from areal_actors.sandbox.box import Box, Start, program
 from areal_actors.sandbox.config import Network, SandboxConfig, SandboxKind
 from areal_actors.sandbox.environment import passed_environment
-from areal_actors.sandbox.scratch import scratch_directory
 
 __all__ = ["ContainerSandbox"]
 

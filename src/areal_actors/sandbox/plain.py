@@ -18,12 +18,12 @@ from attrs import frozen
 
 from areal_actors.errors import SandboxError, SandboxLimit
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox.base import BoxRequest, Completed, Output, Sandbox
 from areal_actors.sandbox.config import SandboxConfig
 from areal_actors.sandbox.environment import passed_environment
 from areal_actors.sandbox.inside import pack, unpack
 from areal_actors.sandbox.output import Tail
-from areal_actors.sandbox.scratch import scratch_directory
 
 __all__ = ["PlainSandbox"]
 

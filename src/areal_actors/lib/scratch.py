@@ -1,7 +1,7 @@
-"""Temporary directories that are removed even if this process is killed: the next process that uses a sandbox does.
+"""Temporary directories that are removed even if this process is killed: the next process that needs one does.
 
-Each process has one directory below ``areal-sandboxes-<user>`` in the system's temporary directory, with a file that it
-locks for as long as it lives. A directory whose lock is free belongs to a process that has ended.
+Each process has one directory below ``areal-<user>`` in the system's temporary directory, with a file that it locks for
+as long as it lives. A directory whose lock is free belongs to a process that has ended.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
-from areal_actors.errors import SandboxError
+from areal_actors.errors import ConfigError
 from areal_actors.lib.locks import NO_LOCKS, take
 
 __all__ = ["process_directory", "scratch_directory"]
@@ -29,13 +29,13 @@ _UNLOCKED_SECONDS = 60.0
 def process_directory() -> Path:
     """Return the temporary directory of this process, and remove those of processes that have ended.
 
-    Raises ``SandboxError`` if another user could write to it.
+    Raises ``ConfigError`` if another user could write to it.
     """
-    root = Path(tempfile.gettempdir()) / f"areal-sandboxes-{os.getuid()}"
+    root = Path(tempfile.gettempdir()) / f"areal-{os.getuid()}"
     root.mkdir(mode=0o700, exist_ok=True)
     status = root.lstat()
     if root.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
-        raise SandboxError(f"{root} belongs to another user, or can be used by others; remove it, or set TMPDIR.")
+        raise ConfigError(f"{root} belongs to another user, or can be used by others; remove it, or set TMPDIR.")
     for directory in root.iterdir():
         with suppress(OSError):
             if not (directory / _LOCK).exists():
@@ -67,8 +67,8 @@ def process_directory() -> Path:
 
 @contextmanager
 def scratch_directory() -> Iterator[Path]:
-    """Create a temporary directory for a block."""
-    directory = Path(tempfile.mkdtemp(dir=process_directory()))
+    """Create a temporary directory for a block. Its path is short enough for sockets, whose names have 107 bytes."""
+    directory = Path(tempfile.mkdtemp(prefix="", dir=process_directory()))
     try:
         yield directory
     finally:

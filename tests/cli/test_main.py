@@ -261,7 +261,7 @@ def test_runs_are_listed_with_what_needs_attention(tmp_path):
     ):
         directory = write_run(tmp_path / "runs" / name)
         if status is not None:
-            write_record(directory, RunRecord(status=status, reason=reason))
+            write_record(directory, RunRecord(status=status, reason=reason, warning=f"mind the {name}"))
 
     could_not_begin = tmp_path / "runs" / "e"
     (could_not_begin / "logs").mkdir(parents=True)
@@ -275,6 +275,8 @@ def test_runs_are_listed_with_what_needs_attention(tmp_path):
     assert ["finished", "failed", "killed", "unknown", "not begun"] == [record["status"] for record in records]
     assert [3, 3, 3, 3, 0] == [record["steps"] for record in records]
     assert "no room" in shown
+    assert "mind the c" in shown
+    assert "mind the c" == records[2]["warning"]
     assert "0.100 -> 0.300" in shown
     assert 1 == invoke("runs", tmp_path / "absent").exit_code
 

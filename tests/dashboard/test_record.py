@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.record import RunRecord, RunStatus, read_record, write_record
+from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.lib.locks import hold
 
 
@@ -39,6 +39,52 @@ def test_a_run_whose_process_is_gone_was_killed(directory):
     assert found is not None
     assert found.status is RunStatus.KILLED
     assert found.reason
+
+
+def follow(
+    directory: RunDirectory, *, checkpoint: int | None, step: int = 0, has_work: bool = False, every_steps: int = 10
+) -> RunRecord:
+    """Begin a process that goes on from ``checkpoint`` after one that had reached ``step``, and kill it."""
+    directory.metrics.write_text(json.dumps({"step": step}) + "\n" if step else "")
+    with hold(directory.lock):
+        record = follow_record(directory, checkpoint=checkpoint, every_steps=every_steps, has_work=lambda: has_work)
+        write_record(directory, record)
+    return record
+
+
+def test_a_run_that_is_killed_before_each_checkpoint_says_so(directory):
+    """From the third process on that loses its steps; not if one reaches a checkpoint in between."""
+    assert follow(directory, checkpoint=None).warning is None
+    for _ in range(2):
+        assert follow(directory, checkpoint=None, step=3).warning is None
+    said = follow(directory, checkpoint=None, step=4).warning
+
+    assert said is not None
+    assert "3 processes in a row went on from the beginning and were killed before the next checkpoint" in said
+    assert "the last one had made 4 steps. Set checkpoint.every_steps lower than 10" in said
+    assert (None, 0) == ((found := follow(directory, checkpoint=10, step=12)).warning, found.num_lost)
+    for _ in range(2):
+        assert follow(directory, checkpoint=10, step=12).warning is None
+    assert "from the checkpoint of step 10" in str(follow(directory, checkpoint=10, step=12).warning)
+
+
+def test_a_run_that_is_killed_within_its_first_step_says_so_if_it_had_work(directory):
+    """A service that nobody uses makes no steps either, and loses nothing."""
+    follow(directory, checkpoint=5, step=5)
+    for _ in range(5):
+        assert follow(directory, checkpoint=5, step=5).num_lost == 0
+    for _ in range(2):
+        assert follow(directory, checkpoint=5, step=5, has_work=True, every_steps=1).warning is None
+    assert "A step takes longer" in str(follow(directory, checkpoint=5, has_work=True, every_steps=1).warning)
+
+
+@pytest.mark.parametrize("status", [RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.FINISHED])
+def test_a_run_that_ended_otherwise_was_not_killed(directory, status):
+    """It said why it ended."""
+    follow(directory, checkpoint=None)
+    write_record(directory, RunRecord(status=status, num_lost=7))
+
+    assert follow(directory, checkpoint=None, step=3).num_lost == 0
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"status": "dancing"}', '{"status": "failed", "more": 1}', "7"])

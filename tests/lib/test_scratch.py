@@ -35,9 +35,7 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(tmp_path: Path)
     """As long as it lives, others leave it alone."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", HOLDER]
-    with subprocess.Popen(
-        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as living:
+    with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as living:
         assert living.stdout is not None
         kept = Path(living.stdout.readline().strip())
         subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, check=True)

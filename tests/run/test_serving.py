@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +20,7 @@ import anyio
 import httpx
 import psutil
 import pytest
+from anyio import to_thread
 from attrs import evolve
 from click.testing import CliRunner
 from tests.stacks.commands import Command, start_command
@@ -25,12 +29,12 @@ from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
 from areal_actors.config import RunConfig, create_config, load_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.record import RunStatus, read_record
+from areal_actors.dashboard.record import RunRecord, RunStatus, read_record, write_record
 from areal_actors.datasets import Problems, load_problems
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import logging_to_stream
 from areal_actors.messages import Endpoint
-from areal_actors.run import Server, Trainer
+from areal_actors.run import Server, Trainer, openers
 from areal_actors.run.serving import describe_service
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
@@ -126,6 +130,83 @@ def test_a_service_learns_what_a_run_over_the_dataset_learns(tmp_path: Path, bac
     assert all(row["loss"] and row["grad_norm"] for row in essence(served)[-2:])
 
 
+@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+def test_a_restarted_service_answers_before_its_trainer_is_open(
+    tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
+):
+    """With the weights of its checkpoint: the tokens are those that it sampled before. Only then is the trainer loaded.
+
+    The record says that it was killed too often before it reached the next checkpoint.
+    """
+    more = ("total_steps=9", "batch_size=3", "rollout.group_size=4", "checkpoint.every_steps=1", "eval_dataset=null")
+    more += ("trainer.dtype=float32", "engine.deterministic=true", "proxy.admin_key=the-admin-key-of-this-test")
+    config = load_config(EXAMPLES / "tiny.yaml", (*more, *QUICK))
+    directory = RunDirectory(path=tmp_path / "run")
+    problems = load_problems(config.dataset, import_reference=import_reference, shuffle_seed=config.seed)
+    driver, may_load, is_loaded = Driver(evolve(config, total_steps=1)), threading.Event(), threading.Event()
+    load = openers.create_policy
+
+    def load_later(*args: Any, **kwargs: Any) -> Any:
+        assert may_load.wait(MAX_SECONDS)
+        is_loaded.set()
+        return load(*args, **kwargs)
+
+    async def ask(url: str) -> Any:
+        named = {"position": 99, "member": 0, "seed": config.seed}
+        async with OpenAIProxyClient(url, admin_key=config.proxy.admin_key, **named) as session:
+            body = {"messages": [{"role": "user", "content": "say 7"}], "max_tokens": 8, "logprobs": True}
+            headers = {"authorization": f"Bearer {session.api_key}"}
+            async with create_agent_http_client() as http:
+                answer = await http.post(f"{session.base_url}/chat/completions", json=body, headers=headers)
+            return answer.json()["choices"][0]
+
+    async def first() -> tuple[str, Any]:
+        async with anyio.create_task_group() as tasks:
+            announced: list[str] = []
+            ready = anyio.Event()
+
+            def announce(endpoint: Endpoint, _directory: RunDirectory) -> None:
+                announced.append(endpoint.url)
+                tasks.start_soon(driver.drive, endpoint, problems)
+                ready.set()
+
+            tasks.start_soon(partial(Server(config).run, run_dir=directory.path, announce=announce))
+            await ready.wait()
+            await to_thread.run_sync(wait_until, lambda: find_checkpoints(directory.checkpoints))
+            found = announced[0], await ask(announced[0])
+            tasks.cancel_scope.cancel()
+        return found
+
+    async def second(url: str) -> Any:
+        again = evolve(config, proxy=evolve(config.proxy, port=int(url.rsplit(":", 1)[1])))
+        async with anyio.create_task_group() as tasks:
+            ready = anyio.Event()
+            serve = partial(Server(again).run, run_dir=directory.path, resume=True)
+            tasks.start_soon(partial(serve, announce=lambda _endpoint, _directory: ready.set()))
+            await to_thread.run_sync(wait_until, lambda: is_listening(again.proxy.port))
+            answer = await ask(url)
+            assert not is_loaded.is_set()
+            assert not ready.is_set()
+            may_load.set()
+            await ready.wait()
+            assert answer == await ask(url)
+            tasks.cancel_scope.cancel()
+        return answer
+
+    url, before = anyio.run(first, backend=backend)
+    write_record(directory, RunRecord(status=RunStatus.RUNNING, is_service=True, checkpoint=1, num_lost=2))
+    with directory.metrics.open("a", encoding="utf-8") as metrics:
+        metrics.write(json.dumps({"step": 2}) + "\n")
+    monkeypatch.setattr(openers, "create_policy", load_later)
+
+    assert before == anyio.run(second, url, backend=backend)
+    assert is_loaded.is_set()
+    record = read_record(directory)
+    assert (1, 3) == (record.checkpoint, record.num_lost)
+    assert "3 processes in a row went on from the checkpoint of step 1" in str(record.warning)
+    assert [1] == [row["step"] for row in read_metrics(directory.path)]
+
+
 # ---------------------------------------------------------------------------------------------- as a real process
 
 
@@ -147,6 +228,11 @@ def process(arguments: list[str], log: Path, **variables: str) -> Iterator[subpr
         finally:
             running.kill()
             running.communicate()
+
+
+def is_listening(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 @contextmanager

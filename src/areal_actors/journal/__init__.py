@@ -25,7 +25,7 @@ from areal_actors.journal.recovery import (
     restate,
     restore_groups,
 )
-from areal_actors.journal.sqlite import SqliteJournal
+from areal_actors.journal.sqlite import SqliteJournal, count_waiting_groups
 
 __all__ = [
     "Journal",
@@ -42,6 +42,7 @@ __all__ = [
     "RestoredSession",
     "SqliteJournal",
     "as_of",
+    "count_waiting_groups",
     "read_journal",
     "recover",
     "restate",

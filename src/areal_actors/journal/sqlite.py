@@ -23,7 +23,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
 from itertools import groupby, islice
 from operator import itemgetter
@@ -41,7 +41,16 @@ from areal_actors.kernel import OwnThread
 from areal_actors.lib.locks import LockHeld, hold
 from areal_actors.lib.loops import Signal, running_loop
 
-__all__ = ["SqliteJournal", "Store", "delete_gone", "delete_orphans", "filesystem_of", "is_network", "shrink"]
+__all__ = [
+    "SqliteJournal",
+    "Store",
+    "count_waiting_groups",
+    "delete_gone",
+    "delete_orphans",
+    "filesystem_of",
+    "is_network",
+    "shrink",
+]
 
 
 _CHUNK = 64
@@ -442,6 +451,16 @@ class Store:
             advice = "Free some space, or look after the disk; then start the service again, which goes on from what "
             advice += "was written."
         return JournalError(f"{self.path} could not be {verb} ({reason}). {advice}")
+
+
+def count_waiting_groups(path: Path) -> int:
+    """Return how many groups of a journal that no process has open are in no saved version; 0 if it cannot be read."""
+    try:
+        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
+            found: int = connection.execute("SELECT count(*) FROM waiting_groups").fetchone()[0]
+            return found
+    except sqlite3.Error:
+        return 0
 
 
 _BATCH = 64

@@ -31,11 +31,12 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard.record import RunRecord, RunStatus, read_record, write_record
+from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.dashboard.report import write_report
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.router import GenerationRouter, RouterConfig
+from areal_actors.journal import count_waiting_groups
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import open_tasks, root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
@@ -267,6 +268,8 @@ class RunController:
             from areal_actors.training.stored_checkpoints import find_latest, parse_position
 
             found = find_latest(plan.directory.checkpoints)
+            if is_first:
+                self._follow(None if found is None else found.step)
             return (None, DataPosition()) if found is None else (found.step, parse_position(found.counters["caller"]))
 
         checkpoint, start = None, DataPosition()
@@ -288,6 +291,20 @@ class RunController:
                     await anyio.sleep(_CAUSE_SECONDS)
                 raise
             tasks.cancel_scope.cancel()
+
+    def _follow(self, checkpoint: int | None) -> None:
+        """Continue the record of the former process of this run, and say if it makes no progress. Blocks."""
+        plan = self.plan
+        path = (plan.config.journal.path or plan.directory.journal) if plan.is_service else plan.directory.groups
+        record = follow_record(
+            plan.directory,
+            checkpoint=checkpoint,
+            every_steps=plan.config.checkpoint.every_steps,
+            has_work=lambda: count_waiting_groups(path) >= plan.config.batch_size,
+        )
+        self._record = evolve(record, is_service=plan.is_service)
+        if record.warning is not None:
+            _log.warning("no_progress", detail=record.warning)
 
     async def _end_run_with(self, spec: RoleSpec, placed: PlacedRole) -> None:
         supervisor, name = self.control_plane.supervisor, f"{spec.role}-0"

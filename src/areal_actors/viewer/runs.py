@@ -396,7 +396,11 @@ def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
     for run in find_runs(paths).values():
         record, summary = read_record(run.directory), summarize_run(run.directory).to_json()
         absent = "unknown" if run.directory.is_worth_keeping else "not begun"
-        state = {"status": absent if record is None else record.status, "reason": record and record.reason}
+        state = {
+            "status": absent if record is None else record.status,
+            "reason": record and record.reason,
+            "warning": record and record.warning,
+        }
         found.append({"name": run.name} | state | summary | {"replicas": _describe_replicas(run.directory)})
     return found
 
@@ -413,6 +417,7 @@ def format_runs(runs: Sequence[Mapping[str, Any]]) -> str:
         replicas = (f"{role}: {one['serving']} of {one['wanted']} serve" for role, one in run["replicas"].items())
         notes = (
             run["reason"] if ended_badly else None,
+            run["warning"],
             run["verdict"] and f"did not learn: {run['verdict']}",
             *replicas,
             *(one["error"] for one in run["replicas"].values()),

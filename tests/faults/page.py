@@ -71,8 +71,8 @@ below each table.
 
 `python -m tests.faults` writes this page from `tests/faults/matrix.toml`, and the suite fails if they differ, or if a
 test that is named here does not exist. `nox -s slurm` runs the tests of `tests/schedulers/slurm_local` but those of
-`faults.py`, which `pytest tests/schedulers/slurm_local/faults.py` runs as root; `nox -s placement` injects faults
-[on one machine](../placement.md#faults-and-the-time-they-cost). All others are in the suite.
+`faults.py`, of which `nox -s slurm -- faults` runs all or some (`--sample 3 --seed 7`); `nox -s placement` injects
+faults [on one machine](../placement.md#faults-and-the-time-they-cost). All others are in the suite.
 [Durability](durability.md#how-it-is-tested) is about kills at random times. Of this table, the suite contains one fault
 of one role in workers on one machine, which `FAULTS_SEED` draws, and six kills of a service and its agents.
 """

@@ -1,4 +1,7 @@
-"""Each fault at the job of each role, one after the other: ``pytest tests/schedulers/slurm_local/faults.py``, as root.
+"""Each fault at the job of each role, one after the other: ``nox -s slurm -- faults``, as root (an hour and more).
+
+With ``FAULTS_SAMPLE``, only so many pairs of a fault and a role are tried, which ``FAULTS_SEED`` draws
+(``nox -s slurm -- faults --sample 3 --seed 7``, which leaves out gangs and controllers).
 
 Every run makes each step once, in one lineage, with the rewards and tokens of a run without faults. The seconds from a
 fault to the end of the second step after it are printed; with ``FAULTS_RESULTS``, they are appended to that file, for
@@ -11,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shlex
 import signal
 import subprocess
@@ -155,12 +159,26 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
     return compared(directory)
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+def draw_pairs(environment: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Return the faults that are tried, each with the role that it hits, in the order of ``FAULTS``."""
+    chosen = environment.get("FAULTS_ROLES", " ".join(ROLES)).split()
+    pairs = [(fault, role) for fault in FAULTS for role in chosen]
+    if number := int(environment.get("FAULTS_SAMPLE", "0")):
+        drawn = random.Random(int(environment.get("FAULTS_SEED", "1"))).sample(pairs, min(number, len(pairs)))
+        return [pair for pair in pairs if pair in drawn]
+    return pairs
+
+
+DRAWN = draw_pairs(os.environ)
+
+
+@pytest.mark.parametrize("fault", dict.fromkeys(fault for fault, _ in DRAWN))
 def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
     """Each role is hit after a further step. The steps are those of the undisturbed run."""
     if fault in ("crash", "cut") and not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
     directory = tmp_path / "run"
+    hit = [role for other, role in DRAWN if other == fault]
     roles = []
     for role, cpus in ROLES.items():
         python = tmp_path / f"python-{role}"
@@ -178,7 +196,7 @@ def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
         "scheduler.slurm.margin_seconds=20",
     )
     with training(cluster, directory, *settings, roles=tuple(roles)) as run:
-        for role in os.environ.get("FAULTS_ROLES", " ".join(ROLES)).split():
+        for role in hit:
             num_steps = len(steps(directory))
             wait_until(run, lambda: len(steps(directory)) > num_steps and len(nodes(cluster)) == len(ROLES))  # noqa: B023
             began = time.monotonic()

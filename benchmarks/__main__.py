@@ -48,6 +48,7 @@ NAMES = (
         "connections",
         "forwarding",
         "dialects",
+        "guards",
         "proxy",
         "proxies",
         "memory",

@@ -9,16 +9,18 @@ from __future__ import annotations
 import gc
 import tracemalloc
 from collections.abc import Callable, Sequence
+from secrets import token_urlsafe
 
 import numpy as np
 from attrs import define
 from benchmarks.harness import Result, cpu_us_per_operation
 
-from areal_actors.cache import ConversationTree, export_trajectories, plan_prompt, to_arrays
+from areal_actors.cache import ConversationTree, SessionStore, export_trajectories, plan_prompt, to_arrays
 from areal_actors.domain import (
     ChatMessage,
     Completion,
     CompletionRequest,
+    Credential,
     FinishReason,
     Interaction,
     InteractionId,
@@ -227,6 +229,23 @@ def _digests() -> list[Result]:
     return results
 
 
+def _keys() -> list[Result]:
+    """What it costs to find the session and the role of a request's key, in a session with two roles."""
+    store = SessionStore(token_factory=lambda: token_urlsafe(24))
+    issued = store.create("keys", now=0.0, roles=("judge", "user"))
+    results = []
+    for name, key in (("the agent", issued.completion_key), ("a role", issued.role_keys["user"])):
+        credential = Credential(session=issued.id, key=key, is_capability=True)
+
+        def find(credential: Credential = credential) -> None:
+            for _ in range(2000):
+                store.resolve(credential).role_of_key(credential.key)
+
+        cost = cpu_us_per_operation(find, num_operations=2000, rounds=5)
+        results.append(Result(benchmark="cache", name=f"key of {name}", value=cost, unit="µs/turn", gate=3.0))
+    return results
+
+
 def run(quick: bool) -> list[Result]:  # noqa: FBT001
     """All figures; ``quick`` takes a fifth of the calls."""
     fan_out, chain = (1000, 100) if quick else (5000, 400)
@@ -237,6 +256,7 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001
         *_concat(chain, repeats=5),
         *_memory(400),
         *_digests(),
+        *_keys(),
     ]
 
 

@@ -45,7 +45,7 @@ from areal_actors.proxy.server import bind, serve, url_of
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, spawn_generation, spawn_session_actors
 
-__all__ = ["ADMIN_KEY", "FACTORIES", "OPCODES", "Factory", "serve_as_the_proxy", "served"]
+__all__ = ["ADMIN_KEY", "FACTORIES", "OPCODES", "Factory", "serve_as_the_proxy", "served", "tell_cpu"]
 
 ADMIN_KEY = "sk-benchmark"
 
@@ -54,7 +54,8 @@ Factory = Callable[[Setup], AbstractAsyncContextManager[tuple[str, ...]]]
 Serve = Callable[[Starlette, socket.socket, Callable[[], Awaitable[None]]], Awaitable[None]]
 
 
-async def _tell_cpu(_: Request) -> Response:
+async def tell_cpu(_: Request) -> Response:
+    """CPU seconds of this process."""
     return PlainTextResponse(str(time.process_time()))
 
 
@@ -99,7 +100,7 @@ def _questions(engine: NullEngine | None = None) -> list[Route]:
         return _json(engine.first_tokens if engine else {})
 
     return [
-        Route("/cpu", _tell_cpu),
+        Route("/cpu", tell_cpu),
         Route("/memory", _tell_memory),
         Route("/opcodes", _tell_opcodes),
         Route("/first_tokens", tell_first_tokens),

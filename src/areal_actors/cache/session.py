@@ -90,6 +90,12 @@ class Session:
     completion_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
+    roles_by_digest: Mapping[bytes, str] = field(init=False, repr=False)
+    """The roles that have a completion key, by its digest. They are part of the metadata, as the user is."""
+
+    @roles_by_digest.default
+    def _(self) -> Mapping[bytes, str]:
+        return {bytes.fromhex(digest): role for role, digest in self.tree.metadata.get(_ROLE_KEYS, {}).items()}
 
     @property
     def user(self) -> str | None:
@@ -101,18 +107,9 @@ class Session:
         """The user's key with which it was started."""
         return self.tree.metadata.get(_USER_KEY)
 
-    @property
-    def role_digests(self) -> Mapping[str, bytes]:
-        """Digests of the completion keys of roles. They are part of the metadata, as the user is."""
-        return {role: bytes.fromhex(digest) for role, digest in self.tree.metadata.get(_ROLE_KEYS, {}).items()}
-
     def role_of_key(self, key: str | None) -> str | None:
         """Return the role that ``key`` was issued for; ``None`` for any other key."""
-        digests = self.role_digests
-        if key is None or not digests:
-            return None
-        digest = _digest(key)
-        return next((role for role, issued in digests.items() if hmac.compare_digest(issued, digest)), None)
+        return None if key is None or not self.roles_by_digest else self.roles_by_digest.get(_digest(key))
 
     @property
     def is_ended(self) -> bool:
@@ -269,13 +266,13 @@ class SessionStore:
         Raises ``NotFound`` for an unknown session, ``Unauthorized`` for a missing or wrong key.
         """
         digest = None if credential.key is None else _digest(credential.key)
-        owner = None if digest is None else self._owner(digest)
-        if credential.session is None:
-            return _required(owner)
-        named = self._sessions.get(credential.session)
+        named = None if credential.session is None else self._sessions.get(credential.session)
         if named is not None and digest is not None and _opens(named, digest):
             # The key still opens this session, even if a later one uses it, too.
             return named
+        owner = None if digest is None else self._owner(digest)
+        if credential.session is None:
+            return _required(owner)
         if not is_capability and _required(owner).id != credential.session:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
         session = self.get(credential.session)
@@ -368,13 +365,13 @@ def _digest(key: str) -> bytes:
 def _digests(session: Session) -> tuple[bytes, ...]:
     """Return the digests of a session's keys; a session of an earlier version has only one."""
     own = tuple(digest for digest in (session.key_digest, session.completion_digest) if digest)
-    return (*own, *session.role_digests.values())
+    return (*own, *session.roles_by_digest)
 
 
 def _opens(session: Session, digest: bytes) -> bool:
     """Return whether a key with this digest opens ``session`` for completions."""
     is_own = _opens_all(session, digest) or hmac.compare_digest(session.completion_digest, digest)
-    return is_own or any(hmac.compare_digest(issued, digest) for issued in session.role_digests.values())
+    return is_own or digest in session.roles_by_digest
 
 
 def _opens_all(session: Session, digest: bytes) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 from anyio import to_thread
 
+from areal_actors.bugs.runner import grade_choice
 from areal_actors.bugs.tasks import Level, create_messages, read_bug, splice
 from areal_actors.datasets import load_task
 from areal_actors.errors import ConfigError, EpisodeError
@@ -19,7 +20,7 @@ __all__ = ["FixFunction"]
 class FixFunction:
     """Repairs bugs of level 0 to 2 by one request; for models that are too small for tools.
 
-    The reward is that of the task's verifier, which runs in a box.
+    The reward is that of the task's verifier, which runs in a box; at level 0, it is whether the letter is right.
     """
 
     def __init__(
@@ -71,13 +72,16 @@ class FixFunction:
         )
         answered.raise_for_status()
         answer = answered.json()["choices"][0]["message"]["content"] or ""
+        if "answer" in bug:
+            # A letter runs nothing, and needs no box: 0.2 s of CPU time for each episode.
+            return grade_choice(bug, answer)
         task = await to_thread.run_sync(load_task, directory)
         check_task(task, self._config)
         with scratch_directory() as files:
             # As take_files lays them out: the working directory is the first.
-            path = files / "0" / ("answer.txt" if "answer" in bug else bug["path"])
+            path = files / "0" / bug["path"]
             path.parent.mkdir(parents=True)
             source = (directory / "environment" / bug["path"]).read_text(encoding="utf-8")
-            path.write_text(answer.strip() if "answer" in bug else splice(bug, source, answer), encoding="utf-8")
+            path.write_text(splice(bug, source, answer), encoding="utf-8")
             verdict = await grade_files(task, files, self._config)
         return verdict.reward

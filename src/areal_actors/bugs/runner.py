@@ -256,6 +256,11 @@ def _powers(tree: ast.AST) -> Iterator[str]:
             yield repr(node.value)
 
 
+def grade_choice(bug: dict[str, Any], answer: str) -> float:
+    """Return the reward of an answer that is a letter."""
+    return float(answer.strip()[:1].upper() == bug["answer"])
+
+
 def grade(bug: dict[str, Any], original: str, answer: str | None) -> dict[str, float]:
     """Return the reward of an answer: the share of the failing tests that pass; 0 if a passing one fails."""
     numbers = {"reward": 0.0, "fixed": 0.0, "broken": 0.0, "forbidden": 0.0}
@@ -322,7 +327,7 @@ def verify(work_directory: Path, logs: Path) -> None:
     original = (here / "original.py").read_text(encoding="utf-8")
     if "answer" in bug:
         choice = _read(work_directory / "answer.txt")
-        rewards = {"reward": float((choice or "").strip()[:1].upper() == bug["answer"])}
+        rewards = {"reward": grade_choice(bug, choice or "")}
     else:
         rewards = grade(bug, original, _read(work_directory / bug["path"]))
     (logs / "verifier" / "reward.json").write_text(json.dumps(rewards), encoding="utf-8")

@@ -56,12 +56,6 @@ the reward is the share of digits in the argument. `nox -s train-agents` repeats
 steps of RL. A step of `@openai/agents` has 16 episodes, so that single steps vary.
 
 """
-_OTHERS = """\
-
-## Agents that are not in the table
-
-* **Terminus** (in `harbor` and `terminal-bench`) controls the containers of its benchmark, and was not run.
-"""
 _COLUMNS = ("Agent", "Installed", "Protocol", "Turns", "Sub-agent", "Compaction", "Linked", "Forks", "Seconds", "")
 _LEGEND = """\
 
@@ -92,7 +86,6 @@ def format_page(results: Mapping[str, Any]) -> str:
         _format_settings(results),
         _format_failures(results),
         _format_notes(results),
-        _OTHERS,
         _format_training(),
     )
     return _HEAD + table + _LEGEND + "".join(sections)

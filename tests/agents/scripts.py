@@ -6,6 +6,7 @@ fail, read a picture, start a sub-agent, be interrupted while an answer is strea
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -268,6 +269,33 @@ def aider(_: Path) -> Episode:
     )
 
 
+def terminus(_: Path) -> Episode:
+    """Return the episode of Terminus, which has no tools: its answers are keystrokes as JSON."""
+
+    def type_in(*lines: str, fault: Fault = Fault.NONE, is_done: bool = False) -> Turn:
+        commands = [{"keystrokes": f"{line}\n", "duration": 0.1} for line in lines]
+        return Turn(
+            text=json.dumps({"analysis": "So far.", "plan": "Next.", "commands": commands, "task_complete": is_done}),
+            fault=fault,
+        )
+
+    main = (
+        type_in("printf 'one\\ntwo\\nthree\\n' > words.txt", fault=Fault.BUSY),
+        type_in("cat words.txt"),
+        *(type_in(f"sed -i s/{old}/{new}/ words.txt") for old, new in EDITS),
+        type_in("ls missing-file"),
+        type_in("cat words.txt", "wc words.txt"),
+        type_in(is_done=True),
+        type_in(is_done=True),  # it asks whether it is sure
+    )
+    return Episode(
+        script=Script(main=main, has_tools=False),
+        invocations=(Invocation(prompt=TASK),),
+        files={"words.txt": UPPER},
+        expected={"turns": len(main)},
+    )
+
+
 def openhands(work: Path) -> Episode:
     """Return the episode of OpenHands."""
     words = str(work / "words.txt")
@@ -353,6 +381,7 @@ EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "cline": cline,
     "aider": aider,
     "openhands": openhands,
+    "terminus": terminus,
     "mini-swe-agent": mini_swe_agent,
     "openai-js-chat": javascript,
     "openai-js-responses": javascript,

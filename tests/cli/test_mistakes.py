@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
+from areal_actors.models import resolve_model
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -40,6 +42,8 @@ FILES = {
     "broken.yaml": "a: [1\n",
     "empty.jsonl": "",
     "bad.jsonl": '{"a": 1}\n{oops\n',
+    "adapter/adapter_config.json": '{"r": 4, "lora_alpha": 32}',
+    "adapter/base_model.json": '{"name": "another-model", "fingerprint": "0"}',
 }
 TRAIN = ("train", "tiny.yaml")
 
@@ -88,6 +92,10 @@ MISTAKES = [
     ((*TRAIN, "model=./nothing"), "nothing"),
     ((*TRAIN, "model=owner/name"), "run 'hf download owner/name --local-dir DIRECTORY'"),
     ((*TRAIN, "trainer.lora={rank: 4, target_modules: [q_prj]}"), "did you mean q_proj or v_proj?"),
+    ((*TRAIN, "trainer.lora={rank: 4, path: nothere}"), "Name a directory that peft has written."),
+    ((*TRAIN, "trainer.lora={rank: 8, path: adapter}"), "has rank 4, and trainer.lora.rank is 8; set it to that"),
+    ((*TRAIN, "trainer.lora={rank: 4, path: adapter}"), "was trained on the base model 'another-model', which is not"),
+    ((*TRAIN, "phases=[distillation]", "distillation={teacher: {model: ./teacher}}"), "has another tokenizer than"),
     # The service
     (("serve", "tiny.yaml", "proxy.host=0.0.0.0"), "set proxy.admin_key, or listen on 127.0.0.1"),
     # The command line
@@ -103,13 +111,20 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("tiny.yaml", "tiny_agent.py"):
         shutil.copy(EXAMPLES / name, place)
     for name, text in FILES.items():
+        (place / name).parent.mkdir(exist_ok=True)
         (place / name).write_text(text)
+    teacher = Path(shutil.copytree(resolve_model("tiny").path, place / "teacher"))
+    tokenizer = json.loads((teacher / "tokenizer.json").read_text())
+    ids = tokenizer["model"]["vocab"]
+    ids["a"], ids["b"] = ids["b"], ids["a"]
+    (teacher / "tokenizer.json").write_text(json.dumps(tokenizer))
     return place
 
 
 def row_of(command: tuple[str, ...], stderr: str, place: Path) -> str:
     """Return the row of a mistake on the page of mistakes: the command, and what it prints."""
     message = stderr.replace(f"{place}/", "").replace(sys.executable, "python").partition("Error: ")[2]
+    message = message.replace(str(resolve_model("tiny").path), "tiny")
     return f"| `{' '.join(command)}` | {' '.join(message.split())} |"
 
 

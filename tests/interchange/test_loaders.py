@@ -1,7 +1,7 @@
 """Other trainers read exported rows with their own code. ``nox -s loaders`` installs TRL and verl.
 
-slime and prime-rl are in no package index, so their structures are declared here with the fields of their sources; that
-shows less than the loaders themselves would.
+slime and prime-rl are in no package index (the package ``slime`` there is another project), so their structures are
+declared here with the fields of their sources; that shows less than the loaders themselves would.
 """
 
 from __future__ import annotations

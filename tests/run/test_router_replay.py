@@ -151,9 +151,10 @@ async def test_engines_that_are_not_asked_record_nothing(tmp_path: Path):
     assert all(row.routed_experts is None for row in episode.trajectories)
 
 
-def test_a_run_with_replay_is_published_and_resumed(tmp_path: Path):
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
+def test_a_run_with_replay_is_published_and_resumed(tmp_path: Path, kind: str):
     """A mixture of experts, sampled in bfloat16: the resumed step trains with replay, too."""
-    model = save_moe("qwen3_moe", tmp_path / "model")
+    model = save_moe(kind, tmp_path / "model")
     settings = (f"model={model}", "engine.dtype=bfloat16", "trainer.router_replay=true")
     for more in (("total_steps=1",), ("total_steps=2", "--resume")):
         outcome = train(tmp_path, NAME, *settings, *more)

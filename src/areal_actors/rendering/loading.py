@@ -60,7 +60,17 @@ def load_renderer(model_path: Path | str, *, config: RendererConfig | None = Non
         ModelError: there is no fast tokenizer or no usable chat template.
         ConfigError: the configuration names an unknown format.
     """
-    tokenizer = _read_plain_tokenizer(Path(model_path)) or _load_any_tokenizer(model_path)
+    tokenizer: PlainTokenizer | PreTrainedTokenizerFast | None = _read_plain_tokenizer(Path(model_path))
+    if tokenizer is None:
+        from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+        try:
+            chosen = AutoTokenizer.from_pretrained(str(model_path))
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ModelError(f"No tokenizer can be loaded from {model_path}: {error}") from error
+        if not isinstance(chosen, PreTrainedTokenizerFast):
+            raise ModelError(f"{model_path} has no fast tokenizer; save the model with its tokenizer.json.")
+        tokenizer = chosen
     path, more_stops = Path(model_path) / "generation_config.json", []
     if path.is_file():
         try:
@@ -71,18 +81,6 @@ def load_renderer(model_path: Path | str, *, config: RendererConfig | None = Non
     ids = more_stops if isinstance(more_stops, list) else [more_stops]
     stop_token_ids = [token_id for token_id in ids if isinstance(token_id, int)]
     return create_renderer(tokenizer, config=config, stop_token_ids=stop_token_ids)
-
-
-def _load_any_tokenizer(model_path: Path | str) -> PreTrainedTokenizerFast:
-    from transformers import AutoTokenizer, PreTrainedTokenizerFast
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(model_path))
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ModelError(f"No tokenizer can be loaded from {model_path}: {error}") from error
-    if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise ModelError(f"{model_path} has no fast tokenizer; save the model with its tokenizer.json.")
-    return tokenizer
 
 
 @frozen

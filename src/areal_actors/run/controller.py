@@ -268,8 +268,21 @@ class RunController:
             from areal_actors.training.stored_checkpoints import find_latest, parse_position
 
             found = find_latest(plan.directory.checkpoints)
+            step = None if found is None else found.step
             if is_first:
-                self._follow(None if found is None else found.step)
+                # Before the reporter removes the steps that are lost from the metrics.
+                path = (
+                    (plan.config.journal.path or plan.directory.journal) if plan.is_service else plan.directory.groups
+                )
+                record = follow_record(
+                    plan.directory,
+                    checkpoint=step,
+                    every_steps=plan.config.checkpoint.every_steps,
+                    has_work=lambda: count_waiting_groups(path) >= plan.config.batch_size,
+                )
+                self._record = evolve(record, is_service=plan.is_service)
+                if record.warning is not None:
+                    _log.warning("no_progress", detail=record.warning)
             return (None, DataPosition()) if found is None else (found.step, parse_position(found.counters["caller"]))
 
         checkpoint, start = None, DataPosition()
@@ -291,20 +304,6 @@ class RunController:
                     await anyio.sleep(_CAUSE_SECONDS)
                 raise
             tasks.cancel_scope.cancel()
-
-    def _follow(self, checkpoint: int | None) -> None:
-        """Continue the record of the former process of this run, and say if it makes no progress. Blocks."""
-        plan = self.plan
-        path = (plan.config.journal.path or plan.directory.journal) if plan.is_service else plan.directory.groups
-        record = follow_record(
-            plan.directory,
-            checkpoint=checkpoint,
-            every_steps=plan.config.checkpoint.every_steps,
-            has_work=lambda: count_waiting_groups(path) >= plan.config.batch_size,
-        )
-        self._record = evolve(record, is_service=plan.is_service)
-        if record.warning is not None:
-            _log.warning("no_progress", detail=record.warning)
 
     async def _end_run_with(self, spec: RoleSpec, placed: PlacedRole) -> None:
         supervisor, name = self.control_plane.supervisor, f"{spec.role}-0"

@@ -163,21 +163,19 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
     ):
         generation = await spawn_generation(system, engine, name=REPLICA)
         if context.answers_first:
-            if context.spec.checkpoint is not None:
-                stored = await to_thread.run_sync(_stored_weights, context, context.spec.checkpoint)
-                await generation.ask(PublishWeights(snapshot=stored))
+            if (step := context.spec.checkpoint) is not None:
+
+                def read() -> Snapshot:
+                    from areal_actors.training.stored_checkpoints import find_latest
+
+                    found = find_latest(context.directory.checkpoints)
+                    if found is None or found.step != step:
+                        raise _other_step(context.directory, None if found is None else found.step, step)
+                    return Snapshot(version=step, state=found.load("model"))
+
+                await generation.ask(PublishWeights(snapshot=await to_thread.run_sync(read)))
             await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=context.spec.attempt))
         yield Opened(actors={REPLICA: generation})
-
-
-def _stored_weights(context: RoleContext, step: int) -> Snapshot:
-    """Return the weights of the checkpoint of ``step``. Blocks. Raises ``CheckpointError``."""
-    from areal_actors.training.stored_checkpoints import find_latest
-
-    found = find_latest(context.directory.checkpoints)
-    if found is None or found.step != step:
-        raise _other_step(context.directory, None if found is None else found.step, step)
-    return Snapshot(version=step, state=found.load("model"))
 
 
 def _other_step(directory: RunDirectory, found: int | None, step: int) -> CheckpointError:

@@ -382,7 +382,15 @@ def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
     if isinstance(model, str | Path) and (shape := find_shape(Path(model), device)) is not None:
         name, vocab_size, limit = str(model), shape.vocab_size, shape.context_length
     else:
-        settings = model.config if not isinstance(model, str | Path) else _read_settings(model)
+        if isinstance(model, str | Path):
+            from transformers import AutoConfig
+
+            try:
+                settings = AutoConfig.from_pretrained(model, local_files_only=True)
+            except (OSError, ValueError) as error:
+                raise ModelError(f"{model} is not a directory of a transformers model: {error}") from error
+        else:
+            settings = model.config
         name = str(getattr(settings, "name_or_path", "") or type(model).__name__)
         vocab_size, limit = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
     limit = limit or config.max_length
@@ -395,15 +403,6 @@ def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
         device=device,
         max_concurrent=config.max_concurrent,
     )
-
-
-def _read_settings(model: str | Path) -> Any:
-    from transformers import AutoConfig
-
-    try:
-        return AutoConfig.from_pretrained(model, local_files_only=True)
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{model} is not a directory of a transformers model: {error}") from error
 
 
 def own_copy(model: Any, dtype: torch.dtype, device: str) -> Any:

@@ -58,7 +58,14 @@ def open_known(model: Path, shape: LlamaShape, *, dtype: torch.dtype, device: st
     Returns ``None`` if they are not simply its weights by their names. transformers then reads or refuses them.
     """
     try:
-        weights = _StoredWeights(_files_of(model), dtype, device)
+        index, names = model / "model.safetensors.index.json", {"model.safetensors"}
+        if index.is_file():
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        files: dict[str, Any] = {}
+        for name in sorted(names):
+            file: Any = safe_open(model / name, framework="pt")
+            files |= dict.fromkeys(file.keys(), file)
+        weights = _StoredWeights(files, dtype, device)
         if {*shape.weights()} != weights.keys() - ({"lm_head.weight"} if shape.is_tied else set()):
             return None
         return LlamaForward(shape, weights)
@@ -85,19 +92,6 @@ class _StoredWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.files)
-
-
-def _files_of(model: Path) -> Mapping[str, Any]:
-    """Return the open file of each weight by its name."""
-    index = model / "model.safetensors.index.json"
-    names = {"model.safetensors"}
-    if index.is_file():
-        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    files: dict[str, Any] = {}
-    for name in sorted(names):
-        file: Any = safe_open(model / name, framework="pt")
-        files |= dict.fromkeys(file.keys(), file)
-    return files
 
 
 def _path(model: Path, device: str) -> Path:

@@ -391,8 +391,9 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
     if context.answers_first:
         # Not at the same time: the import alone takes seconds of the interpreter's lock, which the proxy needs to open.
         await (await find(Directory, "directory")).ask(AwaitEndpoint())
-    # On a thread, since agents may be answered already.
-    await to_thread.run_sync(import_module, "areal_actors.training.actor")
+        # On a thread, since agents are answered. Elsewhere the engine may be importing transformers on its own thread:
+        # two threads that import modules with circular imports may see some of them unfinished.
+        await to_thread.run_sync(import_module, "areal_actors.training.actor")
     from areal_actors.training.actor import TrainerActor, TrainingPeers
 
     can_evaluate = context.spec.has_rollouts and bool(config.held_out_sets)

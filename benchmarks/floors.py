@@ -33,10 +33,10 @@ from hypercorn.asyncio import serve as serve_plainly
 from hypercorn.config import Config
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_actors.domain import ChatMessage, ForkReason
+from areal_actors.domain import ChatMessage, EngineRequest, ForkReason, SampleKey, TextDelta
 from areal_actors.journal import Journal, SqliteJournal
 from areal_actors.kernel import ActorSystem
 from areal_actors.messages import OpenSession
@@ -48,6 +48,7 @@ from areal_actors.run.inference import InferenceConfig, spawn_generation, spawn_
 __all__ = ["ADMIN_KEY", "FACTORIES", "OPCODES", "Factory", "serve_as_the_proxy", "served", "tell_cpu"]
 
 ADMIN_KEY = "sk-benchmark"
+_NUM_STREAMED = 200
 
 Factory = Callable[[Setup], AbstractAsyncContextManager[tuple[str, ...]]]
 """Opens a server; yields one base URL per session."""
@@ -144,8 +145,15 @@ async def http_floor(setup: Setup) -> AsyncIterator[tuple[str, ...]]:
     payload = _format(ChatMessage(role="assistant", content=setup.answer), "chatcmpl-1", 30, 10)
     constant = orjson.dumps(payload | {"session_id": "s1", "api_key": "sk-placeholder"})
 
+    async def play() -> AsyncIterator[bytes]:
+        for _ in range(_NUM_STREAMED):
+            await anyio.sleep(setup.pause_seconds)
+            yield _event({}, {"content": "word"}, None)
+        yield b"data: [DONE]\n\n"
+
     async def answer(request: Request) -> Response:
-        await request.body()
+        if b'"stream":true' in await request.body():
+            return StreamingResponse(play(), media_type="text/event-stream")
         await anyio.sleep(setup.delay_seconds)
         return Response(constant, media_type="application/json")
 
@@ -173,7 +181,8 @@ class _Capture:
 
     def __init__(self, setup: Setup) -> None:
         self._renderer = setup.create_renderer()
-        self._chunk = NullEngine(self._renderer, setup).chunk
+        self._engine = NullEngine(self._renderer, setup)
+        self._chunk = self._engine.chunk
         self._delay = setup.delay_seconds
         self._numbers = itertools.count()
         self._rows: dict[str, _Row] = {}
@@ -202,18 +211,48 @@ class _Capture:
         body = orjson.loads(await request.body())
         messages = tuple(ChatMessage(role=raw["role"], content=raw["content"]) for raw in body["messages"])
         session, sampled = request.path_params["session"], self._chunk.token_ids
+        if body.get("stream"):
+            before, suffix = self._extend(self._rows.get(session, _NOTHING), messages)
+            return StreamingResponse(self._stream(session, messages, before, suffix), media_type="text/event-stream")
         if self._delay:
             await anyio.sleep(self._delay)
         before, suffix = self._extend(self._rows.get(session, _NOTHING), messages)
         message = self._renderer.parse(sampled)
+        self._keep(session, before, messages, suffix, message)
+        num_prompt = len(before.ids) + len(suffix)
+        return _json(_format(message, f"chatcmpl-{next(self._numbers)}", num_prompt, len(sampled)))
+
+    def _keep(
+        self, session: str, before: _Row, messages: tuple[ChatMessage, ...], suffix: Any, message: ChatMessage
+    ) -> None:
+        sampled = self._chunk.token_ids
         self._rows[session] = _Row(
             messages=(*messages, message),
             ids=np.concatenate([before.ids, suffix, sampled]),
             mask=np.concatenate([before.mask, np.zeros(len(suffix)), np.ones(len(sampled))]),
             logprobs=np.concatenate([before.logprobs, np.zeros(len(suffix)), self._chunk.logprobs]),
         )
-        num_prompt = len(before.ids) + len(suffix)
-        return _json(_format(message, f"chatcmpl-{next(self._numbers)}", num_prompt, len(sampled)))
+
+    async def _stream(
+        self, session: str, messages: tuple[ChatMessage, ...], before: _Row, suffix: Any
+    ) -> AsyncIterator[bytes]:
+        """One event for each token, as servers of models send them."""
+        name, created = f"chatcmpl-{next(self._numbers)}", int(time.time())
+        envelope = {"id": name, "object": "chat.completion.chunk", "created": created, "model": "m"}
+        parser, texts = self._renderer.open_stream(), []
+        async with self._engine.generate(EngineRequest(id=name, prompt=[1], key=SampleKey(seed=1))) as chunks:
+            async for chunk in chunks:
+                for delta in parser.feed(chunk.token_ids):
+                    assert isinstance(delta, TextDelta)
+                    texts.append(delta.text)
+                    yield _event(envelope, {"content": delta.text}, None)
+        for delta in parser.finish():
+            assert isinstance(delta, TextDelta)
+            texts.append(delta.text)
+            yield _event(envelope, {"content": delta.text}, None)
+        self._keep(session, before, messages, suffix, ChatMessage(role="assistant", content="".join(texts)))
+        yield _event(envelope, {}, "stop")
+        yield b"data: [DONE]\n\n"
 
     def _extend(self, before: _Row, messages: tuple[ChatMessage, ...]) -> tuple[_Row, Any]:
         """The row that is continued, and the ids that are new."""
@@ -231,6 +270,11 @@ class _Capture:
     async def _export(self, request: Request) -> Response:
         row = self._rows.pop(orjson.loads(await request.body())["session_id"])
         return _json({"ids": row.ids, "mask": row.mask, "logprobs": row.logprobs, "reward": row.reward})
+
+
+def _event(envelope: dict[str, Any], delta: dict[str, Any], finish: str | None) -> bytes:
+    document = {**envelope, "choices": [{"index": 0, "delta": delta, "finish_reason": finish}]}
+    return b"data: %b\n\n" % orjson.dumps(document)
 
 
 def _json(document: dict[str, Any]) -> Response:

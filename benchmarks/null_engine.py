@@ -64,14 +64,15 @@ class Setup:
     """What a server is measured with.
 
     Its engine waits ``delay_seconds`` before its first token, and ``pause_seconds`` between the first one and the
-    others, which come together with it if that is zero. With ``has_raw_logprobs``, raw log-probabilities differ from
-    the others, as they do at any temperature but 1.
+    others, which come together with it if that is zero, or one by one with ``has_single_tokens``. With
+    ``has_raw_logprobs``, raw log-probabilities differ from the others, as they do at any temperature but 1.
     """
 
     num_sessions: int = 16
     delay_seconds: float = 0.0
     pause_seconds: float = 0.0
     answer: str = ANSWER
+    has_single_tokens: bool = False
     has_raw_logprobs: bool = False
     create_renderer: Callable[[], TemplateRenderer] = create_tiny_renderer
 
@@ -80,6 +81,13 @@ SETUPS = {
     "idle": Setup(),
     "busy": Setup(num_sessions=1000, delay_seconds=0.1),
     "streaming": Setup(delay_seconds=0.02, pause_seconds=0.02),
+    "tokens": Setup(
+        delay_seconds=0.005,
+        pause_seconds=0.005,
+        has_single_tokens=True,
+        answer=words(list(range(199))),
+        create_renderer=create_word_renderer,
+    ),
     "short": Setup(answer=words(list(range(49))), has_raw_logprobs=True, create_renderer=create_word_renderer),
     "long": Setup(answer=words(list(range(299))), has_raw_logprobs=True, create_renderer=create_word_renderer),
 }
@@ -129,6 +137,9 @@ class NullEngine(IdleEngine):
         raw = logprobs * 1.1 if setup.has_raw_logprobs else logprobs
         self.chunk = Chunk(token_ids=ids, logprobs=logprobs, raw_logprobs=raw, version=0, finish=FinishReason.STOP)
 
+        singles = [self._split(slice(number, number + 1)) for number in range(1, len(ids))]
+        self._tokens = [evolve(each, finish=None) for each in singles[:-1]] + singles[-1:]
+
     @asynccontextmanager
     async def generate(self, request: EngineRequest) -> AsyncIterator[AsyncIterator[Chunk]]:
         """One chunk, or two."""
@@ -144,6 +155,11 @@ class NullEngine(IdleEngine):
         first, rest = self._split(slice(0, 1)), self._split(slice(1, None))
         self.first_tokens[request_id] = time.monotonic()
         yield evolve(first, finish=None)
+        if self._setup.has_single_tokens:
+            for chunk in self._tokens:
+                await anyio.sleep(self._setup.pause_seconds)
+                yield chunk
+            return
         await anyio.sleep(self._setup.pause_seconds)
         yield rest
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import TypeAlias
 
 from attrs import frozen
@@ -21,6 +23,9 @@ from benchmarks.null_engine import SETUPS
 _GATE = 1.0
 """Keys, checks, trees and actors may cost what the plain floor spends on its server."""
 _JOURNAL_GATE = 1.1
+_STREAM_GATE = 0.9
+_TEXT = Path(__file__).with_name("README.md")
+_LONG_CHARACTERS = 9_400  # 7,000 tokens of the tiny model
 _NUM_OTHER_CALLS = 5  # of a life: capacity, start, reward, end, export
 
 Load: TypeAlias = Callable[[Sequence[Connection], int], Awaitable[int]]
@@ -75,6 +80,33 @@ async def _lives(connections: Sequence[Connection], num_requests: int, *, num_tu
     return each * len(connections) * num_calls
 
 
+async def _long_prompts(connections: Sequence[Connection], num_requests: int, *, is_shared: bool = False) -> int:
+    """Questions with 7,000 tokens before them, which are new each time, or the same ones in new sessions."""
+    text, (connection, *_) = _TEXT.read_text(encoding="utf-8")[:_LONG_CHARACTERS], connections
+    for index in range(num_requests):
+        start = "" if is_shared else f"{index} {time.monotonic_ns()} "
+        said = {"role": "system", "content": start + text}, {"role": "user", "content": f"What is question {index}?"}
+        await connection.chat([*said])
+    return num_requests
+
+
+async def _shared_prompts(connections: Sequence[Connection], num_requests: int) -> int:
+    return await _long_prompts(connections, num_requests, is_shared=True)
+
+
+async def _streams(connections: Sequence[Connection], num_requests: int) -> int:
+    """Answers of 200 tokens that come one by one, each of them read to its end."""
+    each = max(num_requests // len(connections), 1)
+
+    async def read(connection: Connection, number: int) -> None:
+        for index in range(each):
+            await connection.start_chat([{"role": "user", "content": f"w{number:03}w{index:03}"}])
+            await connection.finish_chat()
+
+    await asyncio.gather(*(read(connection, number) for number, connection in enumerate(connections)))
+    return each * len(connections)
+
+
 async def _fifty_turns(connections: Sequence[Connection], num_requests: int) -> int:
     return await _conversations(connections, num_requests, num_turns=50)
 
@@ -92,6 +124,16 @@ SCENARIOS = (
     Scenario(name="single turn, 16 connections", load=_single_turns, num_connections=16),
     Scenario(name="turn of 50, 1 connection", load=_fifty_turns),
     Scenario(name="session of 8 turns and 5 calls, 16 connections", load=_lives_of_eight, num_connections=16),
+    Scenario(name="single turn of 7000 new tokens, 1 connection", load=_long_prompts, share=0.04),
+    Scenario(name="single turn of 7000 shared tokens, 1 connection", load=_shared_prompts, share=0.04),
+    Scenario(
+        name="streamed answer of 200 tokens, 16 connections",
+        load=_streams,
+        num_connections=16,
+        setup="tokens",
+        gate=_STREAM_GATE,
+        share=0.02,
+    ),
     Scenario(
         name="turn of 4, 1000 sessions, 100 ms engine", load=_four_turns, num_connections=1000, setup="busy", share=2.5
     ),
@@ -103,7 +145,10 @@ async def _measure(urls: Sequence[str], scenario: Scenario, num_requests: int) -
     """Server CPU in microseconds per request."""
     connections = [await Connection(url).open() for url in urls[: scenario.num_connections]]
     try:
-        await _single_turns(connections, 4 * len(connections))
+        if scenario.setup == "tokens":
+            await _streams(connections, len(connections))
+        else:
+            await _single_turns(connections, 4 * len(connections))
         before = await connections[0].get("/cpu")
         num_sent = await scenario.load(connections, int(num_requests * scenario.share))
         after = await connections[0].get("/cpu")

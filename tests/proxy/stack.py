@@ -13,6 +13,7 @@ from areal_actors.domain import Interaction
 from areal_actors.kernel import Ref
 from areal_actors.messages import CollectSession, Sessions
 from areal_actors.models.built_in import create_tiny_tokenizer
+from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, open_actors
@@ -44,10 +45,13 @@ class Stack:
 
 
 @asynccontextmanager
-async def open_stack(*answers: Sequence[int], is_gated: bool = False) -> AsyncIterator[Stack]:
+async def open_stack(
+    *answers: Sequence[int], is_gated: bool = False, proxy: ProxyConfig | None = None
+) -> AsyncIterator[Stack]:
     """Open everything; the engine samples ``answers`` one after another."""
     engine = EchoEngine(script_answers(*answers), is_gated=is_gated, vocab_size=renderer().vocab_size)
-    config = InferenceConfig(limits=CapacityLimits(max_concurrent=4, batch_size=4))
+    limits = CapacityLimits(max_concurrent=4, batch_size=4)
+    config = InferenceConfig(limits=limits, proxy=proxy or ProxyConfig())
     async with open_actors(config, engine=engine, renderer=renderer()) as inference:
         endpoint = inference.endpoint
         async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -27,6 +27,7 @@ class BufferedCall(Protocol):
     """A stream message that was sent, and the items that have arrived for it."""
 
     buffer: deque[Any]
+    limit: int
     error: ArealError | None
     arrival: Signal | None
     """Set by the handler's side when the consumer waits for an item."""
@@ -44,6 +45,29 @@ class BufferedCall(Protocol):
     def claim_error(self) -> ArealError:
         """Return the error, once, to be raised."""
         ...
+
+
+class _FullOrDone:
+    """The arrival of so many items that there is little room for more, or of the end."""
+
+    __slots__ = ("_call", "_signal")
+
+    def __init__(self, call: BufferedCall, signal: Signal) -> None:
+        self._call, self._signal = call, signal
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the consumer should read. A remote handler may not know of a last quarter of the room yet."""
+        return self._call.is_done or 4 * len(self._call.buffer) >= 3 * self._call.limit
+
+    def set(self) -> None:
+        """Wake the consumer if it should read."""
+        if self.is_due:
+            self._signal.set()
+
+    def wait(self) -> Awaitable[None]:
+        """Wait for that."""
+        return self._signal.wait()
 
 
 C = TypeVar("C", bound=BufferedCall)
@@ -98,6 +122,29 @@ class BufferedStream(
         item: Item = call.buffer.popleft()
         self.make_room(call)
         return item
+
+    async def gather(self, until: float) -> list[Item]:
+        """Return the items that have arrived by this time of the loop's clock, perhaps none.
+
+        Returns earlier if the handler has ended, or before it would wait for room. Its errors are left to
+        ``__anext__``. The consumer is woken once for all of them, where reading each item would wake it once for each.
+        """
+        call = self._call
+        if call is None:
+            raise RuntimeError("a stream is opened by 'async with ref.stream(...) as items'")
+        signal = self._loop.new_signal()
+        arrival = _FullOrDone(call, signal)
+        if not arrival.is_due and until > self._loop.now():
+            call.arrival = arrival
+            try:
+                await self._loop.wait_until(signal, until)
+            finally:
+                call.arrival = None
+        items: list[Item] = []
+        while call.buffer:
+            items.append(call.buffer.popleft())
+            self.make_room(call)
+        return items
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -43,6 +43,8 @@ class Loop:
     """Create a cancel scope: ``new_scope(deadline=..., shield=...)``."""
     now: Callable[[], float]
     """The loop's clock, in seconds."""
+    wait_until: Callable[[Signal, float], Awaitable[None]]
+    """Wait until a signal is set, or the loop's clock shows a time."""
     effective_deadline: Callable[[], float]
     """The nearest deadline of the cancel scopes around the running task; infinite if there is none."""
     call_soon: Callable[[Callable[[], object]], object]
@@ -66,11 +68,21 @@ def running_loop() -> Loop:
         return _trio_loop()
     loop = asyncio.get_running_loop()
     create_future = loop.create_future
+
+    async def wait_until(signal: Signal, deadline: float) -> None:
+        # A scope would take three times as long, and would cancel the future of the signal.
+        timer = loop.call_at(deadline, signal.set)
+        try:
+            await signal.wait()
+        finally:
+            timer.cancel()
+
     return Loop(
         new_signal=lambda: _FutureSignal(create_future()),
         # anyio's constructor looks up the back end on every call; the concrete class skips that.
         new_scope=type(anyio.CancelScope()),
         now=loop.time,
+        wait_until=wait_until,
         effective_deadline=anyio.current_effective_deadline,
         call_soon=loop.call_soon_threadsafe,
         call_soon_here=loop.call_soon,
@@ -132,11 +144,16 @@ def _trio_loop() -> Loop:
             self._task = None
             return Abort.SUCCEEDED
 
+    async def wait_until(signal: Signal, deadline: float) -> None:
+        with trio.CancelScope(deadline=deadline):
+            await signal.wait()
+
     call_soon = trio.lowlevel.current_trio_token().run_sync_soon
     return Loop(
         new_signal=ParkedSignal,
         new_scope=cast("Callable[..., Scope]", trio.CancelScope),
         now=trio.current_time,
+        wait_until=wait_until,
         effective_deadline=trio.current_effective_deadline,
         call_soon=call_soon,
         call_soon_here=call_soon,

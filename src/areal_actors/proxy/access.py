@@ -20,7 +20,7 @@ from __future__ import annotations
 import hmac
 import math
 import secrets
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -144,10 +144,10 @@ class RequestUsage:
         elif isinstance(item, Delta):
             self.num_deltas += 1
 
-    def count_all(self, answers: Sequence[Answer]) -> None:
-        """Count the tokens of finished answers."""
-        for answer in answers:
-            self.count(answer)
+    def count_all(self, items: Iterable[Any]) -> None:
+        """Count the tokens of several items, or of finished answers."""
+        for item in items:
+            self.count(item)
 
     @property
     def num_used(self) -> int:

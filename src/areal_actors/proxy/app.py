@@ -6,24 +6,26 @@ asks actors for everything. ``actor`` serves it on a socket, and any other ASGI 
 
 from __future__ import annotations
 
+import math
 import re
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
 
-from attrs import evolve, frozen
+import anyio
+from attrs import evolve, field, frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, Credential
+from areal_actors.domain import AnswerStarted, Attempt, Credential, StreamItem
 from areal_actors.errors import InvalidRequest, QuotaExceeded
-from areal_actors.kernel import Ref
+from areal_actors.kernel import BufferedStream, Ref
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -46,7 +48,7 @@ from areal_actors.proxy.access import (
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
-from areal_actors.proxy.dialects.base import Dialect, Parsed
+from areal_actors.proxy.dialects.base import Dialect, Parsed, join_items
 from areal_actors.proxy.dialects.blocks import replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.completions import CompletionsDialect
@@ -77,6 +79,10 @@ Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
 _MAX_KEY = 255
+_MAX_GATHERED = 64
+"""Items of a stream that wait to be sent together."""
+_INTERVAL_PER_STREAM_MS = 2
+_MAX_INTERVAL_MS = 25
 _MAX_DIGITS = 4
 
 
@@ -96,6 +102,8 @@ class CompletionEndpoint:
     """Replaces references to stored items in a body, for a dialect that has them."""
     prefixes: PrefixCache | None = None
     """Knows the messages of earlier bodies, for a dialect that repeats them."""
+    streams: set[Exchange] = field(factory=set)
+    """The streams whose text is being sent, of all routes of the application."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
@@ -188,25 +196,47 @@ class CompletionEndpoint:
 
         async def pump() -> None:
             nonlocal announced
-            is_waiting = True
-            async with self.sessions.stream(message) as items:
-                async for item in items:
+            is_waiting, sent_at = True, -math.inf
+            async with self.sessions.stream(message, buffer_size=_MAX_GATHERED) as items:
+                while batch := await self._next_items(items, sent_at):
                     if usage is not None:
-                        usage.count(item)
-                    events = formatter.feed(item)
-                    if isinstance(item, AnswerStarted):
-                        announced += events
-                        continue
-                    if is_waiting:
-                        is_waiting = False
-                        seconds = perf_counter() - exchange.started_at
-                        self.meter.first_token_seconds[exchange.operation].observe(seconds)
-                    if announced or events:
-                        events, announced = announced + events, b""
+                        usage.count_all(batch)
+                    events = b""
+                    for item in join_items(batch):
+                        if isinstance(item, AnswerStarted):
+                            announced += formatter.feed(item)
+                            continue
+                        if is_waiting:
+                            is_waiting = False
+                            self.streams.add(exchange)
+                            seconds = perf_counter() - exchange.started_at
+                            self.meter.first_token_seconds[exchange.operation].observe(seconds)
+                        events, announced = events + announced + formatter.feed(item), b""
+                    if events:
+                        sent_at = anyio.current_time()
                         await exchange.send_events(events)
 
-        await exchange.until_disconnect(pump, quiet_seconds=self.config.keep_alive_seconds)
+        try:
+            await exchange.until_disconnect(pump, quiet_seconds=self.config.keep_alive_seconds)
+        finally:
+            self.streams.discard(exchange)
         await exchange.send_events(announced + formatter.finish(), is_last=True)
+
+    async def _next_items(self, items: AsyncIterator[StreamItem], sent_at: float) -> Sequence[StreamItem]:
+        """Return the items of a stream that are sent together, after others were sent at this time; none at its end."""
+        milliseconds = self.config.stream_interval_ms
+        if milliseconds is None:
+            # An event costs as much however long its text is. A few streams are sent as they come; the more there are,
+            # the more they would take from each other.
+            milliseconds = min(_INTERVAL_PER_STREAM_MS * (len(self.streams) - 1), _MAX_INTERVAL_MS)
+        # The streams of actors in the agent's own process have no buffer, and no network to save.
+        if milliseconds > 0 and isinstance(items, BufferedStream):
+            gathered: Sequence[StreamItem] = await items.gather(sent_at + milliseconds / 1000)
+            if gathered:
+                return gathered
+        async for item in items:
+            return (item,)
+        return ()
 
 
 async def _read(
@@ -364,8 +394,10 @@ def create_app(
     turns = PrefixCache("messages")
     count = TokenCountEndpoint(dialect=messages, prefixes=turns, **shared)
 
+    streams: set[Exchange] = set()
+
     def complete(dialect: Any, **more: Any) -> Operation:
-        endpoint = CompletionEndpoint(dialect=dialect, meter=meter, **shared, **more)
+        endpoint = CompletionEndpoint(dialect=dialect, meter=meter, streams=streams, **shared, **more)
         return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
 
     control = ControlEndpoints(

@@ -57,6 +57,7 @@ NAMES = (
         "trainer",
         "default_job",
         "planning",
+        "passes",
         "gang",
         "starting",
         "slurm",

@@ -193,13 +193,13 @@ def measure(case: Case, directory: str = "", port: str = "", rank: str = "") -> 
     # What importing and the first step allocate once is not the model's.
     warm = PolicyTrainer(AutoModelForCausalLM.from_config(tiny), _settings(evolve(case, num_ranks=1)))
     warm.train_step([groups.create_group(vocab_size=64)])
-    before, is_over = _used(), threading.Event()
+    before, is_over = used_bytes(), threading.Event()
     peaks = before
 
     def watch() -> None:
         nonlocal peaks
         while not is_over.wait(0.004):
-            peaks = max(peaks[0], (now := _used())[0]), max(peaks[1], now[1])
+            peaks = max(peaks[0], (now := used_bytes())[0]), max(peaks[1], now[1])
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -223,7 +223,7 @@ class _Mallinfo(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in _MALLINFO]
 
 
-def _used() -> tuple[int, int]:
+def used_bytes() -> tuple[int, int]:
     """Return the bytes that are allocated, by glibc, and those that are resident and of no file."""
     count = ctypes.CDLL("libc.so.6").mallinfo2
     count.restype = _Mallinfo

@@ -116,7 +116,7 @@ class _Untrained:
     spans: dict[int, tuple[int, int]] = field(factory=dict)
     """From the first to behind the last record of a version: they are written when they are too old, in turn."""
 
-    def reasons(self, version: int, task: str) -> dict[int, str]:
+    def reasons(self, version: int, task: str) -> dict[Any, str]:
         """Return why episodes of a group that began under ``version`` were not trained, by member."""
         with suppress(FileNotFoundError), self.path.open("rb") as file:
             status = os.fstat(file.fileno())

@@ -35,6 +35,7 @@ from tests.chaos.play import free_port, settings
 from tests.chaos.processes import ADMIN_KEY, Child, Failed, marked, spawn
 
 from areal_actors.interchange import find_dumps, read_rows
+from areal_actors.journal import settle
 from areal_actors.journal.codec import unpack_ints
 
 MIN_TURNS, MAX_TURNS = 3, 10
@@ -258,6 +259,7 @@ def compare(run: Path, crowd: Crowd, compared: Counter[str]) -> Iterator[str]:
 
     The tables are read, since ``SqliteJournal.read`` leaves out sessions that were trained.
     """
+    settle(run / "journal.sqlite")
     with sqlite3.connect(run / "journal.sqlite") as journal:
         rows = journal.execute("SELECT interaction, status, output, token_ids, reward FROM turns").fetchall()
         # What was said of a turn after it had ended replaces what it had then.

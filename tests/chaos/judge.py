@@ -17,6 +17,8 @@ from typing import Any
 from attrs import field, frozen
 from tests.chaos.ledger import Line, read_ledger
 
+from areal_actors.journal import settle
+
 __all__ = ["Evidence", "Verdict", "judge", "read_evidence", "surviving"]
 
 Step = Mapping[str, Any]
@@ -231,6 +233,7 @@ def read_evidence(directory: Path) -> Evidence:
     """What a play has left in its directory."""
     run = directory / "run"
     ledgers = [line for path in sorted(directory.glob("*.ledger")) for line in read_ledger(path)]
+    settle(run / "journal.sqlite")
     connection = sqlite3.connect(f"file:{run / 'journal.sqlite'}?mode=ro", uri=True)
     connection.row_factory = sqlite3.Row
     try:

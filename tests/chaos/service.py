@@ -182,7 +182,7 @@ def _wrap_engine(witness: Witness, engine: Any) -> None:
 
 
 def _wrap_journal(witness: Witness, store: Any) -> None:
-    encode, write = store.encode, store.write
+    encode, append = store.encode, store.append
     kinds: set[Point] = set()
     turns: list[tuple[str, str]] = []
 
@@ -196,13 +196,13 @@ def _wrap_journal(witness: Witness, store: Any) -> None:
         )
         return encode(self, facts)
 
-    def writing(self: Any, statements: Any) -> None:
+    def writing(self: Any, statements: Any) -> bool:
         chosen = sorted(kinds)
         kinds.clear()
         witness.enter(Stage.COMMITTING)
         for kind in chosen:
             witness.reach(f"before {kind}")
-        write(self, statements)
+        is_due: bool = append(self, statements)
         for event, turn in turns:
             witness.note_sample(event, id=turn)
         turns.clear()
@@ -211,8 +211,9 @@ def _wrap_journal(witness: Witness, store: Any) -> None:
         witness.leave(Stage.COMMITTING)
         if Point.TURN in chosen:
             witness.enter(Stage.ANSWERING)
+        return is_due
 
-    store.encode, store.write = encoding, writing
+    store.encode, store.append = encoding, writing
 
 
 def _wrap_trainer(witness: Witness, trainer: Any) -> None:

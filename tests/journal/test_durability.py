@@ -10,14 +10,16 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import anyio
 import pytest
 
-from areal_actors.domain import RewardSet, SessionStarted, TurnEnded
+from areal_actors.domain import RewardSet, SessionForgotten, SessionId, SessionStarted, TurnEnded
 from areal_actors.errors import JournalError
-from areal_actors.journal import JournalConfig, JournalSync, SqliteJournal
+from areal_actors.journal import JournalConfig, JournalSync, SqliteJournal, find_logs, migrations, settle
+from areal_actors.journal.sqlite import Store
 from areal_actors.testing.journal_contract import create_session, create_start, create_turn, restorable
 
 pytestmark = pytest.mark.anyio
@@ -59,21 +61,85 @@ def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path):
 
 
 async def test_a_torn_log_loses_only_what_was_torn(tmp_path):
-    """A power loss may cut the end of the write-ahead log: what stands before the cut is read."""
+    """A kill or a power loss may cut the end of the log: what stands before the cut is read."""
     path, copy = tmp_path / "journal.sqlite", tmp_path / "copy" / "journal.sqlite"
     copy.parent.mkdir()
     async with SqliteJournal.open(path) as journal:
         for number in range(20):
             await journal.write(*create_session(f"s{number}"))
-        for name in (path, path.with_name("journal.sqlite-wal")):
+        for name in (path, path.with_name("journal.sqlite-wal"), *find_logs(path)):
             shutil.copy(name, copy.parent)
-    log = copy.with_name("journal.sqlite-wal")
+    (log,) = find_logs(copy)
     os.truncate(log, log.stat().st_size * 2 // 3)
     events = await facts_of(copy)
     num_sessions = sum(isinstance(event, SessionStarted) for event in events)
 
     assert 0 < num_sessions < 20
     assert tuple(event for number in range(num_sessions) for event in create_session(f"s{number}")) == events
+
+
+@pytest.mark.parametrize("damage", [b"", b"\0" * 4096, b"\xff" * 40], ids=["cut", "zeros", "ones"])
+async def test_what_follows_a_damage_is_kept_aside(tmp_path, damage):
+    """After a power loss: later events may depend on the missing ones, and are not restored. Their files are kept."""
+    path = tmp_path / "journal.sqlite"
+    store = Store.open(path, JournalConfig())
+    for number in range(3):
+        for event in create_session(f"s{number}"):
+            store.append(store.encode((event,)))
+        store.next_log()
+    store.close()
+    _, second, _ = find_logs(path)
+    content = second.read_bytes()
+    second.write_bytes(content[: len(content) // 2] + damage)
+    events = await facts_of(path)
+    num_events = len(create_session("s0"))
+
+    assert create_session("s0") == events[:num_events]
+    assert events[num_events:] == create_session("s1")[: len(events) - num_events]
+    assert num_events < len(events) < 2 * num_events
+    assert [] == find_logs(path)
+    assert 2 == len(list(tmp_path.glob("journal.sqlite-damaged-*")))
+
+
+async def test_events_that_were_moved_are_not_moved_again(tmp_path):
+    """A process may be killed after the transaction, and before it removes the file of the log."""
+    path = tmp_path / "journal.sqlite"
+    async with SqliteJournal.open(path) as journal:
+        await journal.write(*create_session("a"))
+        (log,) = find_logs(path)
+        content = log.read_bytes()
+        await journal.write(SessionForgotten(session=SessionId("a")))
+    log.write_bytes(content)
+
+    assert () == await facts_of(path)
+
+
+async def test_a_log_of_an_earlier_version_is_read_by_a_later_one(tmp_path, monkeypatch):
+    """Its file has the statements' texts, which fit tables with more columns."""
+    path = tmp_path / "journal.sqlite"
+    store = Store.open(path, JournalConfig())
+    store.append(store.encode(create_session("a")))
+    store.close()
+    added = "ALTER TABLE turns ADD COLUMN later TEXT;"
+    monkeypatch.setattr(migrations, "MIGRATIONS", (*migrations.MIGRATIONS, added))
+    monkeypatch.setattr(migrations.migrate, "__defaults__", (migrations.MIGRATIONS,))
+
+    assert create_session("a") == await facts_of(path)
+
+
+async def test_readers_by_sql_find_what_a_killed_process_wrote(tmp_path):
+    """``settle`` moves the log, unless a process has the journal open."""
+    path = tmp_path / "journal.sqlite"
+    store = Store.open(path, JournalConfig())
+    store.append(store.encode(create_session("a")))
+    settle(path)
+    assert 1 == len(find_logs(path))
+    store.close()
+    settle(path)
+
+    assert [] == find_logs(path)
+    with closing(sqlite3.connect(path)) as connection:
+        assert [(2,)] == connection.execute("SELECT count(*) FROM turns").fetchall()
 
 
 async def test_a_full_disk_is_told_to_every_writer_and_ends_the_writing(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from attrs import fields
+from tests.stacks.journals import write_at_once
 
 from areal_actors.domain import GroupId, GroupQueued, SessionId
 from areal_actors.journal import JournalConfig
@@ -24,7 +25,7 @@ def connection(tmp_path):
     path = tmp_path / "journal.sqlite"
     store = Store.open(path, JournalConfig())
     group = GroupQueued(group=GroupId("g"), position=3, sessions=(SessionId("support-1"),))
-    store.write(store.encode((*create_session("support-1"), group, create_start("support-2"))))
+    write_at_once(store, (*create_session("support-1"), group, create_start("support-2")))
     store.close()
     connection = sqlite3.connect(path)
     yield connection

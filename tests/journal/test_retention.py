@@ -9,6 +9,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from tests.stacks.journals import write_at_once
 
 from areal_actors.domain import (
     GroupConsumed,
@@ -50,7 +51,7 @@ class JournalMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
     def write(self, *events: JournalEvent) -> None:
-        self.store.write(self.store.encode(events))
+        self.store.append(self.store.encode(events))
         self.events += events
 
     def live(self) -> list[str]:
@@ -116,7 +117,19 @@ class JournalMachine(RuleBasedStateMachine):
         self.write(VersionSaved(version=self.version))
 
     @rule()
+    def move(self) -> None:
+        """What is in the log goes into the tables."""
+        self.store.next_log()
+        self.store.move()
+
+    @rule()
+    def next_log(self) -> None:
+        """The log continues in another file, and the former one is not moved yet."""
+        self.store.next_log()
+
+    @rule()
     def reopen(self) -> None:
+        """What was in the log only is moved by the next one."""
         self.store.close()
         self.store = self.open()
         self.check()
@@ -124,11 +137,13 @@ class JournalMachine(RuleBasedStateMachine):
     @rule()
     def check(self) -> None:
         """What is needed is read, in order, whether the file was tidied or not."""
+        self.move()
         assert restorable(self.events) == restorable(self.store.read())
 
     @rule()
     def tidy(self) -> None:
         """After all was tidied there is nothing beyond what is needed."""
+        self.move()
         while self.store.has_gone:
             self.store.retire()
         needed = restorable(self.events)
@@ -161,7 +176,7 @@ def test_what_is_kept_for_readers_goes_after_its_time(tmp_path):
     group = GroupQueued(group=GroupId("g"), position=0, sessions=())
     done = GroupConsumed(group=group.group, version=1, is_trained=True)
     forgotten = SessionForgotten(session=SessionId("a"))
-    store.write(store.encode((*create_session("a"), group, done, VersionSaved(version=1), forgotten)))
+    write_at_once(store, (*create_session("a"), group, done, VersionSaved(version=1), forgotten))
     store.retire()
 
     assert [VersionSaved(version=1)] == list(store.read())
@@ -179,9 +194,9 @@ def test_facts_that_come_too_late_do_not_stay_for_good(tmp_path):
     """A turn of a session that was forgotten and deleted goes when the journal is opened next."""
     path = tmp_path / "journal.sqlite"
     store = Store.open(path, JournalConfig())
-    store.write(store.encode((create_start("a"), SessionForgotten(session=SessionId("a")))))
+    write_at_once(store, (create_start("a"), SessionForgotten(session=SessionId("a"))))
     store.retire()
-    store.write(store.encode((create_turn("a", 0),)))
+    write_at_once(store, (create_turn("a", 0),))
     store.close()
     store = Store.open(path, JournalConfig())
 
@@ -197,12 +212,12 @@ def test_the_file_does_not_grow_without_bound(tmp_path):
     for number in range(60):
         session = f"s{number}"
         turns = [create_turn(session, turn, num_tokens=3000) for turn in range(10)]
-        store.write(store.encode((create_start(session), *turns)))
+        write_at_once(store, (create_start(session), *turns))
         if number >= 20:
-            store.write(store.encode((SessionForgotten(session=SessionId(f"s{number - 20}")),)))
+            write_at_once(store, (SessionForgotten(session=SessionId(f"s{number - 20}")),))
             store.retire()
         sizes.append(store._value("PRAGMA page_count"))
-    store.write(store.encode([SessionForgotten(session=SessionId(f"s{number}")) for number in range(60)]))
+    write_at_once(store, [SessionForgotten(session=SessionId(f"s{number}")) for number in range(60)])
     while store.has_gone:
         store.retire()
     store.close()
@@ -216,7 +231,7 @@ def test_many_forgotten_sessions_go_in_several_steps(tmp_path):
     """One step is short, so that nobody waits long; the next ones do the rest."""
     store = Store.open(tmp_path / "journal.sqlite", JournalConfig())
     for number in range(150):
-        store.write(store.encode((create_start(f"s{number}"), SessionForgotten(session=SessionId(f"s{number}")))))
+        write_at_once(store, (create_start(f"s{number}"), SessionForgotten(session=SessionId(f"s{number}"))))
     left = []
     while store.has_gone:
         store.retire()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sqlite3
 import stat
@@ -12,9 +13,9 @@ import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
 
-from areal_actors.domain import SessionStarted
+from areal_actors.domain import GroupId, GroupQueued, SessionStarted
 from areal_actors.errors import JournalError
-from areal_actors.journal import JournalConfig, SqliteJournal, sqlite
+from areal_actors.journal import JournalConfig, JournalSync, SqliteJournal, find_logs, sqlite
 from areal_actors.journal.migrations import MIGRATIONS
 from areal_actors.testing.journal_contract import create_session, create_start, create_turn
 
@@ -42,21 +43,47 @@ async def held(path):
         leave.set()
 
 
-async def test_writes_that_wait_together_become_one_commit(held):
-    """Whatever was handed over while a commit ran goes into the next, and all its writers are woken."""
-    journal, leave = held
-    before = journal.num_commits
-    async with anyio.create_task_group() as tasks:
-        for number in range(50):
-            tasks.start_soon(journal.write, create_start(f"s{number}"))
-        await anyio.wait_all_tasks_blocked()
-        leave.set()
+async def test_writes_that_wait_together_wait_for_the_disk_once(path):
+    """With ``sync: full``, whatever is appended while the disk is waited for is synced together."""
+    leave = threading.Event()
+    async with SqliteJournal.open(path, JournalConfig(sync=JournalSync.FULL)) as journal:
+        await journal.write(create_start("first"))
+        journal._thread.post(leave.wait)
+        before = journal.num_syncs
+        async with anyio.create_task_group() as tasks:
+            for number in range(50):
+                tasks.start_soon(journal.write, create_start(f"s{number}"))
+            await anyio.wait_all_tasks_blocked()
+            leave.set()
+        num_syncs = journal.num_syncs - before
 
-    assert before + 1 == journal.num_commits
+    assert 1 == num_syncs
+    assert 51 == len(await sessions_of(path))
+
+
+async def test_a_disk_that_cannot_be_synced_fails_the_journal(path, monkeypatch):
+    """With ``sync: full``, every writer is told, and nothing is taken any longer."""
+
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    async with SqliteJournal.open(path, JournalConfig(sync=JournalSync.FULL)) as journal:
+        await journal.write(create_start("a"))
+        monkeypatch.setattr(os, "fsync", fail)
+        for _ in range(2):
+            with pytest.raises(JournalError, match=r"could not be written .*Input/output error"):
+                await journal.write(create_start("b"))
+
+
+async def test_a_write_that_is_durable_needs_no_other_thread(held):
+    """The log is appended on the event loop: with ``sync: normal``, a writer waits for nothing."""
+    journal, _ = held
+
+    assert journal.try_write(create_start("second"))
 
 
 async def test_a_disk_that_hangs_fails_the_journal_at_a_bound(path):
-    """Writes that wait are counted; beyond the bound nothing is taken any longer, and it is said why.
+    """Events that wait are counted; beyond the bound nothing is taken any longer, and it is said why.
 
     To those who write: who notes something is about to end a turn or a session, which has to end all the same.
     """
@@ -65,7 +92,7 @@ async def test_a_disk_that_hangs_fails_the_journal_at_a_bound(path):
         journal._thread.post(leave.wait)
         for number in range(4):
             journal.note(create_start(f"s{number}"))
-        with pytest.raises(JournalError, match="3 writes to the journal wait for the disk"):
+        with pytest.raises(JournalError, match=r"3 events wait to be moved from the log into .* seems to hang"):
             await journal.write(create_start("s4"))
         leave.set()
         with pytest.raises(JournalError, match="seems to hang"):
@@ -74,7 +101,7 @@ async def test_a_disk_that_hangs_fails_the_journal_at_a_bound(path):
     with pytest.raises(JournalError, match="is closed"):
         await journal.write(create_start("s7"))
 
-    assert [] == await sessions_of(path)
+    assert ["s0", "s1", "s2"] == await sessions_of(path)
 
 
 async def test_only_the_owner_reads_the_journal(path):
@@ -114,17 +141,61 @@ async def test_a_writer_that_was_taken_over_writes_no_more(path):
 
 
 async def test_a_program_that_writes_by_sql_is_waited_for_and_then_told(path, monkeypatch):
-    """Nobody else may hold the file for long; the error says that somebody does."""
+    """Nobody else may hold the file for long; the error says that somebody does. What was written before is kept."""
     monkeypatch.setattr(sqlite, "_BUSY_SECONDS", 0.01)
     async with SqliteJournal.open(path) as journal:
         await journal.write(create_start("a"))
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")
+        await journal.write(create_start("b"))
+        assert [] == [event async for event in journal.read()]
         with pytest.raises(JournalError, match=r"could not be written .*Another program writes to it"):
-            await journal.write(create_start("b"))
+            await journal.write(create_start("c"))
         other.close()
 
-    assert ["a"] == await sessions_of(path)
+    assert ["a", "b"] == await sessions_of(path)
+
+
+async def test_events_are_in_the_tables_after_a_while(path, monkeypatch):
+    """Readers by SQL see them, although nothing else is written; no file of the log is left over."""
+    monkeypatch.setattr(sqlite, "_MOVE_SECONDS", 0.0)
+    async with SqliteJournal.open(path) as journal:
+        for number in range(3):
+            await journal.write(create_start(f"s{number}"))
+            # A deadline of now, and then the other thread.
+            for _ in range(3):
+                await checkpoint()
+                await journal._thread.run(int)
+            assert number + 1 == change(path, "SELECT count(*) FROM sessions")[0][0]
+        assert [] == find_logs(path)
+
+
+async def test_a_large_log_is_moved_before_its_time(path, monkeypatch):
+    """The log is read into memory as a whole, and disk space is taken twice while it waits."""
+    monkeypatch.setattr(sqlite, "_MAX_LOG_BYTES", 1000)
+    async with SqliteJournal.open(path) as journal:
+        await journal.write(create_start("a"), create_turn("a", 0, num_tokens=200))
+        await journal._thread.run(int)
+
+        assert [] == find_logs(path)
+        assert [("a",)] == change(path, "SELECT session FROM turns")
+
+
+async def test_a_row_that_sqlite_refuses_does_not_close_the_journal_for_good(path, caplog):
+    """It was acknowledged, so it is logged; everything else is there."""
+    async with SqliteJournal.open(path) as journal:
+        group = GroupQueued(group=GroupId("g"), position=2**63, sessions=())
+        await journal.write(create_start("a"), group, create_start("b"))
+
+    assert ["a", "b"] == await sessions_of(path)
+    assert "journal_row_refused" in caplog.text
+
+
+async def test_integers_beyond_64_bits_are_refused(path):
+    """No column could hold them."""
+    async with SqliteJournal.open(path) as journal:
+        with pytest.raises(JournalError, match="cannot be written to the journal"):
+            await journal.write(GroupQueued(group=GroupId("g"), position=2**64, sessions=()))
 
 
 async def test_what_is_no_fact_is_refused(path):
@@ -247,6 +318,8 @@ async def test_others_may_read_by_sql_meanwhile(path):
     """An open journal is not a secret: the shell of SQLite shows what was committed."""
     async with SqliteJournal.open(path) as journal:
         await journal.write(*create_session("a"))
+        # Reading moves what is in the log; otherwise it takes a second.
+        assert create_session("a") == tuple([event async for event in journal.read()])
         rows = change(path, "SELECT session, json_extract(output, '$[0].content'), num_output_tokens FROM turns")
 
     assert [("a", "answer", 3)] * 2 == rows

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import anyio
 from tests.stacks.inference_stack import InferenceStack
 
 from areal_actors.domain import Credential, JournalEvent, SampleKey
 from areal_actors.errors import JournalError
 from areal_actors.journal import MemoryJournal
+from areal_actors.journal.sqlite import Store
 from areal_actors.messages import EndSession, SetReward
 
 KEY = SampleKey(seed=7, path=("t",))
@@ -43,6 +46,13 @@ class Breakable(MemoryJournal):
     def note(self, *events: JournalEvent) -> None:
         if not self.is_broken:
             super().note(*events)
+
+
+def write_at_once(store: Store, events: Iterable[JournalEvent]) -> None:
+    """Write ``events``, and move them into the tables."""
+    store.append(store.encode(tuple(events)))
+    store.next_log()
+    store.move()
 
 
 class Killed(MemoryJournal):

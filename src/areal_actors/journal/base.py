@@ -13,6 +13,12 @@ __all__ = ["Journal", "MemoryJournal", "NoJournal"]
 class Journal(Protocol):
     """A log of events, in the order in which ``write`` (which waits) or ``note`` (which does not) received them."""
 
+    def try_write(self, *events: JournalEvent) -> bool:
+        """Write ``events`` if that needs no waiting, and return whether they are durable, as after ``write``.
+
+        After ``False``, nothing was written. Raises ``JournalError`` as ``write`` does.
+        """
+
     async def write(self, *events: JournalEvent) -> None:
         """Return when ``events`` are durable, all or none of them, with everything that was handed over before.
 
@@ -36,6 +42,10 @@ class Journal(Protocol):
 class NoJournal:
     """Stores nothing, for processes that are not restarted."""
 
+    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
+        """Discard the events."""
+        return True
+
     async def write(self, *events: JournalEvent) -> None:
         """Discard the events."""
 
@@ -54,6 +64,10 @@ class MemoryJournal:
 
     def __init__(self, events: Iterable[JournalEvent] = ()) -> None:
         self.events: list[JournalEvent] = list(events)
+
+    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
+        """Store nothing, so that a subclass whose ``write`` waits need not define this."""
+        return False
 
     async def write(self, *events: JournalEvent) -> None:
         """Store the events."""

@@ -35,4 +35,4 @@ class JournalConfig:
     allow_shared: bool = False
     """Whether a service's file may be on a network filesystem, where a lost lock is noticed only at the next write."""
     max_pending: int = field(default=100_000, validator=gt(0))
-    """Maximum number of events that wait for the disk; beyond it the disk is considered hung, and the journal fails."""
+    """Maximum number of events that wait in the log; beyond it the disk is considered hung, and the journal fails."""

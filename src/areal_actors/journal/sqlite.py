@@ -1,45 +1,54 @@
-"""The journal in a file: group commit, and the coordination between writers and the thread that owns the file.
+"""The journal in files: a log that events are appended to, and the SQLite file into which they are moved.
 
-One thread owns the file. Events that are handed over while it commits wait in a queue and go into the next commit
-together; one call wakes the event loop after each commit, for all of its writers::
+An event is durable once it is in the log, which its writer appends on the event loop, in some microseconds. Every
+second, and when it is large, the log continues in a new file, and the thread that owns the SQLite file executes the
+statements of the former one in a transaction and removes it::
 
-    write ──▶ queue ──▶ owner thread: one transaction ──▶ event loop: wake its writers
-    note  ──▶                 └── nothing to do: delete what is gone
+    write, note ──▶ append to the log ─┬─▶ return
+                                       └─▶ (sync: full) owner thread: sync the log ──▶ event loop: wake the writers
+    each second ──▶ next file of the log ──▶ owner thread: one transaction, remove the former file
+                                                        └── nothing to do: delete what is gone
 
-``SqliteJournal`` combines writes into transactions and wakes their writers. ``Store`` is the file as its owner thread
-uses it, and blocks.
+``SqliteJournal`` coordinates both; ``Store`` is the files, and blocks.
 
-Data that is no longer needed is deleted, and the file shrunk, in small steps between commits. Deleted are sessions that
-were forgotten and belong to no waiting group, and groups that were consumed at or below the newest saved version, once
-their sessions are forgotten. The views in ``migrations`` define which rows these are.
+Data that is no longer needed is deleted, and the file shrunk, in small steps between transactions. Deleted are sessions
+that were forgotten and belong to no waiting group, and groups that were consumed at or below the newest saved version,
+once their sessions are forgotten. The views in ``migrations`` define which rows these are.
 """
 
 from __future__ import annotations
 
+import errno
 import heapq
 import os
 import socket
 import sqlite3
+import struct
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager, suppress
 from functools import partial
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Self
+from zlib import crc32
 
-from attrs import define
+import anyio
+import msgspec
+from attrs import define, field
 
-from areal_actors.domain import GroupConsumed, GroupQueued, JournalEvent, SessionForgotten, VersionSaved
+from areal_actors.domain import JournalEvent
 from areal_actors.errors import JournalError
-from areal_actors.journal.codec import TABLES, Statement, Table, encode
+from areal_actors.journal.codec import TABLES, Sql, Statement, Table, encode
 from areal_actors.journal.config import JournalConfig, JournalSync
 from areal_actors.journal.migrations import migrate
 from areal_actors.kernel import OwnThread
+from areal_actors.lib.atomic_write import sync_path
 from areal_actors.lib.locks import LockHeld, hold
 from areal_actors.lib.loops import Signal, running_loop
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
     "SqliteJournal",
@@ -48,28 +57,30 @@ __all__ = [
     "delete_gone",
     "delete_orphans",
     "filesystem_of",
+    "find_logs",
     "is_network",
+    "settle",
     "shrink",
 ]
 
+_log = get_logger(__name__)
 
 _CHUNK = 64
 """Number of events that are read before they are passed to the event loop."""
-_BUSY_COMMITS = 32
-"""Number of commits after which some data is deleted even though more events wait."""
+_MOVE_SECONDS = 1.0
+"""How long an event may be in the log only, where no reader of SQL sees it."""
 
 
 @define(eq=False)
-class _QueuedEvents:
-    """Events that were handed over together; ``signal`` is set if a writer waits for them."""
+class _Writer:
+    """A writer that waits until the log is on the disk."""
 
-    events: tuple[JournalEvent, ...]
-    signal: Signal | None = None
+    signal: Signal
     error: JournalError | None = None
 
 
 class SqliteJournal:
-    """A ``Journal`` in an SQLite file. Created by ``open``, and used on the event loop that opened it.
+    """A ``Journal`` in an SQLite file and a log. Created by ``open``, and used on the event loop that opened it.
 
     Events that cannot be stored (metadata that is not JSON) fail only their own ``write``. In a ``note``, they fail
     everything that follows, and so do errors of the disk.
@@ -77,16 +88,16 @@ class SqliteJournal:
 
     def __init__(self, thread: OwnThread, config: JournalConfig) -> None:
         self._thread = thread
-        self._config = config
         self._loop = running_loop()
         self._store: Store | None = None
-        self._queue: deque[_QueuedEvents] = deque()
-        self._is_scheduled = False
-        self._is_posted = False
         self._is_closed = False
         self._failure: str | None = None
-        self.num_commits = 0
-        """Number of transactions so far; smaller than the number of writes if some were combined."""
+        self._is_synced = config.sync is JournalSync.FULL
+        self._waiting: deque[_Writer] = deque()
+        self._is_posted = False
+        self._appended = anyio.Event()
+        self.num_syncs = 0
+        """How often writers waited for the disk so far; smaller than the number of writes if some waited together."""
 
     @classmethod
     @asynccontextmanager
@@ -100,15 +111,17 @@ class SqliteJournal:
                 damaged, or cannot be written.
         """
         failure: Exception | None = None
-        async with OwnThread.open() as thread:
-            journal = cls(thread, config or JournalConfig())
+        config = config or JournalConfig()
+        async with OwnThread.open() as thread, anyio.create_task_group() as tasks:
+            journal = cls(thread, config)
             try:
-                await thread.run(partial(journal._open, path, now))
+                await thread.run(partial(journal._open, path, config, now))
+                tasks.start_soon(journal._move_regularly)
                 yield journal
             except Exception as error:  # noqa: BLE001 - raised below, where no task group wraps it
                 failure = error
             finally:
-                journal._post()
+                tasks.cancel_scope.cancel()
                 journal._is_closed = True
                 thread.post(journal._close)
         if failure is not None:
@@ -116,26 +129,41 @@ class SqliteJournal:
 
     # ------------------------------------------------------------------------------------ on the event loop
 
+    def try_write(self, *events: JournalEvent) -> bool:
+        """Write as ``Journal.try_write``: unless the log has to be synced."""
+        if self._is_synced:
+            return False
+        self._append(events)
+        return True
+
     async def write(self, *events: JournalEvent) -> None:
-        """Write as ``Journal.write``. Waiting here is the back-pressure of the disk."""
-        signal = self._loop.new_signal()
-        handed = _QueuedEvents(events, signal)
-        self._hand_over(handed)
-        await signal.wait()
-        if handed.error is not None:
-            raise handed.error
+        """Write as ``Journal.write``. It waits only where the log has to be synced."""
+        self._append(events)
+        if not self._is_synced:
+            return
+        writer = _Writer(self._loop.new_signal())
+        self._waiting.append(writer)
+        if not self._is_posted:
+            self._is_posted = True
+            self._thread.post(self._sync)
+        await writer.signal.wait()
+        if writer.error is not None:
+            raise writer.error
 
     def note(self, *events: JournalEvent) -> None:
         """Write as ``Journal.note``.
 
         It never raises, because its callers are about to end something and must complete that.
         """
-        # The error of a full queue is kept for the next write.
-        with suppress(JournalError):
-            self._hand_over(_QueuedEvents(events))
+        try:
+            self._append(events)
+        except JournalError as error:
+            self._failure = self._failure or str(error)
 
     async def read(self) -> AsyncIterator[JournalEvent]:
         """Read as ``Journal.read``, a few events at a time. Raises ``JournalError`` if the file is damaged."""
+        self._opened.next_log()
+        self._thread.post(self._move)
         events: Iterator[JournalEvent] | None = None
 
         def read_some() -> list[JournalEvent]:
@@ -147,27 +175,31 @@ class SqliteJournal:
             for event in chunk:
                 yield event
 
-    def _hand_over(self, handed: _QueuedEvents) -> None:
+    def _append(self, events: Sequence[JournalEvent]) -> None:
         if self._is_closed:
             raise JournalError("The journal is closed; nothing can be written to it any longer.")
-        if len(self._queue) >= self._config.max_pending:
-            self._failure = self._failure or (
-                f"{len(self._queue)} writes to the journal wait for the disk, which seems to hang; look after it, then "
-                "start the service again (journal.max_pending is the bound)."
-            )
+        if self._failure is not None:
             raise JournalError(self._failure)
-        self._queue.append(handed)
-        if not self._is_scheduled:
-            # Once everything has run that is ready now: many sessions hand over their turns in one pass of the event
-            # loop, and the thread would otherwise commit the first of them alone.
-            self._is_scheduled = True
-            self._loop.call_soon_here(self._post)
+        store = self._opened
+        statements = store.encode(events)
+        try:
+            is_due = store.append(statements)
+        except JournalError as error:
+            self._failure = str(error)
+            raise
+        if is_due:
+            store.next_log()
+            self._thread.post(self._move)
+        elif not self._appended.is_set():
+            self._appended.set()
 
-    def _post(self) -> None:
-        self._is_scheduled = False
-        if self._queue and not self._is_posted and not self._is_closed:
-            self._is_posted = True
-            self._thread.post(self._commit)
+    async def _move_regularly(self) -> None:
+        while True:
+            await self._appended.wait()
+            await anyio.sleep(_MOVE_SECONDS)
+            self._appended = anyio.Event()
+            self._opened.next_log()
+            self._thread.post(self._move)
 
     # ---------------------------------------------------------------------------------- on the owner thread
 
@@ -176,60 +208,55 @@ class SqliteJournal:
         assert self._store is not None, "open() opens it before anybody has the journal"
         return self._store
 
-    def _open(self, path: Path, now: Callable[[], float]) -> None:
-        self._store = Store.open(path, self._config, now=now)
+    def _open(self, path: Path, config: JournalConfig, now: Callable[[], float]) -> None:
+        self._store = Store.open(path, config, now=now)
+        # On a network filesystem, another machine reads what has left this one.
+        self._is_synced = self._is_synced or self._store.is_shared
         self._thread.post(self._tidy)
 
     def _close(self) -> None:
         if self._store is not None:
+            self._store.next_log()
+            self._move()
             self._store.close()
             self._store = None
 
-    def _commit(self) -> None:
-        """Write all waiting events in one transaction, and wake their writers."""
-        # Reset before the queue is emptied: a later event is in this batch, or posts again.
+    def _sync(self) -> None:
+        """Wait for the disk, and wake the writers that had appended before."""
+        # Reset before the writers are taken: a later one is among them, or posts again.
         self._is_posted = False
-        batch: list[_QueuedEvents] = []
-        while self._queue:
-            batch.append(self._queue.popleft())
-        statements = [statement for handed in batch for statement in self._encode(handed)]
-        if statements and self._failure is None:
-            try:
-                self._opened.write(statements)
-                self.num_commits += 1
-            except JournalError as error:
-                self._failure = str(error)
-                for handed in batch:
-                    handed.error = handed.error or JournalError(self._failure)
-        waiting = [handed.signal for handed in batch if handed.signal is not None]
-        if waiting:
-            self._loop.call_soon(partial(_wake, waiting))
-        # Under constant load the queue is never empty, and nothing would ever be deleted.
-        if not self._queue or self.num_commits % _BUSY_COMMITS == 0:
-            self._tidy()
+        writers: list[_Writer] = []
+        while self._waiting:
+            writers.append(self._waiting.popleft())
+        try:
+            self._opened.sync()
+            self.num_syncs += 1
+        except JournalError as error:
+            self._failure = self._failure or str(error)
+        if self._failure is not None:
+            for writer in writers:
+                writer.error = JournalError(self._failure)
+        self._loop.call_soon(partial(_wake, [writer.signal for writer in writers]))
 
-    def _encode(self, handed: _QueuedEvents) -> Sequence[Statement]:
-        if self._failure is None:
-            try:
-                return self._opened.encode(handed.events)
-            except JournalError as error:
-                handed.error = error
-                if handed.signal is None:
-                    self._failure = str(error)
-        else:
-            handed.error = JournalError(self._failure)
-        return ()
+    def _move(self) -> None:
+        """Execute the statements of the log's former files, and delete some unneeded data."""
+        try:
+            # After an error of the disk, the log stays as it is, for the next process that opens the journal.
+            if self._failure is None:
+                self._opened.move()
+        except JournalError as error:
+            self._failure = str(error)
+        self._tidy()
 
     def _tidy(self) -> None:
-        """Delete some unneeded data, and post another call if the queue is empty."""
+        """Delete some unneeded data, and post another call if there may be more."""
         if self._store is None or self._failure is not None or not self._store.has_gone:
             return
         try:
             self._store.retire()
         except JournalError as error:
             self._failure = str(error)
-        if not self._queue:
-            self._thread.post(self._tidy)
+        self._thread.post(self._tidy)
 
 
 def _wake(signals: Sequence[Signal]) -> None:
@@ -237,18 +264,136 @@ def _wake(signals: Sequence[Signal]) -> None:
         signal.set()
 
 
+_HEAD = struct.Struct("<II")
+_ENCODER = msgspec.msgpack.Encoder()
+
+
+@define(eq=False)
+class LogFile:
+    """A file of the log, open for appending. Created by ``create``. One thread appends, another one syncs.
+
+    It is a sequence of frames::
+
+        length, CRC-32 (uint32 each, little-endian) │ msgpack: [number of the last event, [[statement, values], ...]]
+
+    The text of a statement stands in the first frame of a file that uses it, in later ones its number. So a later
+    version of this program can execute what an earlier one had appended.
+    """
+
+    path: Path
+    descriptor: int
+    size: int = field(default=0, init=False)
+    is_dirty: bool = field(default=False, init=False)
+    """Whether something was appended since the last sync."""
+    _is_named: bool = field(default=False, init=False)
+    _numbers: dict[str, int] = field(factory=dict, init=False)
+    _buffer: bytearray = field(factory=bytearray, init=False)
+
+    @classmethod
+    def create(cls, path: Path) -> LogFile:
+        """Create the file at ``path``, which only its owner may read. Raises ``OSError``."""
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        return cls(path, os.open(path, flags, 0o600))
+
+    def append(self, statements: Sequence[Statement], last: int) -> None:
+        """Append a frame of the statements of events up to number ``last``: all, or none if it raises.
+
+        Raises:
+            OSError: the disk is full, or fails.
+            OverflowError: a statement has an integer of more than 64 bits.
+        """
+        numbers, is_new = self._numbers, False
+        encoded: list[tuple[str | int, tuple[Sql, ...]]] = []
+        for sql, values in statements:
+            number = numbers.get(sql)
+            is_new = is_new or number is None
+            encoded.append((sql if number is None else number, values))
+        # The buffer is that of the frame before, so that it need not grow again.
+        frame = self._buffer
+        _ENCODER.encode_into((last, encoded), frame, _HEAD.size)
+        _HEAD.pack_into(frame, 0, len(frame) - _HEAD.size, crc32(memoryview(frame)[_HEAD.size :]))
+        try:
+            written = os.write(self.descriptor, frame)
+            while written < len(frame):
+                written += os.write(self.descriptor, memoryview(frame)[written:])
+        except OSError:
+            # Complete frames are read, and this one may be complete.
+            os.ftruncate(self.descriptor, self.size)
+            raise
+        if is_new:
+            for sql, _ in statements:
+                numbers.setdefault(sql, len(numbers))
+        self.size += len(frame)
+        self.is_dirty = True
+
+    def sync(self) -> None:
+        """Wait until the file, its name, and everything that was appended are on the disk. Raises ``OSError``."""
+        if self.is_dirty:
+            self.is_dirty = False
+            os.fsync(self.descriptor)
+        if not self._is_named:
+            sync_path(self.path.parent)
+            self._is_named = True
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self.descriptor)
+
+
+def find_logs(path: Path) -> list[Path]:
+    """Return the files of the log of the journal at ``path``, in the order in which they were created."""
+    return sorted(path.parent.glob(f"{path.name}-log-*"))
+
+
+def read_log(path: Path) -> tuple[list[tuple[int, list[Statement]]], bool]:
+    """Return the frames of a file (number of the last event, statements), and whether nothing follows them.
+
+    Reading ends at the first frame that is not whole: a process that was killed, or a disk that was full, leaves one at
+    the end. Raises ``OSError``.
+    """
+    content, start = path.read_bytes(), 0
+    frames: list[tuple[int, list[Statement]]] = []
+    texts: list[str] = []
+    while start < len(content):
+        body = b""
+        if start + _HEAD.size <= len(content):
+            length, checksum = _HEAD.unpack_from(content, start)
+            body = content[start + _HEAD.size : start + _HEAD.size + length]
+        # A power loss may leave zeros, which would be an empty frame.
+        if not body or len(body) < length or crc32(body) != checksum:
+            return frames, False
+        start += _HEAD.size + length
+        last, encoded = msgspec.msgpack.decode(body)
+        for sql, _ in encoded:
+            if isinstance(sql, str) and sql not in texts:
+                texts.append(sql)
+        frames.append((last, [(sql if isinstance(sql, str) else texts[sql], tuple(values)) for sql, values in encoded]))
+    return frames, True
+
+
+_NUM_FRAMES = 64
+"""Frames of the log that one transaction executes. Larger ones hold the lock of the file for long."""
+_MAX_LOG_BYTES = 4 << 20
+"""Size at which the log continues in the next file before its time."""
 _PAGE = 64
 """Number of rows that are read at a time."""
 _BUSY_SECONDS = 30.0
 """How long a commit waits for another program that writes to the file by SQL."""
 _MAX_WAL_BYTES = 16 << 20
 _DAY_SECONDS = 86_400.0
-_RETIRING = (SessionForgotten, GroupConsumed, GroupQueued, VersionSaved)
-"""Events after which there may be data to delete."""
+_RETIRING = {table.insertion for table in TABLES if table.name in ("forgotten", "consumed", "groups", "saved_versions")}
+"""Statements after which there may be data to delete."""
+_OF_STEPS = {table.insertion for table in TABLES if table.name in ("groups", "steps", "consumed", "saved_versions")}
+_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
+"""Errors that the permissions of the files do not explain."""
+_SET = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
 
 
 class Store:
-    """An open journal. Created by ``open``; belongs to the thread that opened it."""
+    """An open journal. Created by ``open``.
+
+    One thread encodes and appends events, and calls ``next_log``. Everything else belongs to the thread that opened it.
+    """
 
     def __init__(self, path: Path, config: JournalConfig, *, now: Callable[[], float] = time.time) -> None:
         self.path = path
@@ -258,6 +403,15 @@ class Store:
         self._connection: sqlite3.Connection
         self._seq = 0
         self._fence = 0
+        self._lock_path = f"{path}.lock"
+        self._lock_number = 0
+        self._log: LogFile | None = None
+        self._logs: deque[LogFile] = deque()
+        """The files that were not moved yet, with the present one."""
+        self._num_logs = self._log_start = 0
+        self._moved = 0
+        """Number of the last event that is in the tables."""
+        self.is_shared = False
         self.has_gone = True
         """Whether there may be data to delete."""
 
@@ -281,22 +435,27 @@ class Store:
         return store
 
     def close(self) -> None:
-        """Close the file and release its lock."""
+        """Close the files and release the lock. What is in the log only is moved when the journal is opened again."""
+        for log in self._logs:
+            log.close()
+        self._logs.clear()
         self._stack.close()
 
     # ---------------------------------------------------------------------------------------------- opening
 
     def _open(self) -> None:
         path = self.path = self.path.resolve()
-        is_shared = is_network(filesystem_of(path))
+        is_shared = self.is_shared = is_network(filesystem_of(path))
         if is_shared and not self._config.allow_shared:
             raise JournalError(
                 f"{path} lies on a network filesystem ({filesystem_of(path)}), where locks may be lost. Set "
                 "journal.path to a local disk, or journal.allow_shared if no other machine uses it."
             )
         path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock_path = f"{path}.lock"
         try:
-            self._stack.enter_context(hold(path.with_name(f"{path.name}.lock")))
+            self._stack.enter_context(hold(Path(self._lock_path)))
+            self._lock_number = Path(self._lock_path).stat().st_ino
         except LockHeld as held:
             raise JournalError(
                 f"{path} is in use by {held.holder}. Two services cannot share a journal: end the other one, or give "
@@ -316,10 +475,16 @@ class Store:
         self._fence = self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'fence'") + 1
         owner = f"process {os.getpid()} on {socket.gethostname()}"
         rows = [("fence", self._fence), ("owner", owner), ("opened_at", self._now())]
-        self._connection.executemany("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", rows)
+        self._connection.executemany(_SET, rows)
+        self._connection.execute("COMMIT")
+        # From here on, a former owner finds at its next write that it is replaced; what it appended before is read.
+        self._move_former()
+        self._connection.execute("BEGIN IMMEDIATE")
         delete_orphans(self._connection)
         self._connection.execute("COMMIT")
-        self._seq = max(self._value(f"SELECT ifnull(max(seq), 0) FROM {table.name}") for table in TABLES)  # noqa: S608
+        seqs = [self._value(f"SELECT ifnull(max(seq), 0) FROM {table.name}") for table in TABLES]  # noqa: S608
+        # Rows with higher numbers may have been deleted since.
+        self._seq = self._moved = max(*seqs, self._moved)
 
     def _set_up(self, *, is_shared: bool) -> None:
         run = self._connection.execute
@@ -338,6 +503,30 @@ class Store:
     def _value(self, query: str) -> int:
         return int(self._connection.execute(query).fetchone()[0])
 
+    def _move_former(self) -> None:
+        """Execute what earlier processes have left in the log."""
+        self._moved = self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'moved'")
+        paths = find_logs(self.path)
+        for number, path in enumerate(paths):
+            if not self._move_file(path) and number + 1 < len(paths):
+                # After a loss of power. Later events may depend on those that are missing.
+                aside = [
+                    each.rename(each.with_name(each.name.replace("-log-", "-damaged-"))) for each in paths[number:]
+                ]
+                _log.warning("journal_log_damaged", kept=[str(each) for each in aside])
+                break
+            path.unlink()
+
+    def _move_file(self, path: Path) -> bool:
+        """Execute the statements in a file of the log, and return whether all of it could be read."""
+        frames, is_whole = read_log(path)
+        # A process that was killed before it removed the file had executed them.
+        new = [(last, statements) for last, statements in frames if last > self._moved]
+        for start in range(0, len(new), _NUM_FRAMES):
+            part = new[start : start + _NUM_FRAMES]
+            self._execute(list(chain.from_iterable(statements for _, statements in part)), part[-1][0])
+        return is_whole
+
     # ---------------------------------------------------------------------------------------------- writing
 
     def encode(self, events: Sequence[JournalEvent]) -> Sequence[Statement]:
@@ -349,19 +538,104 @@ class Store:
         now = self._now()
         statements = [each for seq, event in enumerate(events, self._seq + 1) for each in encode(event, seq, now)]
         self._seq += len(events)
-        self.has_gone = self.has_gone or any(isinstance(event, _RETIRING) for event in events)
         return statements
 
-    def write(self, statements: Sequence[Statement]) -> None:
-        """Execute ``statements`` in one transaction: all, or none if it raises.
+    def append(self, statements: Sequence[Statement]) -> bool:
+        """Append ``statements`` to the log: all, or none if it raises. With ``sync``, they survive a loss of power.
+
+        Returns whether the log should be moved at once: it is large, or has statements of groups, which are few, and
+        which a copy of the SQLite file has to have if it is made after that of a checkpoint.
 
         Raises:
-            JournalError: they could not be written, or another process took the file over.
+            JournalError: they could not be written, or another process took the journal over.
         """
+        if self._seq - self._moved > self._config.max_pending:
+            raise JournalError(
+                f"{self._config.max_pending} events wait to be moved from the log into {self.path}: the disk seems to "
+                "hang, or another program writes to the file. Look after it, then start the service again "
+                "(journal.max_pending is the bound)."
+            )
+        if not statements:
+            return False
+        try:
+            log = self._log
+            if log is None:
+                self._num_logs += 1
+                name = f"{self.path.name}-log-{self._fence:08}-{self._num_logs:08}"
+                log = self._log = LogFile.create(self.path.with_name(name))
+                self._logs.append(log)
+                self._log_start = self._seq
+            log.append(statements, self._seq)
+        except OSError as error:
+            raise self._explained(error, "written") from error
+        except (TypeError, OverflowError) as error:
+            raise JournalError(f"A value cannot be written to the journal: {error}.") from error
+        # After appending: a process that takes the lock later reads the log.
+        try:
+            number = os.stat(self._lock_path).st_ino  # noqa: PTH116 - in half the time of Path.stat
+        except OSError:
+            number = self._lock_number  # it was removed, and no process has taken it since
+        if number != self._lock_number:
+            raise self._taken_over(Path(self._lock_path).read_text(errors="replace").strip() or "another process")
+        return (
+            log.size >= _MAX_LOG_BYTES
+            or self._seq - self._log_start > self._config.max_pending // 2
+            or any(sql in _OF_STEPS for sql, _ in statements)
+        )
+
+    def next_log(self) -> None:
+        """Let ``move`` take what was appended, and later events be appended to another file."""
+        self._log = None
+
+    def sync(self) -> None:
+        """Wait until everything that was appended is on the disk.
+
+        Raises:
+            JournalError: the disk fails, or another process has taken the journal over.
+        """
+        try:
+            for log in tuple(self._logs):
+                log.sync()
+            self._check_fence()
+        except (OSError, sqlite3.Error) as error:
+            raise self._explained(error, "written") from error
+
+    def move(self) -> None:
+        """Execute the statements of the log's former files, and remove these files.
+
+        Raises:
+            JournalError: they could not be written, or another process took the journal over.
+        """
+        while self._logs and self._logs[0] is not self._log:
+            log = self._logs[0]
+            try:
+                self._move_file(log.path)
+                self._logs.popleft().close()
+                log.path.unlink()
+            except OSError as error:
+                raise self._explained(error, "written") from error
+
+    def _execute(self, statements: Sequence[Statement], last: int) -> None:
+        """Execute ``statements``, those of events up to number ``last``, in one transaction."""
         with self._transaction():
             # ``executemany`` prepares a statement once for a run of equal ones.
             for sql, same in groupby(statements, itemgetter(0)):
-                self._connection.executemany(sql, map(itemgetter(1), same))
+                rows = [values for _, values in same]
+                self.has_gone = self.has_gone or sql in _RETIRING
+                try:
+                    self._connection.executemany(sql, rows)
+                except (sqlite3.IntegrityError, sqlite3.DataError, OverflowError):
+                    self._execute_each(sql, rows)
+            self._connection.execute(_SET, ("moved", last))
+        self._moved = last
+
+    def _execute_each(self, sql: str, rows: Sequence[tuple[Sql, ...]]) -> None:
+        """Leave out the rows that SQLite refuses, which would otherwise keep the journal from being opened."""
+        for row in rows:
+            try:
+                self._connection.execute(sql, row)
+            except (sqlite3.IntegrityError, sqlite3.DataError, OverflowError) as error:
+                _log.error("journal_row_refused", statement=sql.split(" (", maxsplit=1)[0], reason=str(error))
 
     @contextmanager
     def _transaction(self) -> Iterator[None]:
@@ -385,9 +659,12 @@ class Store:
     def _check_fence(self) -> None:
         if self._value("SELECT value FROM meta WHERE key = 'fence'") != self._fence:
             owner = self._connection.execute("SELECT value FROM meta WHERE key = 'owner'").fetchone()[0]
-            raise JournalError(
-                f"{self.path} was taken over by {owner}; nothing may be written to it from here. End this service."
-            )
+            raise self._taken_over(owner)
+
+    def _taken_over(self, owner: str) -> JournalError:
+        return JournalError(
+            f"{self.path} was taken over by {owner}; nothing may be written to it from here. End this service."
+        )
 
     def retire(self) -> None:
         """Delete some data that is no longer needed; ``has_gone`` says whether there may be more."""
@@ -440,7 +717,8 @@ class Store:
         name = getattr(error, "sqlite_errorname", "") or ""
         reason = f"{error}" if not name else f"{error}, {name}"
         unusable = ("SQLITE_READONLY", "SQLITE_CANTOPEN", "SQLITE_PERM")
-        if isinstance(error, OSError) or name.startswith(unusable):
+        is_disk = isinstance(error, OSError) and error.errno in _DISK
+        if (isinstance(error, OSError) and not is_disk) or name.startswith(unusable):
             advice = "Make the file and its directory writable, or set journal.path."
         elif name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
             advice = "It is damaged, or no journal: move it away to begin a new one; .recover of the sqlite3 shell may "
@@ -455,12 +733,23 @@ class Store:
 
 def count_waiting_groups(path: Path) -> int:
     """Return how many groups of a journal that no process has open are in no saved version; 0 if it cannot be read."""
+    settle(path)
     try:
         with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
             found: int = connection.execute("SELECT count(*) FROM waiting_groups").fetchone()[0]
             return found
     except sqlite3.Error:
         return 0
+
+
+def settle(path: Path) -> None:
+    """Move what a process that was killed has left in the log of the journal at ``path``, for readers by SQL.
+
+    A process that has the journal open does this itself, every second. Errors are left to the reader.
+    """
+    if find_logs(path):
+        with suppress(JournalError):
+            Store.open(path, JournalConfig(allow_shared=True)).close()
 
 
 _BATCH = 64

@@ -39,6 +39,7 @@ from areal_actors.interchange import (
     read_rows,
     read_seal_key,
 )
+from areal_actors.journal import settle
 from areal_actors.journal.codec import TURN_COLUMNS, to_turn
 from areal_actors.lib.telemetry import redact
 
@@ -310,6 +311,7 @@ _REWARDS = "SELECT session, interaction, reward FROM rewards"
 
 def _read_turns(path: Path, found: Verification) -> Iterator[TurnEnded]:
     """Yield the completed turns of a journal of any version, which may be in use."""
+    settle(path)
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
             connection.row_factory = sqlite3.Row

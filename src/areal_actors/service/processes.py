@@ -25,6 +25,7 @@ from attrs import field, frozen
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import TrialId
 from areal_actors.errors import SessionEnded, Unavailable
+from areal_actors.journal import settle
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child
 from areal_actors.lib.telemetry import get_logger
 
@@ -184,6 +185,7 @@ async def _run_within(scope: anyio.CancelScope, read: Callable[[], Awaitable[Non
 def _find_session(journal: Path, name: str) -> bool:
     if not journal.is_file():
         return False
+    settle(journal)
     digest = sha256(name.encode("utf-8", "surrogatepass")).digest()
     try:
         # Opened read-only, since a running service may be writing to the journal.

@@ -54,6 +54,10 @@ class EpisodeRecord:
     recording: Recording = field(factory=lambda: Recording(()))
     _records: EpisodeRecords = field(alias="records")
 
+    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
+        """Write nothing, since it may have to be waited for."""
+        return False
+
     async def write(self, *events: JournalEvent) -> None:
         """Write ``events``, and record the turns among them. Never raises: the episode is then not durable."""
         await self._records.write(*events)
@@ -88,6 +92,10 @@ class RecordedJournal:
     name: SessionId
     journal: Journal
     recorder: Ref[Sessions]
+
+    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
+        """Write nothing: the recorder has to be waited for."""
+        return False
 
     async def write(self, *events: JournalEvent) -> None:
         """Write ``events``, and record the turns among them. Raises ``JournalError`` if they are not durable."""

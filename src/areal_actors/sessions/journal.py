@@ -62,6 +62,13 @@ class SessionJournal:
     lock: anyio.Lock = field(factory=lambda: anyio.Lock(fast_acquire=True), init=False)
     _journal: Journal = field(alias="journal")
 
+    async def acquire(self) -> None:
+        """Acquire ``lock``, without looking for a cancellation where nobody holds it."""
+        if self.lock.locked():
+            await self.lock.acquire()
+        else:
+            self.lock.acquire_nowait()
+
     async def write(self, *events: JournalEvent) -> None:
         """Return when ``events`` are durable. The write continues if the caller is cancelled meanwhile.
 
@@ -69,6 +76,9 @@ class SessionJournal:
             Unavailable: the events are not durable, or it is unknown whether they are.
         """
         try:
+            # Most writes: a cancel scope with a time limit would take as long as writing a turn.
+            if self._journal.try_write(*events):
+                return
             # Shielded: after a cancelled write it would be unknown whether the events are durable.
             with anyio.fail_after(WRITE_SECONDS, shield=True):
                 await self._journal.write(*events)

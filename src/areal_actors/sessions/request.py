@@ -177,13 +177,16 @@ class PendingRequest:
         if journal is None or not choices:
             return tuple(choice.complete() for choice in choices)
         # Held from the decision to the change, so that the journal and the tree agree on one order.
-        async with journal.lock:
+        await journal.acquire()
+        try:
             for choice in choices:
                 # The session may have ended while this turn waited for the lock.
                 check_complete(self, choice)
             now = journal.clock()
             await journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
-            return tuple(choice.complete() for choice in choices)
+            return tuple([choice.complete() for choice in choices])
+        finally:
+            journal.lock.release()
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
         history, sending = self.plan.match.history, self.sending

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -29,10 +30,11 @@ import anyio
 from attrs import frozen
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from areal_actors.lib.loops import Loop, Signal
+from areal_actors.lib.loops import Loop, Scope, Signal
 
 __all__ = [
     "ON_DISCONNECT",
+    "TAKE_BODY",
     "AsyncioConnection",
     "Connection",
     "Head",
@@ -45,6 +47,9 @@ _log = logging.getLogger("areal_actors.proxy.hypercorn")
 
 ON_DISCONNECT = "areal.on_disconnect"
 """The key in a scope of a function that takes a callback: it is called once when the client has disconnected."""
+
+TAKE_BODY = "areal.take_body"
+"""The key in a scope of a function that returns the body if all of it has arrived, in place of ``receive``."""
 
 _MAX_HEAD = 64 * 1024
 _MAX_READ = 64 * 1024
@@ -209,6 +214,7 @@ class Connection(ABC):
             "state": {},
             "extensions": {},
             ON_DISCONNECT: self.call_on_disconnect,
+            TAKE_BODY: request.take_body,
         }
         try:
             await self._app(scope, request.receive, request.send)
@@ -365,32 +371,48 @@ class AsyncioConnection(Connection, asyncio.Protocol):
 
 
 class Stream(Protocol):
-    """The parts of a ``trio.SocketStream`` that are used."""
-
-    async def receive_some(self, max_bytes: int) -> bytes | bytearray: ...
+    """The part of a ``trio.SocketStream`` that is used."""
 
     async def send_all(self, data: bytes) -> None: ...
 
 
 class TrioConnection(Connection):
-    """A connection of trio. ``keep_reading`` runs beside ``serve``; ``errors`` are those of a broken stream."""
+    """A connection of trio. ``keep_reading`` and ``keep_time`` run beside ``serve``.
+
+    ``errors`` are those of a broken stream. Its ``descriptor`` is read and written by the system's calls: the stream
+    looks for a cancellation at each call, lets other tasks run, and tries to read before it waits.
+    """
 
     def __init__(
-        self, app: Application, loop: Loop, stream: Stream, errors: tuple[type[Exception], ...], **settings: Any
+        self,
+        app: Application,
+        loop: Loop,
+        stream: Stream,
+        descriptor: int,
+        errors: tuple[type[Exception], ...],
+        **settings: Any,
     ) -> None:
         super().__init__(app, loop.now, **settings)
         self._loop = loop
         self._waiting: list[Signal] = []
         self._stream = stream
+        self._descriptor = descriptor
         self._errors = errors
         self._room: Signal | None = None
+        self._deadline = math.inf
+        self._alarm: Scope | None = None
 
     async def keep_reading(self) -> None:
         """Read until the client has left."""
+        from trio.lowlevel import wait_readable
+
         while not self.has_left:
+            await wait_readable(self._descriptor)
             try:
-                data = await self._stream.receive_some(_MAX_READ)
-            except self._errors:
+                data = os.read(self._descriptor, _MAX_READ)
+            except BlockingIOError:
+                continue
+            except OSError:
                 data, self.is_broken = b"", True
             self.unread += data
             if data:
@@ -408,12 +430,27 @@ class TrioConnection(Connection):
             self._room = None
         signal = self._loop.new_signal()
         self._waiting.append(signal)
+        # A companion that was stopped may still be here, without a deadline.
+        if deadline < math.inf:
+            self._deadline = deadline
+            if self._alarm is not None and self._alarm.deadline > deadline:
+                self._alarm.deadline = deadline
         try:
-            with self._loop.new_scope(deadline=deadline):
-                await signal.wait()
+            await signal.wait()
         finally:
+            if deadline < math.inf:
+                self._deadline = math.inf
             if signal in self._waiting:
                 self._waiting.remove(signal)
+
+    async def keep_time(self) -> None:
+        """Wake a ``wait`` at its deadline: one scope that is moved on when it ends, not one for each request."""
+        while True:
+            with self._loop.new_scope(deadline=self._deadline) as self._alarm:
+                await anyio.sleep_forever()
+            if self.now() >= self._deadline:
+                self._deadline = math.inf
+                self.wake()
 
     def wake(self) -> None:
         """See ``Connection.wake``."""
@@ -428,7 +465,15 @@ class TrioConnection(Connection):
         # Until it is done, since a part of it may have been sent if it is cancelled.
         self.is_broken = True
         try:
-            await self._stream.send_all(data)
+            size = os.write(self._descriptor, data)
+        except BlockingIOError:
+            size = 0
+        except OSError:
+            self.note_left()
+            return
+        try:
+            if size < len(data):
+                await self._stream.send_all(data[size:])
             self.is_broken = False
         except self._errors:
             self.note_left()
@@ -439,7 +484,7 @@ class _Request:
 
     def __init__(self, connection: Connection, length: int) -> None:
         self._connection = connection
-        self._num_missing = length
+        self._length = self._num_missing = length
         """Bytes of the body that were not received."""
         self._is_received = False
         self._start: Message | None = None
@@ -448,6 +493,16 @@ class _Request:
         self._is_chunked = False
         self._has_body = True
         self._is_last = False
+
+    def take_body(self) -> bytes | None:
+        """Return the body if all of it was read and none of it received, which needs no waiting and no time limit."""
+        unread, length = self._connection.unread, self._length
+        if self._is_received or self._num_missing < length or len(unread) < length:
+            return None
+        body = bytes(unread[:length])
+        del unread[:length]
+        self._num_missing, self._is_received = 0, True
+        return body
 
     async def receive(self) -> Message:
         """Return the body, in parts if it is long; after that, wait until the client has disconnected."""

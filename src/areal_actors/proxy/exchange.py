@@ -32,7 +32,7 @@ from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.connections import ON_DISCONNECT
+from areal_actors.proxy.connections import ON_DISCONNECT, TAKE_BODY
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
@@ -311,6 +311,11 @@ class Exchange:
         """Return the body as it was sent. Raises as ``read_json`` does."""
         if self.headers.get(b"content-encoding", b"identity") != b"identity":
             raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
+        take_body: Callable[[], bytes | None] | None = self.scope.get(TAKE_BODY)
+        if take_body is not None and (body := take_body()) is not None:
+            if len(body) > max_bytes:
+                raise _too_large(max_bytes)
+            return body
         self.body_seconds = timeout_seconds
         self.lifetime.deadline = anyio.current_time() + timeout_seconds
         parts: list[bytes] = []
@@ -329,7 +334,7 @@ class Exchange:
             if not message.get("more_body", False):
                 break
         if size > max_bytes:
-            raise PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
+            raise _too_large(max_bytes)
         self.lifetime.deadline = self.body_seconds = math.inf
         return b"".join(parts)
 
@@ -423,6 +428,10 @@ class Exchange:
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
+
+
+def _too_large(max_bytes: int) -> PayloadTooLarge:
+    return PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
 
 
 def start_companion(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:

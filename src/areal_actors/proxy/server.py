@@ -378,9 +378,11 @@ class _TrioServer(_Server):
         except OSError:  # the client has gone
             return False
         errors = (trio.BrokenResourceError, trio.ClosedResourceError)
-        connection = TrioConnection(self.config.app, running_loop(), self.stream, errors, **settings)
+        descriptor = self.stream.socket.fileno()
+        connection = TrioConnection(self.config.app, running_loop(), self.stream, descriptor, errors, **settings)
         async with trio.open_nursery() as nursery:
             nursery.start_soon(connection.keep_reading)
+            nursery.start_soon(connection.keep_time)
             is_left = await self._serve(connection)
             nursery.cancel_scope.cancel()
         # After the last read, which may have ended together with ``serve``.

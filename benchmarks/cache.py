@@ -165,7 +165,7 @@ def _memory(calls: int) -> list[Result]:
             unit="bytes/call",
             gate=gate,
         )
-        for num_prompt, num_output, gate in ((200, 50, 4096), (4000, 300, 40 * 1024))
+        for num_prompt, num_output, gate in ((200, 50, 4_500), (4000, 300, 40 * 1024))
     ]
 
 

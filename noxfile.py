@@ -310,7 +310,7 @@ def containers(session: nox.Session) -> None:
 def soak(session: nox.Session) -> None:
     """Serve ten agents that come and go for ten minutes, then train as long, and draw what memory does meanwhile.
 
-    ``-- sessions`` holds 1,000 sessions for 30 minutes at a service that is killed 20 s after each start.
+    ``-- sessions`` holds 1,000 sessions for 30 minutes at a service that is killed at random, and compares all of them.
     """
     install(session, "test")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.cache.tree import ConversationTree
@@ -90,12 +90,15 @@ class Session:
     completion_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
-    roles_by_digest: Mapping[bytes, str] = field(init=False, repr=False)
+    roles_by_digest: Mapping[bytes, str] = field(
+        init=False,
+        repr=False,
+        default=Factory(
+            lambda self: {bytes.fromhex(key): role for role, key in self.tree.metadata.get(_ROLE_KEYS, {}).items()},
+            takes_self=True,
+        ),
+    )
     """The roles that have a completion key, by its digest. They are part of the metadata, as the user is."""
-
-    @roles_by_digest.default
-    def _(self) -> Mapping[bytes, str]:
-        return {bytes.fromhex(digest): role for role, digest in self.tree.metadata.get(_ROLE_KEYS, {}).items()}
 
     @property
     def user(self) -> str | None:

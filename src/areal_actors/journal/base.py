@@ -18,6 +18,7 @@ class Journal(Protocol):
 
         After ``False``, nothing was written. Raises ``JournalError`` as ``write`` does.
         """
+        ...
 
     async def write(self, *events: JournalEvent) -> None:
         """Return when ``events`` are durable, all or none of them, with everything that was handed over before.

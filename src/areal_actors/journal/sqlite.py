@@ -355,10 +355,10 @@ def read_log(path: Path) -> tuple[list[tuple[int, list[Statement]]], bool]:
     frames: list[tuple[int, list[Statement]]] = []
     texts: list[str] = []
     while start < len(content):
-        body = b""
-        if start + _HEAD.size <= len(content):
-            length, checksum = _HEAD.unpack_from(content, start)
-            body = content[start + _HEAD.size : start + _HEAD.size + length]
+        if len(content) - start < _HEAD.size:
+            return frames, False
+        length, checksum = _HEAD.unpack_from(content, start)
+        body = content[start + _HEAD.size : start + _HEAD.size + length]
         # A power loss may leave zeros, which would be an empty frame.
         if not body or len(body) < length or crc32(body) != checksum:
             return frames, False

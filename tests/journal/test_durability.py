@@ -101,6 +101,34 @@ async def test_what_follows_a_damage_is_kept_aside(tmp_path, damage):
     assert 2 == len(list(tmp_path.glob("journal.sqlite-damaged-*")))
 
 
+@pytest.mark.parametrize("name", ["journal[1].sqlite", "j*.sqlite"])
+async def test_a_log_is_found_by_any_name(tmp_path, name):
+    """The name of the journal is no pattern."""
+    store = Store.open(tmp_path / name, JournalConfig())
+    store.append(store.encode(create_session("a")))
+    store.close()
+    (tmp_path / "jx.sqlite-log-00000001-00000001").write_bytes(b"of another journal")
+
+    assert create_session("a") == await facts_of(tmp_path / name)
+    assert ["jx.sqlite-log-00000001-00000001"] == [path.name for path in tmp_path.glob("*-log-*")]
+
+
+@pytest.mark.parametrize("index", [1, 2])
+async def test_a_file_that_a_power_loss_emptied_is_a_damage(tmp_path, index):
+    """Zeros at the end of the log, or an empty file within it: the rest is kept aside, and not restored."""
+    path = tmp_path / "journal.sqlite"
+    store = Store.open(path, JournalConfig())
+    for number in range(3):
+        store.append(store.encode(create_session(f"s{number}")))
+        store.next_log()
+    store.close()
+    log = find_logs(path)[index]
+    log.write_bytes(b"" if index == 1 else bytes(log.stat().st_size))
+
+    assert tuple(event for number in range(index) for event in create_session(f"s{number}")) == await facts_of(path)
+    assert 3 - index == len(list(tmp_path.glob("journal.sqlite-damaged-*")))
+
+
 async def test_events_that_were_moved_are_not_moved_again(tmp_path):
     """A process may be killed after the transaction, and before it removes the file of the log."""
     path = tmp_path / "journal.sqlite"

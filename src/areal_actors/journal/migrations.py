@@ -127,8 +127,11 @@ _ELEVENTH = """
 ALTER TABLE turns ADD COLUMN request TEXT;
 """
 
+# Events may be in a log beside the file. Earlier versions do not read it, and would reuse the numbers of its events.
+_TWELFTH = ""
+
 MIGRATIONS: tuple[Migration, ...] = (
-    *(_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH, _ELEVENTH),
+    *(_FIRST, _SECOND, _THIRD, _FOURTH, _FIFTH, _SIXTH, _SEVENTH, _EIGHTH, _NINTH, _TENTH, _ELEVENTH, _TWELFTH),
 )
 """All steps; their number is the version that this program writes."""
 

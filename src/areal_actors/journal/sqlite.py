@@ -19,6 +19,7 @@ once their sessions are forgotten. The views in ``migrations`` define which rows
 from __future__ import annotations
 
 import errno
+import glob
 import heapq
 import os
 import socket
@@ -342,33 +343,32 @@ class LogFile:
 
 def find_logs(path: Path) -> list[Path]:
     """Return the files of the log of the journal at ``path``, in the order in which they were created."""
-    return sorted(path.parent.glob(f"{path.name}-log-*"))
+    return sorted(path.parent.glob(f"{glob.escape(path.name)}-log-*"))
 
 
-def read_log(path: Path) -> tuple[list[tuple[int, list[Statement]]], bool]:
-    """Return the frames of a file (number of the last event, statements), and whether nothing follows them.
+def read_log(path: Path) -> tuple[list[tuple[int, list[Statement]]], bytes]:
+    """Return the frames of a file (number of the last event, statements), and what follows the last whole one.
 
-    Reading ends at the first frame that is not whole: a process that was killed, or a disk that was full, leaves one at
-    the end. Raises ``OSError``.
+    A process that was killed, or a disk that was full, leaves the beginning of a frame at the end. Raises ``OSError``.
     """
     content, start = path.read_bytes(), 0
     frames: list[tuple[int, list[Statement]]] = []
     texts: list[str] = []
     while start < len(content):
         if len(content) - start < _HEAD.size:
-            return frames, False
+            return frames, content[start:]
         length, checksum = _HEAD.unpack_from(content, start)
         body = content[start + _HEAD.size : start + _HEAD.size + length]
         # A power loss may leave zeros, which would be an empty frame.
         if not body or len(body) < length or crc32(body) != checksum:
-            return frames, False
+            return frames, content[start:]
         start += _HEAD.size + length
         last, encoded = msgspec.msgpack.decode(body)
         for sql, _ in encoded:
             if isinstance(sql, str) and sql not in texts:
                 texts.append(sql)
         frames.append((last, [(sql if isinstance(sql, str) else texts[sql], tuple(values)) for sql, values in encoded]))
-    return frames, True
+    return frames, b""
 
 
 _NUM_FRAMES = 64
@@ -508,7 +508,11 @@ class Store:
         self._moved = self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'moved'")
         paths = find_logs(self.path)
         for number, path in enumerate(paths):
-            if not self._move_file(path) and number + 1 < len(paths):
+            is_last, is_empty = number + 1 == len(paths), not path.stat().st_size
+            rest = self._move_file(path)
+            # The beginning of a frame is shorter than its head, or than its head says.
+            is_begun = len(rest) < _HEAD.size or len(rest) - _HEAD.size < _HEAD.unpack_from(rest)[0]
+            if not is_begun if is_last else rest or is_empty:
                 # After a loss of power. Later events may depend on those that are missing.
                 aside = [
                     each.rename(each.with_name(each.name.replace("-log-", "-damaged-"))) for each in paths[number:]
@@ -517,15 +521,15 @@ class Store:
                 break
             path.unlink()
 
-    def _move_file(self, path: Path) -> bool:
-        """Execute the statements in a file of the log, and return whether all of it could be read."""
-        frames, is_whole = read_log(path)
+    def _move_file(self, path: Path) -> bytes:
+        """Execute the statements in a file of the log, and return what could not be read."""
+        frames, rest = read_log(path)
         # A process that was killed before it removed the file had executed them.
         new = [(last, statements) for last, statements in frames if last > self._moved]
         for start in range(0, len(new), _NUM_FRAMES):
             part = new[start : start + _NUM_FRAMES]
             self._execute(list(chain.from_iterable(statements for _, statements in part)), part[-1][0])
-        return is_whole
+        return rest
 
     # ---------------------------------------------------------------------------------------------- writing
 

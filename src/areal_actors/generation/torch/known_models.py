@@ -35,7 +35,11 @@ _SOURCES = ("forward.py", "attention.py", "known_models.py")
 def find_shape(model: Path, device: str) -> LlamaShape | None:
     """Return the shape of the model in the directory ``model``, if the lean path computes it on ``device``."""
     try:
-        found = json.loads(_path(model, device).read_text(encoding="utf-8"))
+        path = _path(model, device)
+        content, digest = path.read_text(encoding="utf-8").splitlines()
+        if digest != _digest(path, content):
+            return None  # a file that was damaged, or is that of another model
+        found = json.loads(content)
         return LlamaShape(**found | {"frequencies": tuple(found["frequencies"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -49,7 +53,8 @@ def keep_shape(model: Path, device: str, shape: LlamaShape) -> None:
     with suppress(OSError):
         path = _path(model, device)
         path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, json.dumps(asdict(shape)) + "\n")
+        content = json.dumps(asdict(shape))
+        atomic_write(path, f"{content}\n{_digest(path, content)}\n")
 
 
 def open_known(model: Path, shape: LlamaShape, *, dtype: torch.dtype, device: str) -> LlamaForward | None:
@@ -92,6 +97,10 @@ class _StoredWeights(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.files)
+
+
+def _digest(path: Path, content: str) -> str:
+    return sha256(f"{path.name}\n{content}".encode()).hexdigest()
 
 
 def _path(model: Path, device: str) -> Path:

@@ -13,7 +13,7 @@ from attrs import evolve
 from areal_actors.config import create_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.datasets import DatasetConfig
-from areal_actors.errors import ConfigError, DatasetError, ModelError, WorkflowError
+from areal_actors.errors import ConfigError, DatasetError, ModelError, RunDirectoryError, WorkflowError
 from areal_actors.models import resolve_model
 from areal_actors.run.job import advise, create_policy, no_checkpoint, prepared_directory
 from areal_actors.run.serving import Server
@@ -191,6 +191,39 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
         prepared_directory(configure(), directory, resume=False),
     ):
         pass
+
+
+def test_a_start_on_a_full_disk_may_be_repeated(tmp_path, monkeypatch):
+    """It is no mistake of the configuration, with which a service is not started again; the earlier run stays."""
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    directory.checkpoints.mkdir(parents=True)
+    directory.config.touch()
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("areal_actors.run.job.save_config", fail)
+    with (
+        pytest.raises(RunDirectoryError, match="cannot be written: No space left on device; set fileroot"),
+        prepared_directory(configure(), directory, resume=False),
+    ):
+        pass
+    assert directory.checkpoints.is_dir()
+    assert not (tmp_path / "e" / "trial.1").exists()
+
+
+@pytest.mark.parametrize("error", [ConfigError("wrong"), KeyboardInterrupt()])
+def test_files_that_were_in_the_directory_before_stay(tmp_path, error):
+    """A start that fails or is interrupted removes what it has written there, and nothing else."""
+    directory = RunDirectory(path=tmp_path / "e" / "trial")
+    (directory.path / "mine").mkdir(parents=True)
+    (directory.path / "mine" / "notes.txt").write_text("of the user")
+    with pytest.raises(type(error)), prepared_directory(configure(), directory, resume=False):
+        assert directory.config.is_file()
+        (directory.path / "logs").mkdir()
+        raise error
+    assert [directory.path / "mine"] == list(directory.path.iterdir())
+    assert (directory.path / "mine" / "notes.txt").is_file()
 
 
 def test_who_cannot_resume_is_told_of_the_run_before(tmp_path):

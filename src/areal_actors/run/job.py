@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import sqlite3
@@ -40,6 +41,7 @@ from areal_actors.errors import (
     CustomFunctionError,
     DatasetError,
     ModelError,
+    RunDirectoryError,
     SandboxError,
     WorkflowError,
 )
@@ -152,11 +154,12 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     interrupted before the run has begun, the directory is removed and the earlier run moved back; a run that is not
     resumed keeps its settings. Settings of the steps before a resumption are kept as ``config.<n>.yaml`` if they
     differ. Raises ``ConfigError`` if the directory is in use, cannot be written, or has no run to resume, and if a
-    package is missing.
+    package is missing; ``RunDirectoryError`` if the disk is full.
     """
     require_packages(config)
     require_memory(config)
     path, former, is_created = directory.path, None, False
+    foreign: frozenset[Path] = frozenset()
     with ExitStack() as stack:
         try:
             try:
@@ -170,21 +173,36 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
                     if former is not None:
                         _log.info("earlier_run_kept", path=str(former))
                     path.mkdir(parents=True, exist_ok=True)
+                    foreign = frozenset(path.iterdir()) - {directory.config, directory.logs}
                     save_config(config, directory.config)
             except OSError as error:
-                raise ConfigError(
+                # A disk that is full may have room later, so that a restart helps; other reasons stay.
+                kind = RunDirectoryError if error.errno in (errno.ENOSPC, errno.EDQUOT) else ConfigError
+                raise kind(
                     f"{path} cannot be written: {error.strerror}; set fileroot or --run-dir to a directory that can"
                 ) from error
             yield
         except BaseException as error:
             # Bad input that shows when the model is loaded or the agent is started, and interrupts. Errors of engines
             # and workers are not among them: their messages name logs in this directory.
-            is_bad_input = isinstance(error, _BAD_INPUT) or not isinstance(error, Exception)
+            is_bad_input = isinstance(error, (*_BAD_INPUT, RunDirectoryError)) or not isinstance(error, Exception)
             if is_created and is_bad_input and not _has_work(directory):
-                rmtree(path, ignore_errors=True)
+                _remove(path, except_for=foreign)
                 if former is not None:
                     former.rename(path)
             raise
+
+
+def _remove(path: Path, *, except_for: frozenset[Path]) -> None:
+    """Remove a run directory, but for what was in it before: its user may have put files there."""
+    if not except_for:
+        rmtree(path, ignore_errors=True)
+        return
+    for entry in set(path.iterdir()) - except_for:
+        if entry.is_dir() and not entry.is_symlink():
+            rmtree(entry, ignore_errors=True)
+        else:
+            entry.unlink(missing_ok=True)
 
 
 def _has_work(directory: RunDirectory) -> bool:

@@ -10,16 +10,14 @@ from __future__ import annotations
 import asyncio
 import hmac
 import json
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import anyio
 from benchmarks.floors import ADMIN_KEY, serve_as_the_proxy, served, tell_cpu
 from benchmarks.harness import Result
-from benchmarks.load import Connection
+from benchmarks.load import Connection, server_process
 from benchmarks.null_engine import SETUPS, NullEngine
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -92,19 +90,6 @@ async def _serve() -> None:
                 await anyio.to_thread.run_sync(sys.stdin.read)
 
 
-@contextmanager
-def _serving() -> Iterator[Mapping[str, Any]]:
-    command = [sys.executable, "-m", "benchmarks.guards", "serve"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            yield json.loads(process.stdout.readline())
-        finally:
-            process.stdin.close()
-            process.wait(timeout=20)
-
-
 async def _measure(server: Mapping[str, Any], *, num_rounds: int) -> dict[tuple[str, int], list[float]]:
     """Server CPU in microseconds per turn, by key and by whether keys, roles and digests are on, of each round."""
     connection = await Connection(server["url"]).open()
@@ -132,7 +117,7 @@ async def _measure(server: Mapping[str, Any], *, num_rounds: int) -> dict[tuple[
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
     """The CPU time of a turn with the agent's key and with a role's, with and without, and the share."""
-    with _serving() as server:
+    with server_process("benchmarks.guards", "serve") as server:
         figures = asyncio.run(_measure(server, num_rounds=10 if quick else 300))
     # The lower decile: what others do on the machine only adds, and one round alone is too short for a minimum.
     least = {which: sorted(costs)[len(costs) // 10] for which, costs in figures.items()}

@@ -23,7 +23,7 @@ from benchmarks.null_engine import SETUPS
 
 from areal_actors.lib.gc_tuning import tuned_gc
 
-__all__ = ["Connection", "converse", "live", "serving"]
+__all__ = ["Connection", "converse", "live", "server_process", "serving"]
 
 
 _SDK_HEADERS = "".join(
@@ -136,7 +136,14 @@ async def live(connection: Connection, name: str, *, num_turns: int) -> None:
 @contextmanager
 def serving(name: str, setup: str, environment: Mapping[str, str] | None = None) -> Iterator[list[str]]:
     """``FACTORIES[name]`` with ``SETUPS[setup]`` in a process of its own; yields its base URLs, one per session."""
-    command = [sys.executable, "-m", "benchmarks.load", name, setup]
+    with server_process("benchmarks.load", name, setup, environment=environment) as urls:
+        yield urls
+
+
+@contextmanager
+def server_process(module: str, *arguments: str, environment: Mapping[str, str] | None = None) -> Iterator[Any]:
+    """Run a module that serves until its standard input is closed; yields the JSON of the first line that it prints."""
+    command = [sys.executable, "-m", module, *arguments]
     environment = os.environ | (environment or {})
     with subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment

@@ -93,7 +93,7 @@ class SqliteJournal:
         self._store: Store | None = None
         self._is_closed = False
         self._failure: str | None = None
-        self._is_synced = config.sync is JournalSync.FULL
+        self._is_synced = config.sync == JournalSync.FULL
         self._waiting: deque[_Writer] = deque()
         self._is_posted = False
         self._appended = anyio.Event()
@@ -497,7 +497,7 @@ class Store:
                 f"{self.path} lies on a filesystem without shared memory, which its write-ahead log needs. Set "
                 "journal.path to a local disk."
             )
-        run(f"PRAGMA synchronous = {'FULL' if self._config.sync is JournalSync.FULL else 'NORMAL'}")
+        run(f"PRAGMA synchronous = {'FULL' if self._config.sync == JournalSync.FULL else 'NORMAL'}")
         run(f"PRAGMA journal_size_limit = {_MAX_WAL_BYTES}")
 
     def _value(self, query: str) -> int:

@@ -52,9 +52,9 @@ def run_here(run_dir: Path, *more: str) -> Result:
 
 
 @contextmanager
-def run_elsewhere(run_dir: Path, *more: str) -> Iterator[Command]:
+def run_elsewhere(run_dir: Path, *more: str, **environment: str) -> Iterator[Command]:
     """The command line, in a process that may be killed; nothing of it is left behind."""
-    log, variables = run_dir.parent / f"{run_dir.name}.log", {"PYTHONPATH": str(ROOT / "src")}
+    log, variables = run_dir.parent / f"{run_dir.name}.log", {"PYTHONPATH": str(ROOT / "src"), **environment}
     with start_command(*settings(run_dir, *more), log=log, variables=variables) as process:
         yield process
 
@@ -152,27 +152,32 @@ def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tupl
     assert essence(expected)[:3] == essence(run_dir)[:3]
 
 
-def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(tmp_path: Path):
+def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Its agents start over, and are given the turns that they had: by their ids, and token by token in the rows."""
     run_dir, agent = tmp_path / "run", ROOT / "tests" / "chaos" / "tool_agent.py"
+    # No episode ends before the kill, however late the poll below sees its turns.
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("AREAL_TEST_GATE", str(gate))
     options = (
         f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
-        f"rollout.workflow={agent}:ToolAgent",
+        f"rollout.workflow={agent}:HeldAgent",
         *("eval_dataset=null", "batch_size=2", "rollout.group_size=2", "rollout.max_head_offpolicyness=0"),
         *("total_steps=1", "logging.row_dumps.every_steps=1"),
     )
     directory = RunDirectory(path=run_dir)
-    with run_elsewhere(run_dir, *options) as process:
+    with run_elsewhere(run_dir, *options, AREAL_TEST_GATE=str(gate)) as process:
         wait_until(lambda: process.poll() is not None or len(unfinished_turns(directory.groups)) >= 9)
         process.kill()
         process.wait()
     recorded = unfinished_turns(directory.groups)
+    gate.touch()
     result = run_here(run_dir, *options, "--resume=auto")
 
     assert result.exit_code == 0, result.output
     (row,) = read_metrics(run_dir)
-    sessions = [json.loads(line) for line in directory.sessions.read_text().splitlines()]
-    turns = {episode_of(session["session"]): [turn["id"] for turn in session["turns"]] for session in sessions}
+    turns = trained_turns(directory)
     met = [(name, turn) for name, turn in recorded if episode_of(name) in turns]
     assert met
     assert [] == [turn for name, turn in met if turn not in turns[episode_of(name)]]
@@ -208,13 +213,15 @@ def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
                 child.kill()
         known = {session for session, _ in before}
         wait_until(lambda: process.poll() is not None or {name for name, _ in unfinished_turns(shard)} - known)
+        # An interrupt before that would end the run without a step.
+        episodes = {episode_of(name) for name in known}
+        wait_until(lambda: process.poll() is not None or episodes & trained_turns(directory).keys())
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=MAX_SECONDS)
     log = (tmp_path / "run.log").read_text()
 
     assert 0 == process.returncode, log
-    sessions = [json.loads(line) for line in directory.sessions.read_text().splitlines()]
-    turns = {episode_of(session["session"]): {turn["id"] for turn in session["turns"]} for session in sessions}
+    turns = trained_turns(directory)
     met = [(episode_of(name), turn) for name, turn in before if episode_of(name) in turns]
     assert met
     assert [] == [turn for name, turn in met if turn not in turns[name]]
@@ -231,6 +238,13 @@ def unfinished_turns(path: Path) -> list[tuple[str, str]]:
         query = "SELECT session, interaction FROM turns WHERE session NOT IN (SELECT session FROM forgotten)"
         return list(connection.execute(query))
     return []
+
+
+def trained_turns(directory: RunDirectory) -> dict[str, set[str]]:
+    """The turns of the episodes that were trained, by the name of the episode."""
+    lines = directory.sessions.read_text().splitlines(keepends=True) if directory.sessions.exists() else []
+    sessions = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {episode_of(session["session"]): {turn["id"] for turn in session["turns"]} for session in sessions}
 
 
 def episode_of(session: str) -> str:

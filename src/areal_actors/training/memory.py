@@ -49,11 +49,8 @@ The rest is for the engine's weights and cache in the same process, for logits, 
 """
 _SHARE_OF_FREE_MEMORY = 0.9
 """Share of a GPU's free memory that a pass may use: blocks of the allocator do not fit into each other without gaps."""
-_COMPILED_SHARE = 0.8
-"""Upper bound of what compiled layers keep, as a share of what plain ones do.
-
-They compute elementwise results again: .72 was measured at the proportions of Qwen2 1.5B in bfloat16.
-"""
+_COMPILED_ROWS = 32
+"""Bytes of the normalisers of norms and attention that a compiled layer keeps for each token."""
 _MAX_ERROR = 0.15
 """Relative error of predictions: what exceeds a device by less may fit."""
 _NUM_CHUNK_COPIES = 3
@@ -65,12 +62,13 @@ _HEAD_NORMS = frozenset({"qwen3", "qwen3_moe", "gemma3", "gemma3_text", "olmo2"}
 # ---------------------------------------------------------------------------------------------------------- counts
 
 
-def activation_bytes(config: Any, *, dtype: torch.dtype, activations: Activations) -> int:
+def activation_bytes(config: Any, *, dtype: torch.dtype, activations: Activations, is_compiled: bool = False) -> int:
     """Return how many bytes of activations one token keeps on the device, over all layers, until the backward pass.
 
     ``config`` is a transformers configuration, ``dtype`` the format of the forward pass. The coefficients were fitted
     to the tensors that autograd saved for Llama and Qwen layers of seven shapes, with a remainder of 2 bytes; experts
-    are counted as dense layers of the width that a token uses.
+    are counted as dense layers of the width that a token uses. Compiled layers compute elementwise results again, and
+    keep about .55 of the rest; those with experts, whose graphs differ, are counted as if they were not compiled.
     """
     text = config.get_text_config()
     num_layers, hidden = text.num_hidden_layers, text.hidden_size
@@ -87,6 +85,12 @@ def activation_bytes(config: Any, *, dtype: torch.dtype, activations: Activation
     each = (num_experts and getattr(text, "moe_intermediate_size", None)) or text.intermediate_size
     wide = int((num_experts or 1) * each)
     size = dtype.itemsize
+    if is_compiled and num_experts is None:
+        # Three states of the layer's width; queries, keys, values and the output of attention; gate and up projection.
+        kept = size * (3 * hidden + 2 * attention + head * heads + 2 * wide) + 4 * heads + _COMPILED_ROWS
+        if text.model_type in _HEAD_NORMS:
+            kept += size * head * heads
+        return int(num_layers * kept)
     kept = (16 if size == 2 else 24) * hidden + 4 * size * wide + 2 * size * attention + 4 * heads  # noqa: PLR2004
     if text.model_type in _HEAD_NORMS:
         kept += (8 if size == 4 else 6) * attention  # noqa: PLR2004
@@ -109,15 +113,21 @@ def temporary_bytes(
     device_type: str,
     trains_head: bool,
     is_sharded: bool = False,
+    is_compiled: bool = False,
 ) -> int:
     """Return the bytes that the backward passes of one layer and of the output head need while they run."""
     size = dtype.itemsize
     text = model.config.get_text_config()
-    one_layer = activation_bytes(model.config, dtype=dtype, activations=Activations.KEEP) // text.num_hidden_layers
+    one_layer, plain = (
+        activation_bytes(model.config, dtype=dtype, activations=Activations.KEEP, is_compiled=found)
+        // text.num_hidden_layers
+        for found in (is_compiled, False)
+    )
     largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model))
     copies = (2 * size if size < 4 else 0) * largest  # noqa: PLR2004 - in float32 the weights themselves compute
-    # Gradients of what a layer computed are as large as what it kept of it, for the widest half at a time.
-    layer = num_tokens * one_layer // 2 + copies
+    # Gradients of what a layer computed are as large as what it kept of it, for the widest half at a time; compiled
+    # layers compute again what they did not keep.
+    layer = num_tokens * (plain // 2 + plain - one_layer) + copies
     if kept is not Activations.KEEP:
         layer += num_tokens * one_layer
     head = model.get_output_embeddings().weight.numel()
@@ -186,15 +196,15 @@ def count_kept_layers(
     leave room for the gradients that do not exist yet and for what one layer and the head need while they compute.
     """
     layers = list(decoder_layers(model))
-    totals = [
-        activation_bytes(model.config, dtype=dtype, activations=chosen)
+    kept, recomputed = (
+        num_tokens
+        * activation_bytes(model.config, dtype=dtype, activations=chosen, is_compiled=is_compiled)
+        // len(layers)
         for chosen in (Activations.KEEP, Activations.RECOMPUTE)
-    ]
-    kept, recomputed = (num_tokens * total // len(layers) for total in totals)
+    )
     weights = [[weight for weight in layer.parameters() if weight.dtype is not dtype] for layer in layers]
     # Autograd keeps the copies that a layer computed with; gathered weights are freed by the gang.
     copies = 0 if is_sharded else max(dtype.itemsize * sum(weight.numel() for weight in layer) for layer in weights)
-    missing = [weight for weight in model.parameters() if weight.requires_grad and weight.grad is None]
     # The last layers are kept: they are freed before the first ones recompute, so their temporaries do not add up. A
     # 1.5B model with passes of 32k tokens used 26 of 79 GiB before, and a quarter of the step for recomputation.
     temporaries = temporary_bytes(
@@ -204,20 +214,29 @@ def count_kept_layers(
         num_tokens=num_tokens,
         device_type=model.device.type,
         trains_head=model.get_output_embeddings().weight.requires_grad,
+        is_compiled=is_compiled,
     )
-    parts = (weight.to_local() if isinstance(weight, DTensor) else weight for weight in missing)  # of this rank
-    reserve = temporaries + sum(part.nbytes for part in parts)
     free = _SHARE_OF_ACTIVATIONS * device_bytes(model.device)
     if model.device.type == "cuda":
         unreserved, _ = torch.cuda.mem_get_info(model.device)
         # The allocator also holds blocks that nothing uses.
         free = unreserved + torch.cuda.memory_reserved(model.device) - torch.cuda.memory_allocated(model.device)
+    # The gradients of a layer take the place of its activations, unless they are larger.
+    of_layers = sum(_missing_bytes(layer) for layer in layers)
+    others = _missing_bytes(model) - of_layers
+    reserve = temporaries + others + (of_layers if of_layers > kept * len(layers) else 0)
     return num_kept_layers(
         num_layers=len(layers),
-        kept_bytes=int(kept * (_COMPILED_SHARE if is_compiled else 1)) + copies,
+        kept_bytes=kept + copies,
         recomputed_bytes=recomputed,
         free_bytes=int(_SHARE_OF_FREE_MEMORY * free) - reserve,
     )
+
+
+def _missing_bytes(module: torch.nn.Module) -> int:
+    """Return the bytes, on this rank, of the gradients that a backward pass will create below ``module``."""
+    missing = [weight for weight in module.parameters() if weight.requires_grad and weight.grad is None]
+    return sum((weight.to_local() if isinstance(weight, DTensor) else weight).nbytes for weight in missing)
 
 
 def require_room(model: Any, config: TrainerConfig, *, dtype: torch.dtype, max_length: int | None) -> None:
@@ -355,8 +374,9 @@ def plan_trainer(
         state_bytes=sum(held.values()),
         memory_bytes=memory_bytes,
     )
+    is_compiled = config.compiles_layers(device_type)
     kept_bytes, recomputed_bytes = (
-        num_tokens * activation_bytes(model.config, dtype=dtype, activations=chosen)
+        num_tokens * activation_bytes(model.config, dtype=dtype, activations=chosen, is_compiled=is_compiled)
         for chosen in (Activations.KEEP, Activations.RECOMPUTE)
     )
     num_layers, num_kept = len(list(decoder_layers(model))), 0
@@ -368,6 +388,7 @@ def plan_trainer(
             num_tokens=num_tokens,
             device_type=device_type,
             trains_head=config.lora is None,
+            is_compiled=is_compiled,
         )
         free = _SHARE_OF_FREE_MEMORY * (memory_bytes - other_bytes - sum(held.values()))
         num_kept = num_kept_layers(
@@ -378,7 +399,9 @@ def plan_trainer(
         )
     return TrainerPlan(
         **held,
-        activations=num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept),
+        activations=kept_bytes
+        if kept is Activations.KEEP
+        else num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept),
         num_kept_layers=num_kept,
         kept_layer_bytes=num_kept * (kept_bytes - recomputed_bytes) // num_layers,
         temporaries=temporary_bytes(
@@ -389,6 +412,7 @@ def plan_trainer(
             device_type=device_type,
             trains_head=config.lora is None,
             is_sharded=num_ranks > 1,
+            is_compiled=is_compiled,
         ),
         kept=kept,
         num_tokens=num_tokens,

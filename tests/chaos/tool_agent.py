@@ -75,7 +75,7 @@ class ToolAgent:
                 ways.start_soon(talk, way)
         return share_of_digits("".join(texts.values()))
 
-    async def use_tool(self, seconds: float, *, is_last: bool) -> None:  # noqa: ARG002 - for ``HeldAgent``
+    async def use_tool(self, seconds: float, *, is_last: bool) -> None:
         """Wait for the tool, which takes ``seconds``."""
         await anyio.sleep(seconds)
 
@@ -88,7 +88,8 @@ class HeldAgent(ToolAgent):
     async def use_tool(self, seconds: float, *, is_last: bool) -> None:
         """Wait for the tool; after the last turn, for the file."""
         await super().use_tool(seconds, is_last=is_last)
-        while is_last and not await anyio.Path(os.environ["AREAL_TEST_GATE"]).exists():
+        gate = anyio.Path(os.environ["AREAL_TEST_GATE"])
+        while is_last and not await gate.exists():  # noqa: ASYNC110 - another process makes it
             await anyio.sleep(0.02)
 
 

@@ -105,6 +105,15 @@ def test_blocks_hold_everything_visible(found, window, size):
             assert not tile.any() or column in partial + full
             assert tile.all() or column not in full
             assert tile.any() or column not in partial or window is not None
+    # The other way round: the queries of each block of keys.
+    for blocks, (counts, queries) in (
+        ((lists.counts, lists.blocks), lists.queries),
+        ((lists.full_counts, lists.full_blocks), lists.full_queries),
+    ):
+        pairs = [(row, column) for row, num in enumerate(blocks[0]) for column in blocks[1][row, :num]]
+        assert sorted((column, row) for row, column in pairs) == [
+            (column, row) for column, num in enumerate(counts) for row in queries[column, :num]
+        ]
 
 
 def test_a_long_pack_needs_no_square_tensor():

@@ -197,9 +197,11 @@ def _centre_by_depth(rows: Sequence[Trajectory], config: AdvantageConfig) -> lis
 
 def _centre_by_kind(group: Group, config: AdvantageConfig) -> list[Doubles]:
     members = [_Member.of(episode) for episode in _successes(group)]
-    rows = [(index, row) for index, episode in enumerate(_successes(group)) for row in episode.trajectories]
+    rows = [
+        (index, row, _turns_of(row)) for index, episode in enumerate(_successes(group)) for row in episode.trajectories
+    ]
     by_kind: dict[_Kind, list[_Transform]] = {}
-    for kind in {turn.kind for _, row in rows for turn in _turns_of(row)}:
+    for kind in {turn.kind for _, _, turns in rows for turn in turns}:
         found = [member.value_of(kind) for member in members]
         # No other member has such a turn to compare with, so all turns of each member are compared.
         if sum(value is not None for value in found) <= 1:
@@ -216,7 +218,7 @@ def _centre_by_kind(group: Group, config: AdvantageConfig) -> list[Doubles]:
         by_kind[kind] = [np.zeros_like for _ in members]  # a member without turns of the kind uses none
         for index, transform in zip(present, transforms, strict=True):
             by_kind[kind][index] = transform
-    return [_apply_by_turn(row, [(turn, by_kind[turn.kind][index]) for turn in _turns_of(row)]) for index, row in rows]
+    return [_apply_by_turn(row, [(turn, by_kind[turn.kind][index]) for turn in turns]) for index, row, turns in rows]
 
 
 _Kind: TypeAlias = tuple[str | None, int]
@@ -278,9 +280,9 @@ class _Member:
 
 
 def _apply_by_turn(row: Trajectory, transforms: Sequence[tuple[_TurnReturn, _Transform]]) -> Doubles:
-    result = np.zeros(row.num_tokens)
+    result, is_trained = np.zeros(row.num_tokens), row.loss_mask == 1
     for turn, transform in transforms:
-        is_turn = (row.turns == turn.index) & (row.loss_mask == 1)
+        is_turn = (row.turns == turn.index) & is_trained
         result[is_turn] = transform(row.returns[is_turn].astype(np.float64))
     return result
 

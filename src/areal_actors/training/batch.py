@@ -95,12 +95,12 @@ class TrainingRow:
         # Read once, to refuse impossible settings before anything is computed.
         _ = self.distributions
 
-    @property
+    @cached_property
     def positions(self) -> Indices:
         """Positions t of the trained tokens, int64 [n]."""
         return np.flatnonzero(self.trajectory.loss_mask).astype(np.int64)
 
-    @property
+    @cached_property
     def distributions(self) -> Distributions:
         """The distributions that the n trained tokens were sampled from."""
         return Distributions.create(self.trajectory, self.positions, temperature=self.temperature)

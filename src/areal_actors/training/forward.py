@@ -16,6 +16,7 @@ import torch
 from attrs import field, frozen
 from torch import Tensor
 
+from areal_actors.lib.transfers import to_device
 from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.packing import Pack
 from areal_actors.training.router_replay import replay_experts
@@ -66,8 +67,8 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
         padding = padded_length(pack.input_ids.shape[1]) - pack.input_ids.shape[1]
     replay_experts(model, pack.routed_experts)
     hidden = model.get_decoder()(
-        input_ids=torch.from_numpy(np.pad(pack.input_ids, ((0, 0), (0, padding)))).to(device),
-        position_ids=torch.from_numpy(np.pad(pack.position_ids, ((0, 0), (0, padding)))).to(device),
+        input_ids=to_device(np.pad(pack.input_ids, ((0, 0), (0, padding))), device),
+        position_ids=to_device(np.pad(pack.position_ids, ((0, 0), (0, padding))), device),
         attention_mask=mask,
         use_cache=False,
     ).last_hidden_state
@@ -76,15 +77,15 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
     settings = None if pack.distributions is None else pack.distributions.settings
     if len(first) == len(pack.targets) or (settings is not None and (settings != settings[first][inverse]).any()):
         first = inverse = np.arange(len(pack.targets))
-    sources = torch.from_numpy(pack.sources[first]).to(device)
+    sources = to_device(pack.sources[first], device)
     selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, sources)
     head = model.get_output_embeddings()
-    targets = torch.from_numpy(pack.targets[first]).to(device)
+    targets = to_device(pack.targets[first], device)
     distributions = None if settings is None else Distributions(settings=settings[first])
     found = score_tokens(selected_NH, head.weight, head.bias, targets, distributions=distributions)
     if len(first) == len(inverse):
         return found
-    places = torch.from_numpy(inverse).to(device)
+    places = to_device(inverse, device)
     return TokenScores(
         logprobs=found.logprobs[places],
         entropies=found.entropies[places],
@@ -133,11 +134,11 @@ class _Shaping:
         truncated = distributions.is_truncated
         if not distributions.has_temperatures and not truncated.any():
             return None
-        settings = torch.from_numpy(distributions.settings).to(device)
+        settings = to_device(distributions.settings, device)
         return cls(
             settings=settings,
             temperatures=settings[:, 0].float() if distributions.has_temperatures else None,
-            is_truncated=torch.from_numpy(truncated).to(device),
+            is_truncated=to_device(truncated, device),
             bounds=torch.full((len(truncated),), -torch.inf, device=device) if truncated.any() else None,
         )
 

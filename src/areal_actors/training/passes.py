@@ -40,6 +40,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from areal_actors.domain import Floats
 from areal_actors.errors import CaptureViolation, CustomFunctionError
+from areal_actors.lib.transfers import to_device
 from areal_actors.training.batch import Batch, Indices
 from areal_actors.training.config import Activations
 from areal_actors.training.distributions import Distributions
@@ -381,7 +382,7 @@ class Passes:
                 continue
             mask = store.mask(index)
             part = self._score(scorer, store.chunks[index].pack, mask)
-            trained = torch.from_numpy(store.chunks[index].trained).to(scorer.model.device)
+            trained = to_device(store.chunks[index].trained, scorer.model.device)
             store.backward(index, mask, (part.logprobs, part.entropies), [values[trained] for values in given])
 
     def precision(self, device_type: str) -> AbstractContextManager[Any]:
@@ -420,7 +421,7 @@ def _apply(objective: Objective, scores: TokenScores, batch: Batch, pack: Pack) 
     counts = [int(batch.offsets[row + 1] - batch.offsets[row]) for row in pack.rows]
 
     def pick(values: Floats) -> Tensor:
-        return torch.from_numpy(values[tokens]).to(device)
+        return to_device(values[tokens], device)
 
     inputs = LossInputs(
         advantages=pick(batch.advantages),
@@ -430,8 +431,8 @@ def _apply(objective: Objective, scores: TokenScores, batch: Batch, pack: Pack) 
         reference=None if batch.reference is None else pick(batch.reference),
         teacher=None if batch.teacher is None else pick(batch.teacher),
         plain=pick(batch.plain),
-        is_plain=torch.from_numpy(batch.is_plain[tokens]).to(device),
-        rows=torch.from_numpy(np.repeat(np.arange(len(counts)), counts)).to(device),
+        is_plain=to_device(batch.is_plain[tokens], device),
+        rows=to_device(np.repeat(np.arange(len(counts)), counts), device),
         num_rows=len(counts),
     )
     try:

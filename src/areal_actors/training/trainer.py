@@ -166,8 +166,9 @@ class PolicyTrainer(TrainedPolicy):
         # Only the first update is watched: after it, no row was sampled by the current weights any more.
         done = [self._update(batch, watch if index == 0 else None, recorder) for index, batch in enumerate(batches)]
         self._optimizer.zero_grad()
-        # glibc keeps freed blocks below 32 MiB; after a step they are gigabytes, which the engine could use.
-        release_free_memory()
+        if self.model.device.type == "cpu":
+            # glibc keeps freed blocks below 32 MiB; after a step they are gigabytes, which the engine could use.
+            release_free_memory()
         self.version += 1
         self._num_updates_before = self._optimizer.num_updates
         return StepStatistics.create(

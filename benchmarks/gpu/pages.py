@@ -114,7 +114,8 @@ def keep(paths: Sequence[Path], *, revisions: Sequence[str] | None = None) -> li
 def merge(reports: Sequence[Report], *, revisions: Sequence[str] | None = None) -> Report:
     """Return one report of all figures; ``runs`` of its facts say when, and of which commit, each report is.
 
-    ``revisions`` replace the commits that the reports name: a copy of a working tree may have none, or an older one.
+    ``revisions`` replace the commits that the reports name, unless they are empty: a copy of a working tree may have
+    none, or an older one.
     """
     names = {str(report.facts.get("gpu") or report.facts["cpu"]) for report in reports}
     if len(names) != 1:
@@ -132,15 +133,15 @@ def merge(reports: Sequence[Report], *, revisions: Sequence[str] | None = None) 
         results |= new
         skips |= report.skips
         failures |= report.failures
-    named = revisions or [report.facts.get("revision") for report in reports]
-    runs = [
-        {
+    runs: list[dict[str, Any]] = []
+    for report, revision in zip(reports, revisions or [""] * len(reports), strict=True):
+        own = {
             "date": report.facts["date"],
-            "revision": revision,
+            "revision": revision or report.facts.get("revision"),
             "sections": list(dict.fromkeys(result.benchmark for result in report.results)),
         }
-        for report, revision in zip(reports, named, strict=True)
-    ]
+        # A report that was kept before already is one of several runs.
+        runs += [own] if revision else report.facts.get("runs", [own])
     models = dict.fromkeys(model for report in reports for model in report.facts.get("models", ()))
     facts = {**reports[-1].facts, "models": list(models), "revision": runs[-1]["revision"], "runs": runs}
     return Report(results=tuple(results.values()), skips=skips, failures=failures, facts=facts)

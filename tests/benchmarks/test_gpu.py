@@ -257,6 +257,8 @@ def test_reports_of_one_machine_are_merged():
     assert ["gpu weights"] == list(found.skips)
     assert ["2026-11-22", "2026-11-23"] == [run["date"][:10] for run in found.facts["runs"]]
     assert "2026-11-23T00:00, def: engine, trainer" in format_page(found)
+    again = merge([found, evolve(new, facts=facts | {"date": "2026-11-24T00:00:00"})], revisions=["", "ghi"])
+    assert ["abc", "def", "ghi"] == [run["revision"] for run in again.facts["runs"]]
     with pytest.raises(ValueError, match="2 machines"):
         merge([old, evolve(new, facts=facts | {"gpu": "another"})])
 

@@ -49,6 +49,9 @@ def create_moe(kind: str, *, seed: int = 0, vocab: int = 61) -> Any:
 def save_moe(kind: str, directory: Path) -> Path:
     """Save a model that speaks the language of the model ``tiny``. Returns ``directory``."""
     tokenizer = create_tiny_tokenizer()
-    create_moe(kind, vocab=len(tokenizer)).save_pretrained(directory)
+    model = create_moe(kind, vocab=len(tokenizer))
+    # SGLang's grammars need one.
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return directory

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -10,19 +13,29 @@ import pytest
 import torch
 from anyio import to_thread
 from attrs import evolve
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 from openai import AsyncOpenAI
 from tests.moe import save_moe
 from tests.run.trained import NAME, train
 
 from areal_actors.client import create_http_client
 from areal_actors.domain import Episode, Group, GroupId, Problem, unfold
-from areal_actors.errors import ConfigError, ExportError
+from areal_actors.errors import ConfigError, EngineError, ExportError
+from areal_actors.generation.base import Engine, Snapshot
+from areal_actors.generation.servers.config import Backend, ServerConfig
+from areal_actors.generation.servers.engine import open_server_engines
+from areal_actors.generation.servers.experts import RoutedLayers
+from areal_actors.generation.servers.http import create_client
+from areal_actors.generation.servers.launching import KINDS, format_command
 from areal_actors.generation.torch import TorchEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.interchange.episodes import format_episode, parse_episode
 from areal_actors.models import load_policy, resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.run.inference import InferenceConfig, open_actors
+from areal_actors.testing.sglang_server import open_sglang_server
 from areal_actors.training.config import Activations, TrainerConfig
 from areal_actors.training.router_replay import record_experts
 from areal_actors.training.trainer import PolicyTrainer
@@ -39,7 +52,28 @@ def anyio_backend():
 UNKNOWN = 255
 
 
-async def sample(path: Path, *, dtype: str, records: bool = True, num_turns: int = 2, length: int = 12) -> Episode:
+@asynccontextmanager
+async def served(engine: Engine, path: Path) -> AsyncIterator[Engine]:
+    """``engine`` behind a server with SGLang's interface."""
+    snapshot = Snapshot(version=0, path=path)
+    dialect = KINDS[Backend.SGLANG].create_dialect({}, stream_interval=4, routed_layers=RoutedLayers.of(path))
+    async with (
+        open_sglang_server(engine, model=path, records_experts=True) as server,
+        open_server_engines(
+            dialect,
+            ServerConfig(),
+            urls=[server.url],
+            model=path,
+            snapshot=snapshot,
+            publish_directory=path.parent / "published",
+        ) as opened,
+    ):
+        yield next(iter(opened.engines.values()))
+
+
+async def sample(
+    path: Path, *, dtype: str, records: bool = True, num_turns: int = 2, length: int = 12, is_served: bool = False
+) -> Episode:
     """An episode of two conversations with the same first question, in the export style ``tree``."""
     renderer = await to_thread.run_sync(load_renderer, path)
     model = await to_thread.run_sync(load_policy, path)
@@ -47,7 +81,8 @@ async def sample(path: Path, *, dtype: str, records: bool = True, num_turns: int
         dtype=dtype, device="cpu", max_concurrent=4, max_length=256, return_routed_experts=records
     )
     async with (
-        TorchEngine.open(config, model=model, decode=renderer.decode) as engine,
+        TorchEngine.open(config, model=model, decode=renderer.decode) as own,
+        served(own, path) if is_served else nullcontext(own) as engine,
         open_actors(InferenceConfig(), engine=engine, renderer=renderer) as inference,
         create_http_client() as http_client,
         inference.session() as session,
@@ -71,11 +106,12 @@ def gap(trainer: PolicyTrainer, rows) -> float:
     return float(np.concatenate([np.abs(found - row.logprobs)[row.loss_mask == 1] for row, found in pairs]).mean())
 
 
+@pytest.mark.parametrize("place", ["embedded", "sglang"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-async def test_recorded_experts_are_those_of_the_trainers_routers(tmp_path: Path, kind: str):
+async def test_recorded_experts_are_those_of_the_trainers_routers(tmp_path: Path, kind: str, place: str):
     """In float32, of every token that a prediction depends on, whichever turn and cache computed it."""
     path = save_moe(kind, tmp_path)
-    episode = await sample(path, dtype="float32")
+    episode = await sample(path, dtype="float32", is_served=place == "sglang")
     model = load_policy(path)
 
     branches = [branch.row for row in episode.trajectories for branch in unfold(row)]
@@ -169,6 +205,48 @@ def test_dense_models_and_servers_are_refused(tmp_path: Path):
     """Before the first step, with what to change."""
     with pytest.raises(ConfigError, match="has no routers"):
         PolicyTrainer(load_policy(resolve_model("tiny").path), TrainerConfig(router_replay=True))
-    outcome = train(tmp_path, NAME, "trainer.router_replay=true", "rollout.backend=sglang")
+    outcome = train(tmp_path, NAME, "trainer.router_replay=true", "rollout.backend=vllm")
     assert 0 != outcome.exit_code
     assert "router_replay" in outcome.output
+    with pytest.raises(ConfigError, match="is not a mixture of experts"):
+        RoutedLayers.of(resolve_model("tiny").path)
+
+
+async def test_a_server_that_records_no_experts_is_refused(tmp_path: Path):
+    """With the option that it needs."""
+    path = save_moe("mixtral", tmp_path)
+    model = await to_thread.run_sync(load_policy, path)
+    config = TorchEngineConfig(dtype="float32", device="cpu", max_concurrent=2, max_length=64)
+    dialect = KINDS[Backend.SGLANG].create_dialect({}, routed_layers=RoutedLayers.of(path))
+    async with (
+        TorchEngine.open(config, model=model) as engine,
+        open_sglang_server(engine, model=path) as server,
+        create_client(server.url, api_key=None, read_timeout_seconds=60) as client,
+    ):
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            await dialect.describe(client)
+
+
+def test_the_command_of_a_server_asks_for_experts(tmp_path: Path):
+    """Only where they are replayed."""
+    kind = KINDS[Backend.SGLANG]
+    commands = [
+        format_command(kind, ServerConfig(python="python"), model=tmp_path, port=1, records_experts=records)
+        for records in (False, True)
+    ]
+    assert [False, True] == ["--enable-return-routed-experts" in command for command in commands]
+
+
+@given(data=st.data())
+def test_reported_experts_are_decoded(data):
+    """As they were, without dense layers; another number of them is an error."""
+    num_layers, num_chosen, num_tokens = (data.draw(st.integers(1, 4)) for _ in range(3))
+    sparse = tuple(sorted(data.draw(st.sets(st.integers(0, num_layers - 1), min_size=1))))
+    shape = (num_tokens, num_layers, num_chosen)
+    given_experts = data.draw(hnp.arrays(np.int32, shape, elements=st.integers(0, 200)))
+    layers = RoutedLayers(num_chosen=num_chosen, num_layers=num_layers, sparse=sparse)
+    encoded = b64encode(given_experts.tobytes()).decode()
+
+    np.testing.assert_array_equal(given_experts[:, list(sparse)], layers.decode(encoded, num_tokens=num_tokens))
+    with pytest.raises(ValueError, match="experts for"):
+        layers.decode(encoded, num_tokens=num_tokens + 1)

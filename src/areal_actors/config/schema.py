@@ -433,17 +433,17 @@ class LoggingConfig:
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
-    """Reject publishing by broadcast unless the servers are SGLang's, and router replay with any servers."""
+    """Reject publishing by broadcast and router replay with servers that are not SGLang's."""
     rollout = getattr(run, "rollout", None)
     if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and rollout.backend is not Backend.SGLANG:
         raise ValueError(
             f"publish: distributed sends weights to SGLang servers, and rollout.backend is {rollout.backend}; use "
             "disk, or memory within one process"
         )
-    if trainer.router_replay and rollout is not None and rollout.backend is not Backend.TORCH:
+    if trainer.router_replay and rollout is not None and rollout.backend is Backend.VLLM:
         raise ValueError(
-            f"router_replay needs the experts that the embedded engine records, and rollout.backend is "
-            f"{rollout.backend}, whose experts are not read; use rollout.backend=torch, or leave router_replay out"
+            "router_replay needs the experts that the embedded engine and SGLang record, and rollout.backend is vllm, "
+            "whose experts are not read; use torch or sglang, or leave router_replay out"
         )
 
 
@@ -720,7 +720,13 @@ class RunConfig:
         if lora is not None and self.serves_adapters:
             modules = () if lora.target_modules == ("all-linear",) else lora.target_modules
             adapters = AdapterSlots(rank=lora.rank, modules=modules)
-        return ServedEngine(backend=self.rollout.backend, config=servers, directory=directory, adapters=adapters)
+        return ServedEngine(
+            backend=self.rollout.backend,
+            config=servers,
+            directory=directory,
+            adapters=adapters,
+            records_experts=self.trainer.router_replay,
+        )
 
     def num_tasks(self, role: Role) -> int:
         """Return the number of processes of a worker of this role."""

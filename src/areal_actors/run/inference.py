@@ -692,22 +692,33 @@ async def _open_servers(
     find_weights: FindWeights | None,
 ) -> AsyncIterator[EngineSet]:
     from areal_actors.generation.servers.engine import open_server_engines
+    from areal_actors.generation.servers.experts import RoutedLayers
     from areal_actors.generation.servers.launching import launch_servers
 
     kind, config = KINDS[served.backend], served.config
     # Servers need the added tokens for grammars that contain special tokens.
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
+    routed_layers = RoutedLayers.of(files) if served.records_experts else None
     async with AsyncExitStack() as stack:
         urls, launched = config.urls, None
         if not urls:
             logs = served.directory / "logs"
             launched = await stack.enter_async_context(
-                launch_servers(kind, config, model=files, logs=logs, adapters=served.adapters)
+                launch_servers(
+                    kind,
+                    config,
+                    model=files,
+                    logs=logs,
+                    adapters=served.adapters,
+                    records_experts=served.records_experts,
+                )
             )
             urls = launched.urls
         opening = open_server_engines(
-            kind.create_dialect(added_tokens, stream_interval=served.config.stream_interval),
+            kind.create_dialect(
+                added_tokens, stream_interval=served.config.stream_interval, routed_layers=routed_layers
+            ),
             config,
             urls=urls,
             model=files,

@@ -13,6 +13,7 @@ keeps requests, and weights are loaded from disk under a label::
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
@@ -23,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import numpy as np
 from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import define, field
@@ -164,6 +166,8 @@ class _Stream:
         }
         if finish is not None:
             meta["weight_versions"] = self.spans
+        if self.body.get("return_routed_experts") and chunk.routed_experts is not None:
+            meta["routed_experts"] = b64encode(chunk.routed_experts.astype(np.int32).tobytes()).decode()
         return f"data: {json.dumps({'output_ids': self.ids[since:], 'meta_info': meta})}\n\n"
 
 
@@ -354,6 +358,8 @@ class FakeSGLang:
     """The paths of loaded adapters by name."""
     max_adapter_rank: int = 0
     """The rank of ``--max-lora-rank``; 0 without ``--enable-lora``."""
+    records_experts: bool = False
+    """Whether it was started with ``--enable-return-routed-experts``, as ``engine`` was."""
     _remembered: dict[str, str] = field(factory=dict)
     _users: Counter[str | None] = field(factory=Counter)
     _unused: ChangeSignal = field(factory=ChangeSignal)
@@ -451,6 +457,7 @@ class FakeSGLang:
                 "max_req_input_len": info.context_length,
                 "grammar_backend": "xgrammar",
                 "enable_lora": bool(self.max_adapter_rank),
+                "enable_return_routed_experts": self.records_experts,
                 "max_lora_rank": self.max_adapter_rank or None,
                 "internal_states": [{"effective_max_running_requests_per_dp": info.max_concurrent}],
             },
@@ -609,6 +616,7 @@ async def open_sglang_server(
     is_incremental: bool = False,
     port: int = 0,
     max_adapter_rank: int = 0,
+    records_experts: bool = False,
 ) -> AsyncIterator[FakeSGLang]:
     """Serve ``engine`` on a port of this machine while the block lasts.
 
@@ -620,6 +628,7 @@ async def open_sglang_server(
         is_incremental: whether events omit what earlier ones contained.
         port: the port to listen on; 0 takes a free one.
         max_adapter_rank: serves adapters up to this rank.
+        records_experts: whether answers have the experts that ``engine`` records.
     """
     async with open_tasks() as tasks:
         server = FakeSGLang(
@@ -631,6 +640,7 @@ async def open_sglang_server(
             is_incremental=is_incremental,
             port=port,
             max_adapter_rank=max_adapter_rank,
+            records_experts=records_experts,
         )
         try:
             await server.start()

@@ -35,6 +35,7 @@ from tests.generation.servers.real_server_stack import (
     open_server_stack,
     wait_for_tokens,
 )
+from tests.moe import save_moe
 
 from areal_actors.domain import FinishReason
 from areal_actors.generation.base import Snapshot
@@ -276,6 +277,12 @@ def check_placed_training(config: ServerConfig, directory: Path) -> None:
     assert written == ["version-00000000"], written
 
 
+def check_replayed_experts(config: ServerConfig, directory: Path) -> None:
+    """A mixture of experts: the trainer computes with the experts that the server reports, and finds its numbers."""
+    model = save_moe("qwen3_moe", directory / "moe")
+    train(config, directory / "experts", "memory", f"model={model}", "trainer.router_replay=true")
+
+
 def train(config: ServerConfig, directory: Path, way: str, *more: str) -> None:
     servers = {
         "command": list(config.command),
@@ -307,7 +314,11 @@ CHECKS = {
     )
 }
 
-RUNS = {"training": check_training, "placed_training": check_placed_training}
+RUNS = {
+    "training": check_training,
+    "placed_training": check_placed_training,
+    "replayed_experts": check_replayed_experts,
+}
 
 
 async def check_server(config: ServerConfig, directory: Path, names: list[str]) -> None:

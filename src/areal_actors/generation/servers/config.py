@@ -86,10 +86,12 @@ class AdapterSlots:
 class ServedEngine:
     """Servers of one kind as the engine of a run, with their logs and weights in ``directory``.
 
-    With ``adapters`` they keep their weights and load adapters next to them.
+    With ``adapters`` they keep their weights and load adapters next to them. With ``records_experts`` they report the
+    experts of each token.
     """
 
     backend: Backend
     config: ServerConfig
     directory: Path
     adapters: AdapterSlots | None = None
+    records_experts: bool = False

@@ -24,6 +24,7 @@ from attrs import Factory, define, evolve, field, frozen
 from areal_actors.domain import (
     Chunk,
     EngineRequest,
+    Experts,
     FinishReason,
     Floats,
     Ints,
@@ -82,6 +83,7 @@ class Delta:
 
     ``server_version`` is the label of the server's weights when it sent this, if it reports one. It need not be the
     version of the tokens, but a label that was never published shows that the server was restarted.
+    ``routed_experts`` come with ``finish`` from a server that records them, for all computed tokens (see ``Chunk``).
     """
 
     token_ids: Ints = field(converter=as_ints, eq=False)
@@ -92,6 +94,7 @@ class Delta:
     spans: tuple[VersionSpan, ...] = ()
     num_cached_tokens: int = 0
     server_version: str | None = None
+    routed_experts: Experts | None = field(default=None, eq=False)
 
 
 class ServerDialect(Protocol):
@@ -262,6 +265,7 @@ class Attribution:
                 chunk,
                 finish=delta.finish if chunk is chunks[-1] else None,
                 num_cached_tokens=delta.num_cached_tokens if is_first and chunk is chunks[0] else 0,
+                routed_experts=delta.routed_experts if chunk is chunks[-1] else None,
             )
             for chunk in chunks
         )
@@ -278,6 +282,7 @@ def _join(deltas: Sequence[Delta]) -> Delta:
         spans=last.spans,
         num_cached_tokens=deltas[0].num_cached_tokens,
         server_version=last.server_version,
+        routed_experts=last.routed_experts,
     )
 
 

@@ -25,6 +25,7 @@ from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerDialect
 from areal_actors.generation.servers.environments import PYTHON_VARIABLES, find_environment
+from areal_actors.generation.servers.experts import RoutedLayers
 from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
@@ -81,7 +82,13 @@ class LaunchedServers:
 
 
 def format_command(
-    kind: ServerKind, config: ServerConfig, *, model: Path, port: int, adapters: AdapterSlots | None = None
+    kind: ServerKind,
+    config: ServerConfig,
+    *,
+    model: Path,
+    port: int,
+    adapters: AdapterSlots | None = None,
+    records_experts: bool = False,
 ) -> list[str]:
     """Return the command that starts a server of ``kind`` for ``model``, with room for ``adapters``.
 
@@ -94,12 +101,19 @@ def format_command(
         module = (installed and installed.module) or kind.module
         program = (python, "-m", module, *kind.arguments, *(installed.arguments if installed else ()))
     more = () if adapters is None else kind.describe_adapters(adapters)
-    return [*program, *kind.describe_place(model, HOST, port), *more, *config.arguments]
+    recording = kind.recording if records_experts else ()
+    return [*program, *kind.describe_place(model, HOST, port), *more, *recording, *config.arguments]
 
 
 @asynccontextmanager
 async def launch_servers(
-    kind: ServerKind, config: ServerConfig, *, model: Path, logs: Path, adapters: AdapterSlots | None = None
+    kind: ServerKind,
+    config: ServerConfig,
+    *,
+    model: Path,
+    logs: Path,
+    adapters: AdapterSlots | None = None,
+    records_experts: bool = False,
 ) -> AsyncIterator[LaunchedServers]:
     """Keep ``config.num_servers`` running while the block lasts; their process groups end with it.
 
@@ -112,7 +126,9 @@ async def launch_servers(
     launched = LaunchedServers(urls=tuple(f"http://{HOST}:{port}" for port in ports))
     async with open_tasks() as tasks:
         for number, (url, port) in enumerate(zip(launched.urls, ports, strict=True)):
-            command = format_command(kind, config, model=model, port=port, adapters=adapters)
+            command = format_command(
+                kind, config, model=model, port=port, adapters=adapters, records_experts=records_experts
+            )
             environment = {**config.environment, **devices[number]}
             log = BoundedLog(logs / f"server-{number}.log")
             await tasks.start(_RestartingServer(launched, url, command, environment, log).run)
@@ -249,6 +265,8 @@ class ServerKind(ABC):
     module: str
     arguments: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(factory=dict)
+    recording: tuple[str, ...] = ()
+    """The arguments with which the server can report experts; empty if its experts are not read."""
 
     @abstractmethod
     def describe_place(self, model: Path, host: str, port: int) -> tuple[str, ...]:
@@ -258,15 +276,18 @@ class ServerKind(ABC):
     def describe_adapters(self, slots: AdapterSlots) -> tuple[str, ...]:
         """Return the arguments for adapters."""
 
-    def create_dialect(self, added_tokens: Mapping[str, int], *, stream_interval: int = 1) -> ServerDialect:
+    def create_dialect(
+        self, added_tokens: Mapping[str, int], *, stream_interval: int = 1, routed_layers: RoutedLayers | None = None
+    ) -> ServerDialect:
         """Create the dialect.
 
         ``added_tokens`` maps texts of the tokenizer's added tokens to ids, for grammars; ``stream_interval`` is that of
-        ``ServerConfig``.
+        ``ServerConfig``. With ``routed_layers``, only for servers with ``recording``, answers have experts.
         """
         module, _, name = self.dialect.partition(":")
         create = getattr(import_module(module), name)
-        return cast("ServerDialect", create(added_tokens=added_tokens, stream_interval=stream_interval))
+        recording = {} if routed_layers is None else {"routed_layers": routed_layers}
+        return cast("ServerDialect", create(added_tokens=added_tokens, stream_interval=stream_interval, **recording))
 
 
 class _SGLang(ServerKind):
@@ -303,6 +324,7 @@ KINDS: Mapping[Backend, ServerKind] = {
         module="sglang.launch_server",
         # Otherwise each event repeats all earlier tokens of its answer.
         arguments=("--incremental-streaming-output",),
+        recording=("--enable-return-routed-experts",),
     ),
     Backend.VLLM: _Vllm(
         backend=Backend.VLLM,

@@ -2,7 +2,7 @@
 
 * ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k
   and min-p; the raw ones are known if only truncation is requested at T = 1.
-* Versions are reported at the end, as spans.
+* Versions are reported at the end, as spans, and so are the experts of all tokens, if they are asked for.
 * Weights are read from disk, or received in a process group, which each process of tensor parallelism joins as a rank.
   Servers with other kinds of parallelism cannot join.
 """
@@ -24,6 +24,7 @@ from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import Delta, ServerFacts, VersionSpan
+from areal_actors.generation.servers.experts import RoutedLayers
 from areal_actors.generation.servers.generating import LOGITS_SETTINGS, are_defaults, open_deltas
 from areal_actors.generation.servers.http import (
     Answer,
@@ -55,11 +56,12 @@ class SGLangDialect:
     """Implements ``BroadcastDialect`` for SGLang.
 
     ``added_tokens`` maps texts of added tokens to ids, for grammars. Answers that no client streams arrive in events of
-    ``stream_interval`` tokens.
+    ``stream_interval`` tokens. With ``routed_layers``, answers have the experts of each token.
     """
 
     added_tokens: Mapping[str, int] = field(factory=dict)
     stream_interval: int = 1
+    routed_layers: RoutedLayers | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +80,11 @@ class SGLangDialect:
             raise EngineError(
                 f"{client.base_url} runs SGLang {version or 'of an unknown version'}; "
                 f"{'.'.join(map(str, OLDEST))} is the oldest that tells which weights sampled which token. Update it."
+            )
+        if self.routed_layers is not None and not info.get("enable_return_routed_experts"):
+            raise EngineError(
+                f"{client.base_url} does not record experts, which trainer.router_replay needs: start SGLang with "
+                "--enable-return-routed-experts."
             )
         try:
             # The limit on prompts may be below the model's context length, because the server reserves some room.
@@ -120,7 +127,7 @@ class SGLangDialect:
         """Open a generation; see ``ServerDialect.generate``."""
         headers = {ROUTING_HEADER: routing_key} if routing_key else None
         body = self._format(request) | ({} if adapter is None else {"lora_path": adapter})
-        parse = _EventParser(client, request)
+        parse = _EventParser(client, request, self.routed_layers)
         return open_deltas(client, _GENERATE, body, parse, headers=headers, software="SGLang")
 
     def _format(self, request: EngineRequest) -> dict[str, Any]:
@@ -148,7 +155,8 @@ class SGLangDialect:
             parameters["logit_bias"] = {str(token_id): bias for token_id, bias in sampling.logit_bias}
         if request.grammar is not None:
             parameters["ebnf"] = format_lark(request.grammar, tokens=self.added_tokens)
-        return {
+        recording = {} if self.routed_layers is None else {"return_routed_experts": True}
+        return recording | {
             "rid": request.id,
             "input_ids": request.prompt.tolist(),
             "stream": True,
@@ -260,6 +268,7 @@ class _EventParser:
 
     client: httpx.AsyncClient
     request: EngineRequest
+    routed_layers: RoutedLayers | None
     is_plain: bool = field(init=False)
     """Whether the reported distribution is the raw one, so that its log-probabilities are raw, too."""
     num_seen: int = 0
@@ -284,6 +293,12 @@ class _EventParser:
         logprobs = [min(entry[0], 0.0) for entry in found]
         tops = _last(meta.get("output_top_logprobs") or (), num_new) if self.request.sampling.top_logprobs else ()
         self.num_seen += num_new
+        experts = None
+        # Aborted generations have none. Those of the attempt that continues one cover its tokens, too.
+        if self.routed_layers is not None and reason is not None and reason["type"] != FinishReason.ABORT:
+            # The last token was sampled, and not computed.
+            num_computed = len(self.request.prompt) + self.num_seen - 1
+            experts = self.routed_layers.decode(meta["routed_experts"], num_tokens=num_computed)
         return Delta(
             token_ids=ids,
             logprobs=logprobs,
@@ -296,6 +311,7 @@ class _EventParser:
             ),
             num_cached_tokens=int(meta.get("cached_tokens") or 0),
             server_version=str(meta["weight_version"]),
+            routed_experts=experts,
         )
 
 

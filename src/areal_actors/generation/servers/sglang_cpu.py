@@ -48,6 +48,9 @@ def _prepare() -> None:
         for name in ("tensor", "empty", "zeros", "ones", "full", "arange"):
             setattr(torch, name, _without_pinned_memory(getattr(torch, name)))
         torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
+        # And its record of experts registers memory with CUDA.
+        runtime = types.SimpleNamespace(cudaHostRegister=_succeed, cudaHostUnregister=_succeed)
+        torch.cuda.cudart = lambda: runtime
 
 
 _kept: list[object] = []
@@ -60,6 +63,10 @@ def _without_pinned_memory(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(*arguments, **options)
 
     return wrapped
+
+
+def _succeed(*_: Any) -> int:
+    return 0
 
 
 if __name__ in {"__main__", "__mp_main__"}:

@@ -195,6 +195,8 @@ async def test_a_full_disk_is_told_to_every_writer_and_ends_the_writing(tmp_path
         journal.note(create_start("late"))
         with pytest.raises(JournalError, match="Free some space"):
             await journal.write(create_start("later"))
+        assert journal.failure is not None
+        assert "Free some space" in journal.failure
 
     assert len(written) > 3
     assert all(str(path) in message and "could not be written" in message for message in failed)

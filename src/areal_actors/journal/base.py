@@ -13,6 +13,11 @@ __all__ = ["Journal", "MemoryJournal", "NoJournal"]
 class Journal(Protocol):
     """A log of events, in the order in which ``write`` (which waits) or ``note`` (which does not) received them."""
 
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be written any longer, with what to do; ``None`` while events can be written."""
+        ...
+
     def try_write(self, *events: JournalEvent) -> bool:
         """Write ``events`` if that needs no waiting, and return whether they are durable, as after ``write``.
 
@@ -43,6 +48,8 @@ class Journal(Protocol):
 class NoJournal:
     """Stores nothing, for processes that are not restarted."""
 
+    failure: str | None = None
+
     def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
         """Discard the events."""
         return True
@@ -62,6 +69,8 @@ class NoJournal:
 
 class MemoryJournal:
     """Keeps the events of one process in ``events``, after those of an earlier one."""
+
+    failure: str | None = None
 
     def __init__(self, events: Iterable[JournalEvent] = ()) -> None:
         self.events: list[JournalEvent] = list(events)

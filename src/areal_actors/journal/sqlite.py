@@ -92,7 +92,8 @@ class SqliteJournal:
         self._loop = running_loop()
         self._store: Store | None = None
         self._is_closed = False
-        self._failure: str | None = None
+        self.failure: str | None = None
+        """As ``Journal.failure``."""
         self._is_synced = config.sync == JournalSync.FULL
         self._waiting: deque[_Writer] = deque()
         self._is_posted = False
@@ -159,7 +160,7 @@ class SqliteJournal:
         try:
             self._append(events)
         except JournalError as error:
-            self._failure = self._failure or str(error)
+            self.failure = self.failure or str(error)
 
     async def read(self) -> AsyncIterator[JournalEvent]:
         """Read as ``Journal.read``, a few events at a time. Raises ``JournalError`` if the file is damaged."""
@@ -179,14 +180,14 @@ class SqliteJournal:
     def _append(self, events: Sequence[JournalEvent]) -> None:
         if self._is_closed:
             raise JournalError("The journal is closed; nothing can be written to it any longer.")
-        if self._failure is not None:
-            raise JournalError(self._failure)
+        if self.failure is not None:
+            raise JournalError(self.failure)
         store = self._opened
         statements = store.encode(events)
         try:
             is_due = store.append(statements)
         except JournalError as error:
-            self._failure = str(error)
+            self.failure = str(error)
             raise
         if is_due:
             store.next_log()
@@ -233,30 +234,30 @@ class SqliteJournal:
             self._opened.sync()
             self.num_syncs += 1
         except JournalError as error:
-            self._failure = self._failure or str(error)
-        if self._failure is not None:
+            self.failure = self.failure or str(error)
+        if self.failure is not None:
             for writer in writers:
-                writer.error = JournalError(self._failure)
+                writer.error = JournalError(self.failure)
         self._loop.call_soon(partial(_wake, [writer.signal for writer in writers]))
 
     def _move(self) -> None:
         """Execute the statements of the log's former files, and delete some unneeded data."""
         try:
             # After an error of the disk, the log stays as it is, for the next process that opens the journal.
-            if self._failure is None:
+            if self.failure is None:
                 self._opened.move()
         except JournalError as error:
-            self._failure = str(error)
+            self.failure = str(error)
         self._tidy()
 
     def _tidy(self) -> None:
         """Delete some unneeded data, and post another call if there may be more."""
-        if self._store is None or self._failure is not None or not self._store.has_gone:
+        if self._store is None or self.failure is not None or not self._store.has_gone:
             return
         try:
             self._store.retire()
         except JournalError as error:
-            self._failure = str(error)
+            self.failure = str(error)
         self._thread.post(self._tidy)
 
 

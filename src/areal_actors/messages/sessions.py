@@ -297,12 +297,16 @@ class EndSession(Message[Sessions, SessionClosed]):
 
 @frozen(kw_only=True)
 class SessionsView:
-    """The session manager's counters: live and ended sessions, pending answers, recognised retries."""
+    """The session manager's counters: live and ended sessions, pending answers, recognised retries.
+
+    ``num_failed_journals`` is the number of processes of the service whose journal can no longer be written.
+    """
 
     num_live: int
     num_ended: int
     num_pending: int
     num_retries: int = 0
+    num_failed_journals: int = 0
 
 
 @frozen(kw_only=True)

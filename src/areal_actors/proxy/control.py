@@ -29,12 +29,13 @@ from areal_actors.domain import (
 from areal_actors.domain.accounts import is_user_key
 from areal_actors.errors import InvalidRequest, RequestError, Unauthorized
 from areal_actors.interchange.episodes import ARRAYS_TYPE, format_episode, pack_arrays
-from areal_actors.kernel import ActorState, Ref
+from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Capacity,
     CheckCredential,
     ClaimPermit,
     DescribeEngine,
+    DescribeSessions,
     EndSession,
     Exports,
     ExportSession,
@@ -53,6 +54,7 @@ from areal_actors.proxy.access import Authenticator, ModelSelection, UserAccess,
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.fields import OBJECT, TEXT, Schema, integer, number, read, unknown, wrong
 from areal_actors.proxy.exchange import Exchange, Traffic
+from areal_actors.proxy.metrics import try_ask
 
 __all__ = ["ARGUMENTS", "ControlEndpoints"]
 
@@ -306,10 +308,16 @@ class ControlEndpoints:
         return [{"id": name, "object": "model", "created": at, "owned_by": "areal_actors"} for name, at in listed]
 
     async def report_health(self, exchange: Exchange) -> None:
-        """Answer 200 while requests can be answered, 503 otherwise."""
-        is_ready = not self.traffic.is_draining and self.sessions.statistics().state is ActorState.RUNNING
-        status = "ok" if is_ready else "stopping" if self.traffic.is_draining else "unavailable"
-        await exchange.send_json(200 if is_ready else 503, {"status": status, "requests": len(self.traffic)})
+        """Answer 200 while requests can be answered, 503 otherwise, with the reason."""
+        answer: dict[str, Any] = {"status": "ok", "requests": len(self.traffic)}
+        if self.traffic.is_draining:
+            answer["status"] = "stopping"
+        elif (view := await try_ask(self.sessions, DescribeSessions())) is None:
+            answer |= {"status": "unavailable", "reason": "sessions_unreachable"}
+        elif view.num_failed_journals:
+            # Not why: this route needs no key, and the reason has paths. The log has it.
+            answer |= {"status": "unavailable", "reason": "journal_failed"}
+        await exchange.send_json(200 if answer["status"] == "ok" else 503, answer)
 
     async def report_life(self, exchange: Exchange) -> None:
         """Answer 200, also while the proxy drains: a supervisor that restarted it then would cut its answers."""

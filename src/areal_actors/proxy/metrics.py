@@ -39,7 +39,16 @@ from areal_actors.proxy.exchange import Exchange, Histogram, Meter, Traffic
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["MetricsEndpoint", "ReadRun", "Values", "gauge", "process_families", "read_users", "send_families"]
+__all__ = [
+    "MetricsEndpoint",
+    "ReadRun",
+    "Values",
+    "gauge",
+    "process_families",
+    "read_users",
+    "send_families",
+    "try_ask",
+]
 
 P = TypeVar("P")
 R = TypeVar("R")
@@ -96,13 +105,13 @@ class MetricsEndpoint:
 
         async def read_engine() -> None:
             if self.generation is not None:
-                readings.engine = await _ask(self.generation, DescribeEngine())
+                readings.engine = await try_ask(self.generation, DescribeEngine())
 
         async def read_capacity() -> None:
-            readings.capacity = await _ask(self.capacity, DescribeCapacity())
+            readings.capacity = await try_ask(self.capacity, DescribeCapacity())
 
         async def read_sessions() -> None:
-            readings.sessions = await _ask(self.sessions, DescribeSessions())
+            readings.sessions = await try_ask(self.sessions, DescribeSessions())
 
         async def read_run() -> None:
             if self.read_run is not None:
@@ -177,7 +186,7 @@ def process_families() -> Iterator[Metric]:
 
 async def read_users(accounts: Ref[Accounts]) -> tuple[Metric, ...]:
     """Return the users' numbers of tokens; none if the accounts do not answer in time."""
-    issued = await _ask(accounts, ListKeys()) or ()
+    issued = await try_ask(accounts, ListKeys()) or ()
     tokens: Values = {(each.user.name,): each.num_tokens_today for each in issued}
     meaning = "Tokens sampled with a user's keys since midnight (UTC)."
     return (gauge("user_tokens_today", meaning, tokens, labels=("user",)),)
@@ -193,7 +202,7 @@ class _Collected:
         return self.families
 
 
-async def _ask(ref: Ref[P], message: Message[P, R]) -> R | None:
+async def try_ask(ref: Ref[P], message: Message[P, R]) -> R | None:
     """Return the reply, or ``None`` if it did not arrive in time or failed."""
     with anyio.move_on_after(_SCRAPE_SECONDS):
         try:
@@ -266,6 +275,7 @@ _SESSIONS = (
     (gauge, "sessions_ended", "Sessions that have ended and are not forgotten.", "num_ended"),
     (gauge, "interactions_pending", "Answers that are being made.", "num_pending"),
     (_counter, "retries_recognised", "Retries that joined or repeated an earlier request.", "num_retries"),
+    (gauge, "failed_journals", "Processes whose journal can no longer be written.", "num_failed_journals"),
 )
 _CAPACITY = (
     (gauge, "capacity_available", "Episode groups that may start now.", "available"),

@@ -488,5 +488,12 @@ _ANSWERS: Mapping[str, Schema] = {
     "Model": one_object(
         {"id": TEXT_SCHEMA, "object": {"const": "model"}, "created": COUNT_SCHEMA, "owned_by": TEXT_SCHEMA}
     ),
-    "Health": one_object({"status": {"enum": ["ok", "stopping", "unavailable"]}, "requests": COUNT_SCHEMA}),
+    "Health": one_object(
+        {
+            "status": {"enum": ["ok", "stopping", "unavailable"]},
+            "requests": COUNT_SCHEMA,
+            "reason": {"enum": ["sessions_unreachable", "journal_failed"]},
+        },
+        "reason",
+    ),
 }

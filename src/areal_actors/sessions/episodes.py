@@ -54,6 +54,9 @@ class EpisodeRecord:
     recording: Recording = field(factory=lambda: Recording(()))
     _records: EpisodeRecords = field(alias="records")
 
+    failure: None = field(default=None, init=False)
+    """Episodes go on without their journal."""
+
     def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
         """Write nothing, since it may have to be waited for."""
         return False
@@ -92,6 +95,11 @@ class RecordedJournal:
     name: SessionId
     journal: Journal
     recorder: Ref[Sessions]
+
+    @property
+    def failure(self) -> str | None:
+        """As ``Journal.failure``."""
+        return self.journal.failure
 
     def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
         """Write nothing: the recorder has to be waited for."""

@@ -415,6 +415,7 @@ class SessionManager(Actor[Sessions]):
             num_ended=len(self._store) - num_live,
             num_pending=sum(session.tree.num_pending for session in self._store),
             num_retries=self._num_retries,
+            num_failed_journals=int(self._journal is not None and self._journal.failure is not None),
         )
 
     @DescribeOwner.handler

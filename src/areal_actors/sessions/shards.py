@@ -341,6 +341,7 @@ class SessionRouter(Actor[Sessions | Shards]):
             num_ended=sum(view.num_ended for view in views),
             num_pending=sum(view.num_pending for view in views),
             num_retries=sum(view.num_retries for view in views),
+            num_failed_journals=sum(view.num_failed_journals for view in views),
         )
 
     # Episodes of agents that the run itself runs are recorded in the first process.

@@ -10,11 +10,14 @@ import signal
 import sqlite3
 import subprocess
 import sys
+import tempfile
 from contextlib import closing
 from pathlib import Path
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_actors.domain import RewardSet, SessionForgotten, SessionId, SessionStarted, TurnEnded
 from areal_actors.errors import JournalError
@@ -99,6 +102,83 @@ async def test_what_follows_a_damage_is_kept_aside(tmp_path, damage):
     assert num_events < len(events) < 2 * num_events
     assert [] == find_logs(path)
     assert 2 == len(list(tmp_path.glob("journal.sqlite-damaged-*")))
+
+
+async def test_a_missing_file_of_the_log_is_named(tmp_path):
+    """What follows it is not restored without it, nor lost: the journal is refused until it is back, or told to go on.
+
+    Files that were moved before, and those of several processes, are no gap.
+    """
+    path, kept = tmp_path / "journal.sqlite", []
+    for number in range(6):
+        if number % 3 == 0:
+            # Each of two processes leaves three files; the second one moves those of the first.
+            store = Store.open(path, JournalConfig())
+        store.append(store.encode(create_session(f"s{number}")))
+        store.next_log()
+        if number % 3 == 2:
+            store.close()
+    first, second, third = find_logs(path)
+    kept = second.read_bytes()
+    second.unlink()
+    with pytest.raises(
+        JournalError, match=f"{second.name} is missing, with events .* move {third.name} and those after"
+    ):
+        await facts_of(path)
+    with pytest.raises(JournalError, match=f"{second.name} is missing"):
+        await facts_of(path)
+    assert third.exists()
+    assert not first.exists()
+    second.write_bytes(kept)
+
+    assert tuple(event for number in range(6) for event in create_session(f"s{number}")) == await facts_of(path)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=6))
+def test_whatever_files_are_missing_no_event_is_restored_without_those_before_it(is_missing):
+    """The end of the log cannot be missed; otherwise the journal is refused, and the rest of the log is still there."""
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "journal.sqlite")
+        store = Store.open(path, JournalConfig())
+        for number in range(len(is_missing)):
+            store.append(store.encode((create_start(f"s{number}"),)))
+            store.next_log()
+        store.close()
+        logs = find_logs(path)
+        for log, is_removed in zip(logs, is_missing, strict=True):
+            if is_removed:
+                log.unlink()
+        num_before = next((number for number, is_removed in enumerate(is_missing) if is_removed), len(is_missing))
+        after = [log for log in logs[num_before:] if log.exists()]
+        if after:
+            with pytest.raises(JournalError, match="is missing"):
+                Store.open(path, JournalConfig())
+            assert after == find_logs(path)
+            for log in after:
+                log.unlink()
+        opened = Store.open(path, JournalConfig())
+        events = tuple(opened.read())
+        opened.close()
+
+    assert tuple(create_start(f"s{number}") for number in range(num_before)) == events
+
+
+async def test_without_the_files_after_a_missing_one_the_journal_goes_on(tmp_path):
+    """As its error says."""
+    path = tmp_path / "journal.sqlite"
+    store = Store.open(path, JournalConfig())
+    for number in range(3):
+        store.append(store.encode(create_session(f"s{number}")))
+        store.next_log()
+    store.close()
+    first, second, third = find_logs(path)
+    for removed in (first, second):
+        removed.unlink()
+    with pytest.raises(JournalError, match=f"{second.name} is missing, with events 1 to "):
+        await facts_of(path)
+    third.rename(tmp_path / "aside")
+
+    assert () == await facts_of(path)
 
 
 @pytest.mark.parametrize("name", ["journal[1].sqlite", "j*.sqlite"])

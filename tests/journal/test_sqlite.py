@@ -9,6 +9,7 @@ import stat
 import threading
 
 import anyio
+import numpy as np
 import pytest
 from anyio.lowlevel import checkpoint
 from attrs import evolve
@@ -184,18 +185,34 @@ async def test_a_large_log_is_moved_before_its_time(path, monkeypatch):
 async def test_a_row_that_sqlite_refuses_does_not_close_the_journal_for_good(path, caplog):
     """It was acknowledged, so it is logged; everything else is there."""
     async with SqliteJournal.open(path) as journal:
-        group = GroupQueued(group=GroupId("g"), position=2**63, sessions=())
+        group = GroupQueued(group=GroupId("g"), position=None, sessions=())  # type: ignore[arg-type]
         await journal.write(create_start("a"), group, create_start("b"))
 
     assert ["a", "b"] == await sessions_of(path)
     assert "journal_row_refused" in caplog.text
 
 
-async def test_integers_beyond_64_bits_are_refused(path):
-    """No column could hold them."""
+@pytest.mark.parametrize("number", [2**63, 2**64, -(2**63) - 1, 10**5000], ids=["2^63", "2^64", "-2^63-1", "long"])
+async def test_integers_beyond_64_bits_fail_alone(path, number):
+    """No column could hold them. The journal goes on, and so does one in which the log can hold them."""
     async with SqliteJournal.open(path) as journal:
-        with pytest.raises(JournalError, match="cannot be written to the journal"):
-            await journal.write(GroupQueued(group=GroupId("g"), position=2**64, sessions=()))
+        await journal.write(create_start("before"))
+        with pytest.raises(JournalError, match=r"GroupQueued cannot .*: an integer has more than 64 bits"):
+            await journal.write(create_start("lost"), GroupQueued(group=GroupId("g"), position=number, sessions=()))
+        await journal.write(GroupQueued(group=GroupId("h"), position=2**63 - 1, sessions=()), create_start("after"))
+        assert journal.failure is None
+
+    assert ["before", "after"] == await sessions_of(path)
+
+
+async def test_values_that_are_none_of_sql_fail_alone(path):
+    """Such as an integer of numpy in an embedder's event."""
+    async with SqliteJournal.open(path) as journal:
+        with pytest.raises(JournalError, match=r"A value cannot be written to the journal: .*numpy\.int64"):
+            await journal.write(GroupQueued(group=GroupId("g"), position=np.int64(5), sessions=()))  # type: ignore[arg-type]
+        await journal.write(create_start("after"))
+
+    assert ["after"] == await sessions_of(path)
 
 
 async def test_what_is_no_fact_is_refused(path):

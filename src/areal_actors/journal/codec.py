@@ -82,6 +82,8 @@ __all__ = [
 
 Sql = str | bytes | int | float | None
 """A value of a row."""
+_MIN_INTEGER, _MAX_INTEGER = -(1 << 63), (1 << 63) - 1
+"""Bounds of SQL's integers."""
 
 _INT, _FLOAT, _DOUBLE = np.dtype("<i4"), np.dtype("<f4"), np.dtype("<f8")
 
@@ -526,13 +528,21 @@ def encode(event: JournalEvent, seq: int, now: float) -> list[Statement]:
     """
     try:
         if isinstance(event, TurnEnded):
-            return [(_INSERTIONS["turns"], (seq, *turn_values(event)))]
-        return list(_statements(event, seq, now))
+            statements = [(_INSERTIONS["turns"], (seq, *turn_values(event)))]
+        else:
+            statements = list(_statements(event, seq, now))
     except (TypeError, ValueError, AttributeError, LookupError, RecursionError, OverflowError) as error:
         raise JournalError(
             f"A {type(event).__name__} cannot be written to the journal: {error}. Metadata and problems of sessions "
             "must be JSON."
         ) from error
+    # The log takes some of them, and no table does: the event would be acknowledged, and missing after a restart.
+    for _, values in statements:
+        for value in values:
+            if type(value) is int and not _MIN_INTEGER <= value <= _MAX_INTEGER:
+                name = type(event).__name__
+                raise JournalError(f"A {name} cannot be written to the journal: an integer has more than 64 bits.")
+    return statements
 
 
 # ---------------------------------------------------------------------------------------------------- sessions

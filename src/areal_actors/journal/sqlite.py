@@ -83,8 +83,8 @@ class _Writer:
 class SqliteJournal:
     """A ``Journal`` in an SQLite file and a log. Created by ``open``, and used on the event loop that opened it.
 
-    Events that cannot be stored (metadata that is not JSON) fail only their own ``write``. In a ``note``, they fail
-    everything that follows, and so do errors of the disk.
+    Events that cannot be stored (metadata that is not JSON, integers of more than 64 bits) fail only their own
+    ``write``. In a ``note``, they fail everything that follows, and so do errors of the disk.
     """
 
     def __init__(self, thread: OwnThread, config: JournalConfig) -> None:
@@ -186,6 +186,8 @@ class SqliteJournal:
         statements = store.encode(events)
         try:
             is_due = store.append(statements)
+        except ValueError as error:
+            raise JournalError(str(error)) from error
         except JournalError as error:
             self.failure = str(error)
             raise
@@ -279,7 +281,8 @@ class LogFile:
         length, CRC-32 (uint32 each, little-endian) │ msgpack: [number of the last event, [[statement, values], ...]]
 
     The text of a statement stands in the first frame of a file that uses it, in later ones its number. So a later
-    version of this program can execute what an earlier one had appended.
+    version of this program can execute what an earlier one had appended. The first frame has no statements, and the
+    number of the last event before the file: a file that is missing is noticed.
     """
 
     path: Path
@@ -292,17 +295,27 @@ class LogFile:
     _buffer: bytearray = field(factory=bytearray, init=False)
 
     @classmethod
-    def create(cls, path: Path) -> LogFile:
-        """Create the file at ``path``, which only its owner may read. Raises ``OSError``."""
+    def create(cls, path: Path, *, after: int) -> LogFile:
+        """Create the file at ``path``, for events after number ``after``. Only its owner may read it.
+
+        Raises:
+            OSError: the disk is full, or fails.
+        """
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
-        return cls(path, os.open(path, flags, 0o600))
+        log = cls(path, os.open(path, flags, 0o600))
+        try:
+            log.append((), after)
+        except OSError:
+            log.close()
+            raise
+        return log
 
     def append(self, statements: Sequence[Statement], last: int) -> None:
         """Append a frame of the statements of events up to number ``last``: all, or none if it raises.
 
         Raises:
             OSError: the disk is full, or fails.
-            OverflowError: a statement has an integer of more than 64 bits.
+            TypeError: a value is none of SQL.
         """
         numbers, is_new = self._numbers, False
         encoded: list[tuple[str | int, tuple[Sql, ...]]] = []
@@ -410,6 +423,8 @@ class Store:
         self._logs: deque[LogFile] = deque()
         """The files that were not moved yet, with the present one."""
         self._num_logs = self._log_start = 0
+        self._appended = 0
+        """Number of the last event that was appended to the log."""
         self._moved = 0
         """Number of the last event that is in the tables."""
         self.is_shared = False
@@ -479,13 +494,14 @@ class Store:
         self._connection.executemany(_SET, rows)
         self._connection.execute("COMMIT")
         # From here on, a former owner finds at its next write that it is replaced; what it appended before is read.
+        seqs = [self._value(f"SELECT ifnull(max(seq), 0) FROM {table.name}") for table in TABLES]  # noqa: S608
+        # Rows with higher numbers may have been deleted since; journals of earlier versions have no number.
+        self._moved = max(*seqs, self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'moved'"))
         self._move_former()
+        self._seq = self._appended = self._moved
         self._connection.execute("BEGIN IMMEDIATE")
         delete_orphans(self._connection)
         self._connection.execute("COMMIT")
-        seqs = [self._value(f"SELECT ifnull(max(seq), 0) FROM {table.name}") for table in TABLES]  # noqa: S608
-        # Rows with higher numbers may have been deleted since.
-        self._seq = self._moved = max(*seqs, self._moved)
 
     def _set_up(self, *, is_shared: bool) -> None:
         run = self._connection.execute
@@ -506,7 +522,6 @@ class Store:
 
     def _move_former(self) -> None:
         """Execute what earlier processes have left in the log."""
-        self._moved = self._value("SELECT ifnull(max(value), 0) FROM meta WHERE key = 'moved'")
         paths = find_logs(self.path)
         for number, path in enumerate(paths):
             is_last, is_empty = number + 1 == len(paths), not path.stat().st_size
@@ -523,8 +538,21 @@ class Store:
             path.unlink()
 
     def _move_file(self, path: Path) -> bytes:
-        """Execute the statements in a file of the log, and return what could not be read."""
+        """Execute the statements in a file of the log, and return what could not be read.
+
+        Raises:
+            JournalError: they could not be written, or a file before this one is missing.
+        """
         frames, rest = read_log(path)
+        first, statements = frames[0] if frames else (0, [])
+        if not statements and first > self._moved:
+            stem, _, number = path.name.rpartition("-")
+            missing = f"{stem}-{int(number) - 1:08}" if int(number) > 1 else f"the file before {path.name}"
+            raise JournalError(
+                f"{self.path} cannot be opened: {missing} is missing, with events {self._moved + 1} to {first} of its "
+                f"log. Put it back; or move {path.name} and those after it away, to go on without what they have, "
+                "which may depend on what is missing."
+            )
         # A process that was killed before it removed the file had executed them.
         new = [(last, statements) for last, statements in frames if last > self._moved]
         for start in range(0, len(new), _NUM_FRAMES):
@@ -553,6 +581,7 @@ class Store:
 
         Raises:
             JournalError: they could not be written, or another process took the journal over.
+            ValueError: a value is none of SQL. Nothing was written, and others can be.
         """
         if self._seq - self._moved > self._config.max_pending:
             raise JournalError(
@@ -567,14 +596,15 @@ class Store:
             if log is None:
                 self._num_logs += 1
                 name = f"{self.path.name}-log-{self._fence:08}-{self._num_logs:08}"
-                log = self._log = LogFile.create(self.path.with_name(name))
+                log = self._log = LogFile.create(self.path.with_name(name), after=self._appended)
                 self._logs.append(log)
                 self._log_start = self._seq
             log.append(statements, self._seq)
+            self._appended = self._seq
         except OSError as error:
             raise self._explained(error, "written") from error
-        except (TypeError, OverflowError) as error:
-            raise JournalError(f"A value cannot be written to the journal: {error}.") from error
+        except TypeError as error:
+            raise ValueError(f"A value cannot be written to the journal: {error}.") from error
         # After appending: a process that takes the lock later reads the log.
         try:
             number = os.stat(self._lock_path).st_ino  # noqa: PTH116 - in half the time of Path.stat

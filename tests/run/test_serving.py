@@ -377,6 +377,25 @@ def test_what_a_service_needs_not_a_run_over_a_dataset_needs(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(("max_length", "is_warned"), [(5000, True), (2048, False), (1024, False), (256, False)])
+def test_a_length_that_the_model_does_not_have_is_said_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_length: int, *, is_warned: bool
+):
+    """With both numbers; 2,048 is the default."""
+    config = create_config(BARE | {"engine": {"max_length": max_length}})
+
+    async def serve_for_a_moment() -> None:
+        async with anyio.create_task_group() as tasks:
+            await Server(config).run(run_dir=tmp_path / "run", announce=lambda *_: tasks.cancel_scope.cancel())
+
+    with logging_to_stream():
+        anyio.run(serve_for_a_moment)
+    warned = capsys.readouterr().err
+
+    assert is_warned == warned.count("engine.max_length is 5,000, and the model has 1,024 positions")
+    assert is_warned == warned.count("engine.max_length")
+
+
 @pytest.mark.parametrize(("normalisation", "is_warned"), [("grpo", True), ("reinforce_plus_plus", False)])
 def test_groups_of_one_that_are_compared_with_nobody_are_warned_of(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], *, normalisation: str, is_warned: bool

@@ -47,6 +47,7 @@ from areal_actors.errors import (
 )
 from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.servers.teacher import Probe, open_teacher
+from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.journal import JournalConfig, settle
 from areal_actors.lib.atomic_write import atomic_write
@@ -107,6 +108,7 @@ __all__ = [
     "require_memory",
     "require_packages",
     "sampling_digest",
+    "warn_of_length",
     "warn_of_singletons",
 ]
 
@@ -425,6 +427,15 @@ def log_advice(config: RunConfig, *, is_service: bool) -> None:
     """Log a warning for each setting that has no effect, or that is likely to be a mistake."""
     for sentence in advise(config, is_service=is_service):
         _log.warning("setting", detail=sentence)
+
+
+def warn_of_length(config: RunConfig, context_length: int) -> None:
+    """Log a warning if ``engine.max_length`` was set to more than the engine's ``context_length``."""
+    wanted = config.engine.max_length
+    # The default suits most models, and was not chosen by the user.
+    if config.rollout.backend is Backend.TORCH and context_length < wanted != TorchEngineConfig().max_length:
+        limit = f"the model has {context_length:,} positions, which limit prompt plus answer"
+        _log.warning("setting", detail=f"engine.max_length is {wanted:,}, and {limit}.")
 
 
 def warn_of_singletons(config: RunConfig, sizes: Mapping[str, int]) -> None:

@@ -73,6 +73,7 @@ from areal_actors.run.job import (
     open_group_teacher,
     prepare_agents,
     sampling_digest,
+    warn_of_length,
     warn_of_singletons,
 )
 from areal_actors.run.plan import REPLICA, Finder, needs_weights
@@ -212,11 +213,13 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
             num_processes=proxy.num_processes,
             is_kept=journal is not None,
         )
+        generation = await find(Generation, "generation")
+        warn_of_length(config, (await generation.ask(DescribeEngine())).info.context_length)
         opened = await spawn_session_actors(
             system,
             settings,
             renderer=context.renderer,
-            generation=await find(Generation, "generation"),
+            generation=generation,
             version=spec.version,
             start=spec.start,
             progress=await find(Progress, "progress"),

@@ -61,11 +61,72 @@ def test_no_locks_are_not_another_holder(tmp_path, monkeypatch, code):
     real = os.open
     monkeypatch.setattr(os, "open", lambda *args: opened.append(real(*args)) or opened[-1])
     with pytest.raises(OSError, match=os.strerror(code)) as caught:
-        is_held(tmp_path / "lock")
+        take(tmp_path / "lock")
 
     assert code == caught.value.errno
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(*opened)
+
+
+def test_a_file_without_a_holder_is_not_made_by_a_look(tmp_path):
+    """A directory in which nothing ran stays as it is."""
+    assert not is_held(tmp_path / "lock")
+    assert [] == list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_holder_removes_the_file_that_it_has_made(tmp_path, was_there):
+    """At the end of its block, if it asks for it; the file of an earlier holder stays."""
+    path = tmp_path / "lock"
+    if was_there:
+        with hold(path):
+            pass
+    with hold(path) as held:
+        held.is_removed = True
+        assert is_held(path)
+
+    assert was_there == path.exists()
+
+
+def test_who_waited_at_a_file_that_was_removed_locks_the_next_one(tmp_path, monkeypatch):
+    """It had opened the file before: with its lock on a file without a name, another process could have one, too."""
+    path, real, removed = tmp_path / "lock", fcntl.flock, []
+
+    def remove_before(descriptor, operation):
+        if len(removed) < 3:
+            removed.append(path.unlink())
+        real(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", remove_before)
+    descriptor = take(path)
+
+    assert os.path.samestat(path.stat(), os.fstat(descriptor))
+    assert take(path) is None
+    os.close(descriptor)
+
+
+def test_holders_that_remove_their_files_are_never_two(tmp_path):
+    """Each of several threads makes, holds and removes the lock, again and again."""
+    path, inside, most = tmp_path / "lock", [], []
+
+    def work() -> None:
+        for _ in range(100):
+            descriptor = take(path)
+            if descriptor is not None:
+                inside.append(descriptor)
+                most.append(len(inside))
+                inside.remove(descriptor)
+                path.unlink()
+                os.close(descriptor)
+
+    threads = [threading.Thread(target=work) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert 1 == max(most)
+    assert not path.exists()
 
 
 def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path):

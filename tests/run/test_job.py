@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from functools import partial
 
 import pytest
@@ -91,14 +92,59 @@ def test_a_start_that_fails_leaves_the_disk_as_it_was(tmp_path, has_earlier_run)
     if has_earlier_run:
         with prepared_directory(configure(), directory, resume=False):
             directory.metrics.write_text("{}")
-    before = {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()}
+    before = {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
     config = configure(lora={"rank": 1000})
     for run in (partial(Trainer(config).train, "examples/tiny_agent.py:TinyAgent"), Server(config).serve):
         with pytest.raises(ConfigError, match=r"rank: 1000 is more than the smaller dimension of .*, 48 by 96"):
             run(run_dir=directory.path)
 
-        assert {path: path.read_bytes() for path in directory.path.rglob("*") if path.is_file()} == before
-        assert [path.name for path in (tmp_path / "e").iterdir() if path.is_dir()] == ["trial"] * has_earlier_run
+        assert before == {path: path.is_file() and path.read_bytes() for path in tmp_path.rglob("*")}
+
+
+@pytest.mark.parametrize("resume", [False, True])
+@pytest.mark.parametrize("name", ["trial", "e/trial", "a/b/e/trial"])
+def test_a_start_that_is_refused_leaves_no_lock_and_no_directory(tmp_path, name, resume):
+    """Not even an empty one. A file that was in a directory above stays, with the directory."""
+    (tmp_path / "a").mkdir()
+    directory = RunDirectory(path=tmp_path / name)
+    error = "no run in .* to resume" if resume else "wrong"
+    with pytest.raises(ConfigError, match=error), prepared_directory(configure(), directory, resume=resume):
+        assert directory.lock.exists()
+        raise ConfigError("wrong")
+
+    assert [tmp_path / "a"] == list(tmp_path.rglob("*"))
+
+
+def test_of_starts_that_fail_at_once_each_is_alone_and_nothing_is_left(tmp_path):
+    """Each makes the directories and the lock, and removes them while others are about to lock the same ones.
+
+    A directory stays if one start made it, and another one used it when the first one ended.
+    """
+    config, directory = configure(), RunDirectory(path=tmp_path / "e" / "f" / "trial")
+    inside, most, errors = [], [], []
+
+    def start() -> None:
+        for number in range(25):
+            try:
+                with prepared_directory(config, directory, resume=False):
+                    inside.append(number)
+                    most.append(len(inside))
+                    inside.remove(number)
+                    create_config({})  # raises ConfigError
+            except ConfigError as error:
+                errors.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+    assert 1 == max(most)
+    others = {error for error in errors if f"{directory.path} is in use by " not in error}
+    assert 1 == len(others)
+    assert "total_steps is missing" in others.pop()
+    assert {tmp_path / "e", tmp_path / "e" / "f"} >= set(tmp_path.rglob("*"))
 
 
 @pytest.mark.parametrize("error", [WorkflowError("Agent() raised ValueError"), KeyboardInterrupt()])
@@ -223,6 +269,7 @@ def test_files_that_were_in_the_directory_before_stay(tmp_path, error):
         (directory.path / "logs").mkdir()
         raise error
     assert [directory.path / "mine"] == list(directory.path.iterdir())
+    assert [directory.path] == list((tmp_path / "e").iterdir())
     assert (directory.path / "mine" / "notes.txt").is_file()
 
 

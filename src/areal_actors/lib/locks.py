@@ -7,13 +7,17 @@ import os
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from itertools import count
 from pathlib import Path
 
-__all__ = ["NO_LOCKS", "LockHeld", "hold", "is_held", "take"]
+from attrs import define
+
+__all__ = ["NO_LOCKS", "HeldLock", "LockHeld", "hold", "is_held", "take"]
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems that do not support locks."""
+_MAX_REMOVED = 16
 _NUM_LOOKS, _LOOK_SECONDS = 4, 0.02
 _TAKEN = (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
 
@@ -26,11 +30,20 @@ class LockHeld(Exception):
         self.holder = holder
 
 
+@define(eq=False)
+class HeldLock:
+    """A lock that ``hold`` holds. ``is_new`` tells whether no process had held the file before."""
+
+    is_new: bool
+    is_removed: bool = False
+    """Set it to have the file removed at the end of the block, if it is new."""
+
+
 def take(path: Path) -> int | None:
     """Lock ``path`` until the returned descriptor is closed. Returns ``None`` if another process holds it.
 
-    The file is created if it does not exist, and is never removed: removing it while it may be held would let two
-    processes lock it.
+    The file is created if it does not exist. Only its holder may remove it, as its last act: a process that opened it
+    before then finds that it has locked a file without a name, and begins again.
 
     Raises:
         OSError: the file cannot be opened, or cannot be locked (``NO_LOCKS``).
@@ -38,20 +51,32 @@ def take(path: Path) -> int | None:
     # Does not exist on Windows, where this module must be importable.
     import fcntl
 
-    # O_CLOEXEC: a child that inherited the descriptor would hold the lock after this process has ended.
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
+    for num_removed in count():
+        # O_CLOEXEC: a child that inherited the descriptor would hold the lock after this process has ended.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Some file systems give a file another number each time. It is not removed so often.
+            if _is_at(path, descriptor) or num_removed == _MAX_REMOVED:
+                return descriptor
+        except OSError as error:
+            os.close(descriptor)
+            if error.errno in _TAKEN:
+                return None
+            raise
         os.close(descriptor)
-        if error.errno in _TAKEN:
-            return None
-        raise
-    return descriptor
+    raise AssertionError("it returns before")
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 @contextmanager
-def hold(path: Path) -> Iterator[None]:
+def hold(path: Path) -> Iterator[HeldLock]:
     """Lock ``path`` for the block, and write the holder's process and host into it.
 
     Raises:
@@ -66,17 +91,28 @@ def hold(path: Path) -> Iterator[None]:
         time.sleep(_LOOK_SECONDS)
         descriptor = take(path)
     if descriptor is None:
-        raise LockHeld(path.read_text(errors="replace")[:200].strip() or "another process")
+        holder = ""
+        with suppress(FileNotFoundError):  # its holder has removed it since
+            holder = path.read_text(errors="replace")[:200].strip()
+        raise LockHeld(holder or "another process")
+    # A holder writes into it.
+    held = HeldLock(is_new=os.fstat(descriptor).st_size == 0, is_removed=True)
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
-        yield
+        held.is_removed = False  # otherwise the disk is full
+        yield held
     finally:
+        # While it is locked, and not if the user has removed it and another process has made another one.
+        if held.is_removed and held.is_new and _is_at(path, descriptor):
+            path.unlink()
         os.close(descriptor)
 
 
 def is_held(path: Path) -> bool:
     """Return whether another process holds the file. Raises ``OSError`` as in ``take``."""
+    if not path.exists():
+        return False
     descriptor = take(path)
     if descriptor is not None:
         os.close(descriptor)

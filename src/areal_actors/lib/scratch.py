@@ -11,7 +11,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from pathlib import Path
 from areal_actors.errors import ConfigError
 from areal_actors.lib.locks import NO_LOCKS, take
 
-__all__ = ["process_directory", "scratch_directory"]
+__all__ = ["process_directory", "remove_empty", "scratch_directory"]
 
 _LOCK = "lock"
 _UNLOCKED_SECONDS = 60.0
@@ -73,6 +73,13 @@ def scratch_directory() -> Iterator[Path]:
         yield directory
     finally:
         remove(directory)
+
+
+def remove_empty(directories: Sequence[Path]) -> None:
+    """Remove ``directories``, the last one first, up to one that has an entry."""
+    with suppress(OSError):
+        for directory in reversed(directories):
+            directory.rmdir()
 
 
 def remove(directory: Path) -> None:

@@ -50,9 +50,11 @@ from areal_actors.generation.servers.teacher import Probe, open_teacher
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
 from areal_actors.journal import JournalConfig, settle
+from areal_actors.journal.sqlite import filesystem_of, is_network
 from areal_actors.lib.atomic_write import atomic_write
-from areal_actors.lib.locks import NO_LOCKS, LockHeld, hold
+from areal_actors.lib.locks import NO_LOCKS, HeldLock, LockHeld, hold
 from areal_actors.lib.references import import_reference
+from areal_actors.lib.scratch import remove_empty
 from areal_actors.lib.telemetry import get_logger, redact_settings
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
 from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
@@ -117,6 +119,8 @@ _log = get_logger(__name__)
 _BAD_INPUT = (ConfigError, ModelError, DatasetError, WorkflowError, SandboxError, CustomFunctionError)
 """Errors of the user's input, whose messages refer to no file of the run."""
 
+_MAX_TRIES = 16
+"""How often a start locks its directory while others, which fail, remove the directories above."""
 _PLAIN_TEXT = "The answer is 42: two plus 40, (a) \"yes\" or 'no'. def sum_of(a, b): return a + b  # by 13 + 789"
 
 
@@ -153,20 +157,21 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
     """Create the run directory and lock it while the block runs; two runs in it would prune each other's checkpoints.
 
     An earlier run of the same name is moved aside unless ``resume`` is set. If the block finds bad input or is
-    interrupted before the run has begun, the directory is removed and the earlier run moved back; a run that is not
-    resumed keeps its settings. Settings of the steps before a resumption are kept as ``config.<n>.yaml`` if they
+    interrupted before the run has begun, what was made for it is removed and the earlier run moved back; a run that is
+    not resumed keeps its settings. Settings of the steps before a resumption are kept as ``config.<n>.yaml`` if they
     differ. Raises ``ConfigError`` if the directory is in use, cannot be written, or has no run to resume, and if a
     package is missing; ``RunDirectoryError`` if the disk is full.
     """
     require_packages(config)
     require_memory(config)
-    path, former, is_created = directory.path, None, False
+    path, former, is_created, lock = directory.path, None, False, None
     foreign: frozenset[Path] = frozenset()
+    parents: list[Path] = []
     with ExitStack() as stack:
+        stack.callback(remove_empty, parents)
         try:
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                _lock(directory, stack)
+                lock = _lock(directory, stack, parents)
                 if resume:
                     stack.enter_context(_resumed_settings(config, directory))
                 else:
@@ -188,10 +193,13 @@ def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bo
             # Bad input that shows when the model is loaded or the agent is started, and interrupts. Errors of engines
             # and workers are not among them: their messages name logs in this directory.
             is_bad_input = isinstance(error, (*_BAD_INPUT, RunDirectoryError)) or not isinstance(error, Exception)
-            if is_created and is_bad_input and not _has_work(directory):
-                _remove(path, except_for=foreign)
-                if former is not None:
-                    former.rename(path)
+            if is_bad_input and not _has_work(directory):
+                if is_created:
+                    _remove(path, except_for=foreign)
+                    if former is not None:
+                        former.rename(path)
+                if lock is not None:
+                    lock.is_removed = not is_network(filesystem_of(path.parent.resolve()))
             raise
 
 
@@ -229,10 +237,24 @@ def _has_work(directory: RunDirectory) -> bool:
     return False
 
 
-def _lock(directory: RunDirectory, stack: ExitStack) -> None:
-    """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run."""
+def _lock(directory: RunDirectory, stack: ExitStack, made: list[Path]) -> HeldLock | None:
+    """Lock the directory until ``stack`` closes. A file system without locks costs a warning, not the run.
+
+    Directories that are made for it are appended to ``made``.
+    """
     try:
-        stack.enter_context(hold(directory.lock))
+        for num_tries in count(1):
+            try:
+                for parent in reversed(directory.path.parents):
+                    with suppress(FileExistsError):
+                        if not parent.is_dir():
+                            parent.mkdir()
+                            made.append(parent)
+                return stack.enter_context(hold(directory.lock))
+            except FileNotFoundError:
+                # Another start, which failed, has just removed the parent that it had made.
+                if num_tries == _MAX_TRIES:
+                    raise
     except LockHeld as held:
         raise ConfigError(
             f"{directory.path} is in use by {held.holder}, which runs there; end that run, or give this one another "
@@ -243,6 +265,7 @@ def _lock(directory: RunDirectory, stack: ExitStack) -> None:
         if error.errno not in NO_LOCKS:
             raise
         _log.warning("run_directory_not_locked", path=str(directory.path), reason=error.strerror)
+    return None
 
 
 @contextmanager

@@ -212,8 +212,11 @@ class RunController:
             finally:
                 self._proxies.discard(name)
             return
+        plane, note_address = self.control_plane, partial(self.replicas.note_address, name)
         async with (
-            self.connect(name) as connection,
+            connect_to_worker(
+                plane.directory, name, secret=plane.secret, node="controller", note_address=note_address
+            ) as connection,
             self.replicas.add(name, connection.ref(Generation, REPLICA), address=report.address),
         ):
             yield
@@ -577,6 +580,16 @@ class ReadyReplicas:
             yield
         finally:
             self._ready.pop(name, None)
+
+    async def note_address(self, name: str, address: str) -> None:
+        """Note where the worker of an engine listens, if it is registered.
+
+        It is another address if the cluster has put the job of the worker back into its queue and started it again.
+        """
+        added = self._ready.get(name)
+        if added is not None and added.address != address:
+            self._ready[name] = added = evolve(added, address=address)
+            await self._tell(added)
 
     async def remove(self, name: str) -> None:
         """Have the generations of an engine continue at others, and return when it has none."""

@@ -194,6 +194,8 @@ def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
         "total_steps=100000",
         f"scheduler.lease_seconds={LEASE_SECONDS}",
         "scheduler.slurm.margin_seconds=20",
+        # Five faults in minutes. A busy machine adds some: a worker without CPU for the length of a lease is replaced.
+        "scheduler.restarts.max=20",
     )
     with training(cluster, directory, *settings, roles=tuple(roles)) as run:
         for role in hit:

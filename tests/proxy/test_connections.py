@@ -122,6 +122,17 @@ def test_a_head_in_the_common_form_is_read_as_h11_reads_it(start, lines, has_hos
     assert not connection.they_are_waiting_for_100_continue
 
 
+@given(lengths=st.lists(st.from_regex(r"[0-9]{1,15}", fullmatch=True), min_size=2, max_size=4))
+def test_a_head_that_is_sent_again_has_its_own_length_and_headers(lengths):
+    """Heads that differ in the length of the body only are read alike, and share no list that a reader may change."""
+    for length in lengths:
+        head = read_head(b"POST /v1 HTTP/1.1\r\nhost: x\r\nContent-Length: %b\r\na: b" % length.encode())
+        assert head is not None
+        assert head.length == int(length)
+        assert head.headers == [(b"host", b"x"), (b"content-length", length.encode()), (b"a", b"b")]
+        head.headers.clear()
+
+
 def test_what_clients_send_is_in_the_common_form():
     """The rule is not so narrow that real requests miss it."""
     head = (

@@ -103,7 +103,7 @@ def extend_digest(previous: bytes, message: ChatMessage, *, reference: int = 0) 
     for call in calls:
         parts += [call.name, canonical_arguments(call.arguments)]
     # Each part is prefixed with its length, so that no two lists of parts have the same text.
-    text = "".join(f"{len(part)}:{part}" for part in parts)
+    text = "".join([f"{len(part)}:{part}" for part in parts])
     # JSON may carry lone surrogates, which strict UTF-8 refuses.
     return blake2b(previous + text.encode("utf-8", "surrogatepass"), digest_size=DIGEST_SIZE).digest()
 

@@ -15,10 +15,11 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from numbers import Real
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, frozen
+from attrs import evolve, field, fields, frozen
 
 from areal_actors.cache.history import DIGEST_SIZE, full_history, full_ids, go_on, prompt_ids
 from areal_actors.cache.links import Frame, Match, ParentIndex
@@ -343,7 +344,7 @@ class ConversationTree:
         # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
         if len(self._hashes) > _MAX_HASHES:
             del self._hashes[next(iter(self._hashes))]
-        return evolve(
+        return _changed(
             pending,
             completion=compact,
             digest=digest_turn(pending.id, digest.hexdigest(), compact),
@@ -382,13 +383,13 @@ class ConversationTree:
         """
         completion = None if partial is None else self._compact(partial)
         pending = self._pending(interaction_id)
-        return self._end(evolve(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
+        return self._end(_changed(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
 
     def fail(self, interaction_id: InteractionId, reason: str, partial: Completion | None = None) -> Interaction:
         """Record why there is no answer; ``partial`` is the sampled part. Raises as ``complete`` does."""
         completion = None if partial is None else self._compact(partial)
         pending = self._pending(interaction_id)
-        return self._end(evolve(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
+        return self._end(_changed(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
 
     def _pending(self, interaction_id: InteractionId) -> Interaction:
         interaction = self.get(interaction_id)
@@ -448,13 +449,23 @@ class ConversationTree:
             scope = RewardScope.EPISODE
         else:
             scope = RewardScope.LAST
-        return evolve(interaction, reward=value, reward_scope=scope)
+        return _changed(interaction, reward=value, reward_scope=scope)
 
     def put_reward(self, rewarded: Interaction) -> Interaction:
         """Store the reward of ``rewarded`` on the current state of that interaction."""
         # The interaction may have completed while the journal wrote the reward, so ``rewarded`` may be out of date.
         now = self.get(rewarded.id)
-        return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
+        return self._put(_changed(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
+
+
+_FIELDS = tuple(attribute.name for attribute in fields(Interaction))
+_values_of = attrgetter(*_FIELDS)
+
+
+def _changed(interaction: Interaction, **changes: Any) -> Interaction:
+    """Return a copy with these fields changed, as ``evolve`` does in twice as long."""
+    values = dict(zip(_FIELDS, _values_of(interaction), strict=True))
+    return Interaction(**(values | changes))
 
 
 def _encoded(text: str) -> bytes:

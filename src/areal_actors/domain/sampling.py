@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +18,6 @@ from areal_actors.domain.grammar import Grammar
 
 __all__ = []
 
-
-ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
@@ -249,19 +247,33 @@ class Chunk:
 def join_chunks(chunks: Sequence[Chunk]) -> Completion:
     """Return the completion that arrived in ``chunks``, of which there is at least one."""
     if len(chunks) == 1:
-        versions = np.full(len(chunks[0].token_ids), chunks[0].version, np.int32)
-    else:
-        counts = [len(chunk.token_ids) for chunk in chunks]
-        versions = np.array([chunk.version for chunk in chunks], dtype=np.int32).repeat(counts)
+        # The arrays as they are, because the tree copies those that it keeps.
+        (chunk,) = chunks
+        return Completion(
+            token_ids=chunk.token_ids,
+            logprobs=chunk.logprobs,
+            raw_logprobs=chunk.raw_logprobs,
+            versions=_repeat_version(chunk.version, len(chunk.token_ids)),
+            finish=chunk.finish or FinishReason.ABORT,
+            top_logprobs=chunk.top_logprobs,
+            routed_experts=chunk.routed_experts,
+        )
+    counts = [len(chunk.token_ids) for chunk in chunks]
     return Completion(
-        token_ids=_join([chunk.token_ids for chunk in chunks]),
-        logprobs=_join([chunk.logprobs for chunk in chunks]),
-        raw_logprobs=_join([chunk.raw_logprobs for chunk in chunks]),
-        versions=versions,
+        token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
+        logprobs=np.concatenate([chunk.logprobs for chunk in chunks]),
+        raw_logprobs=np.concatenate([chunk.raw_logprobs for chunk in chunks]),
+        versions=np.array([chunk.version for chunk in chunks], dtype=np.int32).repeat(counts),
         finish=chunks[-1].finish or FinishReason.ABORT,
         top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         routed_experts=chunks[-1].routed_experts,
     )
+
+
+# Answers without a stream have one version, and many of them are equally long.
+@lru_cache(maxsize=64)
+def _repeat_version(version: int, length: int) -> Ints:
+    return as_ints(np.full(length, version, np.int32))
 
 
 def split_completion(completion: Completion, *, num_cached_tokens: int = 0) -> tuple[Chunk, ...]:
@@ -281,11 +293,6 @@ def split_completion(completion: Completion, *, num_cached_tokens: int = 0) -> t
         )
         for start, end in pairwise(bounds)
     )
-
-
-def _join(parts: Sequence[npt.NDArray[ScalarT]]) -> npt.NDArray[ScalarT]:
-    """Concatenate the parts. A single part is returned as it is, because the tree copies the arrays that it keeps."""
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 class PauseMode(StrEnum):

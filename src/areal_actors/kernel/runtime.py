@@ -1060,18 +1060,17 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """Open a stream of items; see ``Ref.stream``."""
         if buffer_size < 0:
             raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
-        return Stream(self, message, buffer_size) if buffer_size else self._stream_unbuffered(message)
+        return Stream(self, message, buffer_size) if buffer_size else _UnbufferedStream(self, message)
 
-    @asynccontextmanager
-    async def _stream_unbuffered(self, message: StreamMessage[P_contra, Item]) -> AsyncIterator[AsyncIterator[Item]]:
+    def open_unbuffered(
+        self, message: StreamMessage[P_contra, Item]
+    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
+        """Return the stream of items that are made in this task if possible, to be entered at once."""
         handler = self._handler(message, is_stream=True)
         serving = self._visited(handler)
         if serving is None:
-            stream: AbstractAsyncContextManager[AsyncIterator[Item]] = Stream(self, message, 1)
-        else:
-            stream = VisitedStream(Ask(message, handler, self.cell, asking_frame(), math.inf), serving)
-        async with stream as items:
-            yield items
+            return Stream(self, message, 1)
+        return VisitedStream(Ask(message, handler, self.cell, asking_frame(), math.inf), serving)
 
     def _visited(self, handler: Handler) -> Serving | None:
         """Return the incarnation in which ``handler`` may run in this task; ``None``: use the mailbox."""
@@ -1301,6 +1300,25 @@ async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
             await checkpoint()
         raise ask.claim_error()
     return ask.claim_reply()
+
+
+class _UnbufferedStream(AbstractAsyncContextManager[AsyncIterator[Any]]):
+    """A stream without a buffer. Whether its handler can be visited is decided when it is entered."""
+
+    __slots__ = ("_message", "_ref", "_stream")
+
+    def __init__(self, ref: LocalRef[Any], message: Any) -> None:
+        self._ref = ref
+        self._message = message
+
+    async def __aenter__(self) -> AsyncIterator[Any]:
+        self._stream = self._ref.open_unbuffered(self._message)
+        return await self._stream.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> bool | None:
+        return await self._stream.__aexit__(kind, error, trace)
 
 
 class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[Any]):

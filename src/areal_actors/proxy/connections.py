@@ -107,8 +107,29 @@ def _is_plain(name: bytes, value: bytes) -> bool:
     )
 
 
+_LENGTH_LINE = re.compile(rb"\r\ncontent-length: ([0-9]{1,15})(?=\r\n|\Z)", re.IGNORECASE)
+_EMPTY = (b"content-length", b"0")
+_MAX_KNOWN = 2048
+"""Bytes of a head that is kept, in case it is sent again."""
+
+
 def read_head(data: bytes) -> Head | None:
     """Return the head that consists of ``data`` without the empty line at its end; ``None`` for an uncommon one."""
+    # A client sends the same head again and again, but for the length of its body.
+    found = _LENGTH_LINE.search(data)
+    if found is not None:
+        data = data[: found.start(1)] + b"0" + data[found.end(1) :]
+    head = _parse_known(data) if len(data) <= _MAX_KNOWN else _parse_head(data)
+    if head is None:
+        return None
+    headers = [*head.headers]
+    if found is None:
+        return Head(head.method, head.target, headers, head.length)
+    headers[headers.index(_EMPTY)] = b"content-length", found[1]
+    return Head(head.method, head.target, headers, int(found[1]))
+
+
+def _parse_head(data: bytes) -> Head | None:
     data += b"\r\n\r\n"
     start = _FIRST_LINE.match(data)
     # llhttp accepts first lines that h11 refuses (two spaces), and a line feed alone as the end of a line.
@@ -126,6 +147,9 @@ def read_head(data: bytes) -> Head | None:
     if len(hosts) != 1 or len(lengths) > 1:
         return None
     return Head(start[1].decode(), start[2], headers.found, lengths[0] if lengths else 0)
+
+
+_parse_known = lru_cache(maxsize=2048)(_parse_head)
 
 
 # --------------------------------------------------------------------------------------------------------- connections
@@ -543,16 +567,14 @@ class _Request:
     def _format_head(self, start: Message, length: int) -> bytes:
         # Hypercorn, too, sends no reason after the status.
         status: int = start["status"]
-        parts = [b"HTTP/1.1 %d \r\n" % status]
-        has_length = False
-        for name, value in start.get("headers", ()):
-            if b"\n" in value or b"\r" in value:
-                raise RuntimeError(f"The application sent a header {name!r} of several lines.")
-            parts.append(b"%b: %b\r\n" % (name, value))
-            has_length = has_length or name == b"content-length"
-            self._is_last = self._is_last or (name == b"connection" and value.lower() == b"close")
+        headers: list[tuple[bytes, bytes]] = [*start.get("headers", ())]
+        lines, values = b"".join([b"%b: %b\r\n" % header for header in headers]), dict(headers)
+        if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers):
+            raise RuntimeError(f"The application sent a header of several lines, among {[*values]}.")
+        parts = [b"HTTP/1.1 %d \r\n" % status, lines]
+        self._is_last = values.get(b"connection", b"").lower() == b"close"
         self._has_body = status not in (204, 304)
-        if self._has_body and not has_length:
+        if self._has_body and b"content-length" not in values:
             self._is_chunked = not self._is_answered
             parts.append(b"transfer-encoding: chunked\r\n" if self._is_chunked else b"content-length: %d\r\n" % length)
         if self._connection.is_closing and not self._is_last:

@@ -14,9 +14,8 @@ import secrets
 import time
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl
@@ -67,6 +66,7 @@ _DISCARDED = 4
 """Multiple of the limit that is read of a body that is too large: most clients read a response only after sending."""
 _CUT_SECONDS = 1.0
 """How long a cancelled request may take to send its client an error."""
+_MAX_KNOWN_PATH = 256
 _STOPPING = "The proxy is stopping; ask again when it is back."
 
 
@@ -100,6 +100,7 @@ class Operations(BaseRoute):
         # A table instead of one regular expression per spelling: the spellings multiply, and every request would try
         # them in turn.
         self._table = table
+        self._find = lru_cache(maxsize=1024)(self.find)
         self._traffic = traffic
         self._meter = meter
         self._has_access_log = has_access_log
@@ -119,7 +120,11 @@ class Operations(BaseRoute):
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
         """Tell Starlette whether this route serves a request."""
-        found = self.find(scope["path"]) if scope["type"] == "http" else None
+        if scope["type"] != "http":
+            return Match.NONE, {}
+        path = scope["path"]
+        # Most requests of a client are for one path, and longer ones are not worth to be kept.
+        found = self._find(path) if len(path) <= _MAX_KNOWN_PATH else self.find(path)
         if found is None:
             return Match.NONE, {}
         name, session = found
@@ -157,8 +162,7 @@ class Operations(BaseRoute):
             elif operation.is_always_open:
                 await operation.handle(exchange)
             else:
-                with self._traffic.admitted(exchange):
-                    await operation.handle(exchange)
+                await self._traffic.serve(exchange, operation.handle)
         except ClientDisconnected:
             # Nothing was answered, so there is neither a status nor a latency to record.
             self._meter.hang_ups[exchange.operation] += 1
@@ -474,20 +478,19 @@ class Traffic:
         """Return the number of requests in flight."""
         return len(self._exchanges)
 
-    @contextmanager
-    def admitted(self, exchange: Exchange) -> Iterator[None]:
-        """Count a request for the duration of the block, which runs in the request's ``lifetime`` scope.
+    async def serve(self, exchange: Exchange, handle: Callable[[Exchange], Awaitable[None]]) -> None:
+        """Handle a request in its ``lifetime`` scope, and count it meanwhile.
 
         Raises:
-            Unavailable: the proxy is stopping, or it stopped while the block ran, which cancelled the request.
-            Exception: any other reason for which the request was cut.
+            Unavailable: the proxy is stopping, or it stopped meanwhile, which cancelled the request.
+            Exception: any other reason for which the request was cut, or what ``handle`` raises.
         """
         if self.is_draining:
             raise Unavailable(_STOPPING)
         with exchange.lifetime:
             self._exchanges.add(exchange)
             try:
-                yield
+                await handle(exchange)
             finally:
                 self._exchanges.discard(exchange)
                 if self._emptied is not None and not self._exchanges:

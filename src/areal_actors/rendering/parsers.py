@@ -13,6 +13,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from itertools import filterfalse
 from typing import Protocol, TypeVar
 
 from areal_actors.domain import ChatMessage, Grammar, Ints, Tool, ToolCall
@@ -214,7 +215,7 @@ class AnswerStream:
         shown = as_list(token_ids)
         # Most chunks contain no hidden id, and then the list is used as it is.
         if not self._hidden.isdisjoint(shown):
-            shown = [token_id for token_id in shown if token_id not in self._hidden]
+            shown = [*filterfalse(self._hidden.__contains__, shown)]
         text = self._stop.feed(self._detokenizer.feed(shown))
         return self._call_tools(self._reasoning.feed(text)) if text else ()
 

@@ -26,7 +26,6 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
-from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
 from itertools import pairwise
@@ -77,14 +76,19 @@ class LongText(Exception):
         self.encode = encode
 
 
-@contextmanager
-def deferring_long_texts(encoded: EncodedTexts) -> Iterator[None]:
+class deferring_long_texts:  # noqa: N801 - as a function with ``contextmanager``, but four times as fast
     """Raise ``LongText`` for each long text that is to be tokenised in the block and is not in ``encoded``."""
-    token = _deferred.set(encoded)
-    try:
-        yield
-    finally:
-        _deferred.reset(token)
+
+    __slots__ = ("_encoded", "_token")
+
+    def __init__(self, encoded: EncodedTexts) -> None:
+        self._encoded = encoded
+
+    def __enter__(self) -> None:
+        self._token = _deferred.set(self._encoded)
+
+    def __exit__(self, *_: object) -> None:
+        _deferred.reset(self._token)
 
 
 def _encode_or_defer(key: Hashable, num_characters: int, encode: Callable[[], IdsT]) -> IdsT:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from hashlib import blake2b
 
 import anyio
@@ -251,7 +251,7 @@ class RequestExecutor:
         if not turn.is_movable:
             # Most requests: one stream, which no other task can continue. The stack would take 3 % of a short one.
             generation, (request,) = self._generation, turn.requests
-            with _ending(turn):
+            with _Ending(turn):
                 async with generation.stream(Generate(request=request), buffer_size=0) as chunks:
                     await _read(turn, [chunks])
                     return await turn.complete(*turn.choices)
@@ -267,7 +267,7 @@ class RequestExecutor:
         block.
         """
         async with AsyncExitStack() as stack:
-            stack.enter_context(_ending(turn))
+            stack.enter_context(_Ending(turn))
             streams: Streams = []
             for request in turn.requests:
                 # Choices are delivered one after another, so each gets a buffer for its whole answer: it must not block
@@ -316,19 +316,26 @@ async def _read(turn: PendingRequest, streams: Streams) -> None:
         check_complete(turn, choice)
 
 
-@contextmanager
-def _ending(turn: PendingRequest) -> Iterator[None]:
-    """End the turn after the block; if the block failed, record the error as the reason."""
-    try:
-        yield
-    except ActorStopped as error:
-        turn.fail("the generation actor stopped")
-        raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
-    except Exception as error:
-        turn.fail(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        turn.end()
+class _Ending:
+    """A block after which the turn ends; if the block failed, the error is recorded as the reason."""
+
+    __slots__ = ("_turn",)
+
+    def __init__(self, turn: PendingRequest) -> None:
+        self._turn = turn
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
+        try:
+            if isinstance(error, ActorStopped):
+                self._turn.fail("the generation actor stopped")
+                raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
+            if isinstance(error, Exception):
+                self._turn.fail(f"{type(error).__name__}: {error}")
+        finally:
+            self._turn.end()
 
 
 def check_complete(turn: PendingRequest, choice: Choice) -> None:

@@ -184,8 +184,7 @@ class EveryPath(BaseRoute):
         """Admit and serve one request; see ``serve``."""
         exchange = Exchange(scope, receive, send)
         try:
-            with self._traffic.admitted(exchange):
-                await self.serve(exchange)
+            await self._traffic.serve(exchange, self.serve)
         except ClientDisconnected:
             return
         except Exception as raised:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback

@@ -7,6 +7,7 @@ import os
 import sqlite3
 import stat
 import threading
+from pathlib import Path
 
 import anyio
 import numpy as np
@@ -129,16 +130,31 @@ async def test_a_second_opener_is_refused(path):
     assert ["a"] == await sessions_of(path)
 
 
-async def test_a_writer_that_was_taken_over_writes_no_more(path):
-    """A lock that was lost (here: its file was removed) does not let two write: the first fails at its next write."""
+@pytest.mark.parametrize("lose", [Path.unlink, lambda lock: lock.rename(lock.with_name("other"))])
+@pytest.mark.parametrize("earlier", [(), ("earlier",)])
+async def test_a_writer_that_was_taken_over_writes_no_more(path, lose, earlier):
+    """A lock that was lost with its file does not let two write: the first fails at its next write."""
     with pytest.raises(JournalError, match="was taken over by process"):
         async with SqliteJournal.open(path) as first:
-            path.with_name("journal.sqlite.lock").unlink()
+            for name in earlier:
+                await first.write(create_start(name))
+            lose(path.with_name("journal.sqlite.lock"))
             async with SqliteJournal.open(path) as second:
                 await second.write(create_start("second"))
                 await first.write(create_start("first"))
 
-    assert ["second"] == await sessions_of(path)
+    assert [*earlier, "second"] == await sessions_of(path)
+
+
+async def test_a_writer_whose_lock_was_removed_goes_on_until_another_takes_it(path):
+    """No process can have read the log before it has a lock of its own."""
+    async with SqliteJournal.open(path) as journal:
+        await journal.write(create_start("a"))
+        path.with_name("journal.sqlite.lock").unlink()
+        await journal.write(create_start("b"))
+        await journal.write(create_start("c"))
+
+    assert ["a", "b", "c"] == await sessions_of(path)
 
 
 async def test_a_program_that_writes_by_sql_is_waited_for_and_then_told(path, monkeypatch):

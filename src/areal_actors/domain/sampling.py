@@ -32,12 +32,17 @@ array_equality = cmp_using(eq=np.array_equal, class_name="array")
 
 def as_ints(values: Any) -> Ints:
     """Return ``values`` as a read-only int32 array, copied only if necessary."""
-    return values if _is_settled(values, _INT32) else _read_only(np.asarray(values, dtype=np.int32))
+    # Arrays pass from value to value, a dozen times in a turn, and are converted once.
+    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1 and not values.flags.writeable:
+        return values
+    return _read_only(np.asarray(values, dtype=np.int32))
 
 
 def as_floats(values: Any) -> Floats:
     """Return ``values`` as a read-only float32 array, copied only if necessary."""
-    return values if _is_settled(values, _FLOAT32) else _read_only(np.asarray(values, dtype=np.float32))
+    if type(values) is np.ndarray and values.dtype is _FLOAT32 and values.ndim == 1 and not values.flags.writeable:
+        return values
+    return _read_only(np.asarray(values, dtype=np.float32))
 
 
 def as_experts(values: Any) -> Experts:
@@ -48,11 +53,6 @@ def as_experts(values: Any) -> Experts:
     view = array.view()
     view.flags.writeable = False
     return view
-
-
-def _is_settled(values: Any, dtype: np.dtype[Any]) -> bool:
-    """Return whether ``values`` need no conversion: arrays pass from value to value and are converted once."""
-    return type(values) is np.ndarray and values.dtype is dtype and values.ndim == 1 and not values.flags.writeable
 
 
 def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -269,6 +270,10 @@ def pack_bytes(parts: Sequence[bytes] | None) -> bytes | None:
     return struct.pack(f"<{len(parts) + 1}I", len(parts), *map(len, parts)) + b"".join(parts)
 
 
+# Most turns have the frame of the turn before.
+_pack_frame = lru_cache(maxsize=1024)(pack_bytes)
+
+
 def unpack_bytes(blob: bytes | None) -> tuple[bytes, ...] | None:
     """Return the digests that were given to ``pack_bytes``."""
     if blob is None:
@@ -334,7 +339,7 @@ def turn_values(event: TurnEnded) -> tuple[Sql, ...]:
             }
         ),
         _dump_plain(event.siblings) if event.siblings else None,
-        pack_bytes(event.frame),
+        _pack_frame(event.frame),
         pack_ints(turn.prompt_suffix),
         event.prompt_digest,
         None if event.asked is None else _dump_plain(event.asked),

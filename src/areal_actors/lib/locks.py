@@ -34,6 +34,7 @@ class LockHeld(Exception):
 class HeldLock:
     """A lock that ``hold`` holds. ``is_new`` tells whether no process had held the file before."""
 
+    descriptor: int
     is_new: bool
     is_removed: bool = False
     """Set it to have the file removed at the end of the block, if it is new."""
@@ -96,7 +97,7 @@ def hold(path: Path) -> Iterator[HeldLock]:
             holder = path.read_text(errors="replace")[:200].strip()
         raise LockHeld(holder or "another process")
     # A holder writes into it.
-    held = HeldLock(is_new=os.fstat(descriptor).st_size == 0, is_removed=True)
+    held = HeldLock(descriptor, is_new=os.fstat(descriptor).st_size == 0, is_removed=True)
     try:
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,10 @@ from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
 PRINT_ARGUMENTS = """#!/bin/sh
 printf '%s\\n' "$@" > "$ARGUMENTS"
 env | sort >> "$ARGUMENTS"
+"""
+
+REFUSE_CGROUPS = """#!/bin/sh
+case "$*" in *--memory=*) echo "FATAL: while applying cgroups config: cannot use cgroups" >&2; exit 255;; esac
 """
 
 
@@ -36,13 +41,27 @@ def test_apptainer_is_called_as_its_manual_says(tmp_path: Path, monkeypatch: pyt
 
     called = (tmp_path / "arguments").read_text().splitlines()
     assert found == f"apptainer ({program}) with /images/a.sif"
-    assert called[: called.index("-c") + 1] == [
-        *("exec", "--containall", "--no-init", "--no-privs", "--no-eval"),
-        *("--pids-limit=10", "--memory=64m", "--memory-swap=64m", "--cpus=2", "--net", "--network=none"),
-        *("--scratch=/workspace", "--pwd=/workspace", f"--bind={tmp_path}:{tmp_path}:ro"),
-        *("/images/a.sif", "python3", "-I", "-S", "-c"),
-    ]
+    assert called[0] == "exec"
+    assert {"--containall", "--no-init", "--no-privs", "--no-mount=sys,bind-paths", "--network=none"} < set(called)
+    assert {"--pids-limit=10", "--memory=64m", "--memory-swap=64m", "--cpus=2", "--scratch=/workspace"} < set(called)
+    assert {"--bind=/proc/sys:/proc/sys:ro", f"--bind={tmp_path}:{tmp_path}:ro"} < set(called)
+    image = called.index("/images/a.sif")
+    assert called[image : image + 5] == ["/images/a.sif", "python3", "-I", "-S", "-c"]
+    assert all(word.startswith("-") for word in called[1:image])
     assert not any(line.startswith("APPTAINER_BIND=") for line in called)
+
+
+def test_apptainer_without_cgroups_leaves_the_limits_to_the_box(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ordinary users of a cluster seldom have a session of systemd, which apptainer needs for them."""
+    program = tmp_path / "apptainer"
+    program.write_text(REFUSE_CGROUPS)
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+
+    found = create_sandbox(SandboxKind.APPTAINER).check(SandboxConfig(backend=SandboxKind.APPTAINER, image="/b.sif"))
+
+    assert found == f"apptainer ({program}) with /b.sif, without cgroups"
 
 
 @pytest.mark.parametrize("kind", [SandboxKind.DOCKER, SandboxKind.PODMAN, SandboxKind.APPTAINER])

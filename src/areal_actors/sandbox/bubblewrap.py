@@ -6,13 +6,11 @@ A box sees the programs and libraries of the host, read-only, and nothing else o
 
 from __future__ import annotations
 
-import errno
 import marshal
 import os
 import re
 import shutil
 import stat
-import struct
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterable, Iterator
@@ -32,6 +30,7 @@ from areal_actors.sandbox.base import BoxRequest, Sandbox
 from areal_actors.sandbox.box import Box, Start, code, create_memory_file, linux_version, memory_file
 from areal_actors.sandbox.config import Network, SandboxConfig
 from areal_actors.sandbox.environment import passed_environment
+from areal_actors.sandbox.system_calls import create_filter
 
 __all__ = ["BubblewrapSandbox", "copy_etc"]
 
@@ -63,29 +62,6 @@ _PID_MAX_SINCE = (6, 14)
 _RESERVED_PIDS = 301
 _MAX_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 
-# System calls that reach past the namespaces and limits of a box: names, and numbers on x86_64 and aarch64.
-_REFUSED_CALLS = {
-    # Memory that belongs to no process, for which an unprivileged user has no limit.
-    "memfd_create": (319, 279),
-    "memfd_secret": (447, 447),
-    "msgget": (68, 186),
-    # The session keyring, which the runner's login may have filled: keys have no namespace.
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-    # The log of the kernel, and interfaces by which unprivileged users have taken over kernels.
-    "syslog": (103, 116),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-}
-_SOCKET_CALL = (41, 198)
-_FAMILIES = (1, 2, 10, 16)
-"""UNIX, IPv4, IPv6, netlink. Not vsock above all, which reaches the host of a virtual machine from any namespace."""
-_MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""The column of the numbers above, and the kernel's number of the architecture."""
-
 # The program is compiled once, and read from a descriptor: each box would compile it for 10 ms.
 _BOOT = (
     "import marshal, os, sys; number, channel = marshal.loads(bytes.fromhex(sys.argv[1])); "
@@ -114,7 +90,7 @@ class BubblewrapSandbox:
         for path in (*config.readable, *config.writable):
             if not path.exists():
                 raise SandboxError(f"The sandbox is to show {path}, which does not exist.")
-        with memory_file(_system_call_filter()) as seccomp:
+        with memory_file(create_filter()) as seccomp:
             options = [*_isolation(config), *_files(BoxRequest(config=config)), *_seccomp(seccomp)]
             tried = subprocess.run(  # noqa: S603 - our own words
                 [*options, "--", sys.executable, "-I", "-S", "-c", ""],
@@ -135,7 +111,7 @@ class BubblewrapSandbox:
 
         def prepare(channel: list[Any]) -> Start:
             channel[1]["disks"] = (request.work_directory, *request.directories, *_DISKS)
-            program, seccomp = create_memory_file(code()), create_memory_file(_system_call_filter())
+            program, seccomp = create_memory_file(code()), create_memory_file(create_filter())
             argument = marshal.dumps((program, channel)).hex()
             command = [
                 *("/bin/sh", "-c", _END_FIRST, "sh", *_isolation(request.config)),
@@ -219,33 +195,7 @@ def _files(request: BoxRequest) -> Iterator[str]:
 
 def _seccomp(descriptor: int) -> tuple[str, ...]:
     """Return the option for the filter of system calls, where there is one for this architecture."""
-    return ("--seccomp", str(descriptor)) if _system_call_filter() else ()
-
-
-@cache
-def _system_call_filter() -> bytes:
-    """Return the filter as instructions of classic BPF (``struct sock_filter``), empty for an unknown architecture.
-
-    Calls are refused as by a kernel without them, so that programs fall back to what they do there.
-    """
-    if os.uname().machine not in _MACHINES:
-        return b""
-    column, architecture = _MACHINES[os.uname().machine]
-    load, equals, at_least, end = 0x20, 0x15, 0x35, 0x06
-    allowed, no_call, no_family = (
-        (0, 0, 0x7FFF0000),
-        (0, 0, 0x50000 + errno.ENOSYS),
-        (0, 0, 0x50000 + errno.EAFNOSUPPORT),
-    )
-    # The numbers of 32-bit calls and of the x32 interface (bit 30) mean other calls; all of them are refused.
-    program = [(load, 0, 0, 4), (equals, 1, 0, architecture), (end, *no_call)]
-    program += [(load, 0, 0, 0), (at_least, 0, 1, 0x40000000), (end, *no_call)]
-    for numbers in _REFUSED_CALLS.values():
-        program += [(equals, 0, 1, numbers[column]), (end, *no_call)]
-    program += [(equals, 1, 0, _SOCKET_CALL[column]), (end, *allowed), (load, 0, 0, 16)]
-    for family in _FAMILIES:
-        program += [(equals, 0, 1, family), (end, *allowed)]
-    return b"".join(struct.pack("HBBI", *instruction) for instruction in (*program, (end, *no_family)))
+    return ("--seccomp", str(descriptor)) if create_filter() else ()
 
 
 @cache

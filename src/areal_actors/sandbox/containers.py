@@ -14,9 +14,11 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+from anyio import to_thread
 from attrs import field, frozen
 from attrs.validators import in_
 
@@ -27,6 +29,7 @@ from areal_actors.sandbox.base import BoxRequest, Sandbox
 from areal_actors.sandbox.box import Box, Start, program
 from areal_actors.sandbox.config import Network, SandboxConfig, SandboxKind
 from areal_actors.sandbox.environment import passed_environment
+from areal_actors.sandbox.system_calls import create_profile
 
 __all__ = ["ContainerSandbox"]
 
@@ -34,6 +37,11 @@ _SOCKETS = "/run/areal"
 _HOME = "/tmp"  # noqa: S108 - a path inside the box
 _CHECK_SECONDS = 300.0
 """How long a check may take, which pulls the image if it is not here."""
+_ADVICE = "Set `systemd cgroups = no` in apptainer.conf: systemd does not run here."
+_DISKS = ("/dev", "/dev/shm")  # noqa: S108
+"""Directories in memory that apptainer makes writable, but for those that it is asked for."""
+_SETTINGS = ("acpi", "bus", "driver", "fs", "irq", "scsi", "sys", "sysrq-trigger")
+"""Entries of /proc in which root may set the kernel of the host, even without capabilities."""
 _INSTALL = {
     SandboxKind.DOCKER: "apt-get install docker.io, and a running dockerd",
     SandboxKind.PODMAN: "apt-get install podman",
@@ -61,7 +69,7 @@ class ContainerSandbox:
             )
         # With the limits of a box, because some machines cannot set them, which runtimes say at the first container.
         tried = subprocess.run(  # noqa: S603 - our own words
-            self._command(BoxRequest(config=config), None, ""),
+            [*self._command(BoxRequest(config=config), None), ""],
             check=False,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -70,8 +78,11 @@ class ContainerSandbox:
             env=_own_environment(),
         )
         if tried.returncode != 0:
-            raise SandboxError(f"{self.kind} cannot run python3 of {config.image}: {tried.stderr.strip()}")
-        return f"{self.kind} ({found}) with {config.image}"
+            said = tried.stderr.strip()
+            advice = f"\n{_ADVICE}" if "systemd not running" in said else ""
+            raise SandboxError(f"{self.kind} cannot run python3 of {config.image}: {said}{advice}")
+        counted = self.kind is SandboxKind.APPTAINER and not _has_cgroups(config.image)
+        return f"{self.kind} ({found}) with {config.image}{', without cgroups' if counted else ''}"
 
     @asynccontextmanager
     async def open(self, request: BoxRequest) -> AsyncIterator[Sandbox]:
@@ -82,14 +93,17 @@ class ContainerSandbox:
             server.bind(str(directory / "socket"))
             (directory / "socket").chmod(0o777)
             server.listen(1)
+            # In a thread, since it may ask apptainer what it can limit.
+            command = await to_thread.run_sync(self._command, request, directory)
 
             def prepare(channel: list[Any]) -> Start:
                 channel[0] = f"{_SOCKETS}/socket"
-                channel[1]["disks"] = (request.work_directory, *request.directories, "/tmp")  # noqa: S108
+                disks = _DISKS if self.kind is SandboxKind.APPTAINER else ()
+                channel[1]["disks"] = (request.work_directory, *request.directories, "/tmp", *disks)  # noqa: S108
                 environment = passed_environment(request.config) | {"HOME": _HOME}
                 environment.pop("PATH", None)  # that of the image
                 return Start(
-                    command=self._command(request, directory, f"{program()}\nmain(*{channel!r})\n"),
+                    command=[*command, f"{program()}\nmain(*{channel!r})\n"],
                     environment=environment,
                     own_environment=_own_environment(),
                 )
@@ -97,11 +111,11 @@ class ContainerSandbox:
             async with Box.open(request, prepare, BoundedLog(self.log), server=server) as box:
                 yield box
 
-    def _command(self, request: BoxRequest, sockets: Path | None, source: str) -> list[str]:
-        """Return the command line that runs a Python program in a container."""
+    def _command(self, request: BoxRequest, sockets: Path | None) -> list[str]:
+        """Return the command line that runs a Python program, which is its next word, in a container."""
         assert request.config.image is not None
         image = request.config.image
-        python = ["-I", "-S", "-c", source]
+        python = ["-I", "-S", "-c"]
         if self.kind is SandboxKind.APPTAINER:
             return ["apptainer", "exec", *_apptainer_options(request, sockets), image, "python3", *python]
         return [self.kind, "run", *_docker_options(request, sockets), image, *python]
@@ -150,13 +164,46 @@ def _apptainer_options(request: BoxRequest, sockets: Path | None) -> Iterator[st
     """Yield the options of apptainer up to the image.
 
     /tmp and the home directory of ``--containall`` are in memory, in one file system with all scratch directories, of
-    the size ``sessiondir max size`` in apptainer.conf. ``--no-init`` makes the program inside process 1.
+    the size ``sessiondir max size`` in apptainer.conf unless the run is root. ``--no-init`` makes the program inside
+    process 1.
     """
+    config = request.config
+    assert config.image is not None
     yield from ("--containall", "--no-init", "--no-privs", "--no-eval")
-    yield from _limits(request.config)
-    if request.config.network is not Network.HOST:
+    # Its configuration may show directories of the site in every container, and /sys is writable by root.
+    yield "--no-mount=sys,bind-paths"
+    yield f"--security=seccomp:{create_profile()}"
+    if _has_cgroups(config.image):
+        yield from _limits(config)
+    if config.network is not Network.HOST:
         yield from ("--net", "--network=none")
     for writable in (request.work_directory, *request.directories):
         yield f"--scratch={writable}"
     yield f"--pwd={request.work_directory}"
+    for shown in (Path("/etc/hosts"), *(Path("/proc", name) for name in _SETTINGS)):
+        if shown.exists():
+            yield f"--bind={shown}:{shown}:ro"
     yield from (f"--bind={binding}" for binding in _bindings(request, sockets))
+
+
+@cache
+def _has_cgroups(image: str) -> bool:
+    """Return whether apptainer is to limit a container by cgroups.
+
+    Ordinary users need cgroups v2 that systemd manages, and a session of systemd, which jobs of a cluster seldom have.
+    Without them, process 1 of the box enforces the limits, as it does under bubblewrap. Not for root, which
+    ``RLIMIT_NPROC`` exempts: a fork bomb had started thousands of processes before process 1 looked.
+    """
+    if os.geteuid() == 0:
+        return True
+    limited = ["apptainer", "exec", "--no-privs", "--memory=64m", "--pids-limit=64", image, "python3", "-I", "-S"]
+    tried = subprocess.run(  # noqa: S603 - our own words
+        [*limited, "-c", ""],
+        check=False,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=_CHECK_SECONDS,
+        env=_own_environment(),
+    )
+    return tried.returncode == 0 or "cgroup" not in tried.stderr

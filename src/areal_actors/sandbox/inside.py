@@ -186,7 +186,10 @@ class _Init:
                 return "cpu_seconds"
         for path in self._limits["disks"]:
             disk = os.statvfs(path)
-            if (disk.f_files - disk.f_ffree) * _MIN_BYTES_PER_FILE > self._limits["disk_mib"] * _MIB:
+            # Some file systems of apptainer have no size.
+            written = (disk.f_blocks - disk.f_bfree) * disk.f_frsize
+            counted = (disk.f_files - disk.f_ffree) * _MIN_BYTES_PER_FILE
+            if max(written, counted) > self._limits["disk_mib"] * _MIB:
                 return "disk_mib"
         return None
 

@@ -236,11 +236,21 @@ async def check_the_kernel_cannot_be_set(open_box: OpenBox) -> None:
         "for file in core_pattern modprobe pid_max; do"
         " v=$(cat /proc/sys/kernel/$file); echo $v > /proc/sys/kernel/$file && echo written; done"
     )
+    # A file of /sys names a program, too. Only asked whether it may be written: other values could harm the host.
+    search = (
+        "import itertools, os\n"
+        "tops = ('/sys', '/proc/irq', '/proc/sys', '/proc/fs')\n"
+        "for path, _, names in itertools.chain.from_iterable(map(os.walk, tops)):\n"
+        "    for name in names:\n"
+        "        if os.access(f'{path}/{name}', os.W_OK): print(path, name)\n"
+    )
     async with open_box() as box:
         ended = await _sh(box, f"{script}; echo h > /proc/sysrq-trigger && echo triggered; id")
+        writable = await box.run(["python3", "-c", search])
 
     assert b"written" not in ended.stdout
     assert b"triggered" not in ended.stdout
+    assert writable.stdout == b""
 
 
 async def check_processes_of_the_host_are_hidden(open_box: OpenBox) -> None:

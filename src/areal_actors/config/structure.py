@@ -166,7 +166,9 @@ def create_converter(
     # cattrs tries hooks of classes first, for subclasses too (every StrEnum is a str); then the last registered
     # function.
     for kind in (bool, int, float, str):
-        converter.register_structure_hook(kind, _structure_scalar_or_choice)
+        converter.register_structure_hook(
+            kind, lambda value, to: _structure_choice(value, to) if _is_choice(to) else _structure_scalar(value, to)
+        )
     converter.register_structure_hook_func(lambda kind: kind is Any, lambda value, _: plain(value))
     converter.register_structure_hook_func(
         lambda kind: _is_a(kind, Mapping), lambda value, kind: _structure_mapping(converter, value, kind)
@@ -205,10 +207,6 @@ def resolve_path(text: str, directory: Path) -> Path:
 
 _LARGEST = 2**63 - 1
 """The largest whole number of a setting, as databases and tensors store them."""
-
-
-def _structure_scalar_or_choice(value: Any, kind: Any) -> Any:
-    return _structure_choice(value, kind) if _is_choice(kind) else _structure_scalar(value, kind)
 
 
 def _structure_scalar(value: Any, kind: Any, *, expected: str | None = None) -> Any:

@@ -49,7 +49,7 @@ def _prepare() -> None:
             setattr(torch, name, _without_pinned_memory(getattr(torch, name)))
         torch.Tensor.pin_memory = lambda self, *_, **__: self  # type: ignore[method-assign]
         # And its record of experts registers memory with CUDA.
-        runtime = types.SimpleNamespace(cudaHostRegister=_succeed, cudaHostUnregister=_succeed)
+        runtime = types.SimpleNamespace(cudaHostRegister=lambda *_: 0, cudaHostUnregister=lambda *_: 0)
         torch.cuda.cudart = lambda: runtime
 
 
@@ -63,10 +63,6 @@ def _without_pinned_memory(create: Callable[..., Any]) -> Callable[..., Any]:
         return create(*arguments, **options)
 
     return wrapped
-
-
-def _succeed(*_: Any) -> int:
-    return 0
 
 
 if __name__ in {"__main__", "__mp_main__"}:

@@ -222,7 +222,7 @@ async def _serve_until_warned(
 ) -> None:
     """Open the role and serve. After a warning, a trainer saves its state and raises ``_Preempted``."""
     from areal_actors.run.job import load_rendering
-    from areal_actors.run.openers import RoleContext, open_role
+    from areal_actors.run.openers import RoleContext, import_role, open_role
     from areal_actors.run.plan import PREEMPTED
     from areal_actors.run.ranks import SPEC_SECONDS, expect_ranks, open_ranks
 
@@ -247,6 +247,8 @@ async def _serve_until_warned(
         )
         listener = await stack.enter_async_context(listening)
         ranks = partial(expect_ranks, bootstrap=bootstrap, listener=listener, directory=directory)
+        # Not on the event loop, which renews the lease: a busy node or a slow filesystem takes longer than it.
+        await to_thread.run_sync(import_role, spec.role, config)
         context = RoleContext(
             name=bootstrap.name,
             config=config,

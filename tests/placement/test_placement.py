@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -41,6 +42,20 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     logs = [path.read_text() for path in tmp_path.glob("run/logs/workers/sessions-0*")]
     assert 1 + (lost != "proxy") == sum(log.count("replica_connected") for log in logs)
     assert [] == marked(play.mark)
+
+
+def test_workers_keep_their_leases_while_they_import(tmp_path):
+    """Also where that takes longer than a lease: they are not replaced, again and again."""
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.placement.slow_worker\n")
+    python.chmod(0o755)
+    roles = ("trainer", "generation")
+    settings = (*FLOAT32, "scheduler.lease_seconds=8", *(f"scheduler.roles.{role}.python={python}" for role in roles))
+    outcome = perform(Play(roles=roles, steps=1, settings=settings), tmp_path)
+
+    assert 0 == outcome.code, outcome.output
+    assert 1 == outcome.attempts
+    assert "has not been heard of" not in outcome.output
 
 
 def test_a_worker_starts_servers_of_its_own(tmp_path):

@@ -24,6 +24,7 @@ from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunGauges
 from areal_actors.domain import Role, Snapshot
 from areal_actors.errors import CheckpointError, JournalError
+from areal_actors.generation.servers.config import Backend
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.openmp import settle_team
@@ -90,7 +91,7 @@ if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
     from areal_actors.training.weight_store import WeightStore
 
-__all__ = ["Opened", "RoleContext", "open_role"]
+__all__ = ["Opened", "RoleContext", "import_role", "open_role"]
 
 _log = get_logger(__name__)
 
@@ -527,6 +528,18 @@ def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTra
         return
     save_weights(model, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
     _log.info("model_saved", model=directory.model, path=str(directory.weights))
+
+
+def import_role(role: Role, config: RunConfig) -> None:
+    """Import the modules with which ``role`` computes. Blocks, for minutes where torch is read from a slow filesystem.
+
+    For a worker, which has one role. Where several are opened at once, each imports its modules on the event loop: two
+    threads that import modules with circular imports may see some of them unfinished.
+    """
+    if role is Role.TRAINER:
+        import_module("areal_actors.training.actor")
+    elif role is Role.GENERATION and config.rollout.backend is Backend.TORCH:
+        import_module("areal_actors.generation.torch")
 
 
 _OPENERS = {

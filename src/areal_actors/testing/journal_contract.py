@@ -153,8 +153,10 @@ async def _read(open_journal: OpenJournal) -> tuple[JournalEvent, ...]:
 
 
 async def check_a_new_journal_is_empty(open_journal: OpenJournal) -> None:
-    """A new journal has no events."""
+    """A new journal has no events, and can be written."""
     assert await _read(open_journal) == ()
+    async with open_journal() as journal:
+        assert journal.failure is None
 
 
 async def check_facts_come_back_in_order(open_journal: OpenJournal) -> None:

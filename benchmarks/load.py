@@ -158,7 +158,7 @@ def server_process(module: str, *arguments: str, environment: Mapping[str, str] 
 
 
 def serve(name: str, setup: str) -> None:
-    """Serve until the standard input is closed."""
+    """Serve until the standard input is closed, on the event loop that ``BENCHMARK_LOOP`` names."""
 
     async def run() -> None:
         async with FACTORIES[name](SETUPS[setup]) as urls:
@@ -168,7 +168,7 @@ def serve(name: str, setup: str) -> None:
                 print(json.dumps(urls), flush=True)
                 await anyio.to_thread.run_sync(sys.stdin.read)
 
-    anyio.run(run)
+    anyio.run(run, backend=os.environ.get("BENCHMARK_LOOP", "asyncio"))
 
 
 if __name__ == "__main__":

@@ -81,6 +81,9 @@ class History:
     messages: tuple[ChatMessage, ...]
     digests: bytes
     frame: Frame
+    sent: tuple[ChatMessage, ...]
+    """Equal messages, as the objects that came with the request: the next one may have the same, which are compared by
+    identity. ``messages`` are those that are stored already."""
 
     def digest(self, num_messages: int) -> bytes:
         """Return the digest of the first ``num_messages`` messages."""
@@ -265,7 +268,7 @@ class ParentIndex:
         frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
         shared, recent = 0, None
         for other in self._recent:
-            had = other.history.messages
+            had = other.history.sent
             num_shared = len(had)
             # Most histories either begin with another text, or repeat all of it, which one comparison of slices finds
             # out.
@@ -281,7 +284,8 @@ class ParentIndex:
         if recent is not None and shared > num_leading_instructions(messages):
             known = recent.history.digests[: shared * DIGEST_SIZE]
             messages = recent.history.messages[:shared] + messages[shared:]
-        history = History(messages, prefix_digests(messages, known=known), self._frames.setdefault(frame, frame))
+        digests = prefix_digests(messages, known=known)
+        history = History(messages, digests, self._frames.setdefault(frame, frame), request.messages)
         is_whole = recent is not None and shared == len(recent.history.messages)
         return history, recent if is_whole else None
 

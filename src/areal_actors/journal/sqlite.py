@@ -610,21 +610,16 @@ class Store:
         # lock, for which ours is removed or renamed. Both change ours, which is seen in a fifth of the time.
         lock = os.fstat(self._lock)
         if is_new or (lock.st_nlink, lock.st_ctime_ns) != self._lock_state:
-            self._check_lock(lock)
+            with suppress(OSError):  # it was removed, and no process has taken it since
+                if Path(self._lock_path).stat().st_ino != lock.st_ino:
+                    owner = Path(self._lock_path).read_text(errors="replace").strip()
+                    raise self._taken_over(owner or "another process")
+                self._lock_state = lock.st_nlink, lock.st_ctime_ns
         return (
             log.size >= _MAX_LOG_BYTES
             or self._seq - self._log_start > self._config.max_pending // 2
             or not _OF_STEPS.isdisjoint(map(itemgetter(0), statements))
         )
-
-    def _check_lock(self, own: os.stat_result) -> None:
-        try:
-            found = Path(self._lock_path).stat()
-        except OSError:
-            return  # it was removed, and no process has taken it since
-        if found.st_ino != own.st_ino:
-            raise self._taken_over(Path(self._lock_path).read_text(errors="replace").strip() or "another process")
-        self._lock_state = found.st_nlink, found.st_ctime_ns
 
     def next_log(self) -> None:
         """Let ``move`` take what was appended, and later events be appended to another file."""

@@ -56,23 +56,20 @@ class UnsupportedBlocks:
     server_tools: ToolPolicy | None = None
     """Tools that the vendor's servers run, such as ``web_search``."""
 
+    @lru_cache(maxsize=64)  # noqa: B019 - the policies, few and small, live as long as the process
     def for_client(self, user_agent: str) -> UnsupportedBlocks:
         """Return the policy for a client with this ``User-Agent``, in which every kind is decided."""
         # A coding agent repeats its history: one picture that it reads would have every later request refused. Its
         # user chose neither the picture nor the tools that it offers. Other programs can be corrected by their authors.
-        return _decide(self, _CODING_AGENTS.match(user_agent) is not None)
-
-
-@lru_cache(maxsize=64)
-def _decide(policy: UnsupportedBlocks, is_tolerant: bool) -> UnsupportedBlocks:  # noqa: FBT001 - the cache's key
-    block = BlockPolicy.PLACEHOLDER if is_tolerant else BlockPolicy.REFUSE
-    tool = ToolPolicy.DROP if is_tolerant else ToolPolicy.REFUSE
-    return evolve(
-        policy,
-        images=policy.images or block,
-        files=policy.files or block,
-        server_tools=policy.server_tools or tool,
-    )
+        is_tolerant = _CODING_AGENTS.match(user_agent) is not None
+        block = BlockPolicy.PLACEHOLDER if is_tolerant else BlockPolicy.REFUSE
+        tool = ToolPolicy.DROP if is_tolerant else ToolPolicy.REFUSE
+        return evolve(
+            self,
+            images=self.images or block,
+            files=self.files or block,
+            server_tools=self.server_tools or tool,
+        )
 
 
 _CODING_AGENTS = re.compile(r"(claude-cli|codex|opencode|qwencode)(?![a-z0-9])", re.IGNORECASE)

@@ -272,11 +272,17 @@ class ConversationTree:
     # ----------------------------------------------------------------------------------------- lifecycles
 
     def begin(
-        self, interaction_id: InteractionId, plan: PromptPlan, *, sampling: SamplingDistribution | None = None
+        self,
+        interaction_id: InteractionId,
+        plan: PromptPlan,
+        *,
+        sampling: SamplingDistribution | None = None,
+        tag: str | None = None,
     ) -> Interaction:
         """Add a pending interaction. Several may begin with one plan (the choices of ``n > 1``).
 
-        ``sampling`` is the distribution that the engine is asked to sample from; by default, that of the request.
+        ``sampling`` is the distribution that the engine is asked to sample from, and ``tag`` the role of the key that
+        came with the request; by default, both are those of the request.
 
         Raises ``Conflict`` if the id is taken.
         """
@@ -296,7 +302,7 @@ class ConversationTree:
             prompt_suffix=own(plan.suffix),
             num_prompt_tokens=len(plan.token_ids),
             is_stored=plan.request.store,
-            tag=plan.request.tag,
+            tag=plan.request.tag if tag is None else tag,
             sampling=plan.request.sampling.distribution() if sampling is None else sampling,
         )
         history = [] if plan.match.parent is None else list(self.history(plan.match.parent))

@@ -207,8 +207,8 @@ class EpisodeRecords:
         self._by_name[record.name] = record
 
 
-def digest_request(plan: PromptPlan) -> str:
-    """Return the digest of everything that the answer of a request depends on.
+def digest_request(plan: PromptPlan, tag: str | None) -> str:
+    """Return the digest of everything that the answer of a request depends on, and of its role.
 
     Its messages count as the exact ids of the prompt, and by the digests of the tools and of the template's options.
     """
@@ -217,12 +217,14 @@ def digest_request(plan: PromptPlan) -> str:
     for part in (frame.system, frame.tools, frame.options):
         digest.update(part)
     wanted = (request.sampling, request.tool_choice, request.parallel_tool_calls, request.response_format)
-    kind = (request.num_choices, request.seed, request.store, request.tag, request.prompt is None, request.id_prefix)
+    kind = (request.num_choices, request.seed, request.store, tag, request.prompt is None, request.id_prefix)
     digest.update(repr((wanted, kind)).encode("utf-8", "surrogatepass"))
     return digest.hexdigest()
 
 
-def answer_again(tree: ConversationTree, plan: PromptPlan, turns: Sequence[TurnEnded]) -> tuple[Answer, ...]:
+def answer_again(
+    tree: ConversationTree, plan: PromptPlan, turns: Sequence[TurnEnded], tag: str | None
+) -> tuple[Answer, ...]:
     """Add the recorded choices of a request to ``tree``, at the place that ``plan`` gives them, and return the answers.
 
     They keep their ids, tokens, log-probabilities and versions. Rewards are not kept: the agent sets its own.
@@ -230,7 +232,7 @@ def answer_again(tree: ConversationTree, plan: PromptPlan, turns: Sequence[TurnE
     answers: list[Answer] = []
     for turn in turns:
         recorded = turn.interaction
-        tree.begin(recorded.id, plan, sampling=recorded.sampling)
+        tree.begin(recorded.id, plan, sampling=recorded.sampling, tag=tag)
         assert recorded.completion is not None
         assert recorded.output is not None
         tree.complete(recorded.id, recorded.completion, recorded.output)

@@ -161,13 +161,13 @@ class _Extras:
             held = request.messages[: int(request.has_instructions)], request.tools
             self.threads |= dict.fromkeys(interactions, held)
 
-    def admit(self, tree: ConversationTree, request: CompletionRequest) -> int | None:
+    def admit(self, tree: ConversationTree, request: CompletionRequest, role: str) -> int | None:
         """Return how many tokens each answer may have within the limits of the episode; ``None`` is any number.
 
         Raises ``EpisodeLimitReached``.
         """
         budget = self.budget
-        is_counted = budget.roles is None or (request.tag or AGENT_ROLE) in budget.roles
+        is_counted = budget.roles is None or role in budget.roles
         if not budget.is_limited or not is_counted:
             return None
         num_turns, num_tokens = count_sampled(tree, budget.roles)
@@ -680,19 +680,18 @@ class SessionManager(Actor[Sessions]):
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
         request = extras.in_thread(message.request)
-        role = session.role_of_key(message.credential.key)
-        if role is not None:
-            # Before any that the request names, so that a program with this key cannot choose another role.
-            request = evolve(request, tag=role)
+        # Before any that the request names, so that a program with this key cannot choose another role. Not put into
+        # the request: its copy costs 3.5 µs.
+        tag = session.role_of_key(message.credential.key) or request.tag
         if extras.max_tokens is not None and request.sampling.max_new_tokens > extras.max_tokens:
             request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
         plan, digest = self._planner.plan(session, request), None
-        num_left = extras.admit(session.tree, request)
+        num_left = extras.admit(session.tree, request, tag or AGENT_ROLE)
         if extras.is_recorded:
-            digest = digest_request(plan)
+            digest = digest_request(plan, tag)
             recorded = () if extras.record is None else extras.record.recording.take(digest)
             if recorded:
-                answers = answer_again(session.tree, plan, recorded)
+                answers = answer_again(session.tree, plan, recorded, tag)
                 extras.note_answered(request, answers, message.attempt, plan.parent)
                 return answers
         if num_left is not None and request.sampling.max_new_tokens > num_left:
@@ -706,6 +705,7 @@ class SessionManager(Actor[Sessions]):
             is_streaming=isinstance(message, StreamComplete),
             asked=None if cut is None else cut.asked,
             digest=digest,
+            tag=tag,
         )
         extras.note_thread(request, [choice.interaction for choice in turn.choices])
         turn.begin_in(extras.attempts, message.attempt)

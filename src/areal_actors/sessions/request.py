@@ -404,11 +404,12 @@ class RequestPlanner:
         is_streaming: bool,
         asked: tuple[str, int] | None = None,
         digest: str | None = None,
+        tag: str | None = None,
     ) -> PendingRequest:
         """Create the turn of ``plan`` and add its interactions to the tree. ``asked`` is of one that it replaces.
 
-        ``digest`` is that of its request, if it is recorded. Raises the ``RequestError`` that the client should see;
-        the tree is unchanged in that case.
+        ``digest`` is that of its request, if it is recorded, and ``tag`` its role, by default the one that it names.
+        Raises the ``RequestError`` that the client should see; the tree is unchanged in that case.
         """
         request = plan.request
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
@@ -434,7 +435,7 @@ class RequestPlanner:
         )
         choices: list[Choice] = []
         for index, name in enumerate(names):
-            session.tree.begin(InteractionId(name), plan, sampling=sampling)
+            session.tree.begin(InteractionId(name), plan, sampling=sampling, tag=tag)
             choice = Choice(
                 interaction=InteractionId(name),
                 index=index,

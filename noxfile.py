@@ -131,6 +131,10 @@ def agents(session: nox.Session) -> None:
     for name in session.posargs or described:
         if name not in described:
             session.error(f"No agent is called {name}; there are {', '.join(described)}.")
+        if "python" in described[name]:
+            # Before the minutes of the installations: pyenv has a program for each version, also where it does not run.
+            session.run(described[name]["python"], "--version", external=True)
+    for name in session.posargs or described:
         directory = environments / described[name].get("environment", name)
         if npm := described[name].get("npm"):
             directory.mkdir(parents=True, exist_ok=True)

@@ -181,7 +181,7 @@ class _Run:
             return f"“{invocation.prompt}” took longer than {_LIMIT_SECONDS:g} s: {self._last_words()}"
         finally:
             with anyio.CancelScope(shield=True):
-                await _end(process)
+                await _end(process, self.home)
         if invocation.is_interrupted:
             return None if engine.held.is_set() else f"“{invocation.prompt}” ended early: {self._last_words()}"
         return None if status == 0 else f"“{invocation.prompt}” ended with status {status}: {self._last_words()}"
@@ -220,12 +220,21 @@ async def _interrupt(engine: PlayEngine, process: Process) -> None:
         os.killpg(process.pid, signal.SIGKILL)
 
 
-async def _end(process: Process) -> None:
+async def _end(process: Process, home: Path) -> None:
     # The group outlives its leader where an agent leaves a server behind.
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+    _kill_servers(home)
     await process.wait()
     await process.aclose()
+
+
+def _kill_servers(home: Path) -> None:
+    """Kill what an agent left in another session, as Cline does. It still has the agent's home directory."""
+    for environment in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if f"HOME={home}".encode() in environment.read_bytes().split(b"\0"):
+                os.kill(int(environment.parent.name), signal.SIGKILL)
 
 
 def _environment(home: Path, executables: Path, session: OpenAIProxyClient) -> dict[str, str]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from tests.agents.play import Call, Fault, Script, Turn
 
 __all__ = ["EPISODES", "Episode", "Invocation"]
@@ -159,6 +159,13 @@ def qwen_code(work: Path) -> Episode:
         files={"words.txt": UPPER},
         expected={"sub_turns": 2, "summaries": 2, "cancelled": 1},
     )
+
+
+def qwen_code_acp(work: Path) -> Episode:
+    """Return the episode of Qwen Code behind the Agent Client Protocol: the same, without a compression."""
+    episode = qwen_code(work)
+    invocations = tuple(one for one in episode.invocations if one.prompt != "/compress")
+    return evolve(episode, invocations=invocations, expected={"sub_turns": 2, "cancelled": 1})
 
 
 def opencode(work: Path) -> Episode:
@@ -377,6 +384,7 @@ EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "codex": codex,
     "opencode": opencode,
     "qwen-code": qwen_code,
+    "qwen-code-acp": qwen_code_acp,
     "pi": pi,
     "cline": cline,
     "aider": aider,

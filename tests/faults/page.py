@@ -131,7 +131,7 @@ def format_page(cells: Iterable[Cell], seconds: Mapping[tuple[str, str], int]) -
     cells = tuple(cells)
     tables = (_format_table(table, [cell for cell in cells if cell.table == table], seconds) for table in ROLES)
     measured = "\nA number is the longest time in seconds from the fault to the end of the second step after it, on\n"
-    measured += "two cores with a load average of 8 to 54; `benchmarks/results/faults.jsonl` has the load at each.\n"
+    measured += "two cores with a load average of 1 to 54; `benchmarks/results/faults.jsonl` has the load at each.\n"
     return "\n".join((_HEAD + (measured if seconds else ""), *tables))
 
 

@@ -41,6 +41,7 @@ from areal_actors.errors import (
     CustomFunctionError,
     NotFound,
     RemoteError,
+    Unavailable,
     Unreachable,
 )
 from areal_actors.journal import Journal, NoJournal, RestoredGroups, RestoredSession
@@ -217,7 +218,10 @@ class IntakeKeeper(Actor[Intake]):
         name, permit = wanted.group, None
         # Shielded: a permit that was granted to a client that leaves meanwhile would be held until its lease expires.
         with anyio.CancelScope(shield=True):
-            permit = await self._peers.capacity.ask(ClaimPermit(holder=name or wanted.task), timeout=_CLAIM_SECONDS)
+            try:
+                permit = await self._peers.capacity.ask(ClaimPermit(holder=name or wanted.task), timeout=_CLAIM_SECONDS)
+            except (ActorStopped, Unreachable) as error:
+                raise Unavailable(_ENDING) from error
         assert permit is not None  # the scope is never cancelled itself
         size = 1 if name is None else wanted.group_size or self._config.group_size
         position = self._groups.take_position(wanted.position)
@@ -405,6 +409,7 @@ class IntakeKeeper(Actor[Intake]):
 
 
 _RESTORED = "They hold permits until their agents end them, or until sessions.lifetimes.idle_seconds have passed."
+_ENDING = "The service is stopping or starting again; the request may be repeated."
 _EXPIRED = "expired: the session was idle for too long and was not ended."
 _NO_REWARD = "no_reward: the session was not rewarded before its grace period was over; use set_reward or finalize."
 

@@ -150,6 +150,7 @@ def test_bytes_are_predicted_from_the_configuration(kind, dtype, activations, he
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_compiled_layers_are_predicted(monkeypatch, kind, dtype):
     """What is predicted is at least what is saved and at most 8 % more; the product of the gate is computed again."""
+    torch.compiler.reset()  # dynamo compiles a function eight times at most
     # Divides forward and backward pass as a GPU's compiler does, and compiles nothing.
     monkeypatch.setattr(layers, "compiled_forward", partial(layers.compiled_forward, backend=PARTITIONED))
     shape = {"vocab_size": 64, "hidden_size": 384, "intermediate_size": 1536, "head_dim": 64}

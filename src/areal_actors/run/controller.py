@@ -15,7 +15,7 @@ and a new attempt resumes as ``--resume`` does. A run without workers has one at
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -212,11 +212,8 @@ class RunController:
             finally:
                 self._proxies.discard(name)
             return
-        plane, note_address = self.control_plane, partial(self.replicas.note_address, name)
         async with (
-            connect_to_worker(
-                plane.directory, name, secret=plane.secret, node="controller", note_address=note_address
-            ) as connection,
+            self.connect(name, note_address=partial(self.replicas.note_address, name)) as connection,
             self.replicas.add(name, connection.ref(Generation, REPLICA), address=report.address),
         ):
             yield
@@ -229,10 +226,14 @@ class RunController:
     async def _find_serving(self, role: Role) -> Collection[str]:
         return self._proxies if role is Role.PROXY else await self.replicas.find_serving()
 
-    def connect(self, worker: str) -> AbstractAsyncContextManager[ReconnectingConnection]:
-        """Connect to the worker of this name, wherever its current incarnation listens."""
+    def connect(
+        self, worker: str, *, note_address: Callable[[str], Awaitable[None]] | None = None
+    ) -> AbstractAsyncContextManager[ReconnectingConnection]:
+        """Connect to the worker of this name, as ``connect_to_worker`` does."""
         plane = self.control_plane
-        return connect_to_worker(plane.directory, worker, secret=plane.secret, node="controller")
+        return connect_to_worker(
+            plane.directory, worker, secret=plane.secret, node="controller", note_address=note_address
+        )
 
     # ---------------------------------------------------------------------------------------------- attempts
 

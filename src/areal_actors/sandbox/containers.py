@@ -68,15 +68,7 @@ class ContainerSandbox:
                 f"{_INSTALL[self.kind]}."
             )
         # With the limits of a box, because some machines cannot set them, which runtimes say at the first container.
-        tried = subprocess.run(  # noqa: S603 - our own words
-            [*self._command(BoxRequest(config=config), None), ""],
-            check=False,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=_CHECK_SECONDS,
-            env=_own_environment(),
-        )
+        tried = _try([*self._command(BoxRequest(config=config), None), ""])
         if tried.returncode != 0:
             said = tried.stderr.strip()
             advice = f"\n{_ADVICE}" if "systemd not running" in said else ""
@@ -197,8 +189,13 @@ def _has_cgroups(image: str) -> bool:
     if os.geteuid() == 0:
         return True
     limited = ["apptainer", "exec", "--no-privs", "--memory=64m", "--pids-limit=64", image, "python3", "-I", "-S"]
-    tried = subprocess.run(  # noqa: S603 - our own words
-        [*limited, "-c", ""],
+    tried = _try([*limited, "-c", ""])
+    return tried.returncode == 0 or "cgroup" not in tried.stderr
+
+
+def _try(command: list[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603 - our own words
+        command,
         check=False,
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -206,4 +203,3 @@ def _has_cgroups(image: str) -> bool:
         timeout=_CHECK_SECONDS,
         env=_own_environment(),
     )
-    return tried.returncode == 0 or "cgroup" not in tried.stderr

@@ -26,6 +26,7 @@ from functools import cache, partial
 from typing import Any
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
@@ -39,6 +40,7 @@ __all__ = [
     "cast_weights",
     "compiled_forward",
     "decoder_layers",
+    "has_compiled",
     "layer_memory",
 ]
 
@@ -51,7 +53,8 @@ Elementwise results are the cheapest, above all the product of the gate, which t
 product reads it in the backward pass. 57 kB per token instead of 75 at the shape of Qwen2 1.5B; below .7, a matrix
 product would be computed again.
 """
-_failed: set[tuple[type, str]] = set()
+_compiles: dict[tuple[type, str], bool] = {}
+"""Whether a class of layers has run with gradients as the backend compiled it, or was found not to compile."""
 
 
 def decoder_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -168,24 +171,39 @@ def compiled_forward(layer: torch.nn.Module, *, backend: str = "inductor") -> Ca
     ``backend`` is that of ``torch.compile``. A failure to compile is logged, once for each class. Errors of the
     computation are raised as they are.
     """
-    kind: Any = next(base for base in type(layer).__mro__ if "forward" in vars(base))
-    return partial(_forward, kind, backend, layer)
+    return partial(_forward, _class_of(layer), backend, layer)
+
+
+def has_compiled(module: torch.nn.Module, *, backend: str = "inductor") -> bool:
+    """Return whether the decoder layers below ``module`` have run compiled, so that they keep what compiled ones do.
+
+    That is known after a pass with gradients: a class that does not compile runs as it is, and keeps twice as much.
+    """
+    return all(_compiles.get((_class_of(layer), backend), False) for layer in decoder_layers(module))
+
+
+def _class_of(layer: torch.nn.Module) -> Any:
+    """Return the class that has the ``forward`` of ``layer``."""
+    return next(base for base in type(layer).__mro__ if "forward" in vars(base))
 
 
 def _forward(kind: Any, backend: str, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if (kind, backend) in _failed:
+    if not _compiles.get((kind, backend), True):
         return kind.forward(layer, *args, **kwargs)
     # Imported here, because it takes a second that runs without compilation need not wait.
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        return _compile(kind, backend)(layer, *args, **kwargs)
+        found = _compile(kind, backend)(layer, *args, **kwargs)
     except TorchDynamoException as error:
-        _failed.add((kind, backend))
+        _compiles[kind, backend] = False
         lines = str(error).strip().splitlines()
         reason = lines[1] if lines[0].endswith("raised:") and len(lines) > 1 else lines[0]
         _log.warning("layers_not_compiled", layers=kind.__name__, reason=reason)  # they run as they are
-    return kind.forward(layer, *args, **kwargs)
+        return kind.forward(layer, *args, **kwargs)
+    if torch.is_grad_enabled():
+        _compiles[kind, backend] = True
+    return found
 
 
 # One step of a 1.5B model on an H100 (8k tokens) had 7,600 launches and 364 ms of kernels, 150 ms of them elementwise.
@@ -197,9 +215,6 @@ def _compile(kind: Any, backend: str) -> Callable[..., Any]:
 
 
 def _compile_in_budget(compiler: Callable[..., Any], graph: Any, inputs: Any) -> Any:
-    # Imported here, as above.
-    import torch._functorch.config as functorch_config
-
     # Not around the calls of the layer: attention, which is compiled inside of them, would compute itself twice.
     with functorch_config.patch(activation_memory_budget=_MEMORY_BUDGET):
         return compiler(graph, inputs)

@@ -399,9 +399,7 @@ def plan_trainer(
         )
     return TrainerPlan(
         **held,
-        activations=kept_bytes
-        if kept is Activations.KEEP
-        else num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept),
+        activations=num_tokens * activation_bytes(model.config, dtype=dtype, activations=kept, is_compiled=is_compiled),
         num_kept_layers=num_kept,
         kept_layer_bytes=num_kept * (kept_bytes - recomputed_bytes) // num_layers,
         temporaries=temporary_bytes(

@@ -46,7 +46,7 @@ from areal_actors.training.config import Activations
 from areal_actors.training.distributions import Distributions
 from areal_actors.training.forward import TokenScores, score_pack
 from areal_actors.training.gang import Gang
-from areal_actors.training.layers import layer_memory
+from areal_actors.training.layers import has_compiled, layer_memory
 from areal_actors.training.memory import count_kept_layers
 from areal_actors.training.objective import MAXIMA, Objective, ObjectiveLoss, TokenSums
 from areal_actors.training.packing import Pack, Segment
@@ -96,7 +96,8 @@ class Scorer(torch.nn.Module):
                     dtype=dtype or torch.float32,
                     num_tokens=pack.input_ids.size,
                     is_sharded=is_sharded,
-                    is_compiled=self.is_compiled,
+                    # Until a class has run compiled, it may turn out not to compile, and keep more.
+                    is_compiled=self.is_compiled and has_compiled(self.model),
                 )
         layers = layer_memory(
             self.model,
@@ -362,9 +363,9 @@ class Passes:
                 mask = store.mask(index)
                 parts.append(self._score(scorer, store.chunks[index].pack, mask))
                 store.keep(index, mask)
-        order = torch.from_numpy(np.argsort(np.concatenate([chunk.trained for chunk in store.chunks])))
+        order = to_device(np.argsort(np.concatenate([chunk.trained for chunk in store.chunks])), scorer.model.device)
         logprobs, entropies, raw, is_outside = (
-            torch.cat([getattr(part, name) for part in parts])[order.to(scorer.model.device)]
+            torch.cat([getattr(part, name) for part in parts])[order]
             for name in ("logprobs", "entropies", "raw_logprobs", "is_outside")
         )
         for leaf in (logprobs, entropies):

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import starmap, takewhile
+from operator import is_
 
 from attrs import evolve, field, frozen
 
@@ -265,7 +266,9 @@ class ParentIndex:
     def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
         """Return the request's history, reusing the digests of the recent history that shares most messages with it."""
         messages = request.messages
-        frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
+        frame = Frame(
+            self._digest_system(messages), tools_digest(request.tools), options_digest(request.template_kwargs)
+        )
         shared, recent = 0, None
         for other in self._recent:
             had = other.history.sent
@@ -288,6 +291,16 @@ class ParentIndex:
         history = History(messages, digests, self._frames.setdefault(frame, frame), request.messages)
         is_whole = recent is not None and shared == len(recent.history.messages)
         return history, recent if is_whole else None
+
+    def _digest_system(self, messages: tuple[ChatMessage, ...]) -> bytes:
+        """Return the digest of the leading instructions, which are often the same objects in every request."""
+        num = num_leading_instructions(messages)
+        if num:
+            for recent in self._recent:
+                sent = recent.history.sent
+                if all(map(is_, sent, messages[:num])) and num_leading_instructions(sent) == num:
+                    return recent.history.frame.system
+        return system_digest(messages)
 
     def _choose(
         self, history: History, position: int, recent: _Recent | None

@@ -35,14 +35,14 @@ def as_ints(values: Any) -> Ints:
     # Arrays pass from value to value, a dozen times in a turn, and are converted once.
     if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1 and not values.flags.writeable:
         return values
-    return _read_only(np.asarray(values, dtype=np.int32))
+    return _read_only(np.asarray(values, dtype=_INT32), values)
 
 
 def as_floats(values: Any) -> Floats:
     """Return ``values`` as a read-only float32 array, copied only if necessary."""
     if type(values) is np.ndarray and values.dtype is _FLOAT32 and values.ndim == 1 and not values.flags.writeable:
         return values
-    return _read_only(np.asarray(values, dtype=np.float32))
+    return _read_only(np.asarray(values, dtype=_FLOAT32), values)
 
 
 def as_experts(values: Any) -> Experts:
@@ -55,10 +55,16 @@ def as_experts(values: Any) -> Experts:
     return view
 
 
-def _read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    if array.ndim == 1 and not array.flags.writeable:
-        # A view of a read-only array would keep a chain of views alive in every evolved copy.
-        return array
+def _read_only(array: npt.NDArray[Any], values: Any) -> npt.NDArray[Any]:
+    """Return what was converted from ``values`` as a read-only array [T]."""
+    if array.ndim == 1:
+        if not array.flags.writeable:
+            # A view of a read-only array would keep a chain of views alive in every evolved copy.
+            return array
+        if array is not values and array.base is None:
+            # Converted just now, so that nobody else has it. A view would take 112 bytes more.
+            array.flags.writeable = False
+            return array
     view = array.reshape(-1).view()
     view.flags.writeable = False
     return view

@@ -47,6 +47,8 @@ _MAX_BYTES = 32 * 2**20
 _MAX_PREFIXES = 4
 """Conversations of one client: an agent and a few sub-agents that talk in turns."""
 _MAX_TRIED = 16
+_COMPARED = 64
+"""Bytes of the first elements that tell whether one conversation continues another."""
 OPEN = -1
 """The number of messages after an element whose last message the next element may change."""
 _BETWEEN = re.compile(r"[ \t\n\r]*,?[ \t\n\r]*")
@@ -87,15 +89,36 @@ class MessageList(list[Any]):
 class _Conversation:
     """A body, and the messages that its list was parsed to.
 
-    ``counts`` are their numbers after each element, or ``OPEN``. ``start`` is where the first element begins, ``ends``
-    are where each one ends, from there.
+    ``counts`` are their numbers after each element, or ``OPEN``. ``head`` is what comes before the first element, and
+    ``elements`` the text up to the end of the last one. ``ends`` are where each one ends in it.
     """
 
     raw: bytes
+    """The body until its elements were located, and then nothing."""
     messages: tuple[ChatMessage, ...]
     counts: array[int]
-    start: int = 0
+    size: int
+    """The bytes of the body."""
+    head: bytes = b""
+    elements: bytes = b""
     ends: array[int] = field(factory=lambda: array("q"))
+
+    @classmethod
+    def create(
+        cls, raw: bytes, messages: tuple[ChatMessage, ...], counts: array[int], start: int, ends: array[int]
+    ) -> _Conversation:
+        """Return the conversation in ``raw``, whose elements end at ``ends`` from ``start`` on."""
+        elements = raw[start : start + ends[-1]] if ends else b""
+        return cls(b"", messages, counts, size=len(raw), head=raw[:start], elements=elements, ends=ends)
+
+    def begins_like(self, raw: bytes, opening: re.Pattern[bytes]) -> bool:
+        """Return whether it is worth looking for the elements of this conversation in ``raw``."""
+        if self.ends:
+            return True
+        mine, other = opening.search(self.raw), opening.search(raw)
+        if mine is None or other is None:
+            return False
+        return self.raw[mine.end() : mine.end() + _COMPARED] == raw[other.end() : other.end() + _COMPARED]
 
     def locate(self, opening: re.Pattern[bytes], name: str) -> bool:
         """Find the elements, unless that was done before. Return whether their places are proved."""
@@ -109,19 +132,28 @@ class _Conversation:
                 continue
             body = _parse_marked(self.raw[: found.end()], self.raw[found.end() + ends[-1] :], name)
             if body is not None and len(body[name]) == 1:
-                self.start, self.ends = found.end(), ends
+                self.head, self.ends = self.raw[: found.end()], ends
+                self.elements, self.raw = self.raw[found.end() : found.end() + ends[-1]], b""
                 return True
         self.counts = self.counts[:0]  # not again
         return False
 
-    def count_known(self, raw: bytes, start: int) -> int:
-        """Return how many elements at the start of this conversation are those of ``raw`` from ``start`` on."""
-        mine = np.frombuffer(self.raw, np.uint8)[self.start : self.start + self.ends[-1]]
-        other = np.frombuffer(raw, np.uint8)[start:]
-        size = min(len(mine), len(other))
-        unequal = mine[:size] != other[:size]
-        first = int(unequal.argmax()) if size else 0
-        num = bisect_right(self.ends, first if size and unequal[first] else size)
+    def count_known(self, raw: bytes, start: int, *, minimum: int) -> int:
+        """Return how many elements at the start of this conversation are those of ``raw`` from ``start`` on.
+
+        If there are fewer than ``minimum``, it may return 0.
+        """
+        # Most conversations go on, or are others.
+        if raw.startswith(self.elements, start):
+            num = len(self.ends)
+        elif len(self.ends) < minimum or not raw.startswith(self.elements[: self.ends[minimum - 1]], start):
+            return 0
+        else:
+            mine, other = np.frombuffer(self.elements, np.uint8), np.frombuffer(raw, np.uint8)[start:]
+            size = min(len(mine), len(other))
+            unequal = mine[:size] != other[:size]
+            first = int(unequal.argmax())
+            num = bisect_right(self.ends, first if unequal[first] else size)
         while num and self.counts[num - 1] < 0:
             num -= 1
         return num
@@ -176,15 +208,15 @@ class PrefixCache:
         """Return the conversation that has most elements in common with ``raw``, their number, and where they begin."""
         best, num_best, start = None, 0, 0
         for known in self._known.get(client, ()):
-            if not known.locate(self._opening, self.name):
+            if not known.begins_like(raw, self._opening) or not known.locate(self._opening, self.name):
                 continue
-            if raw.startswith(known.raw[: known.start]):
-                at = known.start
+            if raw.startswith(known.head):
+                at = len(known.head)
             elif (found := self._opening.search(raw)) is not None:
                 at = found.end()
             else:
                 continue
-            num = known.count_known(raw, at)
+            num = known.count_known(raw, at, minimum=num_best + 1)
             if num > num_best:
                 best, num_best, start = known, num, at
         return best, num_best, start
@@ -198,7 +230,7 @@ class PrefixCache:
             own[index] = OPEN
         before = reading.before
         if before is None:
-            noted = _Conversation(reading.raw, messages.messages, own)
+            noted = _Conversation(reading.raw, messages.messages, own, size=len(reading.raw))
         else:
             end = before.ends[reading.num_known - 1]
             more = _find_ends(reading.raw, reading.start + end, len(own))
@@ -207,18 +239,18 @@ class PrefixCache:
             ends = before.ends[: reading.num_known]
             ends.extend(end + each for each in more)
             counts = before.counts[: reading.num_known] + own
-            noted = _Conversation(reading.raw, messages.messages, counts, reading.start, ends)
+            noted = _Conversation.create(reading.raw, messages.messages, counts, reading.start, ends)
             if noted.messages[: len(before.messages)] != before.messages:
                 before = None  # another conversation that begins alike
         kept = (noted, *(other for other in self._pop(reading.client) if other is not before))[:_MAX_PREFIXES]
         self._known[reading.client] = kept
-        self._num_bytes += sum(len(each.raw) for each in kept)
+        self._num_bytes += sum(each.size for each in kept)
         while self._num_bytes > _MAX_BYTES:
             self._pop(next(iter(self._known)))
 
     def _pop(self, client: Hashable) -> tuple[_Conversation, ...]:
         popped = self._known.pop(client, ())
-        self._num_bytes -= sum(len(each.raw) for each in popped)
+        self._num_bytes -= sum(each.size for each in popped)
         return popped
 
 

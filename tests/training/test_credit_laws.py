@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.training.episode_shapes import DrawnShape, episode_shapes
 
 from areal_actors.cache import STYLES
-from areal_actors.testing.gradients import EXACT, Estimator, measure
+from areal_actors.testing.gradients import EXACT, Estimator, Play, Shape, measure
 
 _NUM_SHAPES = {60: 250}.get(settings().max_examples, min(settings().max_examples, 10_000))
 """A few hundred where every change is tested, ten thousand each night."""
@@ -35,3 +35,18 @@ def test_the_default_gain_of_what_decides_is_positive(drawn: DrawnShape, style: 
     assert bias.estimand_cosine >= EXACT, bias
     if drawn.is_outcome and drawn.is_steady:
         assert bias.scale > 0, bias
+
+
+def test_a_choice_that_a_later_reward_makes_up_for_is_not_trained() -> None:
+    """Both options return the same number, so that the gradient of the returns is zero, and the update as well."""
+
+    def script(play: Play) -> None:
+        first = play.turn("first", (0.5, 0.5))
+        play.reward(first, 0.5 * (1 - first.option))
+        if first.option:
+            play.reward(play.turn("second", after=first), 0.5)
+
+    shape = Shape(name="even", statement="Both options earn 0.5, at different turns.", problems=(script,))
+    bias = measure(shape, Estimator(export={"discount": 1.0}), group_size=2, num_groups=1)
+
+    assert (0.0, 1.0) == (bias.cosine, bias.estimand_cosine)

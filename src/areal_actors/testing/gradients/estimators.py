@@ -75,7 +75,8 @@ class Bias:
 
     Where the true gradient is zero, the scale is NaN and the cosine 0.
     ``estimand_cosine`` is the cosine to the gradient of what the settings ask for: each turn's own return, which a
-    discount or a mean over branches may make another thing than the episode's reward. ``noise`` is the standard
+    discount or a mean over branches may make another thing than the episode's reward; it is 1 where neither gradient
+    is above rounding, as where a later reward equals what an earlier choice lost. ``noise`` is the standard
     deviation of a single group's update over the length of the expected one: with k groups in a batch, divide it by
     the square root of k.
     """
@@ -226,7 +227,7 @@ class Enumeration:
         return Bias(
             scale=float(mean @ truth) / length if length > _NOTHING**2 else math.nan,
             cosine=_cosine(mean, truth),
-            estimand_cosine=_cosine(mean, self.estimand),
+            estimand_cosine=_cosine(mean, self.estimand) if _is_some(mean) or _is_some(self.estimand) else 1.0,
             # The deviation of a random update over the length of its mean, given its mean squared length.
             noise=math.sqrt(max(variance, 0.0) / float(update @ update))
             if float(update @ update) > _NOTHING**2
@@ -332,6 +333,10 @@ def _on_mask(group: Group, values: Sequence[npt.NDArray[Any]]) -> Doubles:
 def _cosine(left: Doubles, right: Doubles) -> float:
     norms = float(np.linalg.norm(left) * np.linalg.norm(right))
     return float(left @ right) / norms if norms > _NOTHING else 0.0
+
+
+def _is_some(gradient: Doubles) -> bool:
+    return float(np.linalg.norm(gradient)) > _NOTHING
 
 
 _NOTHING = 1e-9

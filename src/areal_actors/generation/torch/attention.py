@@ -93,6 +93,7 @@ class StepAttention:
     is_padded: bool = False
     _tail_mask: torch.Tensor | None = field(default=None, init=False)
     _main_mask: torch.Tensor | None = field(default=None, init=False)
+    _own: _OwnSegments | None = field(default=None, init=False)
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the attention output [Hq, N, Dv] of layer ``index``.
@@ -140,14 +141,19 @@ class StepAttention:
         # [Hk, rows * group, D]: the queries of neighbouring rows are adjacent, so those of a segment are one slice.
         queries = (q * scale).view(num_kv_heads, group, *q.shape[1:]).transpose(1, 2).flatten(1, 2)
         by_segments = rows.is_alone or not self.is_padded
-        join = _Join.create(queries, v, depth=1 + (rows.plan.depth if by_segments else 1))
-        if by_segments:
-            for segment in rows.plan.segments:
+        if by_segments and self._own is None:
+            self._own = _OwnSegments.create(rows, queries.device)
+        own_segments = self._own
+        join = _Join.create(queries, v, depth=2 + (rows.plan.depth if by_segments else 0))
+        if by_segments and own_segments is not None:
+            for segment in own_segments.others:
                 slot, at = rows.slots[segment.first], slice(segment.first * group, segment.last * group)
                 keys = layer.keys[slot, :, segment.start : segment.stop]
                 values = layer.values[slot, :, segment.start : segment.stop]
                 # Level 0 of the join is the row's own tail.
                 join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
+            if own_segments.places is not None:
+                own_segments.attend(layer, _by_row(queries, rows.num_live, group), join)
         else:
             # One masked product: more memory traffic than by segments, but far fewer kernels.
             longest = max((s.stop for s in rows.plan.segments), default=0)
@@ -182,6 +188,74 @@ class StepAttention:
         own = own.new_zeros((rows.num_tails, *own.shape[1:])).index_copy_(0, rows.tails, own)
         part = _attend_part(own, keys, values, self._tail_mask[:, None, None])
         _put_rows(join, 0, _Part(part.output[rows.tails], part.mass[rows.tails], part.peak[rows.tails]))
+
+
+@frozen(eq=False)
+class _OwnSegments:
+    """Segments of single rows, which one masked product of all of their slots computes, and the ``others``.
+
+    Row ``places[i]`` has its segment in slot ``slots[i]``, counted from the ``first`` of ``num_slots`` slots that are
+    read in place. Keys ``is_hidden`` [num_slots, L], counted from column ``start``, are outside the row's segment.
+    """
+
+    others: Sequence[Segment]
+    places: torch.Tensor | None = None
+    slots: torch.Tensor | None = None
+    first: int = 0
+    num_slots: int = 0
+    start: int = 0
+    is_hidden: torch.Tensor | None = None
+
+    @classmethod
+    def create(cls, rows: DecodeLayout, device: torch.device) -> _OwnSegments:
+        """Choose the segments of a step; all are ``others`` where a product of all slots would read mostly unused ones.
+
+        32 rows of 30 layers are some 10,000 operations by segments, whose calls take several times as long as their
+        arithmetic.
+        """
+        # A row has one at most: its last.
+        single = [segment for segment in rows.plan.segments if segment.last - segment.first == 1]
+        slots = [rows.slots[segment.first] for segment in single]
+        if rows.is_alone or len(single) < MIN_BATCHED_ROWS:
+            return cls(rows.plan.segments)
+        first, num_slots = min(slots), max(slots) - min(slots) + 1
+        start, stop = min(segment.start for segment in single), max(segment.stop for segment in single)
+        if num_slots * (stop - start) > MAX_UNUSED * sum(segment.stop - segment.start for segment in single):
+            return cls(rows.plan.segments)
+        starts, stops = torch.full((num_slots,), start), torch.full((num_slots,), stop)
+        for slot, segment in zip(slots, single, strict=True):
+            starts[slot - first], stops[slot - first] = segment.start, segment.stop
+        columns = torch.arange(start, stop)
+        # Slots between them, which hold other tokens or none, hide nothing: their results are not used.
+        is_hidden = (columns < starts[:, None]) | (columns >= stops[:, None])
+        return cls(
+            others=[segment for segment in rows.plan.segments if segment.last - segment.first > 1],
+            places=torch.tensor([segment.first for segment in single], device=device),
+            slots=torch.tensor(slots, device=device) - first,
+            first=first,
+            num_slots=num_slots,
+            start=start,
+            is_hidden=is_hidden.to(device),
+        )
+
+    def attend(self, layer: LayerKeyValues, queries: torch.Tensor, join: _Join) -> None:
+        """Attend from ``queries`` [n, Hk, G, D], and put the result on the last level of the join."""
+        assert self.places is not None
+        assert self.slots is not None
+        assert self.is_hidden is not None
+        at = slice(self.first, self.first + self.num_slots), slice(None), slice(self.start, self._stop)
+        placed = queries.new_zeros((self.num_slots, *queries.shape[1:]))
+        placed.index_copy_(0, self.slots, queries[self.places])
+        part = _attend_part(placed, layer.keys[at], layer.values[at], self.is_hidden[:, None, None])
+        group = queries.shape[2]
+        for target, found in ((join.outputs, part.output), (join.masses, part.mass), (join.peaks, part.peak)):
+            by_row = target[-1].view(target.shape[1], -1, group, *target.shape[3:])
+            by_row[:, self.places] = found[self.slots].transpose(0, 1).to(by_row.dtype)
+
+    @property
+    def _stop(self) -> int:
+        assert self.is_hidden is not None
+        return self.start + self.is_hidden.shape[1]
 
 
 @frozen(eq=False)
@@ -254,6 +328,11 @@ def _put_rows(join: _Join, level: int, part: _Part) -> None:
     turned = [tensor.transpose(0, 1).flatten(1, 2) for tensor in (part.output, part.mass, part.peak)]
     join.put(level, slice(0, turned[0].shape[1]), _Part(*turned))
 
+
+MIN_BATCHED_ROWS = 4
+"""Segments of fewer rows are computed one by one, which copies no queries and results."""
+MAX_UNUSED = 4
+"""One product for all rows may read this many times the keys of their segments."""
 
 COLUMN_STEP = 64
 """Capacities in tokens are multiples of this number: growth copies everything, so it should be rare."""

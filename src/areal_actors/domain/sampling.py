@@ -56,13 +56,13 @@ def as_experts(values: Any) -> Experts:
 
 
 def _read_only(array: npt.NDArray[Any], values: Any) -> npt.NDArray[Any]:
-    """Return what was converted from ``values`` as a read-only array [T]."""
+    """Return ``array``, which ``np.asarray`` made of ``values``, as a read-only array [T]."""
     if array.ndim == 1:
         if not array.flags.writeable:
             # A view of a read-only array would keep a chain of views alive in every evolved copy.
             return array
-        if array is not values and array.base is None:
-            # Converted just now, so that nobody else has it. A view would take 112 bytes more.
+        if array is not values and array.base is None and isinstance(values, list | tuple | np.ndarray):
+            # A new array, of which a view would take 112 bytes more. Other objects may return an array of their own.
             array.flags.writeable = False
             return array
     view = array.reshape(-1).view()

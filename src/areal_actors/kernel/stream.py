@@ -126,7 +126,8 @@ class BufferedStream(
     async def gather(self, until: float) -> list[Item]:
         """Return the items that have arrived by this time of the loop's clock, perhaps none.
 
-        Returns earlier if the handler has ended, or before it would wait for room. Its errors are left to
+        Returns earlier if the handler has ended, or before it would wait for room, and on trio up to a quarter of the
+        wait earlier, together with other streams. Its errors are left to
         ``__anext__``. The consumer is woken once for all of them, where reading each item would wake it once for each.
         """
         call = self._call

@@ -3,8 +3,7 @@
 Parking one task and waking it is the most frequent operation of a mailbox. An ``anyio.Event`` does more than that needs
 (any number of waiters, a look-up of the back end at each construction), and two of them per ask cost more than the rest
 of the kernel: 13 µs compared with 7 µs for a future on asyncio, 16 µs compared with 13 µs for a parked task on trio.
-Likewise, using trio's own cancel scope saves a layer. Code outside the path of a
-request uses anyio.
+Likewise, using trio's own cancel scope saves a layer. All code outside that path uses anyio.
 """
 
 from __future__ import annotations
@@ -12,13 +11,12 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Awaitable, Callable
-from functools import cache
 from typing import Protocol, cast
 
 import anyio
 from attrs import frozen
 
-__all__ = ["Loop", "Scope", "Signal", "current_time", "is_trio", "loop_identity", "new_scope", "running_loop"]
+__all__ = ["Loop", "Scope", "Signal", "is_trio", "loop_identity", "running_loop"]
 
 
 Scope = anyio.CancelScope
@@ -99,29 +97,6 @@ def is_trio() -> bool:
     return trio is not None and trio.lowlevel.in_trio_task()
 
 
-def current_time() -> float:
-    """Return what ``anyio.current_time`` does, in a fifth of the time: it does not look up the back end."""
-    if is_trio():
-        import trio
-
-        return trio.current_time()
-    return asyncio.get_running_loop().time()
-
-
-def new_scope() -> Scope:
-    """Return a cancel scope without a deadline. As ``current_time``, it saves the look-up of the back end."""
-    if is_trio():
-        import trio
-
-        return cast("Scope", trio.CancelScope())
-    return _asyncio_scope()()
-
-
-@cache
-def _asyncio_scope() -> type[Scope]:
-    return type(anyio.CancelScope())
-
-
 class _FutureSignal:
     """A signal on asyncio: a future."""
 
@@ -143,14 +118,14 @@ def _trio_loop() -> Loop:
     # Imported here, as trio is.
     import trio
 
-    from areal_actors.lib.trio_signals import ParkedSignal, Ticks
+    from areal_actors.lib.trio_signals import ParkedSignal, SharedTimers
 
     call_soon = trio.lowlevel.current_trio_token().run_sync_soon
     return Loop(
         new_signal=ParkedSignal,
         new_scope=cast("Callable[..., Scope]", trio.CancelScope),
         now=trio.current_time,
-        wait_until=cast("Callable[[Signal, float], Awaitable[None]]", Ticks().wait_until),
+        wait_until=cast("Callable[[Signal, float], Awaitable[None]]", SharedTimers().wait_until),
         effective_deadline=trio.current_effective_deadline,
         call_soon=call_soon,
         call_soon_here=call_soon,

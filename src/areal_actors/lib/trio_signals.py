@@ -12,7 +12,7 @@ from typing import Any
 import trio
 from trio.lowlevel import Abort, Task, current_task, reschedule, wait_task_rescheduled
 
-__all__ = ["ParkedSignal", "Ticks"]
+__all__ = ["ParkedSignal", "SharedTimers"]
 
 _MAX_TOGETHER = 32
 """Waits that end with one timer. The tasks that it wakes run before the loop looks for input again."""
@@ -49,64 +49,64 @@ class ParkedSignal:
         return Abort.SUCCEEDED
 
 
-class Ticks:
+class SharedTimers:
     """The waits of a loop that end at a time."""
 
     def __init__(self) -> None:
-        self._ticks: list[_Tick] = []
+        self._timers: list[_Timer] = []
 
     async def wait_until(self, signal: ParkedSignal, deadline: float) -> None:
         """Wait until ``signal`` is set, or the deadline has passed; up to a quarter earlier if another ends then."""
         earliest = deadline - (deadline - trio.current_time()) / 4
-        for tick in self._ticks:
-            if earliest <= tick.at <= deadline and len(tick.waiting) < _MAX_TOGETHER:
+        for timer in self._timers:
+            if earliest <= timer.at <= deadline and len(timer.waiting) < _MAX_TOGETHER:
                 break
         else:
-            tick = _Tick(self._ticks, deadline)
-            self._ticks.append(tick)
-        tick.waiting[signal] = None
+            timer = _Timer(self._timers, deadline)
+            self._timers.append(timer)
+        timer.waiting[signal] = None
         try:
-            while not (signal.is_set or tick.has_rung):
-                if tick.keeper is None:
-                    await tick.keep(signal)
+            while not (signal.is_set or timer.has_expired):
+                if timer.owner is None:
+                    await timer.keep(signal)
                 else:
                     await signal.wait()
         finally:
-            tick.leave(signal)
+            timer.leave(signal)
 
 
-class _Tick:
-    """Waits that end at one time. One of them, the keeper, has a scope with that deadline and wakes the others."""
+class _Timer:
+    """Waits that end at one time. One of them, the owner, has a scope with that deadline and wakes the others."""
 
-    __slots__ = ("_ticks", "at", "has_rung", "keeper", "waiting")
+    __slots__ = ("_timers", "at", "has_expired", "owner", "waiting")
 
-    def __init__(self, ticks: list[_Tick], at: float) -> None:
-        self._ticks = ticks
+    def __init__(self, timers: list[_Timer], at: float) -> None:
+        self._timers = timers
         self.at = at
         self.waiting: dict[ParkedSignal, None] = {}
-        self.keeper: ParkedSignal | None = None
-        self.has_rung = False
+        self.owner: ParkedSignal | None = None
+        self.has_expired = False
 
     async def keep(self, signal: ParkedSignal) -> None:
         """Wait for ``signal``, and wake all waits at their time."""
-        self.keeper = signal
+        self.owner = signal
         with trio.CancelScope(deadline=self.at) as scope:
             await signal.wait()
         if scope.cancelled_caught:
-            self.has_rung = True
-            self._ticks.remove(self)
+            self.has_expired = True
+            self._timers.remove(self)
             for other in self.waiting:
                 other.wake()
 
     def leave(self, signal: ParkedSignal) -> None:
-        """End a wait. If it was the keeper, another one takes its place."""
+        """End a wait. If it was the owner, another one takes its place."""
         del self.waiting[signal]
-        if self.keeper is signal:
-            self.keeper = None
-        if self.has_rung:
+        if self.owner is signal:
+            self.owner = None
+        if self.has_expired:
             return
         if not self.waiting:
-            self._ticks.remove(self)
-        elif self.keeper is None:
+            self._timers.remove(self)
+        elif self.owner is None:
             # It keeps the time from now on, or leaves in its turn.
             next(iter(self.waiting)).wake()

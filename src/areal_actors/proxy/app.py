@@ -15,6 +15,7 @@ from hashlib import blake2b
 from time import perf_counter
 from typing import Any
 
+import anyio
 from attrs import evolve, field, frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -25,7 +26,6 @@ from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import AnswerStarted, Attempt, Credential, StreamItem
 from areal_actors.errors import InvalidRequest, QuotaExceeded
 from areal_actors.kernel import BufferedStream, Ref
-from areal_actors.lib.loops import current_time
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -213,7 +213,7 @@ class CompletionEndpoint:
                             self.meter.first_token_seconds[exchange.operation].observe(seconds)
                         events, announced = events + announced + formatter.feed(item), b""
                     if events:
-                        sent_at = current_time()
+                        sent_at = anyio.current_time()
                         await exchange.send_events(events)
 
         try:

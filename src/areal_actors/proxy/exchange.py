@@ -29,7 +29,7 @@ from starlette.routing import BaseRoute, Match
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
-from areal_actors.lib.loops import current_time, is_trio, new_scope
+from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.connections import ON_DISCONNECT, TAKE_BODY
 from areal_actors.proxy.dialects.fields import parse_object
@@ -251,7 +251,7 @@ class Exchange:
         """The status that was sent, or 0."""
         self.started_at = time.perf_counter()
         # One scope serves the body timeout, hang-ups and ``cut``: entering a scope for each would slow every request.
-        self.lifetime = new_scope()
+        self.lifetime = anyio.CancelScope()
         """The cancel scope around the handling of the request."""
         self.span: tracing.RequestSpan | None = None
         """The span of the request, if it is traced."""
@@ -321,7 +321,7 @@ class Exchange:
                 raise _too_large(max_bytes)
             return body
         self.body_seconds = timeout_seconds
-        self.lifetime.deadline = current_time() + timeout_seconds
+        self.lifetime.deadline = anyio.current_time() + timeout_seconds
         parts: list[bytes] = []
         size = 0
         while size <= _DISCARDED * max_bytes:

@@ -46,7 +46,6 @@ from areal_actors.domain import (
 from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, RequestError, Unavailable
 from areal_actors.journal import Journal, NoJournal, Recovered
 from areal_actors.kernel import Actor, Context, Ref
-from areal_actors.lib.loops import current_time, running_loop
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.lib.tracing import CompletionTrace
 from areal_actors.messages import (
@@ -182,7 +181,7 @@ class _Extras:
         parent: InteractionId | None,
     ) -> None:
         """Treat a request that was answered from a recording as one that was sampled."""
-        names, now = tuple(answer.interaction for answer in answers), current_time()
+        names, now = tuple(answer.interaction for answer in answers), anyio.current_time()
         self.note_thread(request, names)
         if parent is not None:
             self.attempts.note_read(parent)
@@ -245,13 +244,12 @@ class SessionManager(Actor[Sessions]):
         self._recovered = recovered
         self._records = records
         self._wall_clock = wall_clock
-        self._now = current_time  # later the loop's own, which is faster
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Restore sessions, learn the engine's limits, and end idle sessions while the actor runs."""
         recovered, self._recovered = self._recovered, None
-        now, wall_now = current_time(), self._wall_clock()
+        now, wall_now = anyio.current_time(), self._wall_clock()
         for session in () if recovered is None else recovered.sessions.values():
             opening = session.started.metadata.get(_OPENING, {})
             record = opening.get("record")
@@ -285,8 +283,7 @@ class SessionManager(Actor[Sessions]):
         """
         view = await self._generation.ask(DescribeEngine())
         length = view.info.context_length
-        self._now = running_loop().now
-        self._planner.learn(evolve(view.info, context_length=min(length, max_length or length)), now=self._now)
+        self._planner.learn(evolve(view.info, context_length=min(length, max_length or length)))
 
     def _session_journal(self, session: SessionId, *, record: SessionId | None = None) -> SessionJournal | None:
         journal = self._journal
@@ -329,7 +326,7 @@ class SessionManager(Actor[Sessions]):
             raise QuotaExceeded(f"There may be {message.max_live} live sessions of yours; end one before the next.")
         issued = self._store.create(
             message.task,
-            now=self._now(),
+            now=anyio.current_time(),
             key=message.api_key,
             group=message.group,
             metadata={**message.metadata, **(_describe_opening(message) if self._process else {})},
@@ -368,7 +365,7 @@ class SessionManager(Actor[Sessions]):
                 await extras.journal.write_end(final)
             if final is not None:
                 session.tree.put_reward(final)
-            self._store.end(session.id, self._now())
+            self._store.end(session.id, anyio.current_time())
         await self._settle(session.id)
         if extras.record is not None and extras.record.recording.num_left:
             recording = extras.record.recording
@@ -399,7 +396,7 @@ class SessionManager(Actor[Sessions]):
     async def log(self, message: LogNumbers) -> None:
         """Store named numbers with the session."""
         credential = message.credential
-        session = self._store.for_log(credential, self._now(), is_capability=credential.is_capability)
+        session = self._store.for_log(credential, anyio.current_time(), is_capability=credential.is_capability)
         session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @CheckCredential.handler
@@ -454,7 +451,7 @@ class SessionManager(Actor[Sessions]):
         if extras is not None and extras.journal is not None and extras.record is None:
             extras.journal.note_forgotten()
         with suppress(NotFound):
-            self._store.end(message.session, self._now())
+            self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
         if self._process and self._journal is not None:
             # The first process deletes the session's group once this returns, and then knows it no more.
@@ -487,7 +484,7 @@ class SessionManager(Actor[Sessions]):
         return self._store.get(session).tree
 
     def _for_reward(self, credential: Credential) -> Session:
-        return self._store.for_reward(credential, self._now(), is_capability=credential.is_capability)
+        return self._store.for_reward(credential, anyio.current_time(), is_capability=credential.is_capability)
 
     def _resolve(self, credential: Credential) -> Session:
         return self._store.resolve(credential, is_capability=credential.is_capability)
@@ -508,7 +505,7 @@ class SessionManager(Actor[Sessions]):
         expired: list[SessionId] = []
         while True:
             await anyio.sleep(self._config.sweep_seconds)
-            expired += self._store.expire(self._now())
+            expired += self._store.expire(anyio.current_time())
             # Sessions whose end could not be written stay in the list for the next sweep.
             expired = [session for session in expired if not await self._end_expired(session)]
 
@@ -588,7 +585,7 @@ class SessionManager(Actor[Sessions]):
         """Remember a request that was refused, unless its session is gone."""
         with suppress(RequestError):
             session = self._open_for(message.credential)
-            self._extras[session.id].attempts.refuse(message.attempt, self._now())
+            self._extras[session.id].attempts.refuse(message.attempt, anyio.current_time())
 
     @DescribeAnswer.handler
     async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
@@ -654,7 +651,7 @@ class SessionManager(Actor[Sessions]):
             return None, None
         session = self._open_for(message.credential)
         attempts = self._extras[session.id].attempts
-        while (sending := attempts.recognise(attempt, self._now())) is not None:
+        while (sending := attempts.recognise(attempt, anyio.current_time())) is not None:
             if sending.is_cut:
                 cut = sending
                 break
@@ -674,7 +671,7 @@ class SessionManager(Actor[Sessions]):
         return None, cut
 
     def _open_for(self, credential: Credential) -> Session:
-        return self._store.for_completion(credential, self._now(), is_capability=credential.is_capability)
+        return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
 
     def _begin(
         self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None

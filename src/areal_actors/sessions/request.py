@@ -57,7 +57,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnded, Unavailable, UnsupportedParameter
 from areal_actors.kernel import BackgroundTasks, Ref
-from areal_actors.lib.loops import current_time
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.lib.tracing import CompletionTrace, SampledChoice
 from areal_actors.messages import Generate, Generation
@@ -101,7 +100,6 @@ class PendingRequest:
     journal: SessionJournal | None = None
     digest: str | None = None
     trace: CompletionTrace | None = None
-    now: Callable[[], float] = current_time
     _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
     _adopted: anyio.CancelScope | None = field(default=None, init=False)
@@ -116,7 +114,7 @@ class PendingRequest:
             attempts.note_read(self.plan.parent)
         if attempt is not None:
             interactions = tuple(choice.interaction for choice in self.choices)
-            self.sending = attempts.begin(attempt, interactions, self, self.now())
+            self.sending = attempts.begin(attempt, interactions, self, anyio.current_time())
             self.sending.asked = asked_of(self.plan.request, self.requests[0].key)
 
     def follow(self, trace: CompletionTrace | None) -> None:
@@ -221,7 +219,7 @@ class PendingRequest:
             wall_now, tree = self.journal.clock(), self.session.tree
             self.journal.note(*[self._event(tree.get(interaction), None, wall_now) for interaction in unanswered])
         # Time spent on a long answer does not count as idle.
-        now = self.session.last_used_at = self.now()
+        now = self.session.last_used_at = anyio.current_time()
         if self.sending is not None:
             answers = tuple(choice.answer for choice in self.choices if choice.answer is not None)
             self.sending.end(answers if len(answers) == len(self.choices) else None, now)
@@ -381,11 +379,9 @@ class RequestPlanner:
         self._context_length = 0
         self._has_grammars = False
         self._logprobs_follow_truncation = True
-        self._now = current_time
 
-    def learn(self, engine: EngineInfo, *, now: Callable[[], float]) -> None:
-        """Store the engine's limits and the clock of the event loop. This is required before the first turn."""
-        self._now = now
+    def learn(self, engine: EngineInfo) -> None:
+        """Store the engine's limits. This is required before the first turn."""
         self._context_length = engine.context_length
         self._has_grammars = engine.has_grammars
         self._logprobs_follow_truncation = engine.logprobs_follow_truncation
@@ -458,7 +454,6 @@ class RequestPlanner:
             is_streaming=is_streaming,
             journal=journal,
             digest=digest,
-            now=self._now,
         )
 
 

@@ -93,7 +93,7 @@ class StepAttention:
     is_padded: bool = False
     _tail_mask: torch.Tensor | None = field(default=None, init=False)
     _main_mask: torch.Tensor | None = field(default=None, init=False)
-    _own: _OwnSegments | None = field(default=None, init=False)
+    _division: tuple[Sequence[Segment], _RowSegments | None] | None = field(default=None, init=False)
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """Return the attention output [Hq, N, Dv] of layer ``index``.
@@ -141,19 +141,20 @@ class StepAttention:
         # [Hk, rows * group, D]: the queries of neighbouring rows are adjacent, so those of a segment are one slice.
         queries = (q * scale).view(num_kv_heads, group, *q.shape[1:]).transpose(1, 2).flatten(1, 2)
         by_segments = rows.is_alone or not self.is_padded
-        if by_segments and self._own is None:
-            self._own = _OwnSegments.create(rows, queries.device)
-        own_segments = self._own
+        # The last level is that of all rows together: their own segments, or their whole main parts.
         join = _Join.create(queries, v, depth=2 + (rows.plan.depth if by_segments else 0))
-        if by_segments and own_segments is not None:
-            for segment in own_segments.others:
+        if by_segments:
+            if self._division is None:
+                self._division = _divide(rows, queries.device)
+            segments, together = self._division
+            for segment in segments:
                 slot, at = rows.slots[segment.first], slice(segment.first * group, segment.last * group)
                 keys = layer.keys[slot, :, segment.start : segment.stop]
                 values = layer.values[slot, :, segment.start : segment.stop]
                 # Level 0 of the join is the row's own tail.
                 join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
-            if own_segments.places is not None:
-                own_segments.attend(layer, _by_row(queries, rows.num_live, group), join)
+            if together is not None:
+                together.attend(layer, _by_row(queries, rows.num_live, group), join)
         else:
             # One masked product: more memory traffic than by segments, but far fewer kernels.
             longest = max((s.stop for s in rows.plan.segments), default=0)
@@ -190,72 +191,66 @@ class StepAttention:
         _put_rows(join, 0, _Part(part.output[rows.tails], part.mass[rows.tails], part.peak[rows.tails]))
 
 
-@frozen(eq=False)
-class _OwnSegments:
-    """Segments of single rows, which one masked product of all of their slots computes, and the ``others``.
+def _divide(rows: DecodeLayout, device: torch.device) -> tuple[Sequence[Segment], _RowSegments | None]:
+    """Return the segments to compute one by one, and those of single rows if one product of all slots is faster.
 
-    Row ``places[i]`` has its segment in slot ``slots[i]``, counted from the ``first`` of ``num_slots`` slots that are
-    read in place. Keys ``is_hidden`` [num_slots, L], counted from column ``start``, are outside the row's segment.
+    32 rows of 30 layers are some 10,000 operations by segments, whose calls take several times as long as their
+    arithmetic.
+    """
+    segments = rows.plan.segments
+    # A row has one at most: its last.
+    single = [segment for segment in segments if segment.last - segment.first == 1]
+    if rows.is_alone or len(single) < MIN_BATCHED_ROWS:
+        return segments, None
+    together = _RowSegments.create(single, [rows.slots[segment.first] for segment in single], device)
+    if together.is_hidden.numel() > MAX_UNUSED * sum(segment.stop - segment.start for segment in single):
+        return segments, None
+    return [segment for segment in segments if segment.last - segment.first > 1], together
+
+
+@frozen(eq=False, kw_only=True)
+class _RowSegments:
+    """Segments of single rows, which one masked product of all of their slots computes.
+
+    Row ``places[i]`` has its segment in slot ``first + slots[i]``. The slots from ``first`` and the columns from
+    ``start`` on are read in place, as many as ``is_hidden`` [S, L] has; hidden keys are outside the row's segment.
     """
 
-    others: Sequence[Segment]
-    places: torch.Tensor | None = None
-    slots: torch.Tensor | None = None
-    first: int = 0
-    num_slots: int = 0
-    start: int = 0
-    is_hidden: torch.Tensor | None = None
+    places: torch.Tensor
+    slots: torch.Tensor
+    first: int
+    start: int
+    is_hidden: torch.Tensor
 
     @classmethod
-    def create(cls, rows: DecodeLayout, device: torch.device) -> _OwnSegments:
-        """Choose the segments of a step; all are ``others`` where a product of all slots would read mostly unused ones.
-
-        32 rows of 30 layers are some 10,000 operations by segments, whose calls take several times as long as their
-        arithmetic.
-        """
-        # A row has one at most: its last.
-        single = [segment for segment in rows.plan.segments if segment.last - segment.first == 1]
-        slots = [rows.slots[segment.first] for segment in single]
-        if rows.is_alone or len(single) < MIN_BATCHED_ROWS:
-            return cls(rows.plan.segments)
+    def create(cls, segments: Sequence[Segment], slots: Sequence[int], device: torch.device) -> _RowSegments:
+        """Return the segments of these slots, of which there is at least one."""
         first, num_slots = min(slots), max(slots) - min(slots) + 1
-        start, stop = min(segment.start for segment in single), max(segment.stop for segment in single)
-        if num_slots * (stop - start) > MAX_UNUSED * sum(segment.stop - segment.start for segment in single):
-            return cls(rows.plan.segments)
+        start, stop = min(segment.start for segment in segments), max(segment.stop for segment in segments)
         starts, stops = torch.full((num_slots,), start), torch.full((num_slots,), stop)
-        for slot, segment in zip(slots, single, strict=True):
+        for slot, segment in zip(slots, segments, strict=True):
             starts[slot - first], stops[slot - first] = segment.start, segment.stop
         columns = torch.arange(start, stop)
         # Slots between them, which hold other tokens or none, hide nothing: their results are not used.
         is_hidden = (columns < starts[:, None]) | (columns >= stops[:, None])
         return cls(
-            others=[segment for segment in rows.plan.segments if segment.last - segment.first > 1],
-            places=torch.tensor([segment.first for segment in single], device=device),
+            places=torch.tensor([segment.first for segment in segments], device=device),
             slots=torch.tensor(slots, device=device) - first,
             first=first,
-            num_slots=num_slots,
             start=start,
             is_hidden=is_hidden.to(device),
         )
 
     def attend(self, layer: LayerKeyValues, queries: torch.Tensor, join: _Join) -> None:
         """Attend from ``queries`` [n, Hk, G, D], and put the result on the last level of the join."""
-        assert self.places is not None
-        assert self.slots is not None
-        assert self.is_hidden is not None
-        at = slice(self.first, self.first + self.num_slots), slice(None), slice(self.start, self._stop)
-        placed = queries.new_zeros((self.num_slots, *queries.shape[1:]))
-        placed.index_copy_(0, self.slots, queries[self.places])
+        num_slots, length = self.is_hidden.shape
+        at = slice(self.first, self.first + num_slots), slice(None), slice(self.start, self.start + length)
+        placed = queries.new_zeros((num_slots, *queries.shape[1:])).index_copy_(0, self.slots, queries[self.places])
         part = _attend_part(placed, layer.keys[at], layer.values[at], self.is_hidden[:, None, None])
         group = queries.shape[2]
         for target, found in ((join.outputs, part.output), (join.masses, part.mass), (join.peaks, part.peak)):
             by_row = target[-1].view(target.shape[1], -1, group, *target.shape[3:])
             by_row[:, self.places] = found[self.slots].transpose(0, 1).to(by_row.dtype)
-
-    @property
-    def _stop(self) -> int:
-        assert self.is_hidden is not None
-        return self.start + self.is_hidden.shape[1]
 
 
 @frozen(eq=False)

@@ -102,6 +102,7 @@ class _Conversation:
     head: bytes = b""
     elements: bytes = b""
     ends: array[int] = field(factory=lambda: array("q"))
+    _start: int | None = field(default=None, init=False)
 
     @classmethod
     def create(
@@ -111,19 +112,16 @@ class _Conversation:
         elements = raw[start : start + ends[-1]] if ends else b""
         return cls(b"", messages, counts, size=len(raw), head=raw[:start], elements=elements, ends=ends)
 
-    def begins_like(self, raw: bytes, opening: re.Pattern[bytes]) -> bool:
-        """Return whether it is worth looking for the elements of this conversation in ``raw``."""
-        if self.ends:
-            return True
-        mine, other = opening.search(self.raw), opening.search(raw)
-        if mine is None or other is None:
-            return False
-        return self.raw[mine.end() : mine.end() + _COMPARED] == raw[other.end() : other.end() + _COMPARED]
+    def begins(self, opening: re.Pattern[bytes], text: bytes) -> bool:
+        """Return whether the list begins with ``text``, before its elements are located."""
+        if self._start is None:
+            self._start = _find_start(opening, self.raw)
+        return self.raw.startswith(text, self._start)
 
     def locate(self, opening: re.Pattern[bytes], name: str) -> bool:
-        """Find the elements, unless that was done before. Return whether their places are proved."""
-        if self.ends or not self.counts:
-            return bool(self.ends)
+        """Find the elements. Return whether their places are proved."""
+        if not self.counts:
+            return False
         for number, found in enumerate(opening.finditer(self.raw)):
             if number == _MAX_TRIED:
                 break
@@ -207,15 +205,14 @@ class PrefixCache:
     def _find(self, client: Hashable, raw: bytes) -> tuple[_Conversation | None, int, int]:
         """Return the conversation that has most elements in common with ``raw``, their number, and where they begin."""
         best, num_best, start = None, 0, 0
-        for known in self._known.get(client, ()):
-            if not known.begins_like(raw, self._opening) or not known.locate(self._opening, self.name):
+        conversations = self._known.get(client, ())
+        has_heads = all(known.ends and raw.startswith(known.head) for known in conversations)
+        opened = 0 if has_heads else _find_start(self._opening, raw)
+        first = raw[opened : opened + _COMPARED]
+        for known in conversations:
+            if not known.ends and not (known.begins(self._opening, first) and known.locate(self._opening, self.name)):
                 continue
-            if raw.startswith(known.head):
-                at = len(known.head)
-            elif (found := self._opening.search(raw)) is not None:
-                at = found.end()
-            else:
-                continue
+            at = len(known.head) if raw.startswith(known.head) else opened
             num = known.count_known(raw, at, minimum=num_best + 1)
             if num > num_best:
                 best, num_best, start = known, num, at
@@ -255,6 +252,12 @@ class PrefixCache:
 
 
 _decode = json.JSONDecoder().raw_decode
+
+
+def _find_start(opening: re.Pattern[bytes], raw: bytes) -> int:
+    """Return where the first list of messages in ``raw`` seems to begin; its end if there is none."""
+    found = opening.search(raw)
+    return len(raw) if found is None else found.end()
 
 
 def _find_ends(raw: bytes, start: int, number: int) -> array[int] | None:

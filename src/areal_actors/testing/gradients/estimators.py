@@ -227,7 +227,7 @@ class Enumeration:
         return Bias(
             scale=float(mean @ truth) / length if length > _NOTHING**2 else math.nan,
             cosine=_cosine(mean, truth),
-            estimand_cosine=_cosine(mean, self.estimand) if _is_some(mean) or _is_some(self.estimand) else 1.0,
+            estimand_cosine=_cosine(mean, self.estimand) if _is_nonzero(mean) or _is_nonzero(self.estimand) else 1.0,
             # The deviation of a random update over the length of its mean, given its mean squared length.
             noise=math.sqrt(max(variance, 0.0) / float(update @ update))
             if float(update @ update) > _NOTHING**2
@@ -335,7 +335,7 @@ def _cosine(left: Doubles, right: Doubles) -> float:
     return float(left @ right) / norms if norms > _NOTHING else 0.0
 
 
-def _is_some(gradient: Doubles) -> bool:
+def _is_nonzero(gradient: Doubles) -> bool:
     return float(np.linalg.norm(gradient)) > _NOTHING
 
 

@@ -421,13 +421,10 @@ def parse_chat_request(
     )
 
 
-_EXTENSIONS = tuple(each.name for each in EXTENSIONS)
-
-
 def _select_format(values: Mapping[str, Any]) -> Grammar | None:
     """Return the required output format, from OpenAI's ``response_format`` or from other servers' fields."""
     form = values["response_format"]
-    extensions = {name: value for name in _EXTENSIONS if (value := values[name]) is not None}
+    extensions = {each.name: values[each.name] for each in EXTENSIONS if values[each.name] is not None}
     if len(extensions) > 1:
         names = " and ".join(extensions)
         raise InvalidRequest(f"{names} both say what the answer must match; give one of them.")

@@ -46,10 +46,10 @@ def create_moe(kind: str, *, seed: int = 0, vocab: int = 61) -> Any:
     return architecture(settings).eval()
 
 
-def save_moe(kind: str, directory: Path) -> Path:
+def save_moe(kind: str, directory: Path, *, seed: int = 0) -> Path:
     """Save a model that speaks the language of the model ``tiny``. Returns ``directory``."""
     tokenizer = create_tiny_tokenizer()
-    model = create_moe(kind, vocab=len(tokenizer))
+    model = create_moe(kind, seed=seed, vocab=len(tokenizer))
     # SGLang's grammars need one.
     model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.save_pretrained(directory)

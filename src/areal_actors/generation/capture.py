@@ -12,21 +12,19 @@ from itertools import count
 from typing import Protocol
 
 import numpy as np
-from attrs import field, frozen
 
 from areal_actors.domain import (
     LOGPROB_SLACK,
     CaptureFault,
     Chunk,
+    Completion,
     EngineInfo,
     EngineRequest,
     FinishReason,
-    Floats,
     Ints,
     SampleKey,
     Sampling,
-    as_floats,
-    as_ints,
+    join_chunks,
 )
 from areal_actors.errors import CaptureViolation
 
@@ -35,9 +33,8 @@ __all__ = ["SELF_TEST_TOKENS", "CanSample", "Compare", "check_capture"]
 SELF_TEST_TOKENS = 8
 """Number of tokens to sample: enough to check that each token is predicted from the ones before it."""
 
-Compare = Callable[[Ints, Ints, Floats], Awaitable[str | None]]
-"""A function of a prompt [T], an output [n] and its raw log-probabilities [n] that returns a description of the fault,
-or ``None``."""
+Compare = Callable[[Ints, Completion], Awaitable[str | None]]
+"""A function of a prompt [T] and what was sampled after it that returns a description of the fault, or ``None``."""
 
 _ids = count()
 
@@ -76,10 +73,12 @@ async def check_capture(engine: CanSample, *, prompt: Ints, version: int, compar
         key=SampleKey(seed=0, path=("self-test",)),
     )
     async with engine.generate(request) as chunks:
-        sampled = _Sampled.of([chunk async for chunk in chunks])
-    ids, num = sampled.token_ids, len(sampled.token_ids)
+        received = [chunk async for chunk in chunks]
+    num = sum(len(chunk.token_ids) for chunk in received)
     if not num:
         raise _violation(engine, CaptureFault.EMPTY_CAPTURE, "it gave no token")
+    sampled = join_chunks(received)
+    ids = sampled.token_ids
     if {num} != {len(sampled.logprobs), len(sampled.raw_logprobs)}:
         what = f"it gave {num} ids and {len(sampled.logprobs)} log-probabilities"
         raise _violation(engine, CaptureFault.MISSING_TOKENS, what)
@@ -94,33 +93,12 @@ async def check_capture(engine: CanSample, *, prompt: Ints, version: int, compar
         if not np.isfinite(values).all() or (values > LOGPROB_SLACK).any():
             what = f"it gave the log-probabilities {values.tolist()}"
             raise _violation(engine, CaptureFault.IMPOSSIBLE_LOGPROBS, what)
-    if set(sampled.versions) != {version}:
+    if (sampled.versions != version).any():
         what = f"it gave tokens of version {sampled.versions[0]}, and {version} is served"
         raise _violation(engine, CaptureFault.WRONG_VERSION, what)
-    wrong = None if compare is None else await compare(prompt, sampled.token_ids, sampled.raw_logprobs)
+    wrong = None if compare is None else await compare(prompt, sampled)
     if wrong is not None:
         raise _violation(engine, CaptureFault.UNEXPLAINED_LOGPROBS, wrong)
-
-
-@frozen(kw_only=True)
-class _Sampled:
-    """The chunks of a generation, concatenated; ``versions`` has one entry for each chunk with tokens."""
-
-    token_ids: Ints = field(eq=False)
-    logprobs: Floats = field(eq=False)
-    raw_logprobs: Floats = field(eq=False)
-    versions: tuple[int, ...]
-    finish: FinishReason | None
-
-    @classmethod
-    def of(cls, chunks: list[Chunk]) -> _Sampled:
-        return cls(
-            token_ids=as_ints(np.concatenate([np.zeros(0), *(chunk.token_ids for chunk in chunks)])),
-            logprobs=as_floats(np.concatenate([np.zeros(0), *(chunk.logprobs for chunk in chunks)])),
-            raw_logprobs=as_floats(np.concatenate([np.zeros(0), *(chunk.raw_logprobs for chunk in chunks)])),
-            versions=tuple(chunk.version for chunk in chunks if len(chunk.token_ids)),
-            finish=chunks[-1].finish if chunks else None,
-        )
 
 
 def _violation(engine: CanSample, kind: CaptureFault, what: str) -> CaptureViolation:

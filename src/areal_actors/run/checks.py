@@ -14,15 +14,16 @@ import numpy as np
 from anyio import to_thread
 from attrs import frozen
 
+from areal_actors.cache.export import experts_of
 from areal_actors.cache.laws import find_broken
 from areal_actors.cache.rewards import load_rule
 from areal_actors.config import RunConfig
 from areal_actors.domain import (
     ChatMessage,
     Chunk,
+    Completion,
     EngineInfo,
     EngineRequest,
-    Floats,
     InteractionId,
     Ints,
     SessionId,
@@ -171,9 +172,9 @@ async def check_capture_of(generation: Ref[Generation], *, policy: PolicyTrainer
         return
     prompt = renderer.render([ChatMessage(role="user", content="Count to three.")])
 
-    async def compare(prompt: Ints, output: Ints, reported: Floats) -> str | None:
+    async def compare(prompt: Ints, sampled: Completion) -> str | None:
         # A forward pass would block the event loop.
-        return await to_thread.run_sync(_compare, policy, prompt, output, reported)
+        return await to_thread.run_sync(_compare, policy, prompt, sampled)
 
     engine = _EngineOfActor(generation, view.info)
     await check_capture(engine, prompt=prompt, version=policy.version, compare=compare)
@@ -191,13 +192,14 @@ class _EngineOfActor:
         return self.generation.stream(Generate(request=request))
 
 
-def _compare(policy: PolicyTrainer, prompt: Ints, output: Ints, reported: Floats) -> str | None:
+def _compare(policy: PolicyTrainer, prompt: Ints, sampled: Completion) -> str | None:
     """Return how the engine's log-probabilities differ from the policy's, or ``None`` if they do not. Blocks."""
-    is_output = np.arange(len(prompt) + len(output)) >= len(prompt)
+    places = np.arange(len(prompt) + len(sampled.token_ids))
+    is_output = places >= len(prompt)
     row = Trajectory(
         session=SessionId("self-test"),
         interactions=(InteractionId("self-test"),),
-        input_ids=np.concatenate([prompt, output]),
+        input_ids=np.concatenate([prompt, sampled.token_ids]),
         loss_mask=is_output,
         logprobs=np.zeros(len(is_output)),
         # -1 marks prompt tokens, which no version of the policy has sampled.
@@ -205,12 +207,14 @@ def _compare(policy: PolicyTrainer, prompt: Ints, output: Ints, reported: Floats
         returns=np.zeros(len(is_output)),
         turns=np.where(is_output, 0, -1),
         reward=0.0,
+        # Replayed as in a step: in bfloat16, a router may choose other experts than the engine's did.
+        routed_experts=experts_of([sampled], [places], len(places)),
     )
     (found,) = policy.logprobs([row], is_raw=True)
     settle_team()
     from areal_actors.training.capture import Comparison
 
-    compared = Comparison(reported=reported, recomputed=as_floats(found[len(prompt) :]))
+    compared = Comparison(reported=sampled.raw_logprobs, recomputed=as_floats(found[len(prompt) :]))
     (excess,) = policy.gate.excesses([compared])
     if excess <= 1:
         return None

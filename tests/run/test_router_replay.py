@@ -132,7 +132,7 @@ async def test_recorded_experts_are_those_of_the_trainers_routers(tmp_path: Path
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 async def test_replay_closes_the_gap_in_bfloat16(tmp_path: Path, kind: str):
-    """Both layouts and chunks compute the same with the experts of the engine, and are no farther from it than rounding explains."""
+    """With the engine's experts, both layouts compute the same, and differ from it by no more than rounding."""
     path = save_moe(kind, tmp_path)
     rows = (await sample(path, dtype="bfloat16", length=24)).trajectories
     config = TrainerConfig(dtype="float32", device="cpu", router_replay=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -20,9 +21,11 @@ from areal_actors.domain import (
     SampleKey,
     Sampling,
     SessionId,
+    TokenHash,
     Tool,
     ToolCallStarted,
     as_ints,
+    create_token_hash,
 )
 from areal_actors.errors import ContextLengthExceeded
 from areal_actors.sessions.request import Choice, SampleKeys, engine_request
@@ -31,6 +34,14 @@ from areal_actors.testing.families import FAMILIES
 
 BASE = SampleKey(seed=1, path=("train", 7, 0))
 REQUEST = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=10))
+
+
+def hash_of(ids: Sequence[int]) -> TokenHash:
+    """The hash of a prompt."""
+    found = create_token_hash()
+    found.update(as_ints(ids).tobytes())
+    return found
+
 
 prompts = st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple)
 
@@ -42,7 +53,7 @@ def test_the_order_in_which_different_prompts_arrive_changes_no_key(program: lis
     def keys_in(order) -> dict:
         source, found = SampleKeys(BASE), {}
         for prompt, num_choices in order:
-            keys = source.keys(evolve(REQUEST, num_choices=num_choices), as_ints(prompt))
+            keys = source.keys(evolve(REQUEST, num_choices=num_choices), hash_of(prompt))
             found.setdefault(prompt, []).extend((key, num_choices) for key in keys)
         return found
 
@@ -58,7 +69,7 @@ def test_the_order_in_which_different_prompts_arrive_changes_no_key(program: lis
 def test_the_same_prompt_asked_again_is_sampled_anew():
     """Best of n by n requests would be the best of one otherwise; and so would the choices of one request."""
     keys = SampleKeys(BASE)
-    found = [key for _ in range(3) for key in keys.keys(evolve(REQUEST, num_choices=2), as_ints([1, 2]))]
+    found = [key for _ in range(3) for key in keys.keys(evolve(REQUEST, num_choices=2), hash_of([1, 2]))]
 
     assert 6 == len(set(found))
     assert {BASE.path} == {key.path[:3] for key in found}
@@ -68,13 +79,13 @@ def test_an_explicit_seed_repeats():
     """In the same session and in any other, whatever was asked before; another seed or prompt does not."""
     seeded = evolve(REQUEST, seed=5, num_choices=2)
     first, other = SampleKeys(BASE), SampleKeys(SampleKey(seed=2))
-    expected = first.keys(seeded, as_ints([1, 2]))
-    first.keys(REQUEST, as_ints([1, 2]))
+    expected = first.keys(seeded, hash_of([1, 2]))
+    first.keys(REQUEST, hash_of([1, 2]))
 
-    assert expected == first.keys(seeded, as_ints([1, 2])) == other.keys(seeded, as_ints([1, 2]))
+    assert expected == first.keys(seeded, hash_of([1, 2])) == other.keys(seeded, hash_of([1, 2]))
     assert expected[0] != expected[1]
-    assert expected != first.keys(evolve(seeded, seed=6), as_ints([1, 2]))
-    assert expected != first.keys(seeded, as_ints([2, 1]))
+    assert expected != first.keys(evolve(seeded, seed=6), hash_of([1, 2]))
+    assert expected != first.keys(seeded, hash_of([2, 1]))
 
 
 def open_choice(tree: ConversationTree, *, stop: tuple[str, ...] = (), is_streaming: bool = False) -> Choice:

@@ -272,12 +272,15 @@ class ParentIndex:
         shared, recent = 0, None
         for other in self._recent:
             had = other.history.sent
-            num_shared = len(had)
             # Most histories either begin with another text, or repeat all of it, which one comparison of slices finds
-            # out.
-            if had and messages and messages[0] is not had[0] and messages[0].content != had[0].content:
-                num_shared = 0
-            elif messages[:num_shared] != had:
+            # out. One that differs where the best one so far ends shares no more than it.
+            if shared < min(len(had), len(messages)):
+                left, right = had[shared], messages[shared]
+                if left is not right and left.content != right.content:
+                    recent = recent or other
+                    continue
+            num_shared = len(had)
+            if messages[:num_shared] != had:
                 pairs = enumerate(zip(had, messages, strict=False))
                 unequal = (i for i, (left, right) in pairs if not (left is right or left == right))
                 num_shared = next(unequal, min(len(had), len(messages)))

@@ -139,6 +139,8 @@ class ConversationTree:
         self._latest: _Latest | None = None
         self._hashes: dict[InteractionId, TokenHash] = {}
         """Of the prompts and outputs of the answers that were completed last."""
+        self._prompt_hashes: dict[InteractionId, TokenHash] = {}
+        """Of the prompts of pending interactions."""
 
     @classmethod
     def restore(
@@ -269,6 +271,20 @@ class ConversationTree:
             is_restored=self._is_restored,
         )
 
+    def hash_prompt(self, plan: PromptPlan) -> TokenHash:
+        """Return the hash of a prompt's ids, in time linear in those beyond its token parent."""
+        if plan.token_parent is None:
+            digest = create_token_hash()
+        elif (known := self._hashes.get(plan.token_parent)) is not None:
+            digest = known.copy()
+        else:
+            # A restored parent, or one that others have pushed out, is hashed again from its ids.
+            digest = create_token_hash()
+            digest.update(self.full_tokens(self._known(plan.token_parent)).tobytes())
+        # Copied, because numpy keeps 72 bytes with each array whose buffer was exported.
+        digest.update(plan.suffix.tobytes())
+        return digest
+
     # ----------------------------------------------------------------------------------------- lifecycles
 
     def begin(
@@ -276,13 +292,15 @@ class ConversationTree:
         interaction_id: InteractionId,
         plan: PromptPlan,
         *,
+        prompt_hash: TokenHash | None = None,
         sampling: SamplingDistribution | None = None,
         tag: str | None = None,
     ) -> Interaction:
         """Add a pending interaction. Several may begin with one plan (the choices of ``n > 1``).
 
-        ``sampling`` is the distribution that the engine is asked to sample from, and ``tag`` the role of the key that
-        came with the request; by default, both are those of the request.
+        ``prompt_hash`` is the result of ``hash_prompt``, if the caller has it. ``sampling`` is the distribution that
+        the engine is asked to sample from, and ``tag`` the role of the key that came with the request; by default, both
+        are those of the request.
 
         Raises ``Conflict`` if the id is taken.
         """
@@ -312,6 +330,7 @@ class ConversationTree:
         ids = interaction.prompt_suffix if is_whole else own(plan.token_ids)
         self._latest = _Latest(id=interaction_id, token_ids=ids, messages=tuple(history))
         self._index.begin(interaction_id, plan.match.history)
+        self._prompt_hashes[interaction_id] = self.hash_prompt(plan) if prompt_hash is None else prompt_hash
         self._num_pending += 1
         self._next_order += 1
         return self._put(interaction)
@@ -334,17 +353,7 @@ class ConversationTree:
             # The ancestors have those of their own tokens, except for the last one, which was not computed there.
             num_own = len(pending.prompt_suffix) + len(completion.token_ids) - (pending.token_parent is None)
             compact = evolve(compact, routed_experts=own(completion.routed_experts[-num_own:]))
-        # In time linear in the tokens beyond those of its token parent.
-        if pending.token_parent is None:
-            digest = create_token_hash()
-        elif (known := self._hashes.get(pending.token_parent)) is not None:
-            digest = known.copy()
-        else:
-            # A restored parent, or one that others have pushed out, is hashed again from its ids.
-            digest = create_token_hash()
-            digest.update(self.full_tokens(self._known(pending.token_parent)).tobytes())
-        # Copied, because numpy keeps 72 bytes with each array whose buffer was exported.
-        digest.update(pending.prompt_suffix.tobytes())
+        digest = self._prompt_hashes[interaction_id].copy()
         digest.update(compact.token_ids.tobytes())
         self._hashes[pending.id] = digest
         # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
@@ -405,6 +414,7 @@ class ConversationTree:
 
     def _end(self, interaction: Interaction) -> Interaction:
         self._num_pending -= 1
+        del self._prompt_hashes[interaction.id]
         self._index.end(interaction.id, interaction.output)
         return self._put(interaction)
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from hashlib import blake2b
 
 import anyio
 from attrs import define, evolve, field
@@ -40,12 +39,12 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
-    Ints,
     ReasoningDelta,
     SampledTokens,
     SampleKey,
     StreamItem,
     TextDelta,
+    TokenHash,
     Tool,
     ToolArgumentsDelta,
     ToolCallStarted,
@@ -413,7 +412,8 @@ class RequestPlanner:
         """
         request = plan.request
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
-        keys = sample_keys.keys(request, plan.token_ids, asked)
+        prompt_hash = session.tree.hash_prompt(plan)
+        keys = sample_keys.keys(request, prompt_hash, asked)
         # The id that the client sees.
         first = f"{request.id_prefix}{self._token()}"
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
@@ -435,7 +435,7 @@ class RequestPlanner:
         )
         choices: list[Choice] = []
         for index, name in enumerate(names):
-            session.tree.begin(InteractionId(name), plan, sampling=sampling, tag=tag)
+            session.tree.begin(InteractionId(name), plan, prompt_hash=prompt_hash, sampling=sampling, tag=tag)
             choice = Choice(
                 interaction=InteractionId(name),
                 index=index,
@@ -455,6 +455,9 @@ class RequestPlanner:
             journal=journal,
             digest=digest,
         )
+
+
+_NUM_KEY_DIGITS = 16
 
 
 class SampleKeys:
@@ -489,9 +492,11 @@ class SampleKeys:
                 keys._unused[digest] = sorted(set(range(num)) - used.get(digest, set()), reverse=True)
         return keys
 
-    def keys(self, request: CompletionRequest, prompt: Ints, asked: tuple[str, int] | None = None) -> list[SampleKey]:
+    def keys(
+        self, request: CompletionRequest, prompt_hash: TokenHash, asked: tuple[str, int] | None = None
+    ) -> list[SampleKey]:
         """Return one key per choice. ``asked`` is of the request that this one replaces, and counts for its prompt."""
-        digest = blake2b(prompt.tobytes(), digest_size=8).hexdigest()
+        digest = prompt_hash.hexdigest()[:_NUM_KEY_DIGITS]
         choices = range(request.num_choices)
         if request.seed is not None:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]

@@ -21,7 +21,9 @@ import orjson
 from benchmarks.floors import ADMIN_KEY, FACTORIES, OPCODES
 from benchmarks.null_engine import SETUPS
 
+from areal_actors.lib import loops
 from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.loops import EventLoop
 
 __all__ = ["Connection", "converse", "live", "server_process", "serving"]
 
@@ -158,7 +160,7 @@ def server_process(module: str, *arguments: str, environment: Mapping[str, str] 
 
 
 def serve(name: str, setup: str) -> None:
-    """Serve until the standard input is closed, on the event loop that ``BENCHMARK_LOOP`` names."""
+    """Serve until the standard input is closed, on the event loop that ``BENCHMARK_LOOP`` names: also uvloop."""
 
     async def run() -> None:
         async with FACTORIES[name](SETUPS[setup]) as urls:
@@ -168,7 +170,9 @@ def serve(name: str, setup: str) -> None:
                 print(json.dumps(urls), flush=True)
                 await anyio.to_thread.run_sync(sys.stdin.read)
 
-    anyio.run(run, backend=os.environ.get("BENCHMARK_LOOP", "asyncio"))
+    loop = os.environ.get("BENCHMARK_LOOP", "asyncio")
+    event_loop = EventLoop.UVLOOP if loop == "uvloop" else None
+    loops.run(run, event_loop=event_loop, backend="trio" if loop == "trio" else "asyncio")
 
 
 if __name__ == "__main__":

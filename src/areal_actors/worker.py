@@ -37,6 +37,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import error_to_data, leaves, root_cause
 from areal_actors.kernel.remote import Peer, ReconnectingConnection, connect, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
+from areal_actors.lib import loops
 from areal_actors.lib.gc_tuning import relax_gc, tuned_gc
 from areal_actors.lib.open_files import raise_open_files_limit
 from areal_actors.lib.telemetry import get_logger, logging_to_stream
@@ -107,7 +108,7 @@ def main() -> NoReturn:
             anyio.run(serve_rank, rank)
             sys.exit(0)
         bootstrap = read_bootstrap(line)
-        code = anyio.run(_run, bootstrap)
+        code = loops.run(_run, bootstrap)
         if code == CONTROLLER_LOST and bootstrap.rejoin_seconds:
             _log.info("next_controller_is_awaited", worker=bootstrap.node, seconds=bootstrap.rejoin_seconds)
             rejoin_next_controller(bootstrap, "areal_actors.worker")

@@ -24,6 +24,15 @@ from areal_actors.proxy.connections import read_head
 from areal_actors.testing.serving import open_scripted_proxy
 
 
+@pytest.fixture(params=["asyncio", "uvloop", "trio"])
+def anyio_backend(request: pytest.FixtureRequest) -> tuple[str, dict[str, bool]]:
+    """Every loop: on uvloop, a request may have arrived before its connection is served."""
+    if request.param != "uvloop":
+        return request.param, {}
+    pytest.importorskip("uvloop", reason='pip install "areal_actors[uvloop]"')
+    return "asyncio", {"use_uvloop": True}
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="counts descriptors in /proc")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_closed_connections_leave_no_descriptors(loop):

@@ -9,14 +9,54 @@ Likewise, using trio's own cancel scope saves a layer. All code outside that pat
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
-from collections.abc import Awaitable, Callable
-from typing import Protocol, cast
+from collections.abc import Awaitable, Callable, Mapping
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar, cast
 
 import anyio
 from attrs import frozen
 
-__all__ = ["Loop", "Scope", "Signal", "is_trio", "loop_identity", "running_loop"]
+__all__ = ["EventLoop", "Loop", "Scope", "Signal", "child_variables", "is_trio", "loop_identity", "run", "running_loop"]
+
+T = TypeVar("T")
+
+_VARIABLE = "AREAL_EVENT_LOOP"
+
+
+class EventLoop(StrEnum):
+    """The implementation of asyncio's event loop that a process runs on."""
+
+    ASYNCIO = "asyncio"
+    UVLOOP = "uvloop"
+    """The package of this name: cheaper timers and sockets."""
+
+
+def run(
+    function: Callable[..., Awaitable[T]], *args: Any, event_loop: EventLoop | None = None, backend: str = "asyncio"
+) -> T:
+    """Run an async function in a new event loop, and return its result.
+
+    Args:
+        function: called with ``args``.
+        *args: for the function.
+        event_loop: for the backend asyncio; by default that of the parent process, if it passed ``child_variables``.
+        backend: ``asyncio`` or ``trio``.
+
+    Raises:
+        ModuleNotFoundError: uvloop is not installed.
+    """
+    if event_loop is None:
+        event_loop = EventLoop(os.environ.get(_VARIABLE, EventLoop.ASYNCIO))
+    is_uvloop = backend == "asyncio" and event_loop is EventLoop.UVLOOP
+    return anyio.run(function, *args, backend=backend, backend_options={"use_uvloop": True} if is_uvloop else {})
+
+
+def child_variables() -> Mapping[str, str]:
+    """Return the environment variables with which a child process runs on the event loop of this task."""
+    is_uvloop = not is_trio() and type(asyncio.get_running_loop()).__module__.startswith("uvloop")
+    return {_VARIABLE: EventLoop.UVLOOP} if is_uvloop else {}
 
 
 Scope = anyio.CancelScope

@@ -32,6 +32,8 @@ from areal_actors.proxy.handover import Handover, ServeConnection, serve_connect
 __all__ = ["bind", "check_access", "listen", "serve", "serve_shielded", "serve_until_cancelled", "url_of"]
 
 _BACKLOG = 4096
+_MAX_READ = 2**20
+"""More than an asyncio stream takes before it pauses its transport."""
 _CLOSE_SECONDS = 3.0
 """How long Hypercorn may take to close idle connections."""
 _VANISHED_SECONDS = 60
@@ -346,6 +348,7 @@ class _Server:
 
 
 class _AsyncioServer(_Server):
+    reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
 
     async def _serve_common(self) -> bool:
@@ -357,6 +360,10 @@ class _AsyncioServer(_Server):
         connection = AsyncioConnection(
             self.config.app, asyncio.get_running_loop(), transport, transport.get_protocol(), **settings
         )
+        # uvloop reads before this task runs for the first time.
+        connection.unread += _take_read(self.reader)
+        if self.reader.at_eof():
+            connection.eof_received()
         try:
             is_left = await self._serve(connection)
         finally:
@@ -365,6 +372,17 @@ class _AsyncioServer(_Server):
             connection.give_back()
             self._unread = bytes(connection.unread)
         return is_left
+
+
+def _take_read(reader: asyncio.StreamReader) -> bytes:
+    """Return what ``reader`` has received, without waiting for more."""
+    reading = reader.read(_MAX_READ)
+    try:
+        reading.send(None)
+    except StopIteration as end:
+        return bytes(end.value)
+    reading.close()
+    return b""
 
 
 class _TrioServer(_Server):

@@ -20,7 +20,6 @@ from shutil import rmtree
 from types import MappingProxyType
 from typing import Any
 
-import anyio
 from anyio import to_thread
 from attrs import evolve, field, frozen
 
@@ -37,6 +36,7 @@ from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.generation.model_host import ModelsConfig
 from areal_actors.generation.servers.config import Backend
 from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Endpoint, Evaluate, Progress
@@ -117,7 +117,7 @@ def evaluate(
         num_samples: episodes per problem; by default ``evaluation.num_samples``.
         output: the directory, by default ``<fileroot>/<experiment>/<trial>.eval/<model>``.
         resume: continue the evaluation in the directory. Otherwise an earlier one is moved aside.
-        backend: ``asyncio`` or ``trio``.
+        backend: ``asyncio``, as configured, or ``trio``.
 
     Raises:
         ConfigError: the configuration has no agent or no held-out problems, or ``resume`` is of another evaluation.
@@ -145,7 +145,7 @@ def evaluate(
         with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log):
             return await run_evaluation(config, found, directory, is_resumed=resume)
 
-    return anyio.run(main, backend=backend)
+    return loops.run(main, event_loop=config.event_loop, backend=backend)
 
 
 async def run_evaluation(

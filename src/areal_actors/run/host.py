@@ -20,6 +20,7 @@ from areal_actors.domain import ServiceView, TrialId
 from areal_actors.errors import ConfigError, InvalidRequest
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback
+from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_path, atomic_write
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
@@ -59,7 +60,7 @@ class Host:
 
 def run_host(config: RunConfig, *, announce: Callable[[str], object]) -> None:
     """Serve until SIGINT or SIGTERM; a second signal exits at once. Raises ``ConfigError``."""
-    anyio.run(_run, config, announce)
+    loops.run(_run, config, announce, event_loop=config.event_loop)
 
 
 async def _run(config: RunConfig, announce: Callable[[str], object]) -> None:

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 
-import anyio
 from anyio import to_thread
 from attrs import evolve
 
@@ -21,6 +20,7 @@ from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
+from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
@@ -68,13 +68,13 @@ class Server:
         announce: Announce | None = None,
         backend: str = "asyncio",
     ) -> RunSummary:
-        """Serve in a new event loop (``backend``: ``asyncio`` or ``trio``), blocking until training is finished."""
+        """Serve in a new event loop (``backend``: ``asyncio``, as configured, or ``trio``) until training has ended."""
 
         async def main() -> RunSummary:
             return await self.run(resume=resume, run_dir=run_dir, announce=announce, is_handling_signals=True)
 
         require_no_event_loop("serve()", "run()")
-        return anyio.run(main, backend=backend)
+        return loops.run(main, event_loop=self.config.event_loop, backend=backend)
 
     async def run(
         self,

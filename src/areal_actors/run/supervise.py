@@ -29,6 +29,7 @@ from areal_actors.errors import (
 )
 from areal_actors.kernel import Ref
 from areal_actors.kernel.failure import error_from_data, leaves
+from areal_actors.lib import loops
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
@@ -143,7 +144,7 @@ def _spec_of(
         resources=role.resources,
         num_tasks=num_tasks,
         python=role.python,
-        environment=role.environment,
+        environment={**loops.child_variables(), **role.environment},
         working_directory=role.working_directory,
     )
 

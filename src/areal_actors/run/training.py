@@ -21,6 +21,7 @@ from areal_actors.dashboard.record import read_record
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib import loops
 from areal_actors.lib.notebooks import Startable, format_table, require_no_event_loop
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
@@ -53,7 +54,7 @@ class Trainer:
         run_dir: Path | None = None,
         backend: str = "asyncio",
     ) -> RunSummary:
-        """Train in a new event loop (``backend``: ``asyncio`` or ``trio``), blocking until the run ends.
+        """Train in a new event loop (``backend``: ``asyncio``, as configured, or ``trio``), until the run ends.
 
         ``workflow`` replaces the agent of the configuration. It is an agent or a rollout workflow: an instance, a class
         with ``workflow_kwargs``, a reference as in the configuration, or a ``CommandConfig``.
@@ -63,7 +64,7 @@ class Trainer:
             return await self.run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=True)
 
         require_no_event_loop("train()", "run()")
-        return anyio.run(main, backend=backend)
+        return loops.run(main, event_loop=self.config.event_loop, backend=backend)
 
     def open(
         self,

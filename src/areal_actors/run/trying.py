@@ -27,6 +27,7 @@ from areal_actors.datasets import Problems
 from areal_actors.domain import Episode, FinishReason, Problem, UntrainedReason
 from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.kernel import Message
+from areal_actors.lib import loops
 from areal_actors.lib.scratch import scratch_directory
 from areal_actors.lib.telemetry import logging_to_file, redact
 from areal_actors.messages import EpisodeFinished, Progress
@@ -146,7 +147,16 @@ def try_agent(
             raise ConfigError(f"--output: {output} is not empty; name another directory")
         directory.path.mkdir(parents=True, exist_ok=True)
         with logging_to_file(directory.log):
-            return anyio.run(_try, config, found, directory, num_problems, output, backend=backend)
+            return loops.run(
+                _try,
+                config,
+                found,
+                directory,
+                num_problems,
+                output,
+                event_loop=config.event_loop,
+                backend=backend,
+            )
 
 
 async def _try(

@@ -109,10 +109,11 @@ def _questions(engine: NullEngine | None = None) -> list[Route]:
 
 
 async def _serve_plainly(app: Starlette, listener: socket.socket, shutdown: Callable[[], Awaitable[None]]) -> None:
-    """Hypercorn as it comes, but for its bound on requests per connection."""
+    """Hypercorn as it comes, but for its bounds on requests and idle seconds of a connection."""
     config = Config()
     config.bind = [f"fd://{listener.detach()}"]
     config.keep_alive_max_requests = 2**31
+    config.keep_alive_timeout = 75.0
     config.loglevel = "WARNING"
     await serve_plainly(app, config, shutdown_trigger=shutdown, mode="asgi")  # type: ignore[arg-type]
 

@@ -409,14 +409,15 @@ async def test_models_that_slots_cannot_serve_are_refused():
                 pass
 
 
-async def test_a_path_that_is_wrong_is_not_used(llama, monkeypatch):
-    """If the lean path computed something else, the probe at opening would choose the model's own modules."""
+async def test_a_path_that_is_wrong_is_not_used(llama, monkeypatch, caplog):
+    """If the lean path computed something else, the model's own modules are used, and the log says why."""
     original = LlamaForward._normalize
     monkeypatch.setattr(LlamaForward, "_normalize", lambda *args, **kw: 1.05 * original(*args, **kw))
-    with torch.no_grad():
+    with torch.no_grad(), caplog.at_level("INFO"):
         forward = create_forward(llama)
 
     assert isinstance(forward, GenericForward)
+    assert "differ by" in caplog.text
 
 
 async def test_a_directory_without_a_model_is_refused(tmp_path):

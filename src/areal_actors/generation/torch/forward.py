@@ -30,6 +30,7 @@ from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch.attention import DecodeLayout, KeyValues, Span, StepAttention, plan_alone
 from areal_actors.lib.checkpoint_tensors import LazyTensors, read_checkpoint
 from areal_actors.lib.routers import find_routers
+from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
     "FlatBatch",
@@ -41,6 +42,8 @@ __all__ = [
     "create_forward",
     "load_snapshot",
 ]
+
+_log = get_logger(__name__)
 
 PROBE_LENGTH = 12
 TOLERANCE = 2e-3
@@ -93,8 +96,13 @@ def _choose_path(model: Any) -> Callable[[Any], Forward]:
     # Two short sequences; a generator of our own, so that the caller's random numbers do not change.
     ids = torch.randint(vocab_size, (2, PROBE_LENGTH), generator=torch.Generator().manual_seed(0)).to(device)
     expected = _Probe(ids, torch.log_softmax(model(input_ids=ids, use_cache=False).logits, -1))
-    if LlamaForward.accepts(model) and _deviation(LlamaForward.of(model), expected) <= TOLERANCE:
-        return LlamaForward.of
+    reason = f"the lean path does not compute {type(model).__name__} with these settings"
+    if LlamaForward.accepts(model):
+        deviation = _deviation(LlamaForward.of(model), expected)
+        if deviation <= TOLERANCE:
+            _log.debug("lean_path_is_used", deviation=deviation, allowed=TOLERANCE)
+            return LlamaForward.of
+        reason = f"the lean path's log-probabilities differ by {deviation:.2g}, of {TOLERANCE:g} allowed"
     deviation = _deviation(GenericForward(model), expected)
     # NaN is too large as well.
     if not deviation <= TOLERANCE:
@@ -102,6 +110,7 @@ def _choose_path(model: Any) -> Callable[[Any], Forward]:
             f"{type(model).__name__} cannot be run by the embedded engine: its log-probabilities differ by "
             f"{deviation:.2g} from the model's own. Serve it with an inference server instead."
         )
+    _log.info("modules_are_used", effect="a step takes longer than by the lean path", reason=reason)
     return GenericForward
 
 

@@ -354,14 +354,15 @@ class _AsyncioServer(_Server):
     async def _serve_common(self) -> bool:
         try:
             settings = self._create_settings(self.writer.get_extra_info("socket"))
+            # uvloop reads before this task runs for the first time.
+            unread = _take_read(self.reader)
         except OSError:  # the client has gone
             return False
         transport: Any = self.writer.transport
         connection = AsyncioConnection(
             self.config.app, asyncio.get_running_loop(), transport, transport.get_protocol(), **settings
         )
-        # uvloop reads before this task runs for the first time.
-        connection.unread += _take_read(self.reader)
+        connection.unread += unread
         if self.reader.at_eof():
             connection.eof_received()
         try:
@@ -375,7 +376,7 @@ class _AsyncioServer(_Server):
 
 
 def _take_read(reader: asyncio.StreamReader) -> bytes:
-    """Return what ``reader`` has received, without waiting for more."""
+    """Return what ``reader`` has received, without waiting for more. Raises ``OSError`` if the connection is lost."""
     reading = reader.read(_MAX_READ)
     try:
         reading.send(None)

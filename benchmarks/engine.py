@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import permutations
 from statistics import median
 from typing import Any
@@ -98,20 +97,23 @@ class _Rate:
     per_cpu_second: float
     per_second: float
 
-    @classmethod
-    @contextmanager
-    def measure(cls, num_tokens: int) -> Iterator[list[_Rate]]:
-        """Measure a block, which samples so many tokens; the list has the rate when the block has ended."""
-        rates: list[_Rate] = []
-        cpu, clock = time.process_time(), time.perf_counter()
-        yield rates
-        rates.append(cls(num_tokens / (time.process_time() - cpu), num_tokens / (time.perf_counter() - clock)))
+
+class _Stopwatch:
+    """Runs from when it is created."""
+
+    def __init__(self) -> None:
+        self._cpu, self._clock = time.process_time(), time.perf_counter()
+
+    def rate(self, num_tokens: int) -> _Rate:
+        """The rate at which so many tokens were sampled since."""
+        return _Rate(num_tokens / (time.process_time() - self._cpu), num_tokens / (time.perf_counter() - self._clock))
 
 
 def _measure_transformers(model: Any, prompts: Sequence[Ints]) -> _Rate:
     """The rate of ``generate``, prompts included."""
     ids = torch.from_numpy(np.stack(prompts).astype(np.int64))
-    with _Rate.measure(len(prompts) * NUM_NEW) as rates, torch.inference_mode():
+    watch = _Stopwatch()
+    with torch.inference_mode():
         model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
@@ -121,15 +123,16 @@ def _measure_transformers(model: Any, prompts: Sequence[Ints]) -> _Rate:
             min_new_tokens=NUM_NEW,
             pad_token_id=0,
         )
+    rate = watch.rate(len(prompts) * NUM_NEW)
     end_team()
-    return rates[0]
+    return rate
 
 
 async def _measure_engine(engine: TorchEngine, prompts: Sequence[Ints], *, grammar: Grammar | None = None) -> _Rate:
     """The rate of the engine, prompts, streams and log-probabilities included."""
-    with _Rate.measure(len(prompts) * NUM_NEW) as rates:
-        await _generate_all(engine, prompts, num_new=NUM_NEW, grammar=grammar)
-    return rates[0]
+    watch = _Stopwatch()
+    await _generate_all(engine, prompts, num_new=NUM_NEW, grammar=grammar)
+    return watch.rate(len(prompts) * NUM_NEW)
 
 
 async def _generate_all(

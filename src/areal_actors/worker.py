@@ -105,7 +105,7 @@ def main() -> NoReturn:
         if isinstance(rank, dict) and rank.get("role") == "rank":
             from areal_actors.run.ranks import serve_rank
 
-            anyio.run(serve_rank, rank)
+            loops.run(serve_rank, rank)
             sys.exit(0)
         bootstrap = read_bootstrap(line)
         code = loops.run(_run, bootstrap)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from openai import AsyncOpenAI
-from tests.run.trained import NAME, train
+from tests.run.trained import CONFIG, NAME, train
 
-from areal_actors.config import create_config
-from areal_actors.errors import ConfigError
+from areal_actors.__main__ import cli
 from areal_actors.lib import loops
 from areal_actors.lib.loops import EventLoop
 
@@ -61,8 +61,12 @@ def test_children_run_on_the_loop_of_their_parent(monkeypatch: pytest.MonkeyPatc
     assert "uvloop" not in loops.run(name, event_loop=EventLoop.ASYNCIO)
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch):
-    """When the configuration is read, before anything is started."""
-    monkeypatch.setattr("areal_actors.config.schema.find_spec", lambda _: None)
-    with pytest.raises(ConfigError, match=r"areal_actors\[uvloop\]"):
-        create_config({"experiment_name": "x", "total_steps": 1, "model": "tiny", "event_loop": "uvloop"})
+@pytest.mark.parametrize("command", ["train", "serve", "try", "eval", "host"])
+def test_a_missing_package_is_named(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch):
+    """By every command that starts an event loop, and nothing is written."""
+    monkeypatch.setattr(loops, "find_spec", lambda _: None)
+    result = CliRunner().invoke(cli, [command, str(CONFIG), "event_loop=uvloop", f"fileroot={tmp_path}"])
+
+    assert 2 == result.exit_code, result.output
+    assert "event_loop: uvloop is not installed: pip install 'areal_actors[uvloop]'" in result.output
+    assert not [*tmp_path.iterdir()]

@@ -277,7 +277,7 @@ class ParentIndex:
             if shared < min(len(had), len(messages)):
                 left, right = had[shared], messages[shared]
                 if left is not right and left.content != right.content:
-                    recent = recent or other
+                    recent = other if recent is None else recent
                     continue
             num_shared = len(had)
             if messages[:num_shared] != had:

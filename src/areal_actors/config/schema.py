@@ -12,11 +12,10 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NewType
 
-from attrs import Attribute, evolve, field, frozen
+from attrs import evolve, field, frozen
 from attrs.validators import and_, ge, gt, in_, le, lt, optional
 
 from areal_actors.cache import STYLES
@@ -545,11 +544,6 @@ def _check_steps(phases: tuple[PhaseName, ...], steps: Mapping[PhaseName, int | 
         raise ValueError(f"do not add up: {counted} steps, and total_steps is {total_steps}")
 
 
-def _check_event_loop(_: Any, _attribute: Attribute[EventLoop], value: EventLoop) -> None:
-    if value is EventLoop.UVLOOP and find_spec("uvloop") is None:
-        raise ValueError('uvloop is not installed: pip install "areal_actors[uvloop]"')
-
-
 @frozen(kw_only=True)
 class RunConfig:
     """A run: the model, the agent that it learns from, and the settings of each component."""
@@ -602,9 +596,9 @@ class RunConfig:
     models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig, validator=_check_scheduler)
-    event_loop: EventLoop = field(default=EventLoop.ASYNCIO, validator=_check_event_loop)
-    """The event loop of the run's processes. uvloop (pip install "areal_actors[uvloop]") serves streams with less CPU
-    time."""
+    event_loop: EventLoop = EventLoop.ASYNCIO
+    """The event loop of the run's processes, except those of agents. uvloop (pip install "areal_actors[uvloop]") serves
+    streams with less CPU time."""
 
     @property
     def run_directory(self) -> RunDirectory:

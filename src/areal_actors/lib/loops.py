@@ -1,4 +1,4 @@
-"""Event loop primitives that the kernel takes from asyncio or trio directly instead of through anyio.
+"""The event loop of a process, and primitives that the kernel takes from it directly instead of through anyio.
 
 Parking one task and waking it is the most frequent operation of a mailbox. An ``anyio.Event`` does more than that needs
 (any number of waiters, a look-up of the back end at each construction), and two of them per ask cost more than the rest
@@ -13,10 +13,13 @@ import os
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from enum import StrEnum
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar, cast
 
 import anyio
 from attrs import frozen
+
+from areal_actors.errors import ConfigError
 
 __all__ = ["EventLoop", "Loop", "Scope", "Signal", "child_variables", "is_trio", "loop_identity", "run", "running_loop"]
 
@@ -45,11 +48,13 @@ def run(
         backend: ``asyncio`` or ``trio``.
 
     Raises:
-        ModuleNotFoundError: uvloop is not installed.
+        ConfigError: uvloop is not installed.
     """
     if event_loop is None:
         event_loop = EventLoop(os.environ.get(_VARIABLE, EventLoop.ASYNCIO))
     is_uvloop = backend == "asyncio" and event_loop is EventLoop.UVLOOP
+    if is_uvloop and find_spec("uvloop") is None:
+        raise ConfigError("event_loop: uvloop is not installed: pip install 'areal_actors[uvloop]'")
     return anyio.run(function, *args, backend=backend, backend_options={"use_uvloop": True} if is_uvloop else {})
 
 

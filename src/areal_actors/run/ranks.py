@@ -32,6 +32,7 @@ from areal_actors.errors import ActorError, GangError, Unreachable
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote import Listener, Peer, ReconnectingConnection, connect, listen
 from areal_actors.kernel.remote.sockets import parse_address
+from areal_actors.lib import loops
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.scratch import scratch_directory
@@ -107,7 +108,8 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         children: dict[str, Child] = {}
         for name in names:
             log = await to_thread.run_sync(BoundedLog, job.directory.path / "logs" / f"{name}.log")
-            child = children[name] = await Child.start(lambda _: [*command], log=log)
+            environment = os.environ | loops.child_variables()
+            child = children[name] = await Child.start(lambda _: [*command], log=log, environment=environment)
             stack.push_async_callback(child.kill)
             # Read both outputs from the start: a rank whose pipe is full stops in the middle of training.
             tasks.start_soon(child.listen)

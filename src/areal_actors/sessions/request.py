@@ -458,6 +458,7 @@ class RequestPlanner:
 
 
 _NUM_KEY_DIGITS = 16
+"""Hexadecimal digits of a prompt's hash in the keys of its random numbers."""
 
 
 class SampleKeys:

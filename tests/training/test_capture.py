@@ -101,6 +101,17 @@ def test_rows_must_recompute_under_the_weights_that_sampled_them(make_model, mak
     assert trainer.train_step(spoilt(4)).version == 2
 
 
+def test_copies_of_one_answer_are_one_bad_answer(make_model, make_row, make_group):
+    """A rounding error of one answer stops no step because eight members of a group gave that answer."""
+    trainer = PolicyTrainer(make_model(), PLAIN)
+    mask = [0, 0, 1, 1]
+    others = [make_row([1, 2, 3, 4 + number], mask, reward=1.0) for number in range(10)]
+    group = make_group([*(make_row([5, 6, 7, 8], mask, reward=0.0) for _ in range(8)), *others])
+
+    assert trainer.train_step([sampled(trainer, group, make_group, num_wrong=8)]).version == 1
+    assert "9 of 18 rows" in str(refusal(trainer, [sampled(trainer, group, make_group, num_wrong=9, version=1)]))
+
+
 def test_the_clip_is_around_what_the_trainer_computes(make_model, make_agent_group, make_group):
     """Tokens that a grammar forced were sampled with probability 1: with the weights unchanged, none is clipped."""
     config = evolve(PLAIN, objective=ObjectiveConfig(surrogate=Surrogate.PPO))

@@ -42,6 +42,7 @@ __all__ = [
     "Branch",
     "TrainedRow",
     "branch_ends",
+    "context_digests",
     "find_truncated",
     "is_tree_order",
     "mask_truncated",
@@ -369,6 +370,30 @@ def tree_attention_mask(predecessors: Ints) -> npt.NDArray[np.bool_]:
             seen[start:stop] = seen[before]
         seen[start:stop, start:stop] = np.tri(stop - start, dtype=np.bool_)
     return seen
+
+
+def context_digests(input_ids: Ints, predecessors: Ints | None = None) -> npt.NDArray[np.uint64]:
+    """Return a digest of each token with its context, the tokens that it follows: uint64 [T].
+
+    Tokens of any rows have the same digest if a model of the same weights computes the same distribution for them and
+    they have the same id. It is a sum over the path to the token, so it costs a few vector operations for each branch.
+    """
+    predecessors = np.arange(-1, len(input_ids) - 1, dtype=np.int32) if predecessors is None else predecessors
+    places = (tree_position_ids(predecessors).astype(np.uint64) << np.uint64(32)) | input_ids.astype(np.uint64)
+    digests = _mixed(places)
+    for start, stop in _runs(predecessors):
+        np.cumsum(digests[start:stop], out=digests[start:stop])
+        if (before := int(predecessors[start])) >= 0:
+            digests[start:stop] += digests[before]
+    return digests
+
+
+def _mixed(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Return the output of SplitMix64 (Steele, Lea and Flood 2014) for each state: equal states, equal outputs."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
 
 
 def branch_ends(predecessors: Ints) -> Indices:

@@ -45,6 +45,12 @@ that are not bad, the mean of difference / bound must be within 0.25, and the sl
 temperature) within 2 % in bfloat16 and 0.02 % in float32, with 6 standard errors added to each. A correct engine's mean
 is -0.04 to 0.01: the expected difference of two distributions that differ by rounding is only half their squared
 difference.
+
+Standard errors assume independent observations, and rows are not: members of a group that answer alike, and answers
+that begin alike, repeat the same computation with the same rounding error, not another draw of it. Tokens with the same
+context are therefore averaged and count once, and at least 64 different ones are needed. Neighbouring tokens stay
+correlated, and where the policy is nearly certain, t hardly varies, so that a line through a few rounding errors can be
+steep: a slope must also move the log-probabilities by a twentieth of their bounds.
 """
 
 from __future__ import annotations
@@ -58,7 +64,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, evolve, field, frozen
 
-from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Floats, Group, Trajectory
+from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Floats, Group, Trajectory, context_digests
 from areal_actors.errors import CaptureViolation
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.config import CaptureConfig
@@ -80,7 +86,9 @@ _MAX_EVIDENCE = 64
 _MAX_MEAN = 0.25
 _NUM_STANDARD_ERRORS = 6.0
 _MIN_FITTED = 64
-"""Minimum number of tokens for a mean and a slope; with fewer, single rows are more informative."""
+"""Minimum number of different tokens for a mean and a slope; with fewer, single rows are more informative."""
+_MIN_EFFECT = 0.05
+"""Root mean square of slope * (t - mean t) / bound up to which a slope is rounding, however significant it looks."""
 _TRACKED, _UNTRACKED = 0.9, 0.3
 """Correlations with the recomputed values: above the first, values follow them; below the second, they do not."""
 _LINE, _CONSTANT = 0.5, 0.8
@@ -118,6 +126,13 @@ class Comparison:
 
     reported: Doubles = field(converter=_as_doubles, eq=False)
     recomputed: Doubles = field(converter=_as_doubles, eq=False)
+    contexts: npt.NDArray[np.uint64] = field(eq=False)
+    """Digests of the tokens with their contexts. Equal ones are one observation, in one row or in several."""
+
+    @contexts.default
+    def _equal_values(self) -> npt.NDArray[np.uint64]:
+        # Where the tokens are not known, those of exactly the same value are taken for the same.
+        return self.recomputed.view(np.uint64)
 
     @property
     def differences(self) -> Doubles:
@@ -169,10 +184,11 @@ class NoiseModel:
 
     def systematic_gap(self, rows: Sequence[Comparison]) -> str | None:
         """Describe a difference that all tokens of a step share, ``None`` if there is none."""
-        if sum(len(row.reported) for row in rows) < _MIN_FITTED:
-            return None
         fit = _Fit.of(rows, self.bounds(rows))
-        if abs(fit.slope) > self._rounding.slope + _NUM_STANDARD_ERRORS * fit.slope_error:
+        if fit.num_observations < _MIN_FITTED:
+            return None
+        is_steep = abs(fit.slope) > self._rounding.slope + _NUM_STANDARD_ERRORS * fit.slope_error
+        if is_steep and fit.slope_effect > _MIN_EFFECT:
             return (
                 f"The engine's log-probabilities change by {1 + fit.slope:.4g} times what the trainer's do "
                 f"(standard error {fit.slope_error:.2g})"
@@ -224,8 +240,12 @@ class NoiseModel:
 
 @frozen(kw_only=True)
 class _Fit:
-    """Weighted least squares of the differences over t: mean, slope, and the share of them that a line explains."""
+    """Weighted least squares of the differences over t: mean, slope, and the share of them that a line explains.
 
+    Tokens with the same context are one observation, the mean of their differences.
+    """
+
+    num_observations: int
     mean: float
     """Mean of difference / bound."""
     mean_error: float
@@ -234,13 +254,20 @@ class _Fit:
     slope: float
     slope_error: float
     """Standard error, robust to unequal variances."""
+    slope_effect: float
+    """Root mean square of slope * (t - mean t) / bound."""
     explained: float
 
     @classmethod
     def of(cls, rows: Sequence[Comparison], bounds: Sequence[Doubles]) -> _Fit:
-        weights = 1 / np.concatenate(list(bounds))
-        recomputed = np.concatenate([row.recomputed for row in rows])
-        differences = np.concatenate([row.differences for row in rows])
+        contexts = np.concatenate([row.contexts for row in rows])
+        _, observation, counts = np.unique(contexts, return_inverse=True, return_counts=True)
+
+        def average(columns: Sequence[Doubles]) -> Doubles:
+            return np.bincount(observation, weights=np.concatenate(list(columns))) / counts
+
+        weights = 1 / average(bounds)
+        recomputed, differences = (average([getattr(r, name) for r in rows]) for name in ("recomputed", "differences"))
         scaled = differences * weights
         columns = np.stack([weights, weights * recomputed], axis=1)
         inverse = np.linalg.pinv(columns.T @ columns)
@@ -248,12 +275,15 @@ class _Fit:
         rest = scaled - columns @ coefficients
         errors = columns * rest[:, None]
         covariance = inverse @ (errors.T @ errors) @ inverse
+        slope = float(coefficients[1])
         return cls(
+            num_observations=len(counts),
             mean=float(scaled.mean()),
             mean_error=float(scaled.std() / np.sqrt(len(scaled))),
             offset=float(differences.mean()),
-            slope=float(coefficients[1]),
+            slope=slope,
             slope_error=float(np.sqrt(max(covariance[1, 1], 0.0))),
+            slope_effect=abs(slope) * float(np.sqrt(np.square((recomputed - recomputed.mean()) * weights).mean())),
             explained=float(1 - np.square(rest).sum() / max(np.square(scaled).sum(), 1e-30)),
         )
 
@@ -402,6 +432,8 @@ class _Seen:
     """One row, and once it was recomputed, the compared values; ``recomputed`` float32 on the trained tokens."""
 
     row: Trajectory
+    contexts: npt.NDArray[np.uint64] = field(eq=False)
+    """Digests of the trained tokens with their contexts. The last one identifies the answer."""
     compared: Comparison | None = None
     recomputed: Floats | None = field(default=None, eq=False)
     is_constant: bool = False
@@ -425,7 +457,8 @@ class CaptureWatch:
                 values, ids = found.raw_logprobs[row.positions], found.input_ids[row.positions]
                 is_constant = len(np.unique(values)) == 1 and len(np.unique(ids)) > 1
             # By identity: rows are copied when baselines are added to them, and share the trajectory.
-            self._seen[id(found)] = _Seen(row=found, is_constant=is_constant)
+            contexts = context_digests(found.input_ids, found.predecessors)[row.positions]
+            self._seen[id(found)] = _Seen(row=found, contexts=contexts, is_constant=is_constant)
 
     def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats, logprobs: Floats) -> None:
         """Add the log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
@@ -444,7 +477,9 @@ class CaptureWatch:
             # Servers at another temperature do not report plain log-probabilities.
             is_own &= ~np.isnan(reported)
             if is_own.any():
-                seen.compared = Comparison(reported=reported[is_own], recomputed=recomputed[is_own])
+                seen.compared = Comparison(
+                    reported=reported[is_own], recomputed=recomputed[is_own], contexts=seen.contexts[is_own]
+                )
                 seen.recomputed = recomputed
 
     def judge(self) -> None:
@@ -459,9 +494,11 @@ class CaptureWatch:
             if not excess <= (_MAX_EXCESS_OF_CONSTANTS if seen.is_constant else 1)
         ]
         constant = [seen for seen in alone if seen.is_constant]
-        num_judged = len(compared) + len(alone)
-        if len(bad) + len(constant) > self.gate.max_bad_fraction * num_judged:
-            self._refuse(bad, constant, num_judged)
+        judged = [*(seen for seen, _ in compared), *alone]
+        wrong = [*(seen for seen, _, _ in bad), *constant]
+        # By rows and by different answers: a hundred copies of one answer share one rounding error.
+        if all(count(wrong) > self.gate.max_bad_fraction * count(judged) for count in (len, _num_answers)):
+            self._refuse(bad, constant, len(judged))
         if self.gate.tolerance is not None:
             return
         # A difference that all rows share shows in their sum, even if each row alone could be rounding.
@@ -499,6 +536,10 @@ class CaptureWatch:
             self.version,
             recomputed=[seen.recomputed for seen in rows],
         )
+
+
+def _num_answers(rows: Sequence[_Seen]) -> int:
+    return len({seen.contexts[-1] if len(seen.contexts) else None for seen in rows})
 
 
 def _is_judged_alone(row: Trajectory) -> bool:

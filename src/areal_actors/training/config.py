@@ -406,8 +406,8 @@ class CaptureConfig:
 
     Rows that the current weights sampled are compared with what the trainer computes for them. By default the bound
     follows from the data types of engine and trainer and from the entropy of the step. If ``tolerance`` is set, it
-    bounds the mean absolute difference of a row in nats instead. At most ``max_bad_fraction`` of the rows may exceed
-    the bound.
+    bounds the mean absolute difference of a row in nats instead. At most ``max_bad_fraction`` of the rows, and of their
+    different answers, may exceed the bound.
     """
 
     enabled: bool = True

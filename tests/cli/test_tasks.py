@@ -1,8 +1,7 @@
-"""``areal-actors tasks``: solutions of task directories are checked, and tasks generated."""
+"""``areal-actors tasks``: solutions of task directories are checked."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -38,22 +37,3 @@ def test_solutions_are_checked(bubblewrap, tmp_path):
     assert "BAD unsolved: solution and nothing give - 0\n" in ended.output
     assert "It exited with status 3. The end of its stderr:\nwhy" in ended.output
     assert "1 of 3 tasks are good." in ended.output
-
-
-def test_bugs_are_generated_offline(tmp_path):
-    """As task directories and as JSON lines; a directory with files, and levels that do not fit, are refused."""
-    words = ["tasks", "bugs", str(tmp_path / "bugs"), "--package", "colorsys", "--sandbox", "none", "--num", "2"]
-    ended = CliRunner().invoke(cli, [*words, "--level", "1"])
-    assert 0 == ended.exit_code, ended.output
-    assert "2 tasks in " in ended.output
-    problems = [json.loads(line) for line in (tmp_path / "bugs" / "problems.jsonl").read_text().splitlines()]
-    assert ["colorsys-0000", "colorsys-0001"] == [problem["name"] for problem in problems]
-    assert problems[0]["messages"][-1]["content"].endswith("Correct:")
-    assert problems[0]["instruction"] == (tmp_path / "bugs" / "colorsys-0000" / "instruction.md").read_text()
-    checked = CliRunner().invoke(cli, ["tasks", "check", "--sandbox", "none", str(tmp_path / "bugs")])
-    assert "2 of 2 tasks are good." in checked.output
-
-    again = CliRunner().invoke(cli, words)
-    assert "is not empty; name another directory" in again.output
-    words[2] = str(tmp_path / "new")
-    assert "use 2 to 4" in CliRunner().invoke(cli, [*words, "--level", "1", "--mutations", "2"]).output

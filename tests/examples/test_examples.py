@@ -10,10 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from click.testing import CliRunner
 
-from areal_actors.__main__ import cli
-from areal_actors.bugs import FixFunction
 from areal_actors.config import load_config
 from areal_actors.datasets import load_problems
 from areal_actors.domain import Role
@@ -145,29 +142,18 @@ def test_the_job_of_several_sources_trains(tmp_path):
     assert (4, 2) == (row["source/short/groups"], row["source/long/groups"])
 
 
-@pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bwrap")
-def test_one_run_trains_reasoning_tool_use_and_bug_fixing(tmp_path):
-    """On bugs that were made before, by the command of the example; no episode fails."""
-    words = ["--level", "0", "--num", "2", "--package", "textwrap"]
-    CliRunner().invoke(cli, ["tasks", "bugs", str(tmp_path / "bugs"), *words], catch_exceptions=False)
-    overrides = [f"sources.bugs.dataset.harbor={tmp_path / 'bugs'}", "total_steps=1", "logging.display=none"]
+def test_one_run_trains_reasoning_and_tool_use(tmp_path):
+    """Each source has its agent, its share of the groups and its size of a group; no episode fails."""
+    overrides = ["total_steps=1", "logging.display=none"]
     Trainer(load_config(EXAMPLES / "skills.yaml", overrides)).train(run_dir=tmp_path / "run")
     row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[-1])
-    sources = ("reasoning", "tools", "bugs")
+    sources = ("reasoning", "tools")
 
-    assert [2, 1, 1] == [row[f"source/{name}/groups"] for name in sources]
-    assert [8, 4, 2] == [row[f"source/{name}/episodes"] for name in sources]
+    assert [3, 1] == [row[f"source/{name}/groups"] for name in sources]
+    assert [12, 2] == [row[f"source/{name}/episodes"] for name in sources]
     assert 0 == row["failed_episodes"]
     assert row["source/tools/tokens_mean"] <= 2 * 44
     assert 0 == row["source/reasoning/retired_problems"]
-
-
-def test_the_job_of_bugs_can_be_read(tmp_path):
-    """Its agent is found; to train it takes the pretrained model."""
-    config = load_config(EXAMPLES / "bugs.yaml")
-
-    assert "areal_actors.bugs.FixFunction" == config.rollout.workflow
-    assert isinstance(resolve_agent(config.rollout.workflow, workflow_kwargs={"sandbox": "none"}), FixFunction)
 
 
 def test_the_job_of_function_calling_can_be_read():

@@ -81,13 +81,19 @@ def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
         ),
         ("completions", completions.COMPLETIONS_FIELDS, "TextCompletion", "OpenAI's plain completions"),
         ("responses", RESPONSES_FIELDS, "Response", "OpenAI's Responses; streamed as its events"),
+        (
+            "responses/input_tokens",
+            RESPONSES_FIELDS,
+            "InputTokens",
+            "How many tokens the prompt of a response has",
+        ),
         ("messages", MESSAGES_FIELDS, "Message", "Anthropic's messages"),
         ("messages/count_tokens", MESSAGES_FIELDS, "TokenCount", "How many tokens the prompt of a message has"),
     )
     described: list[Route] = []
     for operation, table, answer, summary in dialects:
         content: dict[str, Schema] = _json(answer)
-        if answer != "TokenCount":
+        if answer not in ("TokenCount", "InputTokens"):
             content["text/event-stream"] = {"type": "string"}
         described.append(
             Route(

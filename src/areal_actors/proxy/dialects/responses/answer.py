@@ -487,6 +487,7 @@ ANSWERS: Mapping[str, Schema] = {
             "tool_choice": {"type": ["string", "object"]},
             "parallel_tool_calls": {"type": "boolean"},
         }
-    )
+    ),
+    "InputTokens": one_object({"object": {"const": "response.input_tokens"}, "input_tokens": COUNT_SCHEMA}),
 }
 """Schemas of answers, by the names that the OpenAPI document gives them."""

@@ -50,8 +50,9 @@ from areal_actors.proxy.access import (
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects.base import Dialect, Parsed, join_items
-from areal_actors.proxy.dialects.blocks import replace_blocks
+from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.client_tools import without_server_tools
 from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
@@ -74,10 +75,20 @@ from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_docum
 from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.stored_responses import StoredResponses
 
-__all__ = ["AGENT_HEADER", "NOT_OFFERED", "CompletionEndpoint", "TokenCountEndpoint", "create_app", "read_attempt"]
+__all__ = [
+    "AGENT_HEADER",
+    "LEFT_OUT_HEADER",
+    "NOT_OFFERED",
+    "CompletionEndpoint",
+    "TokenCountEndpoint",
+    "create_app",
+    "read_attempt",
+]
 
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
+LEFT_OUT_HEADER = b"x-areal-left-out"
+"""A header of answers that lists the types of tools that were left out of the request."""
 Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
@@ -257,6 +268,11 @@ async def _read(
         # The known messages are those that this policy leaves, so that another one parses them anew.
         reading = prefixes.read((exchange.session, read_key(exchange.headers), policy), raw)
     body = replace_blocks(parse_object(raw) if reading is None else reading.body, policy)
+    server_tools = config.unsupported_blocks.server_tools
+    drop = None if server_tools is None else server_tools is ToolPolicy.DROP
+    body, left_out = without_server_tools(body, drop=drop)
+    if left_out:
+        exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
     named = body.get("session_id") or exchange.query.get("session_id")
     credential = authenticator.credential(
         key=read_key(exchange.headers),

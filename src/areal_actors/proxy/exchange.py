@@ -250,7 +250,7 @@ def split_path(path: str) -> list[str]:
 
 
 def _find_refused(segments: Sequence[str], refused: Mapping[str, str]) -> str | None:
-    """Return the longest beginning of a path that is in ``refused``; any segment but the first may be ``{id}`` there."""
+    """Return the longest beginning of a path in ``refused``, in which any segment but the first may be ``{id}``."""
     for length in range(len(segments), 0, -1):
         named = list(segments[:length])
         for place in range(length):
@@ -459,6 +459,10 @@ class Exchange:
             pass
 
     # -------------------------------------------------------------------------------------------- the response
+
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the response, which has not been started."""
+        self._names = (*self._names, (name, value))
 
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; numpy arrays become lists."""

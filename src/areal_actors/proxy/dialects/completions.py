@@ -105,6 +105,7 @@ COMPLETIONS_FIELDS = FieldTable(
                     ]
                 },
                 _read_prompt,
+                is_raw=True,
             ),
             "a string, or token ids; several prompts are refused: send a request for each",
             is_required=True,

@@ -20,14 +20,19 @@ from attrs import frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.dialects.client_tools import ANTHROPIC_TOOLS, find_typed_tool, refuse_tool
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
     EFFORT,
+    ENABLE_THINKING,
     FLAG,
+    GATEWAY,
     MAX_TOKENS,
     MODEL,
     OBJECT,
+    REASONING,
+    REASONING_EFFORT,
     SAMPLING,
     SESSION_ID,
     STOP_SEQUENCES,
@@ -35,7 +40,7 @@ from areal_actors.proxy.dialects.fields import (
     STREAM,
     TEXT,
     TEXTS,
-    THINKING_SWITCH,
+    THINKING,
     FieldTable,
     Kind,
     create_sampling,
@@ -46,6 +51,7 @@ from areal_actors.proxy.dialects.fields import (
     read,
     refused,
     shown,
+    thinking_options,
     wrong,
 )
 from areal_actors.proxy.dialects.prefixes import MessageList
@@ -69,8 +75,6 @@ __all__ = [
 ]
 
 ID_PREFIX = "msg_"
-_THINKING = {"enabled": {THINKING_SWITCH: True}, "disabled": {THINKING_SWITCH: False}}
-_THINKING_BY_TEMPLATE = ("adaptive", "between_tools")
 UNPARSED = "unparsed_arguments"
 """The key of a tool input whose text is not a JSON object, with that text, so that nothing that was sampled is lost."""
 _BILLING = "x-anthropic-billing-header:"
@@ -260,16 +264,15 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
 
     Raises:
         InvalidRequest: a tool is malformed; the error names its index and the problem.
-        UnsupportedParameter: a tool that Anthropic's servers run or define.
+        UnsupportedParameter: a tool that Anthropic's servers run, or of an unknown type.
     """
 
     def parse(raw: dict[str, Any], where: str) -> Tool:
-        if (kind := raw.get("type")) not in (None, "custom"):
-            raise UnsupportedParameter(
-                f"{where} is of type {shown(kind)}, which Anthropic's servers define; only custom tools are known. "
-                "Describe it with a name and an input_schema.",
-                param=where,
-            )
+        typed = find_typed_tool(ANTHROPIC_TOOLS, raw)
+        if typed is not None:
+            return typed.create_function(raw, where)
+        if raw.get("type") not in (None, "custom"):
+            raise refuse_tool(raw, where, "custom tools, bash, text_editor, memory and computer")
         return parse_tool(raw, where, schema="input_schema", needs_schema=True)
 
     return parse_tool_list(value, param, parse)
@@ -298,7 +301,7 @@ MESSAGES_FIELDS = FieldTable(
     (
         honoured(
             "messages",
-            Kind(list_of({"type": "object"}, minItems=1), _parse_turns),
+            Kind(list_of({"type": "object"}, minItems=1), _parse_turns, is_raw=True),
             "text, tool_use, tool_result and thinking blocks, and role system anywhere; images and documents "
             "as unsupported_blocks says",
             is_required=True,
@@ -321,7 +324,8 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "tools",
             Kind({"type": ["array", "null"], "items": {"type": "object"}}, parse_anthropic_tools),
-            "custom tools; those of Anthropic's servers as unsupported_blocks says; defer_loading is ignored",
+            "custom tools, and bash, text_editor, memory and computer of any date; those of Anthropic's servers as "
+            "unsupported_blocks says; defer_loading is ignored",
             default=(),
         ),
         honoured(
@@ -329,13 +333,10 @@ MESSAGES_FIELDS = FieldTable(
             TOOL_CHOICE,
             "auto, none, any and tool; disable_parallel_tool_use: only the first call counts",
         ),
-        honoured(
-            "thinking",
-            OBJECT,
-            "enabled and disabled set enable_thinking for templates that have it; adaptive leaves it to "
-            "them; budget_tokens and display are ignored",
-            default={},
-        ),
+        THINKING,
+        ENABLE_THINKING,
+        REASONING_EFFORT,
+        REASONING,
         honoured(
             "output_config",
             OBJECT,
@@ -355,6 +356,7 @@ MESSAGES_FIELDS = FieldTable(
         STORE,
         CHAT_TEMPLATE_KWARGS,
         SESSION_ID,
+        *GATEWAY,
         inert("cache_control", "prefixes are cached without it; here, and in every block"),
         inert("context_management", _UNEDITED),
         inert("service_tier", "there is one"),
@@ -420,9 +422,6 @@ def parse_anthropic_request(
             "output_config.format and output_format differ; they mean the same, so give one of them.",
             param="output_config",
         )
-    thinking = values["thinking"].get("type", "adaptive")
-    if not isinstance(thinking, str) or (thinking not in _THINKING and thinking not in _THINKING_BY_TEMPLATE):
-        raise wrong("thinking.type", "enabled, disabled or adaptive", thinking)
     effort = read(values["output_config"], "effort", EFFORT, {})
     request = CompletionRequest(
         messages=_check_conversation((*values["system"], *values["messages"])),
@@ -439,8 +438,7 @@ def parse_anthropic_request(
         ),
         seed=values["seed"],
         store=values["store"],
-        # The options of the chat template that a client names itself take precedence over ``thinking``.
-        template_kwargs={**effort, **_THINKING.get(thinking, {}), **values["chat_template_kwargs"]},
+        template_kwargs={**effort, **thinking_options(values)},
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         id_prefix=ID_PREFIX,

@@ -43,6 +43,7 @@ from areal_actors.proxy.dialects.client_tools import (
     FreeformInput,
     format_freeform,
     read_freeform,
+    with_additional_tools,
     without_server_tools,
 )
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
@@ -464,6 +465,24 @@ def test_server_tools_are_left_out_beside_tools_that_the_client_runs(kinds):
     assert set(left_out) == ({tool["type"] for tool in tools} - {tool["type"] for tool in own} if own else set())
     assert without_server_tools({"tools": tools}, drop=False) == ({"tools": tools}, ())
     assert without_server_tools({"tools": tools}, drop=True)[0]["tools"] == own
+
+
+def test_tools_that_an_item_of_the_input_offers_are_tools_of_the_request():
+    """Codex offers all of its tools so under the newest names; a later offer of a name replaces the earlier one."""
+    namespace = {"type": "namespace", "name": "files", "tools": [FUNCTION, PATCH]}
+    later = FUNCTION | {"description": "Look again."}
+    offer = {"type": "additional_tools", "role": "developer", "tools": [FUNCTION, namespace, {"type": "web_search"}]}
+    again = {"type": "additional_tools", "role": "developer", "tools": [later]}
+    body = {"input": [offer, {"role": "user", "content": "hi"}, again]}
+    kept, left_out = without_server_tools(with_additional_tools(body), drop=None)
+    parsed = ResponsesDialect().parse(kept)
+
+    assert left_out == ("web_search",)
+    assert [tool.name for tool in parsed.request.tools] == ["look", "files__look", "files__patch"]
+    assert parsed.request.tools[0].description == "Look again."
+    assert [message.content for message in parsed.request.messages] == ["hi"]
+    assert parsed.forms["files__patch"].is_freeform
+    assert parsed.forms["files__patch"].namespace == "files"
 
 
 def test_a_shell_in_a_container_of_the_vendor_is_a_server_tool():

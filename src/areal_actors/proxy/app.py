@@ -52,7 +52,7 @@ from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects.base import Dialect, Parsed, join_items
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
-from areal_actors.proxy.dialects.client_tools import without_server_tools
+from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
@@ -270,7 +270,7 @@ async def _read(
     body = replace_blocks(parse_object(raw) if reading is None else reading.body, policy)
     server_tools = config.unsupported_blocks.server_tools
     drop = None if server_tools is None else server_tools is ToolPolicy.DROP
-    body, left_out = without_server_tools(body, drop=drop)
+    body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
     if left_out:
         exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
     named = body.get("session_id") or exchange.query.get("session_id")
@@ -311,7 +311,7 @@ def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) ->
 class TokenCountEndpoint:
     """The handler of a route that counts tokens as the ``usage.input_tokens`` of an answer to the same body does."""
 
-    dialect: Dialect[Parsed]
+    dialect: MessagesDialect | ResponsesDialect
     sessions: Ref[Sessions]
     authenticator: Authenticator
     selection: ModelSelection

@@ -21,10 +21,12 @@ from attrs import field, frozen
 from areal_actors.domain import Tool, ToolCall
 from areal_actors.errors import UnsupportedParameter
 from areal_actors.proxy.dialects.fields import Schema, one_object, shown, without_nulls, wrong
+from areal_actors.proxy.dialects.prefixes import MessageList
 
 __all__ = [
     "ANTHROPIC_TOOLS",
     "CALL_ITEMS",
+    "CUSTOM_TOOL",
     "NEEDED",
     "OPENAI_TOOLS",
     "CallForm",
@@ -33,9 +35,11 @@ __all__ = [
     "TypedTool",
     "find_typed_tool",
     "format_freeform",
+    "is_offer",
     "parse_custom_tool",
     "read_freeform",
     "refuse_tool",
+    "with_additional_tools",
     "without_server_tools",
 ]
 
@@ -346,6 +350,33 @@ def _is_server_tool(raw: Any) -> bool:
     return isinstance(kind, str) and (_SERVER_TOOLS.fullmatch(kind) is not None or _is_hosted(raw))
 
 
+def with_additional_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``body`` with the tools that items of its input offer among its ``tools``.
+
+    Codex offers all tools so under the newest names of OpenAI's models. Of two tools of one name, the later one counts.
+    """
+    items = body.get("input")
+    if not isinstance(items, list) or not (places := [place for place, raw in enumerate(items) if is_offer(raw)]):
+        return body
+    named = body.get("tools")
+    offered = [*named] if isinstance(named, list) else []
+    offered += [tool for place in places for tool in items[place]["tools"]]
+    latest = {
+        (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else index: tool
+        for index, tool in enumerate(offered)
+    }
+    replaced = [{**raw, "tools": []} if place in places else raw for place, raw in enumerate(items)]
+    if isinstance(items, MessageList):
+        # The tools of a known item would not be seen in the next request.
+        replaced = items.with_elements(replaced, num_lasting=places[0])
+    return {**body, "input": replaced, "tools": [*latest.values()]}
+
+
+def is_offer(raw: Any) -> bool:
+    """Return whether an item of the input offers tools."""
+    return isinstance(raw, dict) and raw.get("type") == "additional_tools" and isinstance(raw.get("tools"), list)
+
+
 def without_server_tools(body: Mapping[str, Any], *, drop: bool | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return ``body`` without the tools that the vendor's servers would run, and the types of those left out.
 
@@ -418,6 +449,25 @@ def read_freeform(arguments: str) -> str | None:
     return text if reader.is_freeform else None
 
 
+_GRAMMAR: Schema = one_object({"syntax": {"enum": [*_SYNTAXES]}, "definition": _TEXT})
+CUSTOM_TOOL: Schema = one_object(
+    {
+        "name": {"type": "string", "minLength": 1},
+        "description": {"type": ["string", "null"]},
+        "format": {
+            "anyOf": [
+                {"type": "null"},
+                one_object({"type": {"const": "text"}}),
+                {**_GRAMMAR, "properties": {**_GRAMMAR["properties"], "type": {"const": "grammar"}}}
+                | {"required": ["type", "syntax", "definition"], "not": {"required": ["grammar"]}},
+                one_object({"type": {"const": "grammar"}, "grammar": _GRAMMAR}),
+            ]
+        },
+    },
+    "description",
+    "format",
+)
+"""The schema of a freeform tool."""
 _HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
 _OPENING = '{"input":"'
 _END = re.compile(r'"\s*(\}\s*)?')

@@ -101,7 +101,7 @@ COMPLETIONS_FIELDS = FieldTable(
                 {
                     "anyOf": [
                         {"type": "string", "minLength": 1},
-                        list_of({"type": "integer", "minimum": 0}, minItems=1),
+                        list_of({"type": "integer", "minimum": 0, "maximum": MAX_TOKENS}, minItems=1),
                     ]
                 },
                 _read_prompt,

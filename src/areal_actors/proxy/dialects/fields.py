@@ -38,8 +38,10 @@ __all__ = [
     "FLAG",
     "GATEWAY",
     "MAX_TOKENS",
+    "MAYBE_TEXT",
     "METADATA",
     "MODEL",
+    "NAME",
     "NO_EFFECT",
     "NUM_CHOICES",
     "OBJECT",
@@ -62,7 +64,9 @@ __all__ = [
     "Kind",
     "Schema",
     "Support",
+    "contents",
     "create_sampling",
+    "described_tool",
     "honoured",
     "inert",
     "integer",
@@ -76,6 +80,7 @@ __all__ = [
     "refused",
     "shown",
     "thinking_options",
+    "typed",
     "without_nulls",
     "wrong",
 ]
@@ -375,6 +380,35 @@ def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) ->
     """Return the schema of an object with all of ``properties``, of which ``optional`` ones may be missing."""
     required = [name for name in properties if name not in optional]
     return {"type": "object", "properties": properties, "required": required, **more}
+
+
+NAME: Schema = {"type": "string", "minLength": 1}
+MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+
+
+def contents(parts: Mapping[str, str], *more: Schema) -> Schema:
+    """Return the schema of a text, or a list of ``parts``: their types, and the keys of their texts."""
+    described = [one_object({"type": {"const": kind}, key: {"type": "string"}}) for kind, key in parts.items()]
+    return {"anyOf": [{"type": "string"}, list_of({"anyOf": [*more, *described]})]}
+
+
+def described_tool(key: str, *required: str) -> Schema:
+    """Return the schema of a function, whose parameters are under ``key``; ``required`` are needed besides its name."""
+    optional = [name for name in ("description", key, "strict") if name not in required]
+    return one_object(
+        {
+            "name": NAME,
+            "description": MAYBE_TEXT,
+            key: {"type": "object" if key in required else ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+        },
+        *optional,
+    )
+
+
+def typed(kind: str, properties: Mapping[str, Schema], *optional: str) -> Schema:
+    """Return the schema of an object of one type."""
+    return one_object({"type": {"const": kind}, **properties}, *optional)
 
 
 FLAG = Kind({"type": ["boolean", "null"]}, partial(read_instance, bool, "true or false"))

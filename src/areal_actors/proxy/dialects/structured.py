@@ -143,7 +143,15 @@ EXTENSIONS: tuple[Field, ...] = (
     ),
     honoured(
         "guided_choice",
-        Kind({"type": ["array", "null"], "items": {"type": "string", "minLength": 1}}, _parse_choice),
+        Kind(
+            {
+                "type": ["array", "null"],
+                "items": {"type": "string", "minLength": 1},
+                "minItems": 1,
+                "maxItems": _MAX_CHOICES,
+            },
+            _parse_choice,
+        ),
         "the texts of which the answer is one",
     ),
     honoured(

@@ -17,8 +17,8 @@ from attrs import field, frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, Grammar, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA
 from areal_actors.proxy.dialects.client_tools import (
+    CUSTOM_TOOL,
     CallForm,
     Offer,
     format_freeform,
@@ -32,8 +32,10 @@ from areal_actors.proxy.dialects.fields import (
     FLAG,
     GATEWAY,
     MAX_TOKENS,
+    MAYBE_TEXT,
     METADATA,
     MODEL,
+    NAME,
     NUM_CHOICES,
     OBJECT,
     REASONING,
@@ -48,7 +50,10 @@ from areal_actors.proxy.dialects.fields import (
     THINKING,
     FieldTable,
     Kind,
+    Schema,
+    contents,
     create_sampling,
+    described_tool,
     honoured,
     inert,
     integer,
@@ -58,6 +63,7 @@ from areal_actors.proxy.dialects.fields import (
     refused,
     shown,
     thinking_options,
+    typed,
     wrong,
 )
 from areal_actors.proxy.dialects.prefixes import MessageList
@@ -258,29 +264,66 @@ def parse_tools(value: Any, param: str = "tools") -> Offer:
 # ------------------------------------------------------------------------------------------------------- fields
 
 _NO_EBNF = "use response_format, guided_json, guided_regex or guided_choice"
-_MESSAGES = Kind(
-    list_of(
+_TEXTS = contents(_TEXT_PARTS, {"type": "string"})
+_MAYBE_TEXTS: Schema = {"anyOf": [{"type": "null"}, _TEXTS]}
+_CALL: Schema = {
+    "anyOf": [
         one_object(
             {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"type": ["string", "array", "null"]},
-                "name": MAYBE_TEXT_SCHEMA,
-                "tool_call_id": MAYBE_TEXT_SCHEMA,
-                "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
-                "reasoning_content": MAYBE_TEXT_SCHEMA,
+                "id": MAYBE_TEXT,
+                "type": {"enum": ["function", None]},
+                "function": one_object(
+                    {"name": NAME, "arguments": {"type": ["string", "object", "null"]}}, "arguments"
+                ),
             },
-            "content",
-            "name",
-            "tool_call_id",
-            "tool_calls",
-            "reasoning_content",
+            *("id", "type"),
         ),
+        typed("custom", {"id": MAYBE_TEXT, "custom": one_object({"name": NAME, "input": {"type": "string"}})}, "id"),
+    ]
+}
+_MESSAGES = Kind(
+    list_of(
+        {
+            "anyOf": [
+                one_object(
+                    {"role": {"enum": ["system", "developer", "user"]}, "content": _TEXTS, "name": MAYBE_TEXT}, "name"
+                ),
+                one_object(
+                    {
+                        "role": {"const": "tool"},
+                        "content": _MAYBE_TEXTS,
+                        "tool_call_id": MAYBE_TEXT,
+                        "name": MAYBE_TEXT,
+                    },
+                    *("content", "tool_call_id", "name"),
+                ),
+                one_object(
+                    {
+                        "role": {"const": "assistant"},
+                        "content": _MAYBE_TEXTS,
+                        "tool_calls": {"type": ["array", "null"], "items": _CALL},
+                        "reasoning_content": MAYBE_TEXT,
+                        "reasoning": MAYBE_TEXT,
+                        "name": MAYBE_TEXT,
+                        "function_call": {"type": "null"},
+                    },
+                    *("content", "tool_calls", "reasoning_content", "reasoning", "name", "function_call"),
+                ),
+            ]
+        },
         minItems=1,
     ),
     parse_messages,
     is_raw=True,
 )
-TOOLS = Kind({"type": ["array", "null"], "items": {"type": "object"}}, parse_tools)
+_FUNCTION = one_object({"type": {"enum": ["function", None]}, "function": described_tool("parameters")}, "type")
+TOOLS = Kind(
+    {
+        "type": ["array", "null"],
+        "items": {"anyOf": [_FUNCTION, typed("custom", {"custom": CUSTOM_TOOL})]},
+    },
+    parse_tools,
+)
 
 CHAT_FIELDS = FieldTable(
     "chat completions",

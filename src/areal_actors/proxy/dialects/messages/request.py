@@ -29,7 +29,9 @@ from areal_actors.proxy.dialects.fields import (
     FLAG,
     GATEWAY,
     MAX_TOKENS,
+    MAYBE_TEXT,
     MODEL,
+    NAME,
     OBJECT,
     REASONING,
     REASONING_EFFORT,
@@ -43,15 +45,20 @@ from areal_actors.proxy.dialects.fields import (
     THINKING,
     FieldTable,
     Kind,
+    Schema,
+    contents,
     create_sampling,
+    described_tool,
     honoured,
     inert,
     integer,
     list_of,
+    one_object,
     read,
     refused,
     shown,
     thinking_options,
+    typed,
     wrong,
 )
 from areal_actors.proxy.dialects.prefixes import MessageList
@@ -280,6 +287,7 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
 
 # ------------------------------------------------------------------------------------------------------- fields
 
+_UNDATED = ("bash", "text_editor", "memory", "computer")
 _UNEDITED = "the history is read as it is sent"
 
 
@@ -296,19 +304,48 @@ def _parse_thread(value: Any, name: str) -> tuple[bool, InteractionId | None]:
             raise wrong(f"{name}.type", "create or continue", kind)
 
 
+_TEXTS = contents({"text": "text"})
+_RESULT = typed(
+    "tool_result",
+    {
+        "tool_use_id": NAME,
+        "content": {"anyOf": [{"type": "null"}, _TEXTS]},
+        "is_error": {"type": ["boolean", "null"]},
+    },
+    *("content", "is_error"),
+)
+_ANSWERED = (
+    typed("tool_use", {"id": MAYBE_TEXT, "name": NAME, "input": {"type": "object"}}, "id"),
+    typed("thinking", {"thinking": {"type": "string"}, "signature": MAYBE_TEXT}, "signature"),
+    typed("redacted_thinking", {}),
+)
+_TURN: Schema = {
+    "anyOf": [
+        one_object({"role": {"const": "system"}, "content": _TEXTS}),
+        one_object({"role": {"const": "user"}, "content": contents({"text": "text"}, _RESULT)}),
+        one_object({"role": {"const": "assistant"}, "content": contents({"text": "text"}, *_ANSWERED)}),
+    ]
+}
+_CUSTOM = described_tool("input_schema", "input_schema")
+_TOOL: Schema = {
+    "anyOf": [
+        {**_CUSTOM, "properties": {**_CUSTOM["properties"], "type": {"enum": ["custom", None]}}},
+        one_object({"type": {"type": "string", "pattern": rf"^({'|'.join(_UNDATED)})_[0-9]{{8}}$"}, "name": NAME}),
+    ]
+}
 MESSAGES_FIELDS = FieldTable(
     "messages",
     (
         honoured(
             "messages",
-            Kind(list_of({"type": "object"}, minItems=1), _parse_turns, is_raw=True),
+            Kind(list_of(_TURN, minItems=1), _parse_turns, is_raw=True),
             "text, tool_use, tool_result and thinking blocks, and role system anywhere; images and documents "
             "as unsupported_blocks says",
             is_required=True,
         ),
         honoured(
             "system",
-            Kind({"type": ["string", "array", "null"], "items": {"type": "object"}}, _parse_instructions),
+            Kind({"anyOf": [{"type": "null"}, _TEXTS]}, _parse_instructions),
             "a string or text blocks, joined by newlines; Claude Code's billing line is left out",
             default=(),
         ),
@@ -323,7 +360,7 @@ MESSAGES_FIELDS = FieldTable(
         ),
         honoured(
             "tools",
-            Kind({"type": ["array", "null"], "items": {"type": "object"}}, parse_anthropic_tools),
+            Kind({"type": ["array", "null"], "items": _TOOL}, parse_anthropic_tools),
             "custom tools, and bash, text_editor, memory and computer of any date; those of Anthropic's servers as "
             "unsupported_blocks says; defer_loading is ignored",
             default=(),
@@ -374,7 +411,16 @@ MESSAGES_FIELDS = FieldTable(
         refused("compaction", _UNEDITED),
         honoured(
             "thread",
-            Kind(OBJECT.schema, _parse_thread),
+            Kind(
+                {
+                    "anyOf": [
+                        {"type": "null"},
+                        typed("create", {}),
+                        typed("continue", {"previous_message_id": NAME}),
+                    ]
+                },
+                _parse_thread,
+            ),
             "create: the answer's id continues the conversation; continue: messages follow previous_message_id, "
             "with the system prompt and tools of the thread",
             default=(False, None),

@@ -28,12 +28,15 @@ from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedPar
 from areal_actors.proxy.dialects.chat.request import join_parts, optional_text, parse_call, parse_freeform_call
 from areal_actors.proxy.dialects.client_tools import (
     CALL_ITEMS,
+    CUSTOM_TOOL,
     OPENAI_TOOLS,
     CallForm,
     Offer,
     find_typed_tool,
+    is_offer,
     parse_custom_tool,
     refuse_tool,
+    with_additional_tools,
 )
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
@@ -43,7 +46,9 @@ from areal_actors.proxy.dialects.fields import (
     FLAG,
     GATEWAY,
     MAX_TOKENS,
+    MAYBE_TEXT,
     MODEL,
+    NAME,
     OBJECT,
     REQUEST_INFORMATION,
     SAMPLING,
@@ -55,15 +60,21 @@ from areal_actors.proxy.dialects.fields import (
     THINKING,
     FieldTable,
     Kind,
+    Schema,
+    contents,
     create_sampling,
+    described_tool,
     honoured,
     inert,
     integer,
+    list_of,
+    one_object,
     read,
     read_instance,
     refused,
     shown,
     thinking_options,
+    typed,
     without_nulls,
     wrong,
 )
@@ -120,7 +131,9 @@ def parse_input(value: Any, param: str = "input") -> tuple[ChatMessage, ...]:
     conversation = _Conversation(messages=[*known])
     counts: list[int] = []
     for index, raw in enumerate(value, start=start):
-        _read_item(conversation, raw, f"{param}[{index}]")
+        # The tools that an item offers are among those of the request; see ``with_additional_tools``.
+        if not is_offer(raw):
+            _read_item(conversation, raw, f"{param}[{index}]")
         # The next item may belong to the same answer.
         counts.append(len(conversation.messages) if conversation.turn is None else OPEN)
     conversation.close_turn()
@@ -367,12 +380,83 @@ def _parse_previous(value: Any, name: str) -> InteractionId:
     return InteractionId(previous)
 
 
+_TEXTS = contents(_PARTS, {"type": "string"})
+_CALLED: Mapping[str, Schema] = {"call_id": NAME, "id": MAYBE_TEXT}
+_ITEM: Schema = {
+    "anyOf": [
+        one_object(
+            {
+                "type": {"enum": ["message", None]},
+                "role": {"enum": ["system", "developer", "user", "assistant"]},
+                "content": _TEXTS,
+                "id": MAYBE_TEXT,
+            },
+            *("type", "id"),
+        ),
+        typed(
+            "reasoning",
+            {
+                "content": {"anyOf": [{"type": "null"}, contents({"reasoning_text": "text"})["anyOf"][1]]},
+                "id": MAYBE_TEXT,
+            },
+            *("content", "id"),
+        ),
+        typed(
+            "function_call",
+            {**_CALLED, "name": NAME, "arguments": {"type": ["string", "null"]}, "namespace": MAYBE_TEXT},
+            *("id", "arguments", "namespace"),
+        ),
+        typed(
+            "custom_tool_call",
+            {**_CALLED, "name": NAME, "input": {"type": "string"}, "namespace": MAYBE_TEXT},
+            *("id", "namespace"),
+        ),
+        *(
+            typed(
+                tool.item,
+                {**_CALLED, **({tool.key: tool.parameters} if tool.key else tool.parameters["properties"])},
+                "id",
+            )
+            for tool in OPENAI_TOOLS.values()
+        ),
+        *(
+            typed(kind, {"call_id": MAYBE_TEXT, "output": _TEXTS}, "call_id")
+            for kind in (
+                "function_call_output",
+                "custom_tool_call_output",
+                "local_shell_call_output",
+                "shell_call_output",
+            )
+        ),
+        typed(
+            "apply_patch_call_output",
+            {"call_id": MAYBE_TEXT, "status": MAYBE_TEXT, "output": MAYBE_TEXT},
+            "call_id",
+            "output",
+        ),
+    ]
+}
+_FUNCTION = described_tool("parameters")
+_OFFERED: tuple[Schema, ...] = (
+    {**_FUNCTION, "properties": {**_FUNCTION["properties"], "type": {"enum": ["function", None]}}},
+    {
+        **CUSTOM_TOOL,
+        "properties": {**CUSTOM_TOOL["properties"], "type": {"const": "custom"}},
+        "required": ["type", "name"],
+    },
+    one_object(
+        {"type": {"enum": [*OPENAI_TOOLS]}, "name": {"type": "null"}, "environment": {"type": "null"}},
+        "name",
+        "environment",
+    ),
+)
+_TOOL: Schema = {"anyOf": [*_OFFERED, typed("namespace", {"name": NAME, "tools": list_of({"anyOf": [*_OFFERED]})})]}
 RESPONSES_FIELDS = FieldTable(
     "responses",
     (
         honoured(
             "input",
-            Kind({"type": ["string", "array"], "minLength": 1, "minItems": 1}, parse_input, is_raw=True),
+            Kind({"anyOf": [{"type": "string"}, list_of(_ITEM, minItems=1)]}, parse_input, is_raw=True),
             "a text, or items: messages, reasoning, calls of tools that can be offered, and their results; images and "
             "files as unsupported_blocks says; an item_reference names an item of an answer of the session",
             is_required=True,
@@ -385,7 +469,7 @@ RESPONSES_FIELDS = FieldTable(
         ),
         honoured(
             "previous_response_id",
-            Kind(TEXT.schema, _parse_previous),
+            Kind({**TEXT.schema, "pattern": f"^{RESPONSE_PREFIX}"}, _parse_previous),
             "follows an answer of the same session: its history, without its instructions",
         ),
         MODEL,
@@ -406,7 +490,7 @@ RESPONSES_FIELDS = FieldTable(
         honoured("top_logprobs", integer(0, 20), "0 to 20; asks for logprobs, too", default=0),
         honoured(
             "tools",
-            Kind({"type": ["array", "null"], "items": {"type": "object"}}, _parse_offer),
+            Kind({"type": ["array", "null"], "items": _TOOL}, _parse_offer),
             "functions and custom tools, also in namespaces, local_shell, shell, apply_patch, computer and "
             "computer_use_preview; those of OpenAI's servers as unsupported_blocks says",
             default=Offer(),
@@ -499,6 +583,7 @@ def parse_response_request(
         UnsupportedParameter: a parameter that cannot be honoured.
         InvalidRequest: an invalid value; ``param`` names the field.
     """
+    body = with_additional_tools(body)
     values = RESPONSES_FIELDS.read(body, inert=inert)
     offer: Offer = values["tools"]
     selection = parse_tool_choice(values["tool_choice"], offer.tools)

@@ -70,6 +70,7 @@ __all__ = [
     "honoured",
     "inert",
     "integer",
+    "is_token_id",
     "list_of",
     "number",
     "one_object",
@@ -353,11 +354,17 @@ def _read_stop(value: Any, name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def is_token_id(value: Any) -> bool:
+    """Return whether ``value`` is a token id; ``3.0`` is an integer in JSON, and ``true`` is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= MAX_TOKENS and value == int(value)
+
+
 def _read_token_ids(value: Any, name: str) -> tuple[int, ...]:
     tokens = value or []
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token <= MAX_TOKENS for token in tokens):
+    if not isinstance(tokens, list) or not all(map(is_token_id, tokens)):
         raise wrong(name, "a list of token ids", value)
-    return tuple(tokens)
+    return tuple(map(int, tokens))
 
 
 def _read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:

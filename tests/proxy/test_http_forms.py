@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.proxy import ProxyConfig
-from areal_actors.proxy.exchange import Meter, Operation, Operations, Traffic, path_of
+from areal_actors.proxy.exchange import Exchange, Meter, Operation, Operations, Traffic, path_of
 from areal_actors.testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
@@ -175,6 +175,21 @@ async def test_compressed_bodies_are_read():
     assert bomb.status_code == 413
     assert [cut.status_code, wrong.status_code, unknown.status_code] == [400, 400, 400]
     assert "zstd" in unknown.json()["error"]["message"]
+
+
+async def test_a_body_that_was_decoded_is_passed_on_as_it_is():
+    """A gateway forwards headers and body of a request: they say the same."""
+    sent = gzip.compress(json.dumps(BODY, ensure_ascii=False).encode("latin-1"))
+    headers = [(b"content-encoding", b"GZip"), (b"content-type", b"application/json; charset=latin-1"), (b"x", b"y")]
+
+    async def receive():
+        return {"type": "http.request", "body": sent}
+
+    exchange = Exchange({"method": "POST", "path": "/", "query_string": b"", "headers": headers}, receive, receive)
+    body = await exchange.read_body(max_bytes=1000, timeout_seconds=5)
+
+    assert json.loads(body.decode()) == BODY
+    assert exchange.scope["headers"] == [(b"x", b"y"), (b"content-type", b"application/json")]
 
 
 @pytest.mark.parametrize(

@@ -375,10 +375,16 @@ class Exchange:
         raw = await self._receive_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds)
         # Names of encodings and charsets have no case.
         encoding = self.headers.get(b"content-encoding", b"").strip().lower()
+        content_type = self.headers.get(b"content-type", b"").lower()
         if encoding not in (b"", b"identity"):
             raw = _decompress(raw, encoding, max_bytes)
-        content_type = self.headers.get(b"content-type", b"").lower()
-        return _to_utf8(raw, content_type) if b"charset" in content_type else raw.removeprefix(codecs.BOM_UTF8)
+        elif b"charset" not in content_type:
+            return raw.removeprefix(codecs.BOM_UTF8)
+        # Who passes the request on sends the body as it is returned.
+        described = {b"content-encoding", b"content-type"}
+        others = (each for each in self.scope["headers"] if each[0] not in described)
+        self.scope["headers"] = [*others, (b"content-type", b"application/json")]
+        return _to_utf8(raw, content_type)
 
     async def _receive_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
         take_body: Callable[[], bytes | None] | None = self.scope.get(TAKE_BODY)

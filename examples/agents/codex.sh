@@ -10,11 +10,14 @@ if [ "${1:-}" = --continue ]; then
   resume=(resume --last)
   shift
 fi
+# The agent compacts the conversation before the context is full, whose length the proxy knows.
+context=$(curl -fsS -H "Authorization: Bearer $OPENAI_API_KEY" "$OPENAI_BASE_URL/models" |
+  sed -n 's/.*"max_model_len":\([0-9]*\).*/\1/p')
 mkdir -p "$HOME/.codex"
 cat > "$HOME/.codex/config.toml" <<CONFIG
 model = "policy"
 model_provider = "areal"
-model_context_window = ${CONTEXT_WINDOW:-1000000}
+model_context_window = ${CONTEXT_WINDOW:-${context:-32768}}
 check_for_update_on_startup = false
 [model_providers.areal]
 name = "areal"

@@ -56,12 +56,28 @@ the reward is the share of digits in the argument. `nox -s train-agents` repeats
 steps of RL. A step of `@openai/agents` has 16 episodes, so that single steps vary.
 
 """
-_COLUMNS = ("Agent", "Installed", "Protocol", "Turns", "Sub-agent", "Compaction", "Linked", "Forks", "Seconds", "")
+_COLUMNS = (
+    *(
+        "Agent",
+        "Installed",
+        "Protocol",
+        "Turns",
+        "Sub-agent",
+        "Compaction",
+        "Linked",
+        "Forks",
+        "Seconds",
+        "Last run",
+        "",
+    ),
+)
 _LEGEND = """\
 
 *Turns* are completed answers of the main thread, *Linked* counts follow-ups in all threads whose parent is the
 answer that they continue. *Forks* do not extend the tokens of their parent: rewards reach it, and its tokens are
 encoded again ([fork reasons](discussion/rewards.md)). Seconds are those of all starts of the agent, on two cores.
+*Last run* is the day of the run that the row shows, and the version of `areal_actors`; a row without it shows a run
+from before days were recorded: the agent worked, and whether it still does (`?`) the next run will show.
 
 """
 
@@ -104,7 +120,8 @@ def _row(one: Mapping[str, Any]) -> list[str]:
         f"{report['linked']} of {report['follow_ups']}" if report else _NONE,
         "<br>".join(forks) or "none",
         f"{one['seconds']:g}",
-        "✗" if one["faults"] else "✓",
+        f"{one['date']}, {one['version']}" if "date" in one else "not repeated",
+        "✗" if one["faults"] else "✓" if "date" in one else "?",
     ]
 
 

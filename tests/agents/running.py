@@ -10,6 +10,8 @@ import tomllib
 from base64 import b64decode
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
+from importlib.metadata import version
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
 from typing import Any
@@ -267,4 +269,6 @@ def to_document(program: Program, verdict: Verdict) -> dict[str, Any]:
         "seconds": round(verdict.seconds, 1),
         "report": report,
         "faults": list(verdict.faults),
+        "date": datetime.now(UTC).date().isoformat(),
+        "version": version("areal_actors"),
     }

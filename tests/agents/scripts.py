@@ -125,6 +125,83 @@ def codex(work: Path) -> Episode:
     )
 
 
+def patched(*lines: str, file: str = "words.txt", is_new: bool = False) -> str:
+    """Return a patch in the format of ``apply_patch``."""
+    head = f"*** {'Add' if is_new else 'Update'} File: {file}"
+    return "\n".join(("*** Begin Patch", head, *lines, "*** End Patch")) + "\n"
+
+
+def patches(**options: Any) -> tuple[Turn, ...]:
+    """Return the calls of ``apply_patch`` that write the words and correct them."""
+    texts = [patched("+one", "+two", "+three", is_new=True)]
+    texts += [patched("@@", f"-{old}", f"+{new}") for old, new in EDITS]
+    return tuple(
+        call("apply_patch", input=text, fault=Fault.NONE if number else Fault.BUSY) for number, text in enumerate(texts)
+    )
+
+
+def codex_gpt_5(work: Path) -> Episode:
+    """Return the episode of Codex CLI under a name of OpenAI's: edits by a freeform tool, and no sub-agents."""
+    episode = codex(work)
+    # Without its own edits, and without the sub-agent.
+    _, _, *others = episode.script.main
+    main = (*patches(), *(turn for turn in others[len(EDITS) :] if not _is_of_sub_agent(turn)))
+    model = ("--model", "gpt-5.5")
+    return evolve(
+        episode,
+        script=evolve(episode.script, main=main, sub=()),
+        invocations=tuple(evolve(each, arguments=(*each.arguments, *model)) for each in episode.invocations),
+        expected=episode.expected | {"sub_turns": 0},
+    )
+
+
+def _is_of_sub_agent(turn: Turn) -> bool:
+    return any(each.name.startswith("multi_agent") for each in turn.calls)
+
+
+def copilot(work: Path) -> Episode:
+    """Return the episode of GitHub Copilot CLI."""
+    words = str(work / "words.txt")
+    edits = (
+        call("create", path=words, file_text=ONE_TWO_THREE, fault=Fault.BUSY),
+        call("view", path=words),
+        *(call("edit", path=words, old_str=old, new_str=new) for old, new in EDITS),
+    )
+    return _copilot(edits)
+
+
+def copilot_gpt_5(work: Path) -> Episode:
+    """Return its episode under a name of OpenAI's, where it edits files with a freeform tool."""
+    episode = _copilot(patches())
+    model = {"COPILOT_MODEL": "gpt-5.5"}
+    return evolve(episode, invocations=tuple(evolve(each, variables=model) for each in episode.invocations))
+
+
+def _copilot(edits: tuple[Turn, ...]) -> Episode:
+    def run(command: str) -> Call:
+        return Call("bash", {"command": command, "description": "Look"})
+
+    main = (
+        *edits,
+        Turn((run("ls missing-file"),)),
+        Turn((run("cat words.txt"), run("wc words.txt"))),
+        Turn((run("wc -l words.txt"),), text=STORY, fault=Fault.HELD),
+        say("All done."),
+        Turn((run("cat words.txt"),)),
+        say("Finished."),
+    )
+    return Episode(
+        script=Script(main=main),
+        invocations=(
+            Invocation(prompt=TASK, is_interrupted=True),
+            Invocation(prompt="Go on.", arguments=("--continue",)),
+            Invocation(prompt="Check again.", arguments=("--continue",)),
+        ),
+        files={"words.txt": UPPER},
+        expected={"cancelled": 1},
+    )
+
+
 def qwen_code(work: Path) -> Episode:
     """Return the episode of Qwen Code."""
     words = str(work / "words.txt")
@@ -382,6 +459,9 @@ def javascript(_: Path) -> Episode:
 EPISODES: Mapping[str, Callable[[Path], Episode]] = {
     "claude-code": claude_code,
     "codex": codex,
+    "codex-gpt-5": codex_gpt_5,
+    "copilot": copilot,
+    "copilot-gpt-5": copilot_gpt_5,
     "opencode": opencode,
     "qwen-code": qwen_code,
     "qwen-code-acp": qwen_code_acp,

@@ -26,9 +26,7 @@ CHAT_IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,
 RESPONSES_IMAGE = {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}
 SEEN = "[image/png, 640x480 pixels: an image, which this model cannot see]"
 REFERENCE = {"type": "tool_reference", "tool_name": "WebFetch"}
-TOLERANT = UnsupportedBlocks(
-    images=BlockPolicy.PLACEHOLDER, files=BlockPolicy.PLACEHOLDER, server_tools=ToolPolicy.DROP
-)
+TOLERANT = UnsupportedBlocks(images=BlockPolicy.PLACEHOLDER, files=BlockPolicy.PLACEHOLDER)
 
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=6),
@@ -101,20 +99,6 @@ def test_results_are_searched_for_images():
 
     assert parse(MessagesDialect(), body, TOLERANT).messages[-1].content == SEEN
     assert parse(ResponsesDialect(), {"input": [output]}, TOLERANT).messages[-1].content == SEEN
-
-
-@pytest.mark.parametrize("dialect", [MessagesDialect, ResponsesDialect])
-def test_server_tools_are_refused_or_dropped(dialect):
-    """A tool that nothing here runs is left out if the settings say so, and the client's own tools stay."""
-    own = {"type": "function", "name": "f", "parameters": {}}
-    if dialect is MessagesDialect:
-        own = {"name": "f", "input_schema": {}}
-    body = {"messages": [{"role": "user", "content": "hi"}]} if dialect is MessagesDialect else {"input": "hi"}
-    body["tools"] = [own, {"type": "web_search", "name": "web_search"}]
-
-    with pytest.raises(UnsupportedParameter, match="web_search"):
-        parse(dialect(), body)
-    assert [tool.name for tool in parse(dialect(), body, TOLERANT).tools] == ["f"]
 
 
 @given(st.dictionaries(st.sampled_from(["messages", "input", "tools", "x"]), json_values, max_size=4))

@@ -178,7 +178,7 @@ def test_a_bad_value_is_refused_by_name(fields, param):
         {"modalities": ["text", "audio"]},
         {"ignore_eos": True},
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
-        {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        {"tools": [{"type": "web_search"}]},
     ],
 )
 def test_what_would_change_the_answer_is_refused(fields):

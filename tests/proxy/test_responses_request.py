@@ -12,6 +12,7 @@ from openai.resources.responses import AsyncResponses
 
 from areal_actors.domain import ChatMessage, JsonText, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, PreviousNotFound, RequestError, UnsupportedParameter
+from areal_actors.proxy.dialects.client_tools import CallForm
 from areal_actors.proxy.dialects.fields import Support
 from areal_actors.proxy.dialects.responses.request import (
     RESPONSES_FIELDS,
@@ -352,7 +353,7 @@ def test_namespaces_are_flattened():
     parsed = _parse(tools=tools, input=[{"role": "user", "content": "hi"}, call])
 
     assert [tool.name for tool in parsed.request.tools] == ["add", "mcp__files__read"]
-    assert parsed.namespaces == {"mcp__files__read": ("mcp__files", "read")}
+    assert parsed.forms == {"mcp__files__read": CallForm(name="read", namespace="mcp__files")}
     assert parsed.request.messages[-1].tool_calls[0].name == "mcp__files__read"
     assert parsed.echo["tools"][1] == tools[1]
 

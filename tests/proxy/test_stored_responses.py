@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import anthropic
 import openai
 import pytest
+from openai.types.responses import Response
 from tests.proxy.stack import open_stack, sampled
 
 from areal_actors.cache import export_trajectories
@@ -22,6 +24,7 @@ from areal_actors.domain import (
 from areal_actors.domain.chat import ChatMessage, ToolCall
 from areal_actors.errors import InvalidRequest
 from areal_actors.messages import StoredAnswer
+from areal_actors.proxy.control import CONTEXT_NAMES
 from areal_actors.proxy.dialects.prefixes import PrefixCache
 from areal_actors.proxy.dialects.responses.request import parse_input, parse_response_request
 from areal_actors.proxy.dialects.responses.stored import (
@@ -209,3 +212,62 @@ async def test_a_model_is_described_by_any_name():
 
     assert found[0] == listed[0]
     assert (found[1].id, found[1].owned_by) == ("gpt-5", listed[0].owned_by)
+
+
+@pytest.mark.anyio
+async def test_a_model_says_how_many_tokens_it_takes():
+    """Under the names that clients of other servers read. A model's name may have a slash."""
+    async with open_stack() as stack, create_http_client() as http:
+        session = stack.session
+        openai_client = openai.AsyncOpenAI(base_url=session.base_url, api_key="k", http_client=http, max_retries=0)
+        found = (await openai_client.models.retrieve("Qwen/Qwen3-0.6B")).to_dict()
+        async with anthropic.AsyncAnthropic(base_url=session.base_url.removesuffix("/v1"), api_key="k") as client:
+            (listed,) = (await client.models.list()).data
+        length = stack.engine.info.context_length
+
+    assert found["id"] == "Qwen/Qwen3-0.6B"
+    assert {found[name] for name in CONTEXT_NAMES} == {length}
+    assert (listed.type, listed.max_input_tokens, listed.created_at.tzinfo is None) == ("model", length, False)
+
+
+REQUIRED = {
+    *(name for name, each in Response.model_fields.items() if each.is_required()),
+    # The schema of OpenResponses requires these as well.
+    *("completed_at", "status", "incomplete_details", "previous_response_id", "instructions", "error", "truncation"),
+    *("text", "top_p", "presence_penalty", "frequency_penalty", "top_logprobs", "temperature", "reasoning", "usage"),
+    *("max_output_tokens", "max_tool_calls", "store", "background", "service_tier", "metadata"),
+    *("safety_identifier", "prompt_cache_key"),
+}
+
+
+@pytest.mark.anyio
+async def test_every_response_object_has_every_required_key():
+    """Created, in each event of a stream that has one, and retrieved; what was asked is repeated."""
+    asked = {
+        "input": "hi",
+        "presence_penalty": 0.5,
+        "frequency_penalty": -0.5,
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "user": "u",
+        "temperature": 0.5,
+    }
+    async with open_stack(sampled("first"), sampled("second")) as stack, create_http_client() as http:
+        url = f"{stack.session.base_url}/responses"
+        created = (await http.post(url, json=asked)).json()
+        streamed = (await http.post(url, json=asked | {"stream": True})).text
+        retrieved = (await http.get(f"{url}/{created['id']}")).json()
+    events = [json.loads(line[6:]) for line in streamed.split("\n") if line.startswith("data: ")]
+    objects = [created, retrieved, *(event["response"] for event in events if "response" in event)]
+
+    assert len(objects) == 5
+    for each in objects:
+        assert set(each) >= REQUIRED
+        assert set(each) == set(created)
+        Response.model_validate(each, strict=True)
+        for name in ("presence_penalty", "frequency_penalty"):
+            assert isinstance(each[name], float)
+    for each in (created, *objects[2:]):
+        assert {name: each[name] for name in asked if name != "input"} == {
+            k: v for k, v in asked.items() if k != "input"
+        }

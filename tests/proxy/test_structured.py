@@ -176,7 +176,13 @@ def test_that_a_name_is_no_choice() -> None:
         parse_tool_choice({"type": "function", "name": "auto"}, (Tool(name="auto"),))
 
 
-def test_that_a_custom_tool_is_refused_by_name() -> None:
-    """Only functions are known."""
-    with pytest.raises(UnsupportedParameter, match="'custom'"):
-        parse_tool_choice({"type": "custom", "custom": {"name": "f"}}, (F,))
+@pytest.mark.parametrize("choice", [{"type": "custom", "custom": {"name": "f"}}, {"type": "custom", "name": "f"}])
+def test_that_a_custom_tool_is_named_as_a_function_is(choice) -> None:
+    """The model knows both as functions."""
+    assert parse_tool_choice(choice, (F,)).choice == "f"
+
+
+def test_that_a_server_tool_is_refused_by_name() -> None:
+    """Nothing here runs it."""
+    with pytest.raises(UnsupportedParameter, match="'web_search_preview'"):
+        parse_tool_choice({"type": "web_search_preview"}, (F,))

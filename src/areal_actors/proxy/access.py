@@ -40,6 +40,7 @@ from areal_actors.domain import (
 from areal_actors.domain.accounts import digest_of, is_user_key
 from areal_actors.errors import NotFound, QuotaExceeded, Unauthorized
 from areal_actors.kernel import Ref
+from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.messages import (
     Accounts,
     AdmitUser,
@@ -81,10 +82,8 @@ def create_admin_key() -> str:
 
 def read_key(headers: Mapping[bytes, bytes]) -> str | None:
     """Return the key of a request: ``Authorization: Bearer`` as OpenAI's clients send it, else ``x-api-key``."""
-    scheme, _, bearer = headers.get(b"authorization", b"").partition(b" ")
-    key = bearer.strip() if scheme.lower() == b"bearer" else b""
-    key = key or headers.get(b"x-api-key", b"").strip()
-    return key.decode("latin-1") or None
+    bearer = read_bearer(headers.get(b"authorization", b"").decode("latin-1"))
+    return bearer or headers.get(b"x-api-key", b"").strip().decode("latin-1") or None
 
 
 @frozen(kw_only=True)

@@ -11,6 +11,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
+from functools import partial
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
@@ -49,20 +50,23 @@ from areal_actors.proxy.access import (
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects.base import Dialect, Parsed, join_items
-from areal_actors.proxy.dialects.blocks import replace_blocks
+from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
 from areal_actors.proxy.dialects.prefixes import MIN_BYTES, PrefixCache, Reading
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import (
+    READ,
     Exchange,
     Meter,
     Operation,
     Operations,
     RoutedApplication,
     Traffic,
+    path_of,
 )
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
@@ -71,10 +75,20 @@ from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_docum
 from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.stored_responses import StoredResponses
 
-__all__ = ["AGENT_HEADER", "CompletionEndpoint", "TokenCountEndpoint", "create_app", "read_attempt"]
+__all__ = [
+    "AGENT_HEADER",
+    "LEFT_OUT_HEADER",
+    "NOT_OFFERED",
+    "CompletionEndpoint",
+    "TokenCountEndpoint",
+    "create_app",
+    "read_attempt",
+]
 
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
+LEFT_OUT_HEADER = b"x-areal-left-out"
+"""A header of answers that lists the types of tools that were left out of the request."""
 Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
@@ -254,6 +268,11 @@ async def _read(
         # The known messages are those that this policy leaves, so that another one parses them anew.
         reading = prefixes.read((exchange.session, read_key(exchange.headers), policy), raw)
     body = replace_blocks(parse_object(raw) if reading is None else reading.body, policy)
+    server_tools = config.unsupported_blocks.server_tools
+    drop = None if server_tools is None else server_tools is ToolPolicy.DROP
+    body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
+    if left_out:
+        exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
     named = body.get("session_id") or exchange.query.get("session_id")
     credential = authenticator.credential(
         key=read_key(exchange.headers),
@@ -290,20 +309,26 @@ def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) ->
 
 @frozen(kw_only=True)
 class TokenCountEndpoint:
-    """The handler of the route. The count equals the ``usage.input_tokens`` of an answer to the same body."""
+    """The handler of a route that counts tokens as the ``usage.input_tokens`` of an answer to the same body does."""
 
-    dialect: MessagesDialect
+    dialect: MessagesDialect | ResponsesDialect
     sessions: Ref[Sessions]
     authenticator: Authenticator
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess
     prefixes: PrefixCache
+    envelope: Mapping[str, Any] = field(factory=dict)
+    """What the answer holds besides the number."""
+    resolve: Resolve | None = None
+    """As in ``CompletionEndpoint``."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
         _, body, credential, reading = await _read(exchange, self.config, self.authenticator, self.prefixes)
-        request, model = self.dialect.parse(body).request, body.get("model")
+        if self.resolve is not None:
+            body = await self.resolve(body, credential)
+        request, model = self.dialect.parse(body, tag=None).request, body.get("model")
         if reading is not None:
             reading.note(body)
         if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
@@ -314,7 +339,7 @@ class TokenCountEndpoint:
 
     async def _count(self, exchange: Exchange, message: CountTokens, model: str | None) -> None:
         num_tokens = await exchange.until_disconnect(lambda: self._ask(message, model))
-        await exchange.send_json(200, {"input_tokens": num_tokens})
+        await exchange.send_json(200, {**self.envelope, "input_tokens": num_tokens})
 
     async def _ask(self, message: CountTokens, model: str | None) -> int:
         if model is None or not self.selection.may_select(model):
@@ -329,6 +354,57 @@ class TokenCountEndpoint:
 
 _ANTHROPIC_HEADER = "anthropic-version"
 """A header that all of Anthropic's clients send."""
+_TEXT_ONLY = "the model reads and writes text only"
+_NO_FILES = "nothing is stored but the turns of sessions; send the text itself"
+_NO_BATCHES = "there are no batches; send the requests at once, they are answered concurrently"
+_NO_AGENTS = "no agents run on this server; run them as clients of it"
+_NO_ACCOUNTS = "there is no organisation to administer; see docs/users.md for the keys of users"
+_NO_TRAINING = "a run trains the policy from rewards; see docs/serving.md"
+NOT_OFFERED: Mapping[str, str] = {
+    "audio": _TEXT_ONLY,
+    "images": _TEXT_ONLY,
+    "live": _TEXT_ONLY,
+    "realtime": _TEXT_ONLY,
+    "videos": _TEXT_ONLY,
+    "content_provenance_checks": _TEXT_ONLY,
+    "embeddings": "the model samples text and has no embeddings",
+    "moderations": "nothing is moderated here",
+    "decisions": "nothing is moderated here",
+    "safety": "nothing is moderated here",
+    "files": _NO_FILES,
+    "uploads": _NO_FILES,
+    "vector_stores": _NO_FILES,
+    "containers": "no code is run here",
+    "skills": "no code is run here",
+    "batches": _NO_BATCHES,
+    "messages/batches": _NO_BATCHES,
+    "assistants": _NO_AGENTS,
+    "threads": _NO_AGENTS,
+    "chatkit": _NO_AGENTS,
+    "agents": _NO_AGENTS,
+    "deployments": _NO_AGENTS,
+    "deployment_runs": _NO_AGENTS,
+    "dreams": _NO_AGENTS,
+    "environments": _NO_AGENTS,
+    "memory_stores": _NO_AGENTS,
+    "sessions": _NO_AGENTS,
+    "tunnels": _NO_AGENTS,
+    "vaults": _NO_AGENTS,
+    "webhooks": _NO_AGENTS,
+    "webhook_endpoints": _NO_AGENTS,
+    "webhook_event_types": _NO_AGENTS,
+    "organization": _NO_ACCOUNTS,
+    "organizations": _NO_ACCOUNTS,
+    "projects": _NO_ACCOUNTS,
+    "user_profiles": _NO_ACCOUNTS,
+    "evals": "an evaluation is a run of its own; see docs/evaluation.md",
+    "fine_tuning": _NO_TRAINING,
+    "conversations": "a session remembers its conversations; send previous_response_id",
+    "chat/completions/{id}": "stored chat completions cannot be listed or changed; export the session instead",
+    "responses/compact": "nothing is compacted; send what the model shall read",
+    "responses/{id}/cancel": "an answer is waited for; closing the connection cancels it",
+}
+"""Beginnings of vendors' routes that are not offered, and why, or what to do instead."""
 
 
 def create_app(
@@ -391,8 +467,16 @@ def create_app(
         "access": access,
         "selection": selection,
     }
-    turns = PrefixCache("messages")
+    stored = StoredResponses(sessions=sessions, authenticator=authenticator, access=access, model=model)
+    turns, items = PrefixCache("messages"), PrefixCache("input")
     count = TokenCountEndpoint(dialect=messages, prefixes=turns, **shared)
+    count_items = TokenCountEndpoint(
+        dialect=responses,
+        prefixes=items,
+        resolve=stored.resolve,
+        envelope={"object": "response.input_tokens"},
+        **shared,
+    )
 
     streams: set[Exchange] = set()
 
@@ -409,7 +493,6 @@ def create_app(
         traffic=traffic,
         started_at=int(time.time()),
     )
-    stored = StoredResponses(sessions=sessions, authenticator=authenticator, access=access, model=model)
     keys = KeysEndpoint(accounts=accounts, authenticator=authenticator, config=config)
     metrics = MetricsEndpoint(
         sessions=sessions,
@@ -427,9 +510,10 @@ def create_app(
     operations = {
         "chat/completions": complete(chat, prefixes=PrefixCache("messages")),
         "completions": complete(CompletionsDialect(model=model, decode=decode, inert=inert)),
-        "responses": complete(responses, resolve=stored.resolve, prefixes=PrefixCache("input")),
-        "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=("GET", "DELETE"), has_session=True),
-        "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=("GET",), has_session=True),
+        "responses": complete(responses, resolve=stored.resolve, prefixes=items),
+        "responses/input_tokens": Operation(handle=count_items, has_session=True),
+        "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),
+        "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=READ, has_session=True),
         "messages": complete(messages, keep_alive=PING, prefixes=turns),
         "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
         "grant_capacity": Operation(handle=control.grant_capacity),
@@ -439,28 +523,30 @@ def create_app(
         "rl/log_metrics": Operation(handle=control.log_metrics, has_session=True),
         "rl/end_session": Operation(handle=control.end_session, has_session=True),
         "rl/finalize": Operation(handle=control.finalize, has_session=True),
-        "models/{id}": Operation(handle=control.retrieve_model, methods=("GET",), has_session=True),
-        "models": Operation(handle=control.list_models, methods=("GET",), has_session=True),
-        "health": Operation(handle=control.report_health, methods=("GET",), is_always_open=True),
-        "livez": Operation(handle=control.report_life, methods=("GET",), is_always_open=True),
-        "": Operation(handle=page, methods=("GET",), is_always_open=True),
-        "docs": Operation(handle=page, methods=("GET",), is_always_open=True),
+        "models/{id}": Operation(handle=control.retrieve_model, methods=READ, has_session=True),
+        "models": Operation(handle=control.list_models, methods=READ, has_session=True),
+        "health": Operation(handle=control.report_health, methods=READ, is_always_open=True),
+        "livez": Operation(handle=control.report_life, methods=READ, is_always_open=True),
+        "": Operation(handle=page, methods=READ, is_always_open=True),
+        "docs": Operation(handle=page, methods=READ, is_always_open=True),
         "keys": Operation(handle=keys.create_or_list, methods=("POST", "GET")),
         "keys/{id}": Operation(handle=keys.revoke, methods=("DELETE",)),
-        "metrics": Operation(handle=metrics, methods=("GET",), is_always_open=True),
-        "openapi.json": Operation(handle=document, methods=("GET",), is_always_open=True),
+        "metrics": Operation(handle=metrics, methods=READ, is_always_open=True),
+        "openapi.json": Operation(handle=document, methods=READ, is_always_open=True),
     }
-    routed = Operations(operations, traffic, meter, has_access_log=config.access_log)
-    return RoutedApplication(routed, exception_handlers={HTTPException: _answer_unrouted})
+    routed = Operations(operations, traffic, meter, refused=NOT_OFFERED, has_access_log=config.access_log)
+    return RoutedApplication(routed, exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
 
 
-def _answer_unrouted(request: Request, error: Exception) -> Response:
+def _answer_unrouted(routed: Operations, request: Request, error: Exception) -> Response:
     """Return the error body for an unknown path, in the dialect of the client that asked."""
     status = error.status_code if isinstance(error, HTTPException) else 500
+    reason = routed.explain(path_of(request.scope))
+    message = f"There is no {request.method} route of this form"
     failure = Failure(
         status=status,
         type="not_found_error",
-        message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
+        message=f"{message}; see docs/http.md for those that there are." if reason is None else f"{message}: {reason}.",
         code="not_found",
     )
     # No dialect has been routed to, so the header or the path has to tell which vendor's client this is.

@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, MutableMapping
 from email.utils import formatdate
 from functools import lru_cache
+from http import HTTPStatus
 from itertools import starmap
 from time import time
 from typing import Any, Protocol
@@ -51,6 +52,8 @@ ON_DISCONNECT = "areal.on_disconnect"
 TAKE_BODY = "areal.take_body"
 """The key in a scope of a function that returns the body if all of it has arrived, in place of ``receive``."""
 
+_STATUS_LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus}
+"""Some clients, such as h2load, take an answer without a reason for a failed one."""
 _MAX_HEAD = 64 * 1024
 _MAX_READ = 64 * 1024
 _DISCARD_SECONDS = 2.0
@@ -565,13 +568,12 @@ class _Request:
         await self._connection.write(b"".join(parts))
 
     def _format_head(self, start: Message, length: int) -> bytes:
-        # Hypercorn, too, sends no reason after the status.
         status: int = start["status"]
         headers: list[tuple[bytes, bytes]] = [*start.get("headers", ())]
         lines, values = b"".join([b"%b: %b\r\n" % header for header in headers]), dict(headers)
         if lines.count(b"\n") != len(headers) or lines.count(b"\r") != len(headers):
             raise RuntimeError(f"The application sent a header of several lines, among {[*values]}.")
-        parts = [b"HTTP/1.1 %d \r\n" % status, lines]
+        parts = [_STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status, lines]
         self._is_last = values.get(b"connection", b"").lower() == b"close"
         self._has_body = status not in (204, 304)
         if self._has_body and b"content-length" not in values:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from datetime import UTC, datetime
 from functools import wraps
 from pathlib import PurePath
 from typing import Any
@@ -56,8 +57,10 @@ from areal_actors.proxy.dialects.fields import OBJECT, TEXT, Schema, integer, nu
 from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.metrics import try_ask
 
-__all__ = ["ARGUMENTS", "ControlEndpoints"]
+__all__ = ["ARGUMENTS", "CONTEXT_NAMES", "ControlEndpoints"]
 
+CONTEXT_NAMES = ("max_model_len", "context_length", "context_window", "max_input_tokens")
+"""The names under which clients of vLLM, OpenRouter, Groq and Anthropic read how many tokens a model takes."""
 _SETTLE_SECONDS = 5.0
 _MAX_GROUP = 4096
 """Maximum number of sessions in a group."""
@@ -282,18 +285,21 @@ class ControlEndpoints:
 
     async def list_models(self, exchange: Exchange) -> None:
         """List the policy, and the trained models if the client may use them."""
-        await exchange.send_json(200, {"object": "list", "data": await self._models(exchange)})
+        listed = await self._models(exchange)
+        page = {"first_id": listed[0]["id"], "last_id": listed[-1]["id"], "has_more": False}
+        await exchange.send_json(200, {"object": "list", "data": listed, **page})
 
     async def retrieve_model(self, exchange: Exchange) -> None:
         """Describe one model. A name that is not listed is the policy's: it answers requests for any other model."""
         listed = await self._models(exchange)
         named = next((entry for entry in listed if entry["id"] == exchange.item), listed[0])
-        await exchange.send_json(200, named | {"id": exchange.item})
+        await exchange.send_json(200, named | {"id": exchange.item, "display_name": exchange.item})
 
     async def _models(self, exchange: Exchange) -> list[dict[str, Any]]:
-        model = "policy"
+        model, lengths = "policy", dict[str, int]()
         if self.generation is not None:
-            model = PurePath((await self.generation.ask(DescribeEngine())).info.model).name
+            info = (await self.generation.ask(DescribeEngine())).info
+            model, lengths = PurePath(info.model).name, dict.fromkeys(CONTEXT_NAMES, info.context_length)
         trained: tuple[TrainedModel, ...] = ()
         key = read_key(exchange.headers)
         # The policy is listed to every client, with any key or none.
@@ -304,8 +310,9 @@ class ControlEndpoints:
                 named = read(exchange.query, "session_id", TEXT)
                 credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=named)
                 trained = await self.selection.list_for(credential)
-        listed = [(model, self.started_at), *((found.name, int(found.saved_at)) for found in trained)]
-        return [{"id": name, "object": "model", "created": at, "owned_by": "areal_actors"} for name, at in listed]
+        # A trained model is opened when it is asked for, and its length is not known before.
+        others = (_format_model(found.name, int(found.saved_at)) for found in trained)
+        return [_format_model(model, self.started_at) | lengths, *others]
 
     async def report_health(self, exchange: Exchange) -> None:
         """Answer 200 while requests can be answered, 503 otherwise, with the reason."""
@@ -359,6 +366,19 @@ class ControlEndpoints:
         )
         # The administrator may control every session, so there is no owner to check.
         return credential if self.authenticator.is_admin(key) else await self.access.authorise(credential)
+
+
+def _format_model(name: str, created: int) -> dict[str, Any]:
+    """Return a model with the fields that the SDKs of OpenAI and Anthropic require."""
+    return {
+        "id": name,
+        "object": "model",
+        "created": created,
+        "owned_by": "areal_actors",
+        "type": "model",
+        "display_name": name,
+        "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
+    }
 
 
 def _read_start(arguments: Mapping[str, Any], user: IssuedKey | None) -> StartSession:

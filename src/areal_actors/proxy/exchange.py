@@ -9,16 +9,18 @@ disconnects while an answer is being sampled.
 from __future__ import annotations
 
 import asyncio
+import codecs
 import math
 import secrets
 import time
+import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
 from functools import lru_cache, partial
 from time import perf_counter
 from typing import Any, TypeVar
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, unquote, urlsplit
 
 import anyio
 import orjson
@@ -37,6 +39,7 @@ from areal_actors.proxy.failures import Failure, describe_failure, format_openai
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 
 __all__ = [
+    "READ",
     "ClientDisconnected",
     "Exchange",
     "Histogram",
@@ -47,6 +50,7 @@ __all__ = [
     "RoutedApplication",
     "Send",
     "Traffic",
+    "path_of",
     "start_companion",
 ]
 
@@ -67,6 +71,10 @@ _DISCARDED = 4
 _CUT_SECONDS = 1.0
 """How long a cancelled request may take to send its client an error."""
 _MAX_KNOWN_PATH = 256
+_INFLATED = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
+"""Encodings of bodies that are accepted, with the window that tells ``zlib`` their format."""
+READ = ("GET", "HEAD")
+"""The methods of operations that change nothing."""
 _STOPPING = "The proxy is stopping; ask again when it is back."
 
 
@@ -95,11 +103,18 @@ class Operations(BaseRoute):
     """
 
     def __init__(
-        self, table: Mapping[str, Operation], traffic: Traffic, meter: Meter, *, has_access_log: bool = False
+        self,
+        table: Mapping[str, Operation],
+        traffic: Traffic,
+        meter: Meter,
+        *,
+        refused: Mapping[str, str] | None = None,
+        has_access_log: bool = False,
     ) -> None:
         # A table instead of one regular expression per spelling: the spellings multiply, and every request would try
         # them in turn.
         self._table = table
+        self._refused = refused or {}
         self._find = lru_cache(maxsize=1024)(self.find)
         self._traffic = traffic
         self._meter = meter
@@ -108,21 +123,34 @@ class Operations(BaseRoute):
     def find(self, path: str) -> tuple[str, str | None] | None:
         """Return the name of the operation at ``path`` and the session before it, or ``None`` if there is no such path.
 
-        ``{id}`` as the last or the second last part of a name matches any segment.
+        ``{id}`` as the last or the second last part of a name matches any segment. Segments may be percent-encoded, and
+        an encoded slash belongs to its segment.
         """
-        segments = [segment for segment in path.split("/") if segment and segment != "v1"]
+        segments = [segment for segment in split_path(path) if segment != "v1"]
         for session, rest in ((None, segments), (segments[0] if segments else None, segments[1:])):
+            if "/".join(rest) not in self._table and _find_refused(rest, self._refused) is not None:
+                continue
             for name in (rest, [*rest[:-1], "{id}"], [*rest[:-2], "{id}", *rest[-1:]]):
                 operation = self._table.get("/".join(name))
                 if operation is not None and (session is None or operation.has_session):
                     return "/".join(name), session
         return None
 
+    def methods(self, name: str) -> tuple[str, ...]:
+        """Return the methods of the operation called ``name``."""
+        return self._table[name].methods
+
+    def explain(self, path: str) -> str | None:
+        """Return why a vendor's route at ``path`` is not offered, or ``None`` if the path is no such route."""
+        segments = [segment for segment in split_path(path) if segment != "v1"]
+        found = (_find_refused(rest, self._refused) for rest in (segments, segments[1:]))
+        return next((self._refused[name] for name in found if name is not None), None)
+
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
         """Tell Starlette whether this route serves a request."""
         if scope["type"] != "http":
             return Match.NONE, {}
-        path = scope["path"]
+        path = path_of(scope)
         # Most requests of a client are for one path, and longer ones are not worth to be kept.
         found = self._find(path) if len(path) <= _MAX_KNOWN_PATH else self.find(path)
         if found is None:
@@ -149,12 +177,15 @@ class Operations(BaseRoute):
 
     async def _answer(self, operation: Operation, exchange: Exchange) -> None:
         try:
-            if exchange.method not in operation.methods:
-                allowed = ", ".join(operation.methods)
+            allowed = ", ".join(operation.methods)
+            if exchange.scope["method"] == "OPTIONS":
+                await exchange.start(204, [(b"allow", f"{allowed}, OPTIONS".encode())])
+                await exchange.send_part(b"", is_last=True)
+            elif exchange.scope["method"] not in operation.methods:
                 failure = Failure(
                     status=405,
                     type="invalid_request_error",
-                    message=f"{exchange.method} is not allowed here; use {allowed}.",
+                    message=f"{exchange.scope['method']} is not allowed here; use {allowed}.",
                     code="method_not_allowed",
                     request_id=exchange.request_id,
                 )
@@ -203,6 +234,30 @@ class Operations(BaseRoute):
                 outcome=outcome,
                 seconds=round(perf_counter() - exchange.started_at, 6),
             )
+
+
+def path_of(scope: Mapping[str, Any]) -> str:
+    """Return the percent-encoded path of a request, without the scheme and host of a target in absolute form."""
+    path, raw = str(scope["path"]), (scope.get("raw_path") or b"").decode("latin-1")
+    # What encloses the application may have changed the decoded path only.
+    path = raw if raw and unquote(raw) == path else path.replace("%", "%25")
+    return path if path.startswith("/") else urlsplit(path).path
+
+
+def split_path(path: str) -> list[str]:
+    """Return the segments of a path, decoded; doubled and trailing slashes add none."""
+    return [unquote(segment) for segment in path.split("/") if segment]
+
+
+def _find_refused(segments: Sequence[str], refused: Mapping[str, str]) -> str | None:
+    """Return the longest beginning of a path in ``refused``, in which any segment but the first may be ``{id}``."""
+    for length in range(len(segments), 0, -1):
+        named = list(segments[:length])
+        for place in range(length):
+            name = "/".join([*named[:place], "{id}", *named[place + 1 :]]) if place else "/".join(named)
+            if name in refused:
+                return name
+    return None
 
 
 class RoutedApplication(Starlette):
@@ -272,8 +327,9 @@ class Exchange:
 
     @property
     def method(self) -> str:
-        """The HTTP method."""
-        return str(self.scope["method"])
+        """The HTTP method; a ``HEAD`` is handled as a ``GET`` whose body is not sent."""
+        method = str(self.scope["method"])
+        return "GET" if method == "HEAD" else method
 
     @property
     def operation(self) -> str:
@@ -283,7 +339,7 @@ class Exchange:
     @property
     def item(self) -> str:
         """The segment of the path that names an item of a collection: in the place of ``{id}``, or the last one."""
-        segments = [segment for segment in str(self.scope["path"]).split("/") if segment]
+        segments = split_path(path_of(self.scope))
         # A host serves its own routes without a table of operations, so there the operation has no ``{id}``.
         parts = self.operation.split("/")
         return segments[parts.index("{id}") - len(parts) if "{id}" in parts else -1]
@@ -301,10 +357,10 @@ class Exchange:
     # --------------------------------------------------------------------------------------------- the request
 
     async def read_json(self, *, max_bytes: int, timeout_seconds: float) -> dict[str, Any]:
-        """Return the JSON object in the body, or an empty one for an empty body. The content type is ignored.
+        """Return the JSON object in the body, or an empty one for an empty body.
 
         Raises:
-            InvalidRequest: the body is compressed, not JSON, or not an object.
+            InvalidRequest: the body is encoded in an unknown way, not JSON, or not an object.
             PayloadTooLarge: it has more than ``max_bytes``.
             RequestTimeout: it did not arrive within ``timeout_seconds``.
             ClientDisconnected: the client disconnected before the end of the body.
@@ -312,9 +368,25 @@ class Exchange:
         return parse_object(await self.read_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds))
 
     async def read_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
-        """Return the body as it was sent. Raises as ``read_json`` does."""
-        if self.headers.get(b"content-encoding", b"identity") != b"identity":
-            raise InvalidRequest("The body is compressed; send it as it is, without a content-encoding.")
+        """Return the body in UTF-8, decompressed. Raises as ``read_json`` does.
+
+        The content type is ignored, except for its charset: clients send JSON under many types and under none.
+        """
+        raw = await self._receive_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds)
+        # Names of encodings and charsets have no case.
+        encoding = self.headers.get(b"content-encoding", b"").strip().lower()
+        content_type = self.headers.get(b"content-type", b"").lower()
+        if encoding not in (b"", b"identity"):
+            raw = _decompress(raw, encoding, max_bytes)
+        elif b"charset" not in content_type:
+            return raw.removeprefix(codecs.BOM_UTF8)
+        # Who passes the request on sends the body as it is returned.
+        described = {b"content-encoding", b"content-type"}
+        others = (each for each in self.scope["headers"] if each[0] not in described)
+        self.scope["headers"] = [*others, (b"content-type", b"application/json")]
+        return _to_utf8(raw, content_type)
+
+    async def _receive_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
         take_body: Callable[[], bytes | None] | None = self.scope.get(TAKE_BODY)
         if take_body is not None and (body := take_body()) is not None:
             if len(body) > max_bytes:
@@ -394,6 +466,10 @@ class Exchange:
 
     # -------------------------------------------------------------------------------------------- the response
 
+    def add_header(self, name: bytes, value: bytes) -> None:
+        """Add a header to the response, which has not been started."""
+        self._names = (*self._names, (name, value))
+
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; numpy arrays become lists."""
         await self.send_document(status, orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY), headers)
@@ -417,7 +493,9 @@ class Exchange:
         await self._send({"type": "http.response.start", "status": status, "headers": list(headers)})
 
     async def send_part(self, part: bytes, *, is_last: bool = False) -> None:
-        """Send a part of the body that ``start`` announced."""
+        """Send a part of the body that ``start`` announced, unless only its head was asked for."""
+        if self.scope["method"] == "HEAD":
+            part = b""
         await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
@@ -436,6 +514,37 @@ class Exchange:
 
 def _too_large(max_bytes: int) -> PayloadTooLarge:
     return PayloadTooLarge(f"The body has more than {max_bytes} bytes; shorten the conversation.")
+
+
+def _decompress(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
+    if encoding not in _INFLATED:
+        name = encoding.decode("latin-1")
+        raise InvalidRequest(f"The content-encoding {name!r} is not supported; use gzip or deflate, or send it plain.")
+    inflater = zlib.decompressobj(_INFLATED[encoding])
+    try:
+        # A small body may inflate to gigabytes.
+        inflated = inflater.decompress(body, max_bytes + 1)
+    except zlib.error as error:
+        raise InvalidRequest(f"The body is not valid {encoding.decode()}: {error}.") from None
+    if len(inflated) > max_bytes:
+        raise _too_large(max_bytes)
+    if not inflater.eof or inflater.unused_data:
+        raise InvalidRequest(f"The body is not one whole {encoding.decode()} stream.")
+    return inflated
+
+
+def _to_utf8(body: bytes, content_type: bytes) -> bytes:
+    """Return a body in UTF-8 that has another charset by its ``content_type``, which is in lower case."""
+    parameters = (part.partition(b"=") for part in content_type.split(b";")[1:])
+    named = next((value for name, _, value in parameters if name.strip() == b"charset"), b"")
+    charset = named.strip().strip(b"\"'").decode("latin-1") or "utf-8"
+    try:
+        codec = codecs.lookup(charset)
+        if codec.name in ("utf-8", "ascii"):
+            return body.removeprefix(codecs.BOM_UTF8)
+        return body.decode(charset).encode()
+    except (LookupError, UnicodeError):
+        raise InvalidRequest(f"The body cannot be read in the charset {charset!r}; send it in UTF-8.") from None
 
 
 def start_companion(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:

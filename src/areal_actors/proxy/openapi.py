@@ -16,7 +16,7 @@ from typing import Any
 from attrs import field, frozen
 
 from areal_actors.interchange.episodes import ARRAYS_TYPE
-from areal_actors.proxy.control import ARGUMENTS
+from areal_actors.proxy.control import ARGUMENTS, CONTEXT_NAMES
 from areal_actors.proxy.dialects import completions
 from areal_actors.proxy.dialects.base import COUNT_SCHEMA, MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
 from areal_actors.proxy.dialects.chat import answer as chat
@@ -81,14 +81,21 @@ def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
         ),
         ("completions", completions.COMPLETIONS_FIELDS, "TextCompletion", "OpenAI's plain completions"),
         ("responses", RESPONSES_FIELDS, "Response", "OpenAI's Responses; streamed as its events"),
+        (
+            "responses/input_tokens",
+            RESPONSES_FIELDS,
+            "InputTokens",
+            "How many tokens the prompt of a response has",
+        ),
         ("messages", MESSAGES_FIELDS, "Message", "Anthropic's messages"),
         ("messages/count_tokens", MESSAGES_FIELDS, "TokenCount", "How many tokens the prompt of a message has"),
     )
     described: list[Route] = []
     for operation, table, answer, summary in dialects:
         content: dict[str, Schema] = _json(answer)
-        if answer != "TokenCount":
-            content["text/event-stream"] = {"type": "string"}
+        if answer not in ("TokenCount", "InputTokens"):
+            # Version 3.1 has no schema for single events.
+            content["text/event-stream"] = {}
         described.append(
             Route(
                 operation=operation,
@@ -483,10 +490,23 @@ _ANSWERS: Mapping[str, Schema] = {
         {
             "object": {"const": "list"},
             "data": list_of({"$ref": "#/components/schemas/Model"}),
+            "first_id": TEXT_SCHEMA,
+            "last_id": TEXT_SCHEMA,
+            "has_more": {"const": False},
         }
     ),
     "Model": one_object(
-        {"id": TEXT_SCHEMA, "object": {"const": "model"}, "created": COUNT_SCHEMA, "owned_by": TEXT_SCHEMA}
+        {
+            "id": TEXT_SCHEMA,
+            "object": {"const": "model"},
+            "created": COUNT_SCHEMA,
+            "owned_by": TEXT_SCHEMA,
+            "type": {"const": "model"},
+            "display_name": TEXT_SCHEMA,
+            "created_at": {"type": "string", "format": "date-time"},
+            **dict.fromkeys(CONTEXT_NAMES, COUNT_SCHEMA),
+        },
+        *CONTEXT_NAMES,
     ),
     "Health": one_object(
         {

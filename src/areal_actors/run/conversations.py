@@ -216,7 +216,7 @@ def _parse(data: Mapping[str, Any]) -> _Conversation:
         raise DatasetError("its only answer comes before any question, so there is no prompt for it.")
     return _Conversation(
         messages=messages,
-        tools=parse_anthropic_tools(tools) if is_anthropic else parse_tools(tools),
+        tools=parse_anthropic_tools(tools) if is_anthropic else parse_tools(tools).tools,
         template_kwargs=template_kwargs,
         untrained=frozenset() if is_anthropic else _untrained(raw),
     )

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_actors.errors import RequestError
 from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.proxy.server import listen, serve_shielded, url_of
 from areal_actors.viewer.runs import Access, FailureFilter, GroupFilter, ViewedRun, find_runs
 
@@ -278,7 +279,7 @@ class _Guarded:
             return
         request = Request(scope)
         given = request.query_params.get("token", "")
-        bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
+        bearer = read_bearer(request.headers.get("authorization", ""))
         if request.method not in ("GET", "HEAD"):
             response: ASGIApp = _answer({"error": "The page only reads."}, status=405)
         elif self._is_right(given) and request.url.path == "/":

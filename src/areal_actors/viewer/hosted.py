@@ -24,6 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import ServiceView
 from areal_actors.errors import RequestError, Unauthorized
+from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.viewer.app import (
     DEFAULT_INTERVALS,
     PAGE_HEADERS,
@@ -123,7 +124,7 @@ class HostPage:
         cookie = read_cookie(request)
         if cookie in self._keys:
             key = self._keys[cookie]
-        elif bearer := request.headers.get("authorization", "").removeprefix("Bearer "):
+        elif bearer := read_bearer(request.headers.get("authorization", "")):
             key = bearer
         else:
             raise Unauthorized("This page needs the key of a user; open / in a browser.")

@@ -1,8 +1,8 @@
-"""Content and tools that the model cannot use: refused, described in words, or left out, as ``UnsupportedBlocks`` says.
+"""Content that the model cannot use: refused, described in words, or left out, as ``UnsupportedBlocks`` says.
 
 The replacement happens in the JSON body before a dialect parses it, so that all dialects share one policy, and
 refusing by name is the dialects' own behaviour. Nothing else of a body is changed. What is left to the default depends
-on the client, by its user agent: see ``UnsupportedBlocks.for_client``.
+on the client, by its user agent: see ``UnsupportedBlocks.for_client``. ``client_tools`` decides about tools.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class ToolPolicy(StrEnum):
 class UnsupportedBlocks:
     """For each kind of content and for tools: ``refuse`` with 400, ``drop``, or leave a ``placeholder`` text.
 
-    Where nothing is set, images and files of known coding agents become placeholders, and server tools that they offer
-    are dropped; those of other clients are refused.
+    Where nothing is set, images and files of known coding agents become placeholders; those of other clients are
+    refused.
     """
 
     images: BlockPolicy | None = None
@@ -54,37 +54,36 @@ class UnsupportedBlocks:
     tool_references: BlockPolicy = BlockPolicy.PLACEHOLDER
     """References to tools in results of a tool search. The placeholder names the tool, which is all they say."""
     server_tools: ToolPolicy | None = None
-    """Tools that the vendor's servers run, such as ``web_search``."""
+    """Tools that the vendor's servers run, such as ``web_search``.
+
+    Where nothing is set, they are left out if the request offers tools that its client runs as well.
+    """
 
     @lru_cache(maxsize=64)  # noqa: B019 - the policies, few and small, live as long as the process
     def for_client(self, user_agent: str) -> UnsupportedBlocks:
-        """Return the policy for a client with this ``User-Agent``, in which every kind is decided."""
+        """Return the policy for a client with this ``User-Agent``, in which every kind of content is decided."""
         # A coding agent repeats its history: one picture that it reads would have every later request refused. Its
-        # user chose neither the picture nor the tools that it offers. Other programs can be corrected by their authors.
+        # user did not choose the picture. Other programs can be corrected by their authors.
         is_tolerant = _CODING_AGENTS.match(user_agent) is not None
         block = BlockPolicy.PLACEHOLDER if is_tolerant else BlockPolicy.REFUSE
-        tool = ToolPolicy.DROP if is_tolerant else ToolPolicy.REFUSE
         return evolve(
             self,
             images=self.images or block,
             files=self.files or block,
-            server_tools=self.server_tools or tool,
         )
 
 
 _CODING_AGENTS = re.compile(r"(claude-cli|codex|opencode|qwencode)(?![a-z0-9])", re.IGNORECASE)
 """The beginning of the ``User-Agent`` of coding agents, as they sent it (``nox -s agents``)."""
 
-_IMAGES = frozenset({"image", "image_url", "input_image"})
+_IMAGES = frozenset({"image", "image_url", "input_image", "computer_screenshot"})
 _FILES = frozenset({"document", "file", "input_file", "input_audio", "audio", "container_upload"})
 _MAX_SHOWN = 200
 """Characters of a name, type or URL in a placeholder; a longer one would fill the context."""
-_CLIENT_TOOLS = (None, "function", "custom", "namespace")
-"""Types of tools that the client runs. A ``custom`` tool is a function for Anthropic and refused by name for OpenAI."""
 
 
 def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mapping[str, Any]:
-    """Return ``body`` with the content and tools that ``policy`` does not refuse replaced or left out.
+    """Return ``body`` with the content that ``policy`` does not refuse replaced or left out.
 
     Raises:
         InvalidRequest: an image to be replaced is malformed; the error names the field.
@@ -98,9 +97,6 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mappin
                 for index, message in enumerate(messages, start=start)
             ]
             changed[name] = messages.with_elements(replaced) if isinstance(messages, MessageList) else replaced
-    tools = body.get("tools")
-    if policy.server_tools is ToolPolicy.DROP and isinstance(tools, list):
-        changed["tools"] = [tool for tool in tools if not isinstance(tool, dict) or tool.get("type") in _CLIENT_TOOLS]
     return {**body, **changed}
 
 
@@ -110,7 +106,11 @@ def _replace_in_message(message: Any, policy: UnsupportedBlocks, where: str) -> 
         return message
     lists: dict[str, list[Any]] = {}
     for name in ("content", "output"):
-        if isinstance(blocks := message.get(name), list):
+        blocks = message.get(name)
+        if isinstance(blocks, dict) and blocks.get("type") == "computer_screenshot":
+            # The result of a computer's call is a picture, not a list.
+            blocks = [blocks]
+        if isinstance(blocks, list):
             replaced = (_replace(block, policy, f"{where}.{name}[{index}]") for index, block in enumerate(blocks))
             lists[name] = [block for block in replaced if block is not None]
     return {**message, **lists} if lists else message

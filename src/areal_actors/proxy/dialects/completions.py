@@ -49,6 +49,7 @@ from areal_actors.proxy.dialects.fields import (
     create_sampling,
     honoured,
     integer,
+    is_token_id,
     list_of,
     one_object,
     read,
@@ -75,7 +76,7 @@ _NO_GRAMMAR = "the form of chat completions can be held, that of raw text not"
 
 def _read_prompt(value: Any, name: str) -> str | tuple[int, ...]:
     """Return a text or token ids; either may be the only element of a list."""
-    if isinstance(value, list) and value and not _is_id(value[0]):
+    if isinstance(value, list) and value and not is_token_id(value[0]):
         if len(value) > 1:
             raise UnsupportedParameter(
                 f"{name} is a list of {len(value)} prompts; send a request for each.", param=name
@@ -83,13 +84,9 @@ def _read_prompt(value: Any, name: str) -> str | tuple[int, ...]:
         value = value[0]
     if isinstance(value, str) and value:
         return value
-    if isinstance(value, list) and value and all(map(_is_id, value)):
-        return tuple(value)
+    if isinstance(value, list) and value and all(map(is_token_id, value)):
+        return tuple(map(int, value))
     raise wrong(name, "a string that is not empty, or a list of token ids", value)
-
-
-def _is_id(value: Any) -> bool:
-    return type(value) is int and 0 <= value <= MAX_TOKENS
 
 
 COMPLETIONS_FIELDS = FieldTable(
@@ -101,10 +98,11 @@ COMPLETIONS_FIELDS = FieldTable(
                 {
                     "anyOf": [
                         {"type": "string", "minLength": 1},
-                        list_of({"type": "integer", "minimum": 0}, minItems=1),
+                        list_of({"type": "integer", "minimum": 0, "maximum": MAX_TOKENS}, minItems=1),
                     ]
                 },
                 _read_prompt,
+                is_raw=True,
             ),
             "a string, or token ids; several prompts are refused: send a request for each",
             is_required=True,

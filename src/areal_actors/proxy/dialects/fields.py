@@ -9,7 +9,9 @@ silently be missing from the training data, or a feature whose effect is unknown
 names as well, so no client relies on them being ignored. Users who know that a name does not matter list it in
 ``ProxyConfig.inert_parameters``.
 
-``null`` counts as absent everywhere, because several clients send it for fields that they do not set.
+``null`` counts as absent everywhere, because several clients send it for fields that they do not set: at the top and
+within the values, which are read without it. Only values that belong to the user (JSON schemas, arguments of calls,
+options of a chat template) are left as they are.
 """
 
 from __future__ import annotations
@@ -32,13 +34,19 @@ __all__ = [
     "CHAT_TEMPLATE_KWARGS",
     "DEFAULT_MAX_TOKENS",
     "EFFORT",
+    "ENABLE_THINKING",
     "FLAG",
+    "GATEWAY",
     "MAX_TOKENS",
+    "MAYBE_TEXT",
     "METADATA",
     "MODEL",
+    "NAME",
     "NO_EFFECT",
     "NUM_CHOICES",
     "OBJECT",
+    "REASONING",
+    "REASONING_EFFORT",
     "REQUEST_INFORMATION",
     "SAMPLING",
     "SESSION_ID",
@@ -49,16 +57,20 @@ __all__ = [
     "STREAM_OPTIONS",
     "TEXT",
     "TEXTS",
+    "THINKING",
     "THINKING_SWITCH",
     "Field",
     "FieldTable",
     "Kind",
     "Schema",
     "Support",
+    "contents",
     "create_sampling",
+    "described_tool",
     "honoured",
     "inert",
     "integer",
+    "is_token_id",
     "list_of",
     "number",
     "one_object",
@@ -68,6 +80,9 @@ __all__ = [
     "read_instance",
     "refused",
     "shown",
+    "thinking_options",
+    "typed",
+    "without_nulls",
     "wrong",
 ]
 
@@ -111,10 +126,14 @@ class Support(StrEnum):
 
 @frozen
 class Kind(Generic[T]):
-    """A type of value. ``read(value, name)`` returns a value that is not ``null``, or raises ``RequestError``."""
+    """A type of value. ``read(value, name)`` returns a value that is not ``null``, or raises ``RequestError``.
+
+    A value that ``is_raw`` is read as it was sent; from all others, ``without_nulls`` takes what is absent.
+    """
 
     schema: Schema
     read: Callable[[Any, str], T]
+    is_raw: bool = False
 
 
 @frozen(kw_only=True)
@@ -206,9 +225,9 @@ class FieldTable:
                 continue
             kind = self._kinds.get(name)
             if kind is not None:
-                values[name] = kind.read(value, name)
+                values[name] = kind.read(value if kind.is_raw else without_nulls(value), name)
                 continue
-            if name in inert or value in ([], {}):
+            if name in inert or without_nulls(value) in ([], {}):
                 continue
             found = self._by_name.get(name)
             if found is None:
@@ -247,6 +266,20 @@ class FieldTable:
 
 
 # ------------------------------------------------------------------------------------------------ kinds of values
+
+_OF_USERS = frozenset({"parameters", "input_schema", "schema", "json", "output_schema"})
+"""Keys in objects of the APIs whose values are JSON schemas."""
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value of an API without the keys whose value is ``null``, at any depth above JSON schemas."""
+    if isinstance(value, dict):
+        return {
+            name: inner if name in _OF_USERS else without_nulls(inner)
+            for name, inner in value.items()
+            if inner is not None
+        }
+    return [without_nulls(inner) for inner in value] if isinstance(value, list) else value
 
 
 @overload
@@ -321,11 +354,17 @@ def _read_stop(value: Any, name: str) -> tuple[str, ...]:
     return tuple(stops)
 
 
+def is_token_id(value: Any) -> bool:
+    """Return whether ``value`` is a token id; ``3.0`` is an integer in JSON, and ``true`` is none."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and 0 <= value <= MAX_TOKENS and value == int(value)
+
+
 def _read_token_ids(value: Any, name: str) -> tuple[int, ...]:
     tokens = value or []
-    if not isinstance(tokens, list) or not all(type(token) is int and 0 <= token <= MAX_TOKENS for token in tokens):
+    if not isinstance(tokens, list) or not all(map(is_token_id, tokens)):
         raise wrong(name, "a list of token ids", value)
-    return tuple(tokens)
+    return tuple(map(int, tokens))
 
 
 def _read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
@@ -350,11 +389,40 @@ def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) ->
     return {"type": "object", "properties": properties, "required": required, **more}
 
 
+NAME: Schema = {"type": "string", "minLength": 1}
+MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+
+
+def contents(parts: Mapping[str, str], *more: Schema) -> Schema:
+    """Return the schema of a text, or a list of ``parts``: their types, and the keys of their texts."""
+    described = [one_object({"type": {"const": kind}, key: {"type": "string"}}) for kind, key in parts.items()]
+    return {"anyOf": [{"type": "string"}, list_of({"anyOf": [*more, *described]})]}
+
+
+def described_tool(key: str, *required: str) -> Schema:
+    """Return the schema of a function, whose parameters are under ``key``; ``required`` are needed besides its name."""
+    optional = [name for name in ("description", key, "strict") if name not in required]
+    return one_object(
+        {
+            "name": NAME,
+            "description": MAYBE_TEXT,
+            key: {"type": "object" if key in required else ["object", "null"]},
+            "strict": {"type": ["boolean", "null"]},
+        },
+        *optional,
+    )
+
+
+def typed(kind: str, properties: Mapping[str, Schema], *optional: str) -> Schema:
+    """Return the schema of an object of one type."""
+    return one_object({"type": {"const": kind}, **properties}, *optional)
+
+
 FLAG = Kind({"type": ["boolean", "null"]}, partial(read_instance, bool, "true or false"))
 TEXT = Kind({"type": ["string", "null"], "minLength": 1}, _read_text)
 ANY_TEXT: Kind[Any] = Kind({"type": ["string", "null"]}, lambda value, _: value)
 OBJECT: Kind[Mapping[str, Any]] = Kind({"type": ["object", "null"]}, _read_object)
-TEXTS = Kind({"type": ["object", "null"], "additionalProperties": {"type": "string"}}, _read_texts)
+TEXTS = Kind({"type": ["object", "null"], "additionalProperties": {"type": ["string", "null"]}}, _read_texts)
 _STOPS: Schema = {"items": {"type": "string", "minLength": 1}, "maxItems": 16}
 _BIAS = number(-100, 100)
 
@@ -381,7 +449,12 @@ METADATA = honoured(
     "metadata", TEXTS, "kept with the interaction; agent names the agent of a multi-agent episode", default={}
 )
 STORE = honoured("store", FLAG, "false: answered, and not trained", default=True)
-CHAT_TEMPLATE_KWARGS = honoured("chat_template_kwargs", OBJECT, "passed to the chat template", default={})
+CHAT_TEMPLATE_KWARGS = honoured(
+    "chat_template_kwargs",
+    Kind(OBJECT.schema, _read_object, is_raw=True),
+    "passed to the chat template",
+    default={},
+)
 SESSION_ID = honoured("session_id", ANY_TEXT, "names the session, in addition to the key that owns it")
 SAMPLING = (
     honoured("temperature", number(0, 2), "0 to 2, default 1; 0 takes the most probable token", default=1.0),
@@ -443,6 +516,74 @@ _EFFORTS: Mapping[str, Mapping[str, Any]] = {
 }
 EFFORT = Kind({"enum": [*_EFFORTS, None]}, _read_effort)
 """How much a model should think, as options of its chat template. A template without such an option ignores them."""
+_THINKING: Mapping[str, Mapping[str, Any]] = {
+    "enabled": {THINKING_SWITCH: True},
+    "disabled": {THINKING_SWITCH: False},
+    "adaptive": {},
+    "between_tools": {},
+}
+
+
+def _read_thinking(value: Any, name: str) -> Mapping[str, Any]:
+    kind = _read_object(value, name).get("type", "adaptive")
+    if not isinstance(kind, str) or kind not in _THINKING:
+        raise wrong(f"{name}.type", "enabled, disabled or adaptive", kind)
+    return _THINKING[kind]
+
+
+def _read_reasoning(value: Any, name: str) -> Mapping[str, Any]:
+    reasoning = _read_object(value, name)
+    is_enabled = read(reasoning, "enabled", FLAG)
+    effort = read(reasoning, "effort", EFFORT, {})
+    return effort if is_enabled is None else {**effort, THINKING_SWITCH: is_enabled}
+
+
+def _read_switch(value: Any, name: str) -> Mapping[str, Any]:
+    return {THINKING_SWITCH: FLAG.read(value, name)}
+
+
+_KINDS_OF_THINKING: Schema = {"type": ["string", "null"], "enum": [*_THINKING, None]}
+REASONING_EFFORT = honoured(
+    "reasoning_effort",
+    EFFORT,
+    "a hint: reasoning_effort (low, medium, high) of chat templates that have it; none turns thinking off",
+    default={},
+)
+REASONING = honoured(
+    "reasoning",
+    Kind(
+        {**OBJECT.schema, "properties": {"effort": EFFORT.schema, "enabled": FLAG.schema}},
+        _read_reasoning,
+    ),
+    "OpenRouter's name: effort as reasoning_effort, enabled as enable_thinking; max_tokens and exclude are ignored",
+    default={},
+)
+THINKING = honoured(
+    "thinking",
+    Kind({**OBJECT.schema, "properties": {"type": _KINDS_OF_THINKING}}, _read_thinking),
+    "enabled and disabled set enable_thinking for templates that have it; adaptive leaves it to them; budget_tokens "
+    "and display are ignored",
+    default={},
+)
+ENABLE_THINKING = honoured(
+    "enable_thinking", Kind(FLAG.schema, _read_switch), "the switch of chat templates that have it", default={}
+)
+"""The fields by which vendors and servers ask for more or less thinking; each is read as options of a chat template."""
+
+
+def thinking_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the options of the chat template in all of these fields. The most particular field takes precedence."""
+    fields = (REASONING_EFFORT, REASONING, THINKING, ENABLE_THINKING, CHAT_TEMPLATE_KWARGS)
+    return {name: each for field in fields for name, each in (values.get(field.name) or {}).items()}
+
+
+GATEWAY = (
+    inert("provider", "no other provider is asked"),
+    inert("models", "the session's policy answers"),
+    inert("route", "the session's policy answers"),
+    inert("transforms", "nothing is ever dropped: a conversation that is too long is refused"),
+)
+"""Fields with which clients of OpenRouter choose among providers."""
 
 
 def create_sampling(

@@ -15,6 +15,7 @@ from attrs import frozen
 
 from areal_actors.domain import Exactly, Grammar, JsonText, MatchingRegex, OneOf, Tool, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.dialects.client_tools import OPENAI_TOOLS
 from areal_actors.proxy.dialects.fields import OBJECT, Field, Kind, honoured, parse_json, shown, wrong
 
 __all__ = [
@@ -29,6 +30,8 @@ __all__ = [
 ]
 
 _MAX_CHOICES = 4096
+_NAMED = ("function", "tool", "custom")
+"""The types of a tool choice that names a tool."""
 
 
 # -------------------------------------------------------------------------------------------------- output formats
@@ -130,7 +133,7 @@ _STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
 EXTENSIONS: tuple[Field, ...] = (
     honoured(
         "guided_json",
-        Kind({"type": ["object", "string", "null"]}, _parse_guided_json),
+        Kind({"type": ["object", "string", "null"]}, _parse_guided_json, is_raw=True),
         "a schema or its text; vLLM's name of response_format",
     ),
     honoured(
@@ -140,7 +143,15 @@ EXTENSIONS: tuple[Field, ...] = (
     ),
     honoured(
         "guided_choice",
-        Kind({"type": ["array", "null"], "items": {"type": "string", "minLength": 1}}, _parse_choice),
+        Kind(
+            {
+                "type": ["array", "null"],
+                "items": {"type": "string", "minLength": 1},
+                "minItems": 1,
+                "maxItems": _MAX_CHOICES,
+            },
+            _parse_choice,
+        ),
         "the texts of which the answer is one",
     ),
     honoured(
@@ -150,7 +161,7 @@ EXTENSIONS: tuple[Field, ...] = (
     ),
     honoured(
         "json_schema",
-        Kind({"type": ["object", "string", "null"]}, _parse_guided_json),
+        Kind({"type": ["object", "string", "null"]}, _parse_guided_json, is_raw=True),
         "SGLang's name of guided_json",
     ),
     honoured("regex", Kind({"type": ["string", "null"]}, _parse_regex), "SGLang's name of guided_regex"),
@@ -216,9 +227,10 @@ class ToolSelection:
 def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_choice") -> ToolSelection:
     """Return which of ``tools`` may or must be called.
 
-    Accepts ``auto``, ``none`` and ``required`` (also ``any``), as a word or as the type of an object (Messages); a
-    function named in ``function`` (chat completions) or next to the type (Responses, and Messages with ``tool``); and
-    ``allowed_tools`` in both of OpenAI's notations, which leaves the tools that are not allowed out of the prompt.
+    Accepts ``auto``, ``none`` and ``required`` (also ``any``), as a word or as the type of an object (Messages); a tool
+    named in ``function`` or ``custom`` (chat completions) or next to the type (Responses, and Messages with ``tool``);
+    the type of a tool that needs no name (Responses); and ``allowed_tools`` in both of OpenAI's notations, which leaves
+    the tools that are not allowed out of the prompt.
 
     Raises:
         UnsupportedParameter: a tool that is not a function.
@@ -228,7 +240,7 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_c
     if not isinstance(value, dict):
         return ToolSelection(tools=tools, choice=_parse_word("auto" if value is None else value, tools, param))
     match value.get("type"):
-        case "function" | "tool":
+        case kind if kind in _NAMED or (isinstance(kind, str) and kind in OPENAI_TOOLS):
             name = _find(value, tools, param).name
             # ``ToolSelection.choice`` is either a ``ToolChoice`` or a name; a tool called ``auto`` would be ambiguous.
             if name in set(ToolChoice):
@@ -251,7 +263,9 @@ def parse_tool_choice(value: Any, tools: Sequence[Tool], *, param: str = "tool_c
         case "auto" | "none" | "any" | "required" as word:
             return ToolSelection(tools=tools, choice=_parse_word(word, tools, param))
         case kind:
-            raise UnsupportedParameter(f"{param} is of type {shown(kind)}; only functions are known.", param=param)
+            raise UnsupportedParameter(
+                f"{param} is of type {shown(kind)}; only tools that your client runs are known.", param=param
+            )
 
 
 def _parse_word(value: Any, tools: Sequence[Tool], param: str) -> ToolChoice:
@@ -272,8 +286,12 @@ def _find(value: Any, tools: Sequence[Tool], param: str) -> Tool:
     """Return the tool that ``value`` names, in ``function`` or next to the type."""
     if not isinstance(value, dict):
         raise wrong(param, "an object that names a function", value)
-    function = value.get("function", value)
+    function = value.get("function", value.get("custom", value))
     name = function.get("name") if isinstance(function, dict) else None
+    typed = OPENAI_TOOLS.get(kind) if isinstance(kind := value.get("type"), str) else None
+    if name is None and typed is not None:
+        # A tool that its type describes needs no name.
+        name = typed.name
     if not isinstance(name, str) or not name:
         raise wrong(f"{param}.function.name", "the name of a function", name)
     for tool in tools:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import define, field, frozen
 
 from areal_actors.domain import (
     Answer,
@@ -22,6 +22,7 @@ from areal_actors.domain import (
     StreamItem,
     TextDelta,
     ToolArgumentsDelta,
+    ToolCall,
     ToolCallStarted,
 )
 from areal_actors.proxy.dialects.base import (
@@ -39,6 +40,7 @@ from areal_actors.proxy.dialects.base import (
     has_cut_call,
 )
 from areal_actors.proxy.dialects.chat.request import ParsedChat, parse_chat_request
+from areal_actors.proxy.dialects.client_tools import CallForm, FreeformInput, read_freeform
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import DONE, format_event
@@ -99,12 +101,9 @@ def format_chat_answer(
         content = answer.message.content or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
         if answer.message.reasoning:
-            message["reasoning_content"] = answer.message.reasoning
+            message |= _format_reasoning(answer.message.reasoning)
         if calls:
-            message["tool_calls"] = [
-                {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
-                for call in calls
-            ]
+            message["tool_calls"] = [_format_call(call, parsed.forms) for call in calls]
         logprobs = None
         if parsed.has_logprobs:
             logprobs = {"content": format_logprobs(answer.completion, decode), "refusal": None}
@@ -125,6 +124,19 @@ def format_chat_answer(
         "choices": choices,
         "usage": format_usage(answers),
     }
+
+
+def _format_reasoning(text: str) -> dict[str, Any]:
+    """Return thinking under both names: newer servers and clients have ``reasoning``, many clients the older one."""
+    return {"reasoning_content": text, "reasoning": text}
+
+
+def _format_call(call: ToolCall, forms: Mapping[str, CallForm]) -> dict[str, Any]:
+    """Return a call: of a freeform tool if it was offered and the arguments fit, otherwise of a function."""
+    text = read_freeform(call.arguments) if call.name in forms else None
+    if text is not None:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": text}}
+    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 class OpenAIStream:
@@ -152,12 +164,44 @@ class OpenAIStream:
         return format_event(format_openai_failure(failure))
 
 
+@define
+class _CustomCall:
+    """The call of a freeform tool in a stream. It is the call of a function if its arguments have another form."""
+
+    id: str
+    name: str
+    reader: FreeformInput = field(factory=FreeformInput)
+    unsent: str = ""
+    """Arguments that wait until their form is known."""
+    is_sent: bool = False
+
+    def feed(self, text: str) -> dict[str, Any] | None:
+        """Return what a chunk says of the call after more arguments, or ``None`` if there is nothing yet."""
+        self.unsent += text
+        more = self.reader.feed(text)
+        return None if self.reader.is_freeform is None else self._format(more)
+
+    def finish(self) -> dict[str, Any] | None:
+        """Return what is left when no more arguments arrive."""
+        return self._format(self.reader.finish())
+
+    def _format(self, more: str) -> dict[str, Any] | None:
+        named = {} if self.is_sent else {"name": self.name}
+        kind, key = ("custom", "input") if self.reader.is_freeform else ("function", "arguments")
+        value, self.unsent = (more if self.reader.is_freeform else self.unsent), ""
+        if self.is_sent:
+            return {kind: {key: value}} if value else None
+        self.is_sent = True
+        return {"id": self.id, "type": kind, kind: {**named, key: value}}
+
+
 class ChatStream(OpenAIStream):
     """The ``chat.completion.chunk`` events of one request.
 
     The first chunk of a choice carries the role. It is held back until the first delta, which shows whether the answer
     starts with text: ``content`` is ``""`` before text and ``null`` before tool calls, as in OpenAI's streams. If
-    log-probabilities were requested, a chunk carries those of all tokens since the chunk before.
+    log-probabilities were requested, a chunk carries those of all tokens since the chunk before. The call of a freeform
+    tool is sent once its arguments show their form.
     """
 
     kind = "chat.completion.chunk"
@@ -167,6 +211,8 @@ class ChatStream(OpenAIStream):
         self._headless: set[int] = set()
         self._unsent: list[dict[str, Any]] = []
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the list."""
+        self._custom: dict[int, _CustomCall] = {}
+        """The calls of freeform tools in the present choice, by their index."""
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
@@ -187,7 +233,7 @@ class ChatStream(OpenAIStream):
             if self._parsed.request.num_choices > 1:
                 extra["interaction_id"] = item.interaction
             # An answer without deltas still needs the chunk with the role.
-            head = self._head(index, has_text=True)
+            head = self._end_calls(index) + self._head(index, has_text=True)
             if self._parsed.has_logprobs:
                 # The answer has every token: those of a repeated answer, which has no ``SampledTokens``, as well.
                 content = format_logprobs(item.completion, self._decode, start=self._num_sent)
@@ -198,25 +244,45 @@ class ChatStream(OpenAIStream):
     def _send(self, item: Delta) -> bytes:
         """Return the chunk of a delta, with the log-probabilities that are waiting."""
         match item:
+            case ToolCallStarted(name=name) if name in self._parsed.forms:
+                self._custom[item.index] = _CustomCall(id=item.id, name=name)
+                return b""
+            case ToolArgumentsDelta() if item.index in self._custom:
+                found = self._custom[item.index].feed(item.text)
+                if found is None:
+                    return b""
+                delta: dict[str, Any] = {"tool_calls": [{"index": item.index, **found}]}
             case ReasoningDelta(text=""):
                 # An empty delta must not send the first chunk: what follows decides between ``""`` and ``null``.
                 return b""
             case TextDelta():
-                delta: dict[str, Any] = {"content": item.text}
+                delta = {"content": item.text}
             case ReasoningDelta():
-                delta = {"reasoning_content": item.text}
+                delta = _format_reasoning(item.text)
             case ToolCallStarted():
                 function = {"name": item.name, "arguments": ""}
                 delta = {"tool_calls": [{"index": item.index, "id": item.id, "type": "function", "function": function}]}
             case ToolArgumentsDelta():  # pragma: no branch - there are no others
                 delta = {"tool_calls": [{"index": item.index, "function": {"arguments": item.text}}]}
-        head = self._head(item.choice, has_text=isinstance(item, TextDelta))
+        return self._delta(item.choice, delta, has_text=isinstance(item, TextDelta))
+
+    def _end_calls(self, choice: int) -> bytes:
+        """Return the chunks of calls of freeform tools that wait for the end of their arguments."""
+        events = b""
+        for index, call in self._custom.items():
+            if (found := call.finish()) is not None:
+                events += self._delta(choice, {"tool_calls": [{"index": index, **found}]}, has_text=False)
+        self._custom = {}
+        return events
+
+    def _delta(self, choice: int, delta: dict[str, Any], *, has_text: bool) -> bytes:
+        head = self._head(choice, has_text=has_text)
         extra: dict[str, Any] = {}
         if self._unsent:
             extra["logprobs"] = {"content": self._unsent, "refusal": None}
             self._num_sent += len(self._unsent)
             self._unsent = []
-        return head + self._chunk(item.choice, delta, **extra)
+        return head + self._chunk(choice, delta, **extra)
 
     def _head(self, choice: int, *, has_text: bool) -> bytes:
         if choice not in self._headless:
@@ -259,23 +325,30 @@ def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
 
 # ------------------------------------------------------------------------------------------------------- schemas
 
-_TOOL_CALL = one_object(
-    {
-        "id": {"type": "string", "minLength": 1},
-        "type": {"const": "function"},
-        "function": one_object({"name": TEXT_SCHEMA, "arguments": TEXT_SCHEMA}, additionalProperties=False),
-    },
-    additionalProperties=False,
-)
+_TOOL_CALL: Schema = {
+    "anyOf": [
+        one_object(
+            {
+                "id": {"type": "string", "minLength": 1},
+                "type": {"const": kind},
+                kind: one_object({"name": TEXT_SCHEMA, key: TEXT_SCHEMA}, additionalProperties=False),
+            },
+            additionalProperties=False,
+        )
+        for kind, key in (("function", "arguments"), ("custom", "input"))
+    ]
+}
 _MESSAGE = one_object(
     {
         "role": {"const": "assistant"},
         "content": MAYBE_TEXT_SCHEMA,
         "refusal": {"type": "null"},
         "reasoning_content": TEXT_SCHEMA,
+        "reasoning": TEXT_SCHEMA,
         "tool_calls": list_of(_TOOL_CALL, minItems=1),
     },
     "reasoning_content",
+    "reasoning",
     "tool_calls",
     additionalProperties=False,
 )
@@ -300,9 +373,17 @@ _DELTA: Mapping[str, Schema] = {
     "role": {"const": "assistant"},
     "content": MAYBE_TEXT_SCHEMA,
     "reasoning_content": TEXT_SCHEMA,
+    "reasoning": TEXT_SCHEMA,
     "tool_calls": list_of(
         one_object(
-            {"index": COUNT_SCHEMA, "id": TEXT_SCHEMA, "type": TEXT_SCHEMA, "function": OBJECT_SCHEMA}, "id", "type"
+            {
+                "index": COUNT_SCHEMA,
+                "id": TEXT_SCHEMA,
+                "type": TEXT_SCHEMA,
+                "function": OBJECT_SCHEMA,
+                "custom": OBJECT_SCHEMA,
+            },
+            *("id", "type", "function", "custom"),
         )
     ),
 }

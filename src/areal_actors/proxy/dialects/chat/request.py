@@ -13,20 +13,33 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import orjson
-from attrs import frozen
+from attrs import field, frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, Grammar, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA
+from areal_actors.proxy.dialects.client_tools import (
+    CUSTOM_TOOL,
+    CallForm,
+    Offer,
+    format_freeform,
+    parse_custom_tool,
+    refuse_tool,
+)
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
-    EFFORT,
+    ENABLE_THINKING,
     FLAG,
+    GATEWAY,
     MAX_TOKENS,
+    MAYBE_TEXT,
     METADATA,
     MODEL,
+    NAME,
     NUM_CHOICES,
+    OBJECT,
+    REASONING,
+    REASONING_EFFORT,
     REQUEST_INFORMATION,
     SAMPLING,
     SESSION_ID,
@@ -34,9 +47,13 @@ from areal_actors.proxy.dialects.fields import (
     STORE,
     STREAM,
     STREAM_OPTIONS,
+    THINKING,
     FieldTable,
     Kind,
+    Schema,
+    contents,
     create_sampling,
+    described_tool,
     honoured,
     inert,
     integer,
@@ -45,6 +62,8 @@ from areal_actors.proxy.dialects.fields import (
     read,
     refused,
     shown,
+    thinking_options,
+    typed,
     wrong,
 )
 from areal_actors.proxy.dialects.prefixes import MessageList
@@ -66,6 +85,7 @@ __all__ = [
     "optional_text",
     "parse_call",
     "parse_chat_request",
+    "parse_freeform_call",
     "parse_messages",
     "parse_tools",
 ]
@@ -141,14 +161,29 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
 
 def _parse_call(raw: Any, where: str) -> ToolCall:
     function = raw.get("function") if isinstance(raw, dict) else None
-    if not isinstance(function, dict):
-        if isinstance(raw, dict) and raw.get("type", "function") != "function":
-            raise UnsupportedParameter(
-                f"{where} is of type {shown(raw['type'])}; only functions are known.", param=where
-            )
-        raise wrong(where, "an object with a function", raw)
-    call_id = raw.get("id")
-    return parse_call(function, f"{where}.function", call_id if isinstance(call_id, str) else "")
+    call_id = raw.get("id") if isinstance(raw, dict) else None
+    call_id = call_id if isinstance(call_id, str) else ""
+    if isinstance(function, dict):
+        return parse_call(function, f"{where}.function", call_id)
+    if isinstance(raw, dict) and raw.get("type") == "custom":
+        return parse_freeform_call(raw.get("custom"), f"{where}.custom", call_id)
+    if isinstance(raw, dict) and raw.get("type") not in (None, "function"):
+        raise UnsupportedParameter(
+            f"{where} is of type {shown(raw['type'])}; only functions and custom tools are known.", param=where
+        )
+    raise wrong(where, "an object with a function", raw)
+
+
+def parse_freeform_call(raw: Any, where: str, call_id: str) -> ToolCall:
+    """Return the call of a freeform tool, whose ``input`` is a text. Raises ``InvalidRequest``."""
+    if not isinstance(raw, dict):
+        raise wrong(where, "an object", raw)
+    name, text = raw.get("name"), raw.get("input")
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{where}.name", "a string that is not empty", name)
+    if not isinstance(text, str):
+        raise wrong(f"{where}.input", "a text", text)
+    return ToolCall(id=call_id, name=name, arguments=format_freeform(text))
 
 
 def parse_call(function: Mapping[str, Any], where: str, call_id: str) -> ToolCall:
@@ -200,50 +235,95 @@ def optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
     return value or None
 
 
-def parse_tools(value: Any, param: str = "tools", *, is_flat: bool = False) -> tuple[Tool, ...]:
-    """Parse the offered functions. With ``is_flat``, names stand next to the type, as in the Responses API.
+def parse_tools(value: Any, param: str = "tools") -> Offer:
+    """Parse the offered functions and freeform tools.
 
     Raises:
         InvalidRequest: a tool is malformed; the error names its index and the problem.
-        UnsupportedParameter: a tool that is not a function.
+        UnsupportedParameter: a tool of another type.
     """
+    forms: dict[str, CallForm] = {}
 
     def parse(raw: dict[str, Any], where: str) -> Tool:
-        if (kind := raw.get("type", "function")) != "function":
-            raise UnsupportedParameter(f"{where} is of type {shown(kind)}; only functions are known.", param=where)
-        function, where = (raw, where) if is_flat else (raw.get("function"), f"{where}.function")
-        if not isinstance(function, dict):
-            raise wrong(where, "an object", function)
-        return parse_tool(function, where, schema="parameters")
+        kind = "function" if raw.get("type") is None else raw["type"]
+        if kind not in ("function", "custom"):
+            raise refuse_tool(raw, where, "functions and custom tools")
+        described, where = raw.get(kind), f"{where}.{kind}"
+        if not isinstance(described, dict):
+            raise wrong(where, "an object", described)
+        if kind == "function":
+            return parse_tool(described, where, schema="parameters")
+        tool = parse_custom_tool(described, where)
+        forms[tool.name] = CallForm(name=tool.name, is_freeform=True)
+        return tool
 
-    return parse_tool_list(value, param, parse)
+    tools = parse_tool_list(value, param, parse)
+    return Offer(tools=tools, forms=forms)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
 
 _NO_EBNF = "use response_format, guided_json, guided_regex or guided_choice"
-_MESSAGES = Kind(
-    list_of(
+_TEXTS = contents(_TEXT_PARTS, {"type": "string"})
+_MAYBE_TEXTS: Schema = {"anyOf": [{"type": "null"}, _TEXTS]}
+_CALL: Schema = {
+    "anyOf": [
         one_object(
             {
-                "role": {"enum": ["system", "developer", "user", "assistant", "tool"]},
-                "content": {"type": ["string", "array", "null"]},
-                "name": MAYBE_TEXT_SCHEMA,
-                "tool_call_id": MAYBE_TEXT_SCHEMA,
-                "tool_calls": {"type": ["array", "null"], "items": {"type": "object"}},
-                "reasoning_content": MAYBE_TEXT_SCHEMA,
+                "id": MAYBE_TEXT,
+                "type": {"enum": ["function", None]},
+                "function": one_object(
+                    {"name": NAME, "arguments": {"type": ["string", "object", "null"]}}, "arguments"
+                ),
             },
-            "content",
-            "name",
-            "tool_call_id",
-            "tool_calls",
-            "reasoning_content",
+            *("id", "type"),
         ),
+        typed("custom", {"id": MAYBE_TEXT, "custom": one_object({"name": NAME, "input": {"type": "string"}})}, "id"),
+    ]
+}
+_MESSAGES = Kind(
+    list_of(
+        {
+            "anyOf": [
+                one_object(
+                    {"role": {"enum": ["system", "developer", "user"]}, "content": _TEXTS, "name": MAYBE_TEXT}, "name"
+                ),
+                one_object(
+                    {
+                        "role": {"const": "tool"},
+                        "content": _MAYBE_TEXTS,
+                        "tool_call_id": MAYBE_TEXT,
+                        "name": MAYBE_TEXT,
+                    },
+                    *("content", "tool_call_id", "name"),
+                ),
+                one_object(
+                    {
+                        "role": {"const": "assistant"},
+                        "content": _MAYBE_TEXTS,
+                        "tool_calls": {"type": ["array", "null"], "items": _CALL},
+                        "reasoning_content": MAYBE_TEXT,
+                        "reasoning": MAYBE_TEXT,
+                        "name": MAYBE_TEXT,
+                        "function_call": {"type": "null"},
+                    },
+                    *("content", "tool_calls", "reasoning_content", "reasoning", "name", "function_call"),
+                ),
+            ]
+        },
         minItems=1,
     ),
     parse_messages,
+    is_raw=True,
 )
-TOOLS = Kind({"type": ["array", "null"], "items": {"type": "object"}}, parse_tools)
+_FUNCTION = one_object({"type": {"enum": ["function", None]}, "function": described_tool("parameters")}, "type")
+TOOLS = Kind(
+    {
+        "type": ["array", "null"],
+        "items": {"anyOf": [_FUNCTION, typed("custom", {"custom": CUSTOM_TOOL})]},
+    },
+    parse_tools,
+)
 
 CHAT_FIELDS = FieldTable(
     "chat completions",
@@ -274,8 +354,9 @@ CHAT_FIELDS = FieldTable(
         honoured(
             "tools",
             TOOLS,
-            "functions; with strict, a call that tool_choice demands satisfies all of the schema or is refused",
-            default=(),
+            "functions, and custom tools, whose format is described to the model; with strict, a call that tool_choice "
+            "demands satisfies all of the schema or is refused",
+            default=Offer(),
         ),
         honoured(
             "tool_choice",
@@ -299,14 +380,14 @@ CHAT_FIELDS = FieldTable(
         STORE,
         METADATA,
         CHAT_TEMPLATE_KWARGS,
-        honoured(
-            "reasoning_effort",
-            EFFORT,
-            "a hint: reasoning_effort (low, medium, high) of chat templates that have it; none turns thinking off",
-            default={},
-        ),
+        REASONING_EFFORT,
+        REASONING,
+        THINKING,
+        ENABLE_THINKING,
+        honoured("usage", OBJECT, "OpenRouter's name: include as include_usage of stream_options", default={}),
         SESSION_ID,
         *REQUEST_INFORMATION,
+        *GATEWAY,
         inert("safety_identifier", "sessions identify who asks"),
         inert("prediction", "would save time only"),
         inert("verbosity", "a hint that no chat template takes; ask for it in the prompt"),
@@ -322,6 +403,9 @@ CHAT_FIELDS = FieldTable(
         refused("best_of", "use n, and choose", 1),
         refused("use_beam_search", "tokens are sampled one by one", False),
         refused("length_penalty", "belongs to beam search", 1, 1.0),
+        refused("include_reasoning", "thinking was sampled, and is always sent", True),
+        refused("separate_reasoning", "thinking has a field of its own", True),
+        refused("stream_reasoning", "thinking is streamed as it is sampled", True),
         refused("ignore_eos", "the model decides when its turn ends", False),
         refused("min_tokens", "the model decides when its turn ends", 0),
         refused("bad_words", "use logit_bias"),
@@ -351,6 +435,8 @@ class ParsedChat:
     """
 
     request: CompletionRequest
+    forms: Mapping[str, CallForm] = field(factory=dict)
+    """How calls are written that are not written as those of functions, by the name that the model knows."""
     model: str | None = None
     is_stream: bool = False
     include_usage: bool = False
@@ -388,9 +474,10 @@ def parse_chat_request(
             f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same, so give one of them.",
             param="max_completion_tokens",
         )
+    offer: Offer = values["tools"]
     selection = ToolSelection()
-    if values["tools"] or values["tool_choice"] is not None:
-        selection = parse_tool_choice(values["tool_choice"], values["tools"])
+    if offer.tools or values["tool_choice"] is not None:
+        selection = parse_tool_choice(values["tool_choice"], offer.tools)
     metadata = values["metadata"]
     request = CompletionRequest(
         messages=values["messages"],
@@ -407,16 +494,18 @@ def parse_chat_request(
         num_choices=values["n"],
         seed=values["seed"],
         store=values["store"] or not honours_store,
-        template_kwargs={**values["reasoning_effort"], **values["chat_template_kwargs"]},
+        template_kwargs=thinking_options(values),
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         streams_tokens=has_logprobs and values["stream"],
     )
     return ParsedChat(
         request=request,
+        forms=offer.forms,
         model=values["model"],
         is_stream=values["stream"],
-        include_usage=read(values["stream_options"], "include_usage", FLAG, default=False),
+        include_usage=read(values["stream_options"], "include_usage", FLAG, default=False)
+        or read(values["usage"], "include", FLAG, default=False),
         has_logprobs=has_logprobs,
     )
 

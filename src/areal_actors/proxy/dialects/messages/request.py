@@ -20,14 +20,21 @@ from attrs import frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.dialects.client_tools import ANTHROPIC_TOOLS, find_typed_tool, refuse_tool
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
     EFFORT,
+    ENABLE_THINKING,
     FLAG,
+    GATEWAY,
     MAX_TOKENS,
+    MAYBE_TEXT,
     MODEL,
+    NAME,
     OBJECT,
+    REASONING,
+    REASONING_EFFORT,
     SAMPLING,
     SESSION_ID,
     STOP_SEQUENCES,
@@ -35,17 +42,23 @@ from areal_actors.proxy.dialects.fields import (
     STREAM,
     TEXT,
     TEXTS,
-    THINKING_SWITCH,
+    THINKING,
     FieldTable,
     Kind,
+    Schema,
+    contents,
     create_sampling,
+    described_tool,
     honoured,
     inert,
     integer,
     list_of,
+    one_object,
     read,
     refused,
     shown,
+    thinking_options,
+    typed,
     wrong,
 )
 from areal_actors.proxy.dialects.prefixes import MessageList
@@ -69,8 +82,6 @@ __all__ = [
 ]
 
 ID_PREFIX = "msg_"
-_THINKING = {"enabled": {THINKING_SWITCH: True}, "disabled": {THINKING_SWITCH: False}}
-_THINKING_BY_TEMPLATE = ("adaptive", "between_tools")
 UNPARSED = "unparsed_arguments"
 """The key of a tool input whose text is not a JSON object, with that text, so that nothing that was sampled is lost."""
 _BILLING = "x-anthropic-billing-header:"
@@ -260,16 +271,15 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
 
     Raises:
         InvalidRequest: a tool is malformed; the error names its index and the problem.
-        UnsupportedParameter: a tool that Anthropic's servers run or define.
+        UnsupportedParameter: a tool that Anthropic's servers run, or of an unknown type.
     """
 
     def parse(raw: dict[str, Any], where: str) -> Tool:
-        if (kind := raw.get("type")) not in (None, "custom"):
-            raise UnsupportedParameter(
-                f"{where} is of type {shown(kind)}, which Anthropic's servers define; only custom tools are known. "
-                "Describe it with a name and an input_schema.",
-                param=where,
-            )
+        typed = find_typed_tool(ANTHROPIC_TOOLS, raw)
+        if typed is not None:
+            return typed.create_function(raw, where)
+        if raw.get("type") not in (None, "custom"):
+            raise refuse_tool(raw, where, "custom tools, bash, text_editor, memory and computer")
         return parse_tool(raw, where, schema="input_schema", needs_schema=True)
 
     return parse_tool_list(value, param, parse)
@@ -277,6 +287,7 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
 
 # ------------------------------------------------------------------------------------------------------- fields
 
+_UNDATED = ("bash", "text_editor", "memory", "computer")
 _UNEDITED = "the history is read as it is sent"
 
 
@@ -293,19 +304,48 @@ def _parse_thread(value: Any, name: str) -> tuple[bool, InteractionId | None]:
             raise wrong(f"{name}.type", "create or continue", kind)
 
 
+_TEXTS = contents({"text": "text"})
+_RESULT = typed(
+    "tool_result",
+    {
+        "tool_use_id": NAME,
+        "content": {"anyOf": [{"type": "null"}, _TEXTS]},
+        "is_error": {"type": ["boolean", "null"]},
+    },
+    *("content", "is_error"),
+)
+_ANSWERED = (
+    typed("tool_use", {"id": MAYBE_TEXT, "name": NAME, "input": {"type": "object"}}, "id"),
+    typed("thinking", {"thinking": {"type": "string"}, "signature": MAYBE_TEXT}, "signature"),
+    typed("redacted_thinking", {}),
+)
+_TURN: Schema = {
+    "anyOf": [
+        one_object({"role": {"const": "system"}, "content": _TEXTS}),
+        one_object({"role": {"const": "user"}, "content": contents({"text": "text"}, _RESULT)}),
+        one_object({"role": {"const": "assistant"}, "content": contents({"text": "text"}, *_ANSWERED)}),
+    ]
+}
+_CUSTOM = described_tool("input_schema", "input_schema")
+_TOOL: Schema = {
+    "anyOf": [
+        {**_CUSTOM, "properties": {**_CUSTOM["properties"], "type": {"enum": ["custom", None]}}},
+        one_object({"type": {"type": "string", "pattern": rf"^({'|'.join(_UNDATED)})_[0-9]{{8}}$"}, "name": NAME}),
+    ]
+}
 MESSAGES_FIELDS = FieldTable(
     "messages",
     (
         honoured(
             "messages",
-            Kind(list_of({"type": "object"}, minItems=1), _parse_turns),
+            Kind(list_of(_TURN, minItems=1), _parse_turns, is_raw=True),
             "text, tool_use, tool_result and thinking blocks, and role system anywhere; images and documents "
             "as unsupported_blocks says",
             is_required=True,
         ),
         honoured(
             "system",
-            Kind({"type": ["string", "array", "null"], "items": {"type": "object"}}, _parse_instructions),
+            Kind({"anyOf": [{"type": "null"}, _TEXTS]}, _parse_instructions),
             "a string or text blocks, joined by newlines; Claude Code's billing line is left out",
             default=(),
         ),
@@ -320,8 +360,9 @@ MESSAGES_FIELDS = FieldTable(
         ),
         honoured(
             "tools",
-            Kind({"type": ["array", "null"], "items": {"type": "object"}}, parse_anthropic_tools),
-            "custom tools; those of Anthropic's servers as unsupported_blocks says; defer_loading is ignored",
+            Kind({"type": ["array", "null"], "items": _TOOL}, parse_anthropic_tools),
+            "custom tools, and bash, text_editor, memory and computer of any date; those of Anthropic's servers as "
+            "unsupported_blocks says; defer_loading is ignored",
             default=(),
         ),
         honoured(
@@ -329,13 +370,10 @@ MESSAGES_FIELDS = FieldTable(
             TOOL_CHOICE,
             "auto, none, any and tool; disable_parallel_tool_use: only the first call counts",
         ),
-        honoured(
-            "thinking",
-            OBJECT,
-            "enabled and disabled set enable_thinking for templates that have it; adaptive leaves it to "
-            "them; budget_tokens and display are ignored",
-            default={},
-        ),
+        THINKING,
+        ENABLE_THINKING,
+        REASONING_EFFORT,
+        REASONING,
         honoured(
             "output_config",
             OBJECT,
@@ -355,6 +393,7 @@ MESSAGES_FIELDS = FieldTable(
         STORE,
         CHAT_TEMPLATE_KWARGS,
         SESSION_ID,
+        *GATEWAY,
         inert("cache_control", "prefixes are cached without it; here, and in every block"),
         inert("context_management", _UNEDITED),
         inert("service_tier", "there is one"),
@@ -372,7 +411,16 @@ MESSAGES_FIELDS = FieldTable(
         refused("compaction", _UNEDITED),
         honoured(
             "thread",
-            Kind(OBJECT.schema, _parse_thread),
+            Kind(
+                {
+                    "anyOf": [
+                        {"type": "null"},
+                        typed("create", {}),
+                        typed("continue", {"previous_message_id": NAME}),
+                    ]
+                },
+                _parse_thread,
+            ),
             "create: the answer's id continues the conversation; continue: messages follow previous_message_id, "
             "with the system prompt and tools of the thread",
             default=(False, None),
@@ -420,9 +468,6 @@ def parse_anthropic_request(
             "output_config.format and output_format differ; they mean the same, so give one of them.",
             param="output_config",
         )
-    thinking = values["thinking"].get("type", "adaptive")
-    if not isinstance(thinking, str) or (thinking not in _THINKING and thinking not in _THINKING_BY_TEMPLATE):
-        raise wrong("thinking.type", "enabled, disabled or adaptive", thinking)
     effort = read(values["output_config"], "effort", EFFORT, {})
     request = CompletionRequest(
         messages=_check_conversation((*values["system"], *values["messages"])),
@@ -439,8 +484,7 @@ def parse_anthropic_request(
         ),
         seed=values["seed"],
         store=values["store"],
-        # The options of the chat template that a client names itself take precedence over ``thinking``.
-        template_kwargs={**effort, **_THINKING.get(thinking, {}), **values["chat_template_kwargs"]},
+        template_kwargs={**effort, **thinking_options(values)},
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         id_prefix=ID_PREFIX,

@@ -37,6 +37,7 @@ from areal_actors.proxy.dialects.base import (
     format_logprobs,
     has_cut_call,
 )
+from areal_actors.proxy.dialects.client_tools import CallForm, FreeformInput, format_freeform, read_freeform
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.responses.request import ParsedResponse, format_item_id, parse_response_request
 from areal_actors.proxy.failures import Failure
@@ -72,9 +73,7 @@ class ResponsesDialect(OpenAIDialect):
             Unavailable: the engine aborted it.
         """
         (answer,) = answers
-        output = format_output(
-            answer, has_logprobs=parsed.has_logprobs, decode=self.decode, namespaces=parsed.namespaces
-        )
+        output = format_output(answer, has_logprobs=parsed.has_logprobs, decode=self.decode, forms=parsed.forms)
         return self._envelope(parsed).end(answer, output, completed=int(self.clock()))
 
     def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
@@ -169,11 +168,11 @@ def format_output(
     *,
     has_logprobs: bool,
     decode: Decode | None,
-    namespaces: Mapping[str, tuple[str, str]] | None = None,
+    forms: Mapping[str, CallForm] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the items of a whole answer: reasoning, a message, calls. An empty answer becomes an empty message.
 
-    ``namespaces`` has the namespace and the name of functions that were offered in one.
+    ``forms`` has the tools whose calls are not written as those of functions.
     """
     message, interaction = answer.message, answer.interaction
     items: list[dict[str, Any]] = []
@@ -184,8 +183,8 @@ def format_output(
         items.append(_format_text(format_item_id("msg", 0, interaction), message.content or "", logprobs))
     for index, call in enumerate(message.tool_calls):
         item_id = format_item_id("fc", index, interaction)
-        namespace, name = (namespaces or {}).get(call.name, (None, call.name))
-        items.append(_format_call(item_id, call_id=call.id, name=name, namespace=namespace, arguments=call.arguments))
+        form = (forms or {}).get(call.name) or CallForm(name=call.name)
+        items.append(_format_call(item_id, form, call_id=call.id, arguments=call.arguments))
     if _is_cut(answer) or has_cut_call(answer):
         items[-1]["status"] = "incomplete"
     return items
@@ -214,18 +213,16 @@ def _format_text(
 
 
 def _format_call(
-    item_id: str, *, call_id: str, name: str, arguments: str, namespace: str | None = None, status: str = "completed"
+    item_id: str, form: CallForm, *, call_id: str, arguments: str, status: str = "completed"
 ) -> dict[str, Any]:
-    """Return an item for a function call."""
-    return {
-        "id": item_id,
-        "type": "function_call",
-        "call_id": call_id,
-        "name": name,
-        **({} if namespace is None else {"namespace": namespace}),
-        "arguments": arguments,
-        "status": status,
-    }
+    """Return an item for a call: in the form of its tool, or as the call of a function if the arguments do not fit."""
+    named = {"name": form.name, **({} if form.namespace is None else {"namespace": form.namespace})}
+    kind, fields = "function_call", {**named, "arguments": arguments}
+    if form.is_freeform and (text := read_freeform(arguments)) is not None:
+        kind, fields = "custom_tool_call", {**named, "input": text}
+    elif form.typed is not None and (typed := form.typed.format_call(arguments)) is not None:
+        kind, fields = form.typed.item, {**typed}
+    return {"id": item_id, "type": kind, "call_id": call_id, **fields, "status": status}
 
 
 def _format_output_logprobs(sampled: Completion | Chunk, decode: Decode | None) -> list[dict[str, Any]]:
@@ -250,10 +247,13 @@ class _Item:
     position: int
     text: str = ""
     call_id: str = ""
-    name: str = ""
-    namespace: str | None = None
+    form: CallForm | None = None
     is_open: bool = True
     done: dict[str, Any] | None = None
+    freeform: FreeformInput | None = None
+    """Reads the arguments of a freeform tool."""
+    is_held: bool = False
+    """Whether nothing was sent, because the form of the call depends on its arguments."""
 
     def format(self, text: str | None, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
         """Return the item as it is sent to the client."""
@@ -261,14 +261,16 @@ class _Item:
             return _format_reasoning(self.id, text, status)
         if self.kind == "msg":
             return _format_text(self.id, text, logprobs, status)
-        return _format_call(
-            self.id,
-            call_id=self.call_id,
-            name=self.name,
-            namespace=self.namespace,
-            arguments=text or "",
-            status=status,
-        )
+        assert self.form is not None
+        form, arguments = self.form, text or ""
+        if text is None and self.freeform is not None:
+            # The beginning of a call, whose arguments are known to have this form, or not to have it.
+            form, arguments = (form, format_freeform("")) if self.freeform.is_freeform else (_as_function(form), "")
+        return _format_call(self.id, form, call_id=self.call_id, arguments=arguments, status=status)
+
+
+def _as_function(form: CallForm) -> CallForm:
+    return CallForm(name=form.name, namespace=form.namespace)
 
 
 class ResponseStream:
@@ -278,7 +280,8 @@ class ResponseStream:
     reasoning that resumes later is a new item, and ``parse_input`` joins the items again when they are sent back. If
     log-probabilities were requested, a delta of text carries those of all tokens since the delta of text before. The
     message then stays open until the end, because it has those of the whole answer. Parts of the final answer that no
-    delta had are streamed before the end, and nothing that was sent is retracted.
+    delta had are streamed before the end, and nothing that was sent is retracted. The call of a freeform tool is sent
+    once its arguments show their form, that of another tool that is no function when it is complete.
     """
 
     def __init__(self, envelope: _Envelope, *, clock: Callable[[], float]) -> None:
@@ -361,12 +364,12 @@ class ResponseStream:
 
     def _grow(self, delta: Delta) -> None:
         if isinstance(delta, ToolCallStarted):
-            namespace, name = self._envelope.parsed.namespaces.get(delta.name, (None, delta.name))
-            self._calls[delta.index] = self._open("fc", call_id=delta.id, name=name, namespace=namespace)
+            form = self._envelope.parsed.forms.get(delta.name) or CallForm(name=delta.name)
+            self._calls[delta.index] = self._open("fc", call_id=delta.id, form=form)
         elif not delta.text:
             return
         elif isinstance(delta, ToolArgumentsDelta):
-            self._add(self._calls[delta.index], "function_call_arguments", delta.text)
+            self._add_arguments(self._calls[delta.index], delta.text)
         elif isinstance(delta, ReasoningDelta):
             self._add(self._continue("rs"), "reasoning_text", delta.text)
         else:
@@ -376,7 +379,7 @@ class ResponseStream:
         """Return the open item of this kind, or a new one."""
         return next((item for item in self._items if item.is_open and item.kind == kind), None) or self._open(kind)
 
-    def _open(self, kind: str, *, call_id: str = "", name: str = "", namespace: str | None = None) -> _Item:
+    def _open(self, kind: str, *, call_id: str = "", form: CallForm | None = None) -> _Item:
         for item in self._items:
             # A message waits for its log-probabilities, which arrive only with the finished answer.
             if item.kind != "msg" or not self._envelope.parsed.has_logprobs:
@@ -384,12 +387,44 @@ class ResponseStream:
         assert self._interaction is not None
         number = sum(item.kind == kind for item in self._items)
         item_id = format_item_id(kind, number, self._interaction)
-        item = _Item(kind, item_id, len(self._items), call_id=call_id, name=name, namespace=namespace)
+        item = _Item(kind, item_id, len(self._items), call_id=call_id, form=form)
         self._items.append(item)
-        self._emit("response.output_item.added", output_index=item.position, item=item.format(None, "in_progress", []))
+        if form is not None and (form.is_freeform or form.typed is not None):
+            item.freeform = FreeformInput() if form.is_freeform else None
+            item.is_held = True
+            return item
+        self._emit_added(item)
         if kind != "fc":
             self._emit_inside(item, "content_part.added", part=_part(item.format("", "in_progress", [])))
         return item
+
+    def _emit_added(self, item: _Item, text: str | None = None) -> None:
+        item.is_held = False
+        self._emit("response.output_item.added", output_index=item.position, item=item.format(text, "in_progress", []))
+
+    def _add_arguments(self, item: _Item, text: str) -> None:
+        if not item.is_open:
+            return
+        item.text += text
+        if item.form is not None and item.form.typed is not None:
+            return
+        if item.freeform is None:
+            self._emit_inside(item, "function_call_arguments.delta", delta=text)
+            return
+        more = item.freeform.feed(text)
+        if item.freeform.is_freeform is not None:
+            self._emit_freeform(item, more, text)
+
+    def _emit_freeform(self, item: _Item, more: str, text: str) -> None:
+        """Send a delta of a freeform tool's call: ``more`` of its input, or ``text`` if its arguments have none."""
+        was_held = item.is_held
+        if was_held:
+            self._emit_added(item)
+        assert item.freeform is not None
+        event = "custom_tool_call_input" if item.freeform.is_freeform else "function_call_arguments"
+        delta = more if item.freeform.is_freeform else item.text if was_held else text
+        if delta:
+            self._emit_inside(item, f"{event}.delta", delta=delta)
 
     def _add(self, item: _Item, event: str, text: str) -> None:
         if item.is_open:
@@ -406,7 +441,7 @@ class ResponseStream:
         item.is_open = False
         item.done = item.format(item.text, status, logprobs or [])
         if item.kind == "fc":
-            self._emit_inside(item, "function_call_arguments.done", name=item.name, arguments=item.text)
+            self._end_call(item, item.done)
         else:
             part = _part(item.done)
             logprobs_field = {"logprobs": part["logprobs"]} if item.kind == "msg" else {}
@@ -414,6 +449,21 @@ class ResponseStream:
             self._emit_inside(item, event, text=item.text, **logprobs_field)
             self._emit_inside(item, "content_part.done", part=part)
         self._emit("response.output_item.done", output_index=item.position, item=item.done)
+
+    def _end_call(self, item: _Item, done: Mapping[str, Any]) -> None:
+        if item.freeform is not None:
+            self._emit_freeform(item, item.freeform.finish(), "")
+        elif item.is_held and done["type"] != "function_call":
+            self._emit_added(item, item.text)
+            return
+        elif item.is_held:
+            item.form = _as_function(item.form or CallForm(name=""))
+            self._emit_added(item)
+            self._emit_inside(item, "function_call_arguments.delta", delta=item.text)
+        if done["type"] == "custom_tool_call":
+            self._emit_inside(item, "custom_tool_call_input.done", input=done["input"])
+        else:
+            self._emit_inside(item, "function_call_arguments.done", name=done["name"], arguments=done["arguments"])
 
     def _emit_inside(self, item: _Item, event: str, **fields: Any) -> None:
         """Send an event within an item; a text is always the first and only content part of its item."""
@@ -487,6 +537,7 @@ ANSWERS: Mapping[str, Schema] = {
             "tool_choice": {"type": ["string", "object"]},
             "parallel_tool_calls": {"type": "boolean"},
         }
-    )
+    ),
+    "InputTokens": one_object({"object": {"const": "response.input_tokens"}, "input_tokens": COUNT_SCHEMA}),
 }
 """Schemas of answers, by the names that the OpenAPI document gives them."""

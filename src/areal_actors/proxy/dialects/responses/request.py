@@ -25,14 +25,30 @@ from areal_actors.domain import (
     ToolChoice,
 )
 from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
-from areal_actors.proxy.dialects.chat.request import join_parts, optional_text, parse_call, parse_tools
+from areal_actors.proxy.dialects.chat.request import join_parts, optional_text, parse_call, parse_freeform_call
+from areal_actors.proxy.dialects.client_tools import (
+    CALL_ITEMS,
+    CUSTOM_TOOL,
+    OPENAI_TOOLS,
+    CallForm,
+    Offer,
+    find_typed_tool,
+    is_offer,
+    parse_custom_tool,
+    refuse_tool,
+    with_additional_tools,
+)
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
     EFFORT,
+    ENABLE_THINKING,
     FLAG,
+    GATEWAY,
     MAX_TOKENS,
+    MAYBE_TEXT,
     MODEL,
+    NAME,
     OBJECT,
     REQUEST_INFORMATION,
     SAMPLING,
@@ -41,16 +57,25 @@ from areal_actors.proxy.dialects.fields import (
     STREAM,
     TEXT,
     TEXTS,
+    THINKING,
     FieldTable,
     Kind,
+    Schema,
+    contents,
     create_sampling,
+    described_tool,
     honoured,
     inert,
     integer,
+    list_of,
+    one_object,
     read,
     read_instance,
     refused,
     shown,
+    thinking_options,
+    typed,
+    without_nulls,
     wrong,
 )
 from areal_actors.proxy.dialects.prefixes import OPEN, MessageList
@@ -58,10 +83,13 @@ from areal_actors.proxy.dialects.structured import (
     TOOL_CHOICE,
     ToolSelection,
     parse_response_format,
+    parse_tool,
     parse_tool_choice,
+    parse_tool_list,
 )
 
 __all__ = [
+    "ECHO",
     "ITEM_ID",
     "RESPONSES_FIELDS",
     "RESPONSE_PREFIX",
@@ -75,6 +103,9 @@ __all__ = [
 _LOGPROBS = "message.output_text.logprobs"
 _SUMMARIES = ("auto", "concise", "detailed")
 RESPONSE_PREFIX = "resp_"
+_CALLS = frozenset({"function_call", "custom_tool_call", *CALL_ITEMS})
+"""The types of items that are calls of tools."""
+_RESULTS = frozenset(f"{kind}_output" for kind in _CALLS)
 _ROLES = frozenset({"system", "developer", "user"})
 _PARTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 ITEM_ID = re.compile(r"(?:msg|fc|rs)_\d+_(.+)", re.ASCII)
@@ -100,7 +131,9 @@ def parse_input(value: Any, param: str = "input") -> tuple[ChatMessage, ...]:
     conversation = _Conversation(messages=[*known])
     counts: list[int] = []
     for index, raw in enumerate(value, start=start):
-        _read_item(conversation, raw, f"{param}[{index}]")
+        # The tools that an item offers are among those of the request; see ``with_additional_tools``.
+        if not is_offer(raw):
+            _read_item(conversation, raw, f"{param}[{index}]")
         # The next item may belong to the same answer.
         counts.append(len(conversation.messages) if conversation.turn is None else OPEN)
     conversation.close_turn()
@@ -189,12 +222,10 @@ def _read_item(conversation: _Conversation, raw: Any, where: str) -> None:
             conversation.open_turn("reasoning", raw).thoughts.append(
                 join_parts(raw.get("content") or [], f"{where}.content", {"reasoning_text": "text", "text": "text"})
             )
-        case "function_call":
+        case str() if kind in _CALLS:
             conversation.open_turn("function_call", raw).calls.append(_read_call(raw, where))
-        case "function_call_output":
-            output = _read_content(raw.get("output"), f"{where}.output")
-            call_id = optional_text(raw, "call_id", where)
-            conversation.add(ChatMessage(role="tool", content=output, tool_call_id=call_id))
+        case str() if kind in _RESULTS:
+            conversation.add(_read_result(raw, where))
         case "item_reference":
             # References to items of the session were replaced before (``stored``).
             raise InvalidRequest(
@@ -220,12 +251,57 @@ def _read_content(value: Any, where: str) -> str:
     return value if isinstance(value, str) else join_parts(value, where, _PARTS)
 
 
+def _read_result(raw: Mapping[str, Any], where: str) -> ChatMessage:
+    # A result of local_shell names its call by ``id`` in the SDK's types.
+    named = "id" if raw.get("call_id") is None and raw["type"] == "local_shell_call_output" else "call_id"
+    call_id = optional_text(raw, named, where)
+    return ChatMessage(role="tool", content=_read_output(raw, f"{where}.output"), tool_call_id=call_id)
+
+
+def _read_output(raw: Mapping[str, Any], where: str) -> str:
+    output = raw.get("output")
+    match raw["type"]:
+        case "shell_call_output" if isinstance(output, list):
+            return "\n".join(_read_shell_output(each, f"{where}[{index}]") for index, each in enumerate(output))
+        case "apply_patch_call_output":
+            status = optional_text(raw, "status", where) or "completed"
+            text = "" if output is None else _read_content(output, where)
+            # The model reads nothing but the text.
+            return text if text and status == "completed" else f"{status}\n{text}".strip()
+        case "computer_call_output" if isinstance(output, dict):
+            return _read_content([output], where)
+        case _:
+            return _read_content(output, where)
+
+
+def _read_shell_output(raw: Any, where: str) -> str:
+    if not isinstance(raw, dict):
+        raise wrong(where, "an object", raw)
+    texts = [optional_text(raw, name, where) or "" for name in ("stdout", "stderr")]
+    outcome = OBJECT.read(raw.get("outcome") or {}, f"{where}.outcome")
+    if outcome.get("type") == "timeout":
+        texts.append("timeout")
+    elif outcome.get("exit_code"):
+        texts.append(f"exit code {outcome['exit_code']}")
+    return "\n".join(text.removesuffix("\n") for text in texts if text)
+
+
 def _read_call(raw: Mapping[str, Any], where: str) -> ToolCall:
     call_id, namespace = raw.get("call_id"), raw.get("namespace")
     if not isinstance(call_id, str) or not call_id:
         raise wrong(f"{where}.call_id", "a string that is not empty", call_id)
-    call = parse_call(raw, where, call_id)
+    if raw["type"] in CALL_ITEMS:
+        return _read_typed_call(raw, where, call_id)
+    parse = parse_freeform_call if raw["type"] == "custom_tool_call" else parse_call
+    call = parse(raw, where, call_id)
     return evolve(call, name=_join_name(namespace, call.name)) if isinstance(namespace, str) and namespace else call
+
+
+def _read_typed_call(raw: Mapping[str, Any], where: str, call_id: str) -> ToolCall:
+    rows = [tool for tool in OPENAI_TOOLS.values() if tool.item == raw["type"]]
+    # Both computer tools have calls of one type.
+    row = next((tool for tool in rows if tool.key and raw.get(tool.key) is not None), rows[0])
+    return row.read_call(raw, call_id, where)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
@@ -237,25 +313,57 @@ def _parse_instructions(value: Any, name: str) -> tuple[ChatMessage, ...]:
     return (ChatMessage(role="system", content=value),) if value else ()
 
 
-def _parse_offer(value: Any, name: str) -> tuple[tuple[Tool, ...], Mapping[str, tuple[str, str]]]:
-    """Return the functions that are offered, those of namespaces under joined names, and what the names consist of."""
+def _parse_offer(value: Any, name: str) -> Offer:
+    """Return the functions that are offered, those of namespaces under joined names."""
+    if not isinstance(value, list):
+        raise wrong(name, "a list", value)
     flat: list[Any] = []
-    namespaces: dict[str, tuple[str, str]] = {}
-    for index, raw in enumerate(value if isinstance(value, list) else ()):
+    namespaces: list[str | None] = []
+    places: list[str] = []
+    for index, raw in enumerate(value):
         if not isinstance(raw, dict) or raw.get("type") != "namespace":
             flat.append(raw)
+            namespaces.append(None)
+            places.append(f"{name}[{index}]")
             continue
         namespace = TEXT.read(raw.get("name"), f"{name}[{index}].name")
         inner: Any = raw.get("tools")
         if not isinstance(inner, list):
             raise wrong(f"{name}[{index}].tools", "a list", inner)
-        for tool in inner:
-            own = tool.get("name") if isinstance(tool, dict) else None
-            joined = _join_name(namespace, own) if isinstance(own, str) else own
-            if isinstance(own, str):
-                namespaces[str(joined)] = (namespace, own)
-            flat.append({**tool, "name": joined} if isinstance(tool, dict) else tool)
-    return parse_tools(flat if isinstance(value, list) else value, name, is_flat=True), namespaces
+        flat += inner
+        namespaces += [namespace] * len(inner)
+        places += [f"{name}[{index}].tools[{number}]" for number in range(len(inner))]
+    forms: dict[str, CallForm] = {}
+    known = iter(zip(namespaces, places, strict=True))
+
+    def parse(raw: dict[str, Any], _: str) -> Tool:
+        namespace, where = next(known)
+        tool, form = _parse_tool(raw, where)
+        if namespace is not None:
+            form = evolve(form, namespace=namespace)
+            tool = evolve(tool, name=_join_name(namespace, tool.name))
+        if form != CallForm(name=tool.name):
+            forms[tool.name] = form
+        return tool
+
+    tools = parse_tool_list(flat, name, parse)
+    return Offer(tools=tools, forms=forms)
+
+
+def _parse_tool(raw: dict[str, Any], where: str) -> tuple[Tool, CallForm]:
+    kind = raw.get("type")
+    typed = find_typed_tool(OPENAI_TOOLS, raw)
+    if typed is not None:
+        # Calls are items without a name, so that the model's name for the tool is the row's.
+        tool = evolve(typed.create_function(raw, where), name=typed.name)
+        return tool, CallForm(name=typed.name, typed=typed)
+    if kind == "custom":
+        tool = parse_custom_tool(raw, where)
+        return tool, CallForm(name=tool.name, is_freeform=True)
+    if kind not in (None, "function"):
+        raise refuse_tool(raw, where, f"functions, custom tools, namespaces and {', '.join(OPENAI_TOOLS)}")
+    tool = parse_tool(raw, where, schema="parameters")
+    return tool, CallForm(name=tool.name)
 
 
 def _join_name(namespace: str, name: str) -> str:
@@ -272,14 +380,85 @@ def _parse_previous(value: Any, name: str) -> InteractionId:
     return InteractionId(previous)
 
 
+_TEXTS = contents(_PARTS, {"type": "string"})
+_CALLED: Mapping[str, Schema] = {"call_id": NAME, "id": MAYBE_TEXT}
+_ITEM: Schema = {
+    "anyOf": [
+        one_object(
+            {
+                "type": {"enum": ["message", None]},
+                "role": {"enum": ["system", "developer", "user", "assistant"]},
+                "content": _TEXTS,
+                "id": MAYBE_TEXT,
+            },
+            *("type", "id"),
+        ),
+        typed(
+            "reasoning",
+            {
+                "content": {"anyOf": [{"type": "null"}, contents({"reasoning_text": "text"})["anyOf"][1]]},
+                "id": MAYBE_TEXT,
+            },
+            *("content", "id"),
+        ),
+        typed(
+            "function_call",
+            {**_CALLED, "name": NAME, "arguments": {"type": ["string", "null"]}, "namespace": MAYBE_TEXT},
+            *("id", "arguments", "namespace"),
+        ),
+        typed(
+            "custom_tool_call",
+            {**_CALLED, "name": NAME, "input": {"type": "string"}, "namespace": MAYBE_TEXT},
+            *("id", "namespace"),
+        ),
+        *(
+            typed(
+                tool.item,
+                {**_CALLED, **({tool.key: tool.parameters} if tool.key else tool.parameters["properties"])},
+                "id",
+            )
+            for tool in OPENAI_TOOLS.values()
+        ),
+        *(
+            typed(kind, {"call_id": MAYBE_TEXT, "output": _TEXTS}, "call_id")
+            for kind in (
+                "function_call_output",
+                "custom_tool_call_output",
+                "local_shell_call_output",
+                "shell_call_output",
+            )
+        ),
+        typed(
+            "apply_patch_call_output",
+            {"call_id": MAYBE_TEXT, "status": MAYBE_TEXT, "output": MAYBE_TEXT},
+            "call_id",
+            "output",
+        ),
+    ]
+}
+_FUNCTION = described_tool("parameters")
+_OFFERED: tuple[Schema, ...] = (
+    {**_FUNCTION, "properties": {**_FUNCTION["properties"], "type": {"enum": ["function", None]}}},
+    {
+        **CUSTOM_TOOL,
+        "properties": {**CUSTOM_TOOL["properties"], "type": {"const": "custom"}},
+        "required": ["type", "name"],
+    },
+    one_object(
+        {"type": {"enum": [*OPENAI_TOOLS]}, "name": {"type": "null"}, "environment": {"type": "null"}},
+        "name",
+        "environment",
+    ),
+)
+_TOOL: Schema = {"anyOf": [*_OFFERED, typed("namespace", {"name": NAME, "tools": list_of({"anyOf": [*_OFFERED]})})]}
 RESPONSES_FIELDS = FieldTable(
     "responses",
     (
         honoured(
             "input",
-            Kind({"type": ["string", "array"], "minLength": 1, "minItems": 1}, parse_input),
-            "a text, or items: messages, reasoning, function_call and function_call_output; images and files "
-            "as unsupported_blocks says; an item_reference names an item of an answer of the session",
+            Kind({"anyOf": [{"type": "string"}, list_of(_ITEM, minItems=1)]}, parse_input, is_raw=True),
+            "a text, or items: messages, reasoning, calls of tools that can be offered, and their results; images and "
+            "files as unsupported_blocks says; an item_reference names an item of an answer of the session",
             is_required=True,
         ),
         honoured(
@@ -290,7 +469,7 @@ RESPONSES_FIELDS = FieldTable(
         ),
         honoured(
             "previous_response_id",
-            Kind(TEXT.schema, _parse_previous),
+            Kind({**TEXT.schema, "pattern": f"^{RESPONSE_PREFIX}"}, _parse_previous),
             "follows an answer of the same session: its history, without its instructions",
         ),
         MODEL,
@@ -311,11 +490,12 @@ RESPONSES_FIELDS = FieldTable(
         honoured("top_logprobs", integer(0, 20), "0 to 20; asks for logprobs, too", default=0),
         honoured(
             "tools",
-            Kind({"type": ["array", "null"], "items": {"type": "object"}}, _parse_offer),
-            "functions, also in namespaces; those of OpenAI's servers as unsupported_blocks says",
-            default=((), {}),
+            Kind({"type": ["array", "null"], "items": _TOOL}, _parse_offer),
+            "functions and custom tools, also in namespaces, local_shell, shell, apply_patch, computer and "
+            "computer_use_preview; those of OpenAI's servers as unsupported_blocks says",
+            default=Offer(),
         ),
-        honoured("tool_choice", TOOL_CHOICE, "auto, none, required, a function, or allowed_tools"),
+        honoured("tool_choice", TOOL_CHOICE, "auto, none, required, a tool, or allowed_tools"),
         honoured("parallel_tool_calls", FLAG, "false: only the first call of an answer counts", default=True),
         honoured(
             "text",
@@ -339,9 +519,12 @@ RESPONSES_FIELDS = FieldTable(
         honoured(
             "metadata", TEXTS, "repeated in the answer; agent names the agent of a multi-agent episode", default={}
         ),
+        THINKING,
+        ENABLE_THINKING,
         CHAT_TEMPLATE_KWARGS,
         SESSION_ID,
         *REQUEST_INFORMATION,
+        *GATEWAY,
         inert("stream_options", "nothing needs obfuscation here"),
         inert("truncation", "nothing is ever dropped: a conversation that is too long is refused"),
         inert("max_tool_calls", "counts calls of OpenAI's own tools"),
@@ -379,8 +562,8 @@ class ParsedResponse:
 
     request: CompletionRequest
     echo: Mapping[str, Any]
-    namespaces: Mapping[str, tuple[str, str]] = field(factory=dict)
-    """Namespace and name of each function that was offered in a namespace, by the name that the model knows."""
+    forms: Mapping[str, CallForm] = field(factory=dict)
+    """How calls are written that are not written as those of functions, by the name that the model knows."""
     model: str | None = None
     is_stream: bool = False
     has_logprobs: bool = False
@@ -400,9 +583,10 @@ def parse_response_request(
         UnsupportedParameter: a parameter that cannot be honoured.
         InvalidRequest: an invalid value; ``param`` names the field.
     """
+    body = with_additional_tools(body)
     values = RESPONSES_FIELDS.read(body, inert=inert)
-    tools, namespaces = values["tools"]
-    selection = parse_tool_choice(values["tool_choice"], tools)
+    offer: Offer = values["tools"]
+    selection = parse_tool_choice(values["tool_choice"], offer.tools)
     instructions, metadata = values["instructions"], values["metadata"]
     reasoning = values["reasoning"]
     effort = {} if reasoning.get("effort") is None else EFFORT.read(reasoning["effort"], "reasoning.effort")
@@ -424,7 +608,7 @@ def parse_response_request(
         ),
         seed=values["seed"],
         store=values["store"] or not honours_store,
-        template_kwargs={**effort, **values["chat_template_kwargs"]},
+        template_kwargs={**effort, **thinking_options({**values, "reasoning": None})},
         metadata=metadata,
         tag=tag or metadata.get("agent"),
         id_prefix=RESPONSE_PREFIX,
@@ -433,11 +617,40 @@ def parse_response_request(
     return ParsedResponse(
         request=request,
         echo=_echo(body, values, request, selection),
-        namespaces=namespaces,
+        forms=offer.forms,
         model=values["model"],
         is_stream=values["stream"],
         has_logprobs=has_logprobs,
     )
+
+
+_TEXTS_OF_CLIENTS = ("prompt_cache_key", "safety_identifier", "user")
+"""Fields without an effect that an answer repeats."""
+ECHO: Mapping[str, Any] = {
+    "background": False,
+    "frequency_penalty": 0.0,
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "presence_penalty": 0.0,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "service_tier": "default",
+    "store": True,
+    "temperature": 1.0,
+    "text": {"format": {"type": "text"}, "verbosity": "medium"},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "top_p": 1.0,
+    "truncation": "disabled",
+    "user": None,
+}
+"""What an answer repeats of a request that says nothing. Strict clients require every key in every answer."""
 
 
 def _echo(
@@ -454,11 +667,14 @@ def _echo(
             "schema": grammar.schema,
             "strict": grammar.is_strict,
         }
+    asked_for = {name: body.get(name) for name in _TEXTS_OF_CLIENTS}
     return {
-        "background": False,
+        **ECHO,
+        **{name: text for name, text in asked_for.items() if isinstance(text, str)},
+        "frequency_penalty": sampling.frequency_penalty,
+        "presence_penalty": sampling.presence_penalty,
         "instructions": body.get("instructions"),
         "max_output_tokens": values["max_output_tokens"],
-        "max_tool_calls": None,
         "metadata": dict(request.metadata),
         "parallel_tool_calls": request.parallel_tool_calls,
         "previous_response_id": request.previous,
@@ -466,7 +682,6 @@ def _echo(
             "effort": values["reasoning"].get("effort"),
             "summary": summary if summary in _SUMMARIES else None,
         },
-        "service_tier": "default",
         "store": request.store,
         "temperature": sampling.temperature,
         "text": {
@@ -476,22 +691,24 @@ def _echo(
         **_echo_tools(body, selection),
         "top_logprobs": sampling.top_logprobs,
         "top_p": values["top_p"],
-        "truncation": "disabled",
     }
 
 
 def _echo_tools(body: Mapping[str, Any], selection: ToolSelection) -> Mapping[str, Any]:
     """Return the tools as they were offered, with every key that the SDK's types have, and the choice among them."""
-    choice, tools = body.get("tool_choice"), []
+    choice, tools = without_nulls(body.get("tool_choice")), []
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
-        allowed = [{"type": "function", "name": tool.name} for tool in selection.tools]
-        choice = {"type": "allowed_tools", "mode": str(selection.choice), "tools": allowed}
+        allowed = choice.get("allowed_tools", choice)
+        choice = {"type": "allowed_tools", "mode": str(selection.choice), "tools": allowed["tools"]}
     elif isinstance(selection.choice, ToolChoice):
         choice = str(selection.choice)
-    else:
+    elif not (isinstance(choice, dict) and (choice.get("type") == "custom" or choice.get("type") in OPENAI_TOOLS)):
         choice = {"type": "function", "name": selection.choice}
-    for raw in body.get("tools") or ():
-        strict = raw.get("strict")
+    for raw in without_nulls(body.get("tools")) or ():
+        kind, strict = raw.get("type"), raw.get("strict")
+        if kind == "custom":
+            tools.append({"format": {"type": "text"}, "description": None, **raw})
+            continue
         function = {
             "type": "function",
             "name": raw.get("name"),
@@ -499,5 +716,5 @@ def _echo_tools(body: Mapping[str, Any], selection: ToolSelection) -> Mapping[st
             "parameters": raw.get("parameters"),
             "strict": strict if isinstance(strict, bool) else None,
         }
-        tools.append(raw if raw.get("type") == "namespace" else function)
+        tools.append(function if kind in (None, "function") else raw)
     return {"tool_choice": choice, "tools": tools}

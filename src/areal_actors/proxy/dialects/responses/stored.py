@@ -16,7 +16,7 @@ from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
 from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
-from areal_actors.proxy.dialects.responses.request import ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
+from areal_actors.proxy.dialects.responses.request import ECHO, ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
 
 __all__ = [
     "STORED_ANSWERS",
@@ -72,6 +72,9 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
     return {**body, "input": replaced}
 
 
+_SAMPLING = ("temperature", "top_p")
+
+
 def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any]:
     """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
     turn, answer = stored.interaction, _answer(stored)
@@ -88,23 +91,10 @@ def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any
         "model": model,
         "output": format_output(answer, has_logprobs=False, decode=None),
         "usage": format_usage(answer.usage),
-        "background": False,
-        "instructions": None,
-        "max_output_tokens": None,
-        "max_tool_calls": None,
-        "metadata": {},
-        "parallel_tool_calls": True,
+        **ECHO,
         "previous_response_id": turn.parent,
-        "reasoning": {"effort": None, "summary": None},
-        "service_tier": "default",
         "store": turn.is_stored,
-        "temperature": 1.0 if sampling is None else sampling.temperature,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": "auto",
-        "tools": [],
-        "top_logprobs": 0,
-        "top_p": 1.0 if sampling is None else sampling.top_p,
-        "truncation": "disabled",
+        **({} if sampling is None else {name: getattr(sampling, name) for name in _SAMPLING}),
     }
 
 

@@ -3,7 +3,7 @@
 The agent is a child process that answers JSON-RPC on its standard streams: ``qwen --acp`` (@qwen-code/qwen-code@0.24.4,
 with which this was run), ``opencode acp`` and others.
 It runs its tools itself, here without asking. Its base URL and key go where its own recipe puts them.
-Usage: acp.py PROMPT COMMAND ... [--continue]: with the session so far, where the agent can load one.
+Usage: acp_client.py PROMPT COMMAND ... [--continue]: with the session so far, where the agent can load one.
 """
 
 from __future__ import annotations

@@ -1,0 +1,579 @@
+"""Tools that are not functions: how the model sees them as functions, and how their calls are written for the client.
+
+The model knows functions only. A freeform tool (``custom``) becomes a function with one text, ``input``. A typed tool
+that the client runs (``bash_20250124``, ``shell``, ``apply_patch``) becomes the function that its vendor documents:
+each is a row here. A call whose arguments do not fit the tool is written as a call of a function, which clients answer
+with an error that the model can read.
+
+Tools that the vendor's servers would run cannot be offered. ``without_server_tools`` decides by the request alone
+whether it can be answered without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import orjson
+from attrs import field, frozen
+
+from areal_actors.domain import Tool, ToolCall
+from areal_actors.errors import UnsupportedParameter
+from areal_actors.proxy.dialects.fields import Schema, one_object, shown, without_nulls, wrong
+from areal_actors.proxy.dialects.prefixes import MessageList
+
+__all__ = [
+    "ANTHROPIC_TOOLS",
+    "CALL_ITEMS",
+    "CUSTOM_TOOL",
+    "NEEDED",
+    "OPENAI_TOOLS",
+    "CallForm",
+    "FreeformInput",
+    "Offer",
+    "TypedTool",
+    "find_typed_tool",
+    "format_freeform",
+    "is_offer",
+    "parse_custom_tool",
+    "read_freeform",
+    "refuse_tool",
+    "with_additional_tools",
+    "without_server_tools",
+]
+
+_TEXT: Schema = {"type": "string"}
+_COUNT: Schema = {"type": "integer"}
+_COUNTS: Schema = {"type": "array", "items": _COUNT}
+_TEXTS: Schema = {"type": "array", "items": _TEXT}
+
+
+def _function(properties: Mapping[str, Schema], *optional: str) -> Schema:
+    return one_object(properties, *optional, additionalProperties=False)
+
+
+def _words(*words: str) -> Schema:
+    return {"type": "string", "enum": list(words)}
+
+
+# ------------------------------------------------------------------------------------------------ tools with a type
+
+
+@frozen(kw_only=True)
+class TypedTool:
+    """A tool that its type describes and the client runs, as a function for the model.
+
+    ``item`` is the type of a call in OpenAI's Responses. Its ``key`` holds the arguments; without one, they are
+    fields of the item. ``defaults`` are arguments that the client expects and the model may leave out, ``constants``
+    further fields of the item. Anthropic's calls need none of them: they are written as those of functions.
+    """
+
+    name: str
+    description: str
+    parameters: Schema
+    item: str = ""
+    key: str = ""
+    defaults: Mapping[str, Any] = field(factory=dict)
+    constants: Mapping[str, Any] = field(factory=dict)
+
+    def create_function(self, raw: Mapping[str, Any], where: str) -> Tool:
+        """Return the function for the model. The client may choose its name and say the size of its screen.
+
+        Raises:
+            InvalidRequest: the name is no text.
+        """
+        name, description = raw.get("name"), self.description
+        if not isinstance(name, str | None):
+            raise wrong(f"{where}.name", "a string", name)
+        size = [raw.get(f"display_{side}_px", raw.get(f"display_{side}")) for side in ("width", "height")]
+        if None not in size:
+            description += f" The screen has {shown(size[0])} by {shown(size[1])} pixels."
+        return Tool(name=name or self.name, description=description, parameters=self.parameters)
+
+    def format_call(self, arguments: str) -> Mapping[str, Any] | None:
+        """Return the fields of a call, or ``None`` for arguments that do not fit the tool."""
+        try:
+            value = orjson.loads(arguments)
+        except orjson.JSONDecodeError:
+            return None
+        if not _fits(value, self.parameters):
+            return None
+        value = {**self.defaults, **value}
+        return {**self.constants, **({self.key: value} if self.key else value)}
+
+    def read_call(self, raw: Mapping[str, Any], call_id: str, where: str) -> ToolCall:
+        """Return the call that an item of this type holds. Raises ``InvalidRequest``."""
+        value = raw.get(self.key) if self.key else {name: raw.get(name) for name in self.parameters["properties"]}
+        if not isinstance(value, dict):
+            raise wrong(f"{where}.{self.key}", "an object", value)
+        # What the client's types add to the call that it was sent, the model has not written.
+        written = {name: each for name, each in without_nulls(value).items() if self.defaults.get(name) != each}
+        return ToolCall(id=call_id, name=self.name, arguments=orjson.dumps(written).decode())
+
+
+NEEDED: Mapping[str, tuple[str, ...]] = {
+    "create_file": ("diff",),
+    "update_file": ("diff",),
+    "click": ("x", "y", "button"),
+    "double_click": ("x", "y"),
+    "drag": ("path",),
+    "keypress": ("keys",),
+    "move": ("x", "y"),
+    "scroll": ("x", "y", "scroll_x", "scroll_y"),
+    "type": ("text",),
+}
+"""Properties that an object needs because of its ``type``. Clients read them without a check."""
+
+
+def _fits(value: Any, schema: Schema) -> bool:
+    """Return whether ``value`` has the form of one of this module's schemas."""
+    match schema["type"]:
+        case "object":
+            known = schema.get("properties", {})
+            if not isinstance(value, dict):
+                return False
+            kind = value.get("type")
+            required = (*schema.get("required", ()), *(NEEDED.get(kind, ()) if isinstance(kind, str) else ()))
+            return (
+                all(value.get(name) is not None for name in required)
+                and (schema.get("additionalProperties", True) is not False or known.keys() >= value.keys())
+                and all(each is None or name not in known or _fits(each, known[name]) for name, each in value.items())
+            )
+        case "array":
+            return isinstance(value, list) and all(_fits(each, schema["items"]) for each in value)
+        case "string":
+            return isinstance(value, str) and value in schema.get("enum", (value,))
+        case "boolean":
+            return isinstance(value, bool)
+        case _:
+            return isinstance(value, int) and not isinstance(value, bool)
+
+
+_EDITED = "for str_replace: the text to replace, which must occur exactly once"
+_VIEWED = {"type": "array", "items": _COUNT, "description": "for view: the first and the last line; -1 is the end"}
+
+
+def _create_editor(*commands: str, inserted: str = "insert_text") -> TypedTool:
+    """Return a text editor with further ``commands``; the text to insert is the argument ``inserted``."""
+    edited: dict[str, Schema] = {
+        "file_text": {**_TEXT, "description": "for create: the content of the file"},
+        "old_str": {**_TEXT, "description": _EDITED},
+        "new_str": {**_TEXT, "description": "for str_replace: the text in its place"},
+        "insert_line": {**_COUNT, "description": "for insert: the line after which to insert; 0 is the start"},
+        "view_range": _VIEWED,
+    }
+    name = "str_replace_editor" if "undo_edit" in commands else "str_replace_based_edit_tool"
+    of_insert = "for str_replace: the text in its place; for insert: the text to insert"
+    edited[inserted] = {**_TEXT, "description": of_insert if inserted in edited else "for insert: the text to insert"}
+    properties = {
+        "command": _words("view", "create", "str_replace", "insert", *commands),
+        "path": {**_TEXT, "description": "the path of the file or the directory"},
+        **edited,
+    }
+    return TypedTool(name=name, description="View, create and edit files.", parameters=_function(properties, *edited))
+
+
+ANTHROPIC_TOOLS: Mapping[str, TypedTool] = {
+    "bash": TypedTool(
+        name="bash",
+        description="Run commands in a bash shell that keeps its state between calls.",
+        parameters=_function(
+            {
+                "command": {**_TEXT, "description": "the command to run; required unless the shell is restarted"},
+                "restart": {"type": "boolean", "description": "true restarts the shell"},
+            },
+            "command",
+            "restart",
+        ),
+    ),
+    "text_editor": _create_editor(),
+    **dict.fromkeys(("text_editor_20241022", "text_editor_20250124"), _create_editor("undo_edit", inserted="new_str")),
+    **dict.fromkeys(("text_editor_20250429",), _create_editor(inserted="new_str")),
+    "memory": TypedTool(
+        name="memory",
+        description="Read and write files below /memories, which last longer than the conversation.",
+        parameters=_function(
+            {
+                "command": _words("view", "create", "str_replace", "insert", "delete", "rename"),
+                "path": {**_TEXT, "description": "the path of the file or the directory; rename has two others"},
+                "file_text": {**_TEXT, "description": "for create: the content of the file"},
+                "old_str": {**_TEXT, "description": _EDITED},
+                "new_str": {**_TEXT, "description": "for str_replace: the text in its place"},
+                "insert_line": {**_COUNT, "description": "for insert: the line after which to insert; 0 is the start"},
+                "insert_text": {**_TEXT, "description": "for insert: the text to insert"},
+                "view_range": _VIEWED,
+                "old_path": {**_TEXT, "description": "for rename: the present path"},
+                "new_path": {**_TEXT, "description": "for rename: the new path"},
+            },
+            *("path", "file_text", "old_str", "new_str", "insert_line", "insert_text", "view_range"),
+            *("old_path", "new_path"),
+        ),
+    ),
+    "computer": TypedTool(
+        name="computer",
+        description="Use the mouse and the keyboard of a computer, and take screenshots.",
+        parameters=_function(
+            {
+                "action": _words(
+                    *("key", "type", "mouse_move", "left_click", "left_click_drag", "right_click", "middle_click"),
+                    *("double_click", "triple_click", "left_mouse_down", "left_mouse_up", "scroll", "hold_key"),
+                    *("wait", "screenshot", "cursor_position", "zoom"),
+                ),
+                "coordinate": {**_COUNTS, "description": "x and y in pixels from the top left corner"},
+                "start_coordinate": {**_COUNTS, "description": "for left_click_drag: where it begins"},
+                "text": {**_TEXT, "description": "the text to type, or the keys to press"},
+                "scroll_direction": _words("up", "down", "left", "right"),
+                "scroll_amount": _COUNT,
+                "duration": {**_COUNT, "description": "for wait and hold_key: seconds"},
+                "region": {**_COUNTS, "description": "for zoom: the corners x0, y0, x1, y1"},
+            },
+            *("coordinate", "start_coordinate", "text", "scroll_direction", "scroll_amount", "duration", "region"),
+        ),
+    ),
+}
+"""By type, or by the type without its date: ``bash_20250124`` is ``bash``."""
+
+_MOVED = {"type": "array", "items": _function({"x": _COUNT, "y": _COUNT})}
+_ACTION = _function(
+    {
+        "type": _words(
+            *("click", "double_click", "drag", "keypress", "move", "screenshot", "scroll", "type", "wait"),
+        ),
+        "x": _COUNT,
+        "y": _COUNT,
+        "button": _words("left", "right", "wheel", "back", "forward"),
+        "keys": _TEXTS,
+        "path": {**_MOVED, "description": "for drag: the places in their order"},
+        "scroll_x": _COUNT,
+        "scroll_y": _COUNT,
+        "text": {**_TEXT, "description": "for type: the text to type"},
+    },
+    *("x", "y", "button", "keys", "path", "scroll_x", "scroll_y", "text"),
+)
+_USE = "Use the mouse and the keyboard of a computer, and take screenshots."
+_UNCHECKED = {"pending_safety_checks": ()}
+OPENAI_TOOLS: Mapping[str, TypedTool] = {
+    "local_shell": TypedTool(
+        name="local_shell",
+        description="Run a command on the user's machine.",
+        parameters=_function(
+            {
+                "command": {**_TEXTS, "description": "the program and its arguments"},
+                "env": {"type": "object", "additionalProperties": _TEXT, "description": "environment variables"},
+                "timeout_ms": _COUNT,
+                "user": {**_TEXT, "description": "the user who runs it"},
+                "working_directory": _TEXT,
+            },
+            *("env", "timeout_ms", "user", "working_directory"),
+        ),
+        item="local_shell_call",
+        key="action",
+        defaults={"type": "exec", "env": {}},
+    ),
+    "shell": TypedTool(
+        name="shell",
+        description="Run shell commands on the user's machine, at once.",
+        parameters=_function(
+            {
+                "commands": _TEXTS,
+                "timeout_ms": _COUNT,
+                "max_output_length": {**_COUNT, "description": "characters of the output to return"},
+            },
+            *("timeout_ms", "max_output_length"),
+        ),
+        item="shell_call",
+        key="action",
+    ),
+    "apply_patch": TypedTool(
+        name="apply_patch",
+        description="Create, update or delete a file.",
+        parameters=_function(
+            {
+                "type": _words("create_file", "update_file", "delete_file"),
+                "path": _TEXT,
+                "diff": {
+                    **_TEXT,
+                    "description": "the change in the V4A format: lines that begin with '+', '-' or a blank, after "
+                    "'@@' and a line that tells the place; a new file has lines with '+' only",
+                },
+            },
+            "diff",
+        ),
+        item="apply_patch_call",
+        key="operation",
+    ),
+    "computer": TypedTool(
+        name="computer",
+        description=_USE,
+        parameters=_function({"actions": {"type": "array", "items": _ACTION}}),
+        item="computer_call",
+        constants=_UNCHECKED,
+    ),
+    "computer_use_preview": TypedTool(
+        name="computer",
+        description=_USE,
+        parameters=_ACTION,
+        item="computer_call",
+        key="action",
+        constants=_UNCHECKED,
+    ),
+}
+"""By type."""
+CALL_ITEMS = frozenset(tool.item for tool in OPENAI_TOOLS.values())
+"""The types of items with calls of these tools; those of their results end in ``_output``."""
+
+_DATED = re.compile(r"(\w+?)_\d{8}")
+_SERVER_TOOLS = re.compile(
+    r"(advisor|code_execution|code_interpreter|file_search|image_generation|mcp|mcp_toolset|programmatic_tool_calling|"
+    r"tool_search(_tool_(bm25|regex))?|web_fetch|web_search|web_search_preview)(_\d{4}_?\d{2}_?\d{2})?"
+)
+
+
+def find_typed_tool(tools: Mapping[str, TypedTool], raw: Mapping[str, Any]) -> TypedTool | None:
+    """Return the row of a tool that the client runs, or ``None`` if its type has none."""
+    kind = raw.get("type")
+    if not isinstance(kind, str) or _is_hosted(raw):
+        return None
+    dated = _DATED.fullmatch(kind)
+    return tools.get(kind) or (None if dated is None else tools.get(dated[1]))
+
+
+def _is_hosted(raw: Mapping[str, Any]) -> bool:
+    # A shell runs in a container of OpenAI's unless its environment is the client's.
+    environment = raw.get("environment")
+    return raw.get("type") == "shell" and isinstance(environment, dict) and environment.get("type") != "local"
+
+
+def _is_server_tool(raw: Any) -> bool:
+    kind = raw.get("type") if isinstance(raw, dict) else None
+    return isinstance(kind, str) and (_SERVER_TOOLS.fullmatch(kind) is not None or _is_hosted(raw))
+
+
+def with_additional_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return ``body`` with the tools that items of its input offer among its ``tools``.
+
+    Codex offers all tools so under the newest names of OpenAI's models. Of two tools of one name, the later one counts.
+    """
+    items = body.get("input")
+    if not isinstance(items, list) or not (places := [place for place, raw in enumerate(items) if is_offer(raw)]):
+        return body
+    named = body.get("tools")
+    offered = [*named] if isinstance(named, list) else []
+    offered += [tool for place in places for tool in items[place]["tools"]]
+    latest = {
+        (tool.get("type"), tool.get("name")) if isinstance(tool, dict) else index: tool
+        for index, tool in enumerate(offered)
+    }
+    replaced = [{**raw, "tools": []} if place in places else raw for place, raw in enumerate(items)]
+    if isinstance(items, MessageList):
+        # The tools of a known item would not be seen in the next request.
+        replaced = items.with_elements(replaced, num_lasting=places[0])
+    return {**body, "input": replaced, "tools": [*latest.values()]}
+
+
+def is_offer(raw: Any) -> bool:
+    """Return whether an item of the input offers tools."""
+    return isinstance(raw, dict) and raw.get("type") == "additional_tools" and isinstance(raw.get("tools"), list)
+
+
+def without_server_tools(body: Mapping[str, Any], *, drop: bool | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return ``body`` without the tools that the vendor's servers would run, and the types of those left out.
+
+    By default they are left out if tools that the client runs remain: agents offer all that a vendor has, and the model
+    does its work with the rest. A request for server tools alone, or one whose tool choice names one, cannot be
+    answered as it was meant, and is left to be refused by name. ``drop`` leaves them out always, or never.
+    """
+    tools = body.get("tools")
+    if drop is False or not isinstance(tools, list):
+        return body, ()
+    kept = [raw for raw in tools if not _is_server_tool(raw)]
+    if len(kept) == len(tools) or not (kept or drop):
+        return body, ()
+    left_out = (str(raw["type"]) for raw in tools if _is_server_tool(raw))
+    return {**body, "tools": kept}, tuple(dict.fromkeys(left_out))
+
+
+def refuse_tool(raw: Mapping[str, Any], where: str, known: str) -> UnsupportedParameter:
+    """Return the error for a tool that cannot be offered; ``known`` says which ones can."""
+    kind = shown(raw.get("type"))
+    if _is_server_tool(raw):
+        return UnsupportedParameter(
+            f"{where} is of type {kind}, which the vendor's servers would run; offer tools that your client runs.",
+            param=where,
+        )
+    return UnsupportedParameter(f"{where} is of type {kind}; only {known} are known.", param=where)
+
+
+# ---------------------------------------------------------------------------------------------------- freeform tools
+
+_INPUT = _function({"input": {**_TEXT, "description": "the whole input of the tool, as plain text"}})
+_SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
+
+
+def parse_custom_tool(raw: Mapping[str, Any], where: str) -> Tool:
+    """Return a freeform tool as a function with one text. Its format is described to the model, and not enforced.
+
+    Raises:
+        InvalidRequest: an invalid value; the error names it.
+    """
+    name, said, form = raw.get("name"), raw.get("description"), raw.get("format") or {"type": "text"}
+    if not isinstance(name, str) or not name:
+        raise wrong(f"{where}.name", "a string that is not empty", name)
+    if not isinstance(said, str | None):
+        raise wrong(f"{where}.description", "a string", said)
+    kind = form.get("type") if isinstance(form, dict) else None
+    if kind not in ("text", "grammar"):
+        raise wrong(f"{where}.format", "of type text or grammar", form)
+    description = said or ""
+    if kind == "grammar":
+        # Chat completions have an object for it.
+        grammar = form.get("grammar", form)
+        syntax = grammar.get("syntax") if isinstance(grammar, dict) else None
+        if syntax not in _SYNTAXES or not isinstance(grammar.get("definition"), str):
+            raise wrong(f"{where}.format", "a grammar with syntax lark or regex, and definition", grammar)
+        described = f"The input must match this {_SYNTAXES[syntax]}:\n{grammar['definition']}"
+        description = f"{description}\n\n{described}" if description else described
+    return Tool(name=name, description=description, parameters=_INPUT)
+
+
+def format_freeform(text: str) -> str:
+    """Return the arguments of a call of a freeform tool with this input."""
+    return orjson.dumps({"input": text}).decode()
+
+
+def read_freeform(arguments: str) -> str | None:
+    """Return the input of a call of a freeform tool, or ``None`` for arguments of another form."""
+    reader = FreeformInput()
+    text = reader.feed(arguments) + reader.finish()
+    return text if reader.is_freeform else None
+
+
+_GRAMMAR: Schema = one_object({"syntax": {"enum": [*_SYNTAXES]}, "definition": _TEXT})
+CUSTOM_TOOL: Schema = one_object(
+    {
+        "name": {"type": "string", "minLength": 1},
+        "description": {"type": ["string", "null"]},
+        "format": {
+            "anyOf": [
+                {"type": "null"},
+                one_object({"type": {"const": "text"}}),
+                {**_GRAMMAR, "properties": {**_GRAMMAR["properties"], "type": {"const": "grammar"}}}
+                | {"required": ["type", "syntax", "definition"], "not": {"required": ["grammar"]}},
+                one_object({"type": {"const": "grammar"}, "grammar": _GRAMMAR}),
+            ]
+        },
+    },
+    "description",
+    "format",
+)
+"""The schema of a freeform tool."""
+_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
+_OPENING = '{"input":"'
+_END = re.compile(r'"\s*(\}\s*)?')
+_TOKEN = re.compile(
+    r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]', re.DOTALL
+)
+_MAX_ESCAPE = 12
+_ESCAPES = {"\\": "\\", "/": "/", '"': '"', "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
+
+
+class FreeformInput:
+    """Reads the text of ``input`` from a JSON object that arrives in pieces.
+
+    Nothing that the model wrote is lost: a quote that is not the last one belongs to the text, and so does an escape
+    that JSON does not know. The text of arguments that break off ends there.
+    """
+
+    def __init__(self) -> None:
+        self.is_freeform: bool | None = None
+        """Whether the arguments have this form; ``None`` until that is known."""
+        self._rest = ""
+
+    def feed(self, piece: str) -> str:
+        """Return the text that is certain after this piece."""
+        self._rest += piece
+        if self.is_freeform is None:
+            head = _HEAD.match(self._rest)
+            if head is not None:
+                self.is_freeform, self._rest = True, self._rest[head.end() :]
+            elif not _OPENING.startswith("".join(self._rest.split())):
+                self.is_freeform = False
+        return self._read(is_whole=False) if self.is_freeform else ""
+
+    def finish(self) -> str:
+        """Return the rest of the text, when nothing more arrives."""
+        self.is_freeform = bool(self.is_freeform)
+        return self._read(is_whole=True) if self.is_freeform else ""
+
+    def _read(self, *, is_whole: bool) -> str:
+        texts: list[str] = []
+        place, rest = 0, self._rest
+        while place < len(rest):
+            token = _TOKEN.match(rest, place)
+            if token is None and rest[place] == '"':
+                # The end, if nothing follows it that an end cannot have.
+                end = _END.match(rest, place)
+                if end is not None and end.end() == len(rest):
+                    place = len(rest) if is_whole else place
+                    break
+                texts.append('"')
+                place += 1
+                continue
+            # A piece may end within an escape, or between the halves of a pair.
+            is_escape = token is None or (token[0].startswith("\\u") and len(token[0]) < _MAX_ESCAPE)
+            if is_escape and not is_whole and len(rest) - place < _MAX_ESCAPE and _may_continue(rest[place:]):
+                break
+            if token is None:
+                texts.append(rest[place])
+                place += 1
+                continue
+            texts.append(_unescape(token[0]))
+            place = token.end()
+        self._rest = rest[place:]
+        return "".join(texts)
+
+
+_PARTIAL = re.compile(r"\\(u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u([dD]([c-fC-F][0-9a-fA-F]?)?)?)?)?")
+
+
+def _may_continue(text: str) -> bool:
+    """Return whether ``text`` is the beginning of a longer escape."""
+    return _PARTIAL.fullmatch(text) is not None
+
+
+def _unescape(token: str) -> str:
+    if not token.startswith("\\"):
+        return token
+    if len(token) == 2:  # noqa: PLR2004 - a backslash and a letter
+        return _ESCAPES.get(token[1], token)
+    if len(token) == _MAX_ESCAPE:
+        high, low = (int(half, base=16) for half in token.split("\\u")[1:])
+        return chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
+    code = int(token.removeprefix("\\u"), base=16)
+    # Half of a pair is no character, and UTF-8 cannot encode it.
+    return "\ufffd" if 0xD800 <= code <= 0xDFFF else chr(code)  # noqa: PLR2004 - the surrogates
+
+
+# ------------------------------------------------------------------------------------------------------ what is offered
+
+
+@frozen(kw_only=True)
+class CallForm:
+    """How the calls of one tool are written for the client: as those of a function, unless it says otherwise."""
+
+    name: str
+    namespace: str | None = None
+    is_freeform: bool = False
+    typed: TypedTool | None = None
+
+
+@frozen(kw_only=True)
+class Offer:
+    """The functions that are offered to the model, and how their calls are written if not as those of functions.
+
+    ``forms`` has the names that the model knows.
+    """
+
+    tools: tuple[Tool, ...] = ()
+    forms: Mapping[str, CallForm] = field(factory=dict)

@@ -1,0 +1,623 @@
+"""Tools that are no functions: offered to the model as functions, and called in the form of their vendors."""
+
+from __future__ import annotations
+
+import json
+from contextlib import asynccontextmanager
+from itertools import pairwise
+
+import anthropic
+import httpx
+import openai
+import orjson
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from openai.types.chat import ChatCompletion
+from openai.types.responses import Response, ResponseStreamEvent
+from pydantic import TypeAdapter
+
+from areal_actors.cache.history import canonical_arguments
+from areal_actors.client import create_http_client
+from areal_actors.domain import (
+    Answer,
+    AnswerStarted,
+    ChatMessage,
+    Completion,
+    FinishReason,
+    InteractionId,
+    TextDelta,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallStarted,
+    Usage,
+)
+from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy import ProxyConfig
+from areal_actors.proxy.dialects.blocks import ToolPolicy, UnsupportedBlocks
+from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.client_tools import (
+    ANTHROPIC_TOOLS,
+    NEEDED,
+    OPENAI_TOOLS,
+    FreeformInput,
+    format_freeform,
+    read_freeform,
+    with_additional_tools,
+    without_server_tools,
+)
+from areal_actors.proxy.dialects.messages.answer import MessagesDialect
+from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
+from areal_actors.testing.serving import open_scripted_proxy
+
+STARTED = AnswerStarted(interaction=InteractionId("resp_1"))
+EVENTS = TypeAdapter(ResponseStreamEvent)
+GRAMMAR = {"syntax": "lark", "definition": 'start: "x"+'}
+PATCH = {"type": "custom", "name": "patch", "description": "Edit files.", "format": {"type": "grammar", **GRAMMAR}}
+CHAT_PATCH = {
+    "type": "custom",
+    "custom": {"name": "patch", "description": "Edit files.", "format": {"type": "grammar", "grammar": GRAMMAR}},
+}
+FUNCTION = {"type": "function", "name": "look", "parameters": {"type": "object"}}
+OFFERED = {
+    "computer_use_preview": {"display_width": 1024, "display_height": 768, "environment": "linux"},
+}
+SPACES = st.text(" \n\t", max_size=2)
+CUTS = st.lists(st.integers(0, 60), max_size=6)
+PIECES = st.sampled_from(
+    [
+        '"',
+        "\\",
+        "\\n",
+        '\\"',
+        "\\\\",
+        "\\u",
+        "\\u00e9",
+        "\\ud83d",
+        "\\ude00",
+        "\\q",
+        "}",
+        "{",
+        "x",
+        "é",
+        "😀",
+        "\n",
+        ", ",
+    ]
+)
+ARGUMENTS = st.one_of(
+    st.lists(PIECES, max_size=12).map(lambda pieces: '{"input": "' + "".join(pieces)),
+    st.lists(PIECES, max_size=12).map(lambda pieces: '{"input": "' + "".join(pieces) + '"}'),
+    st.lists(PIECES, max_size=6).map("".join),
+    st.text(max_size=12).map(format_freeform),
+    st.sampled_from(["", "{}", '{"input": 1}', '{"in', '{"patch": "x"}', "[1]", '{"input": "a", "b": 1}']),
+)
+
+
+def cut(text: str, places: list[int]) -> list[str]:
+    """The text in pieces."""
+    edges = sorted({min(place, len(text)) for place in (0, *places, len(text))})
+    return [text[start:end] for start, end in pairwise(edges)]
+
+
+def answer_with(*calls: ToolCall, finish=FinishReason.STOP) -> Answer:
+    completion = Completion(
+        token_ids=[1], logprobs=[-0.5], raw_logprobs=[-1], versions=[0], finish=finish, top_logprobs=()
+    )
+    message = ChatMessage(role="assistant", content=None, tool_calls=calls)
+    usage = Usage(prompt_tokens=5, completion_tokens=1)
+    return Answer(interaction=STARTED.interaction, message=message, completion=completion, usage=usage)
+
+
+def events_of(dialect, parsed, name: str, pieces: list[str]) -> list[dict]:
+    """The payloads of a stream with one call."""
+    call = ToolCall(id="call_1", name=name, arguments="".join(pieces))
+    items = [STARTED, ToolCallStarted(index=0, id="call_1", name=name)]
+    items += [ToolArgumentsDelta(index=0, text=piece) for piece in pieces]
+    stream = dialect.open_stream(parsed)
+    data = b"".join([*(stream.feed(item) for item in (*items, answer_with(call))), stream.finish()])
+    lines = [line for line in data.split(b"\n") if line.startswith(b"data: {")]
+    return [orjson.loads(line.removeprefix(b"data: ")) for line in lines]
+
+
+# ---------------------------------------------------------------------------------------------------- freeform tools
+
+
+@given(text=st.text(st.characters(exclude_categories=["Cs"]), max_size=20), spaces=st.tuples(*[SPACES] * 5), cuts=CUTS)
+@example(text='say "hi"\\n😀', spaces=("",) * 5, cuts=[*range(60)])
+def test_the_input_of_a_freeform_tool_is_the_text_that_the_model_wrote(text, spaces, cuts):
+    """In any spelling of JSON, in any pieces; and it comes back as the same arguments."""
+    for written in (json.dumps(text), json.dumps(text, ensure_ascii=False)):
+        a, b, c, d, e = spaces
+        arguments = f'{a}{{{b}"input"{c}:{d}{written}{e}}}'
+        reader = FreeformInput()
+
+        assert "".join([*(reader.feed(piece) for piece in cut(arguments, cuts)), reader.finish()]) == text
+        assert canonical_arguments(format_freeform(text)) == canonical_arguments(arguments)
+
+
+@given(arguments=ARGUMENTS, cuts=CUTS)
+def test_pieces_of_arguments_are_read_as_the_whole(arguments, cuts):
+    """Whatever the model wrote: complete, cut, with quotes that were not escaped, or something else."""
+    reader = FreeformInput()
+    text = "".join([*(reader.feed(piece) for piece in cut(arguments, cuts)), reader.finish()])
+
+    assert (text if reader.is_freeform else None) == read_freeform(arguments)
+
+
+def test_quotes_that_were_not_escaped_belong_to_the_input():
+    """A shorter input would be run as if it were whole."""
+    assert read_freeform('{"input": "print("hi")"}') == 'print("hi")'
+
+
+@pytest.mark.parametrize("form", [{"type": "text"}, None, {"type": "grammar", **GRAMMAR}])
+def test_the_format_is_described_to_the_model(form):
+    """On both routes, in both notations."""
+    nested = {"type": "grammar", "grammar": GRAMMAR} if form and form["type"] == "grammar" else form
+    custom = {"name": "patch", "description": "Edit files.", "format": form}
+    chat = ChatDialect().parse(
+        {
+            "messages": [{"role": "user", "content": "hi"}],
+            "tools": [{"type": "custom", "custom": custom | {"format": nested}}],
+        }
+    )
+    responses = ResponsesDialect().parse({"input": "hi", "tools": [{"type": "custom", **custom}]})
+
+    assert chat.request.tools == responses.request.tools
+    (tool,) = chat.request.tools
+    assert tool.description.startswith("Edit files.")
+    assert (GRAMMAR["definition"] in tool.description) is (form is not None and form["type"] == "grammar")
+    assert tool.parameters["required"] == ["input"]
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"name": ""}, {"format": {"type": "x"}}, {"format": {"type": "grammar"}}, {"format": 3}]
+)
+def test_a_malformed_freeform_tool_is_refused_by_its_place(wrong):
+    """With the field."""
+    with pytest.raises(InvalidRequest, match=r"tools\[0\]"):
+        ResponsesDialect().parse({"input": "hi", "tools": [PATCH | wrong]})
+
+
+@given(arguments=ARGUMENTS, cuts=CUTS)
+def test_a_streamed_call_of_a_freeform_tool_is_that_of_the_whole_answer(arguments, cuts):
+    """Events are those of the SDK, deltas join to the item, and the item is the one without a stream."""
+    dialect = ResponsesDialect(clock=lambda: 1700000000.5)
+    parsed = dialect.parse({"input": "hi", "tools": [PATCH, FUNCTION], "stream": True})
+    events = events_of(dialect, parsed, "patch", cut(arguments, cuts))
+    whole = dialect.format_answers(parsed, [answer_with(ToolCall(id="call_1", name="patch", arguments=arguments))])
+
+    for event in events:
+        EVENTS.validate_python(event)
+    assert events[-1]["response"]["output"] == whole["output"]
+    (item,) = whole["output"]
+    kind, key = ("custom_tool_call_input", "input") if "input" in item else ("function_call_arguments", "arguments")
+    (added,) = [e["item"] for e in events if e["type"] == "response.output_item.added"]
+    deltas = [e["delta"] for e in events if e["type"] == f"response.{kind}.delta"]
+    (done,) = [e for e in events if e["type"].endswith(f"{kind}.done")]
+
+    assert (added["type"], added[key]) == (item["type"], "")
+    assert "".join(deltas) == done[key] == item[key]
+    assert {e["type"] for e in events if "custom" in e["type"] or "function" in e["type"]} <= {
+        f"response.{kind}.delta",
+        f"response.{kind}.done",
+    }
+
+
+@given(arguments=ARGUMENTS, cuts=CUTS)
+def test_a_streamed_chat_call_of_a_freeform_tool_is_that_of_the_whole_answer(arguments, cuts):
+    """The type is said once, and the pieces join to the call without a stream."""
+    dialect = ChatDialect()
+    body = {"messages": [{"role": "user", "content": "hi"}], "tools": [CHAT_PATCH], "stream": True}
+    parsed = dialect.parse(body)
+    events = events_of(dialect, parsed, "patch", cut(arguments, cuts))
+    answer = answer_with(ToolCall(id="call_1", name="patch", arguments=arguments))
+    whole = orjson.loads(orjson.dumps(dialect.format_answers(parsed, [answer])))
+    ChatCompletion.model_validate(whole)
+    (call,) = whole["choices"][0]["message"]["tool_calls"]
+
+    first, *rest = [part for e in events for c in e["choices"] for part in c["delta"].get("tool_calls", ())]
+    kind = first["type"]
+    key = "input" if kind == "custom" else "arguments"
+    joined = first[kind][key] + "".join(part[kind][key] for part in rest)
+
+    assert call == {"id": first["id"], "type": kind, kind: {"name": first[kind]["name"], key: joined}}
+
+
+def test_answers_of_one_turn_with_several_kinds_of_calls_keep_their_order():
+    """A function beside a freeform tool and a typed one, each in its own form."""
+    dialect = ResponsesDialect(clock=lambda: 0.0)
+    tools = [PATCH, FUNCTION, {"type": "shell"}]
+    calls = [("patch", '{"input": "a"}'), ("look", "{}"), ("shell", '{"commands": ["ls"]}'), ("shell", '{"cmd": 1}')]
+    items = [STARTED]
+    for index, (name, arguments) in enumerate(calls):
+        items.append(ToolCallStarted(index=index, id=f"call_{index}", name=name))
+        items.append(ToolArgumentsDelta(index=index, text=arguments))
+    answer = answer_with(*(ToolCall(id=f"call_{i}", name=n, arguments=a) for i, (n, a) in enumerate(calls)))
+    parsed = dialect.parse({"input": "hi", "tools": tools})
+    stream = dialect.open_stream(parsed)
+    data = b"".join(stream.feed(item) for item in (*items, answer))
+    added = [
+        json.loads(line[6:]) for line in data.decode().split("\n") if "output_item.added" in line and line[0] == "d"
+    ]
+    output = dialect.format_answers(parsed, [answer])["output"]
+
+    assert [item["type"] for item in output] == ["custom_tool_call", "function_call", "shell_call", "function_call"]
+    assert [event["item"]["type"] for event in added] == [item["type"] for item in output]
+    assert [event["output_index"] for event in added] == [0, 1, 2, 3]
+    assert json.loads(data.decode().rstrip().rpartition("data: ")[2])["response"]["output"] == output
+
+
+# ------------------------------------------------------------------------------------------------------- typed tools
+
+
+def values_of(schema) -> st.SearchStrategy:
+    """Values with the form of one of the tables' schemas."""
+    match schema["type"]:
+        case "object":
+            properties, required = schema.get("properties", {}), schema.get("required", ())
+            inner = {name: values_of(each) for name, each in properties.items()}
+            if "type" in properties:
+                return st.sampled_from(properties["type"]["enum"]).flatmap(
+                    lambda kind: action_of(kind, inner, required)
+                )
+            if not inner:
+                # One that is empty is what the client adds.
+                inner, required = {"A": st.text(max_size=3)}, ("A",)
+            return st.fixed_dictionaries(
+                {name: inner[name] for name in required},
+                optional={name: each for name, each in inner.items() if name not in required},
+            )
+        case "array":
+            return st.lists(values_of(schema["items"]), max_size=2)
+        case "string":
+            return st.sampled_from(schema["enum"]) if "enum" in schema else st.text("ab 'é", max_size=4)
+        case "boolean":
+            return st.booleans()
+        case _:
+            return st.integers(0, 9)
+
+
+def action_of(kind: str, inner, required) -> st.SearchStrategy:
+    """Objects of one type, with what that type needs."""
+    needed = {*required, *NEEDED.get(kind, ())} - {"type"}
+    optional = {name: each for name, each in inner.items() if name not in {*needed, "type"}}
+    return st.fixed_dictionaries({"type": st.just(kind), **{name: inner[name] for name in needed}}, optional=optional)
+
+
+@given(data=st.data(), kind=st.sampled_from(sorted(OPENAI_TOOLS)))
+def test_calls_of_typed_tools_are_items_of_the_sdk_and_come_back_as_they_were(data, kind):
+    """What fits the tool is an item of its own type, and its echo has the arguments that the model wrote."""
+    row = OPENAI_TOOLS[kind]
+    arguments = json.dumps(data.draw(values_of(row.parameters)))
+    dialect = ResponsesDialect(clock=lambda: 0.0)
+    parsed = dialect.parse({"input": "hi", "tools": [{"type": kind, **OFFERED.get(kind, {})}], "stream": True})
+    call = ToolCall(id="call_1", name=row.name, arguments=arguments)
+    document = orjson.loads(orjson.dumps(dialect.format_answers(parsed, [answer_with(call)])))
+    (item,) = document["output"]
+    events = events_of(dialect, parsed, row.name, [arguments])
+    for event in events:
+        EVENTS.validate_python(event)
+
+    assert parsed.request.tools[0].name == row.name
+    assert item["type"] == row.item
+    assert events[-1]["response"]["output"] == document["output"]
+    (typed,) = Response.model_validate(document).output
+    for echo in (item, orjson.loads(orjson.dumps(typed.to_dict(mode="json", exclude_unset=False)))):
+        echoed = dialect.parse({"input": [{"role": "user", "content": "hi"}, echo]}).request.messages[-1].tool_calls[0]
+        assert echoed.name == row.name
+        assert canonical_arguments(echoed.arguments) == canonical_arguments(arguments)
+
+
+@given(kind=st.sampled_from(sorted(OPENAI_TOOLS)), arguments=ARGUMENTS | st.sampled_from(['{"commands": "ls"}', "7"]))
+def test_arguments_that_do_not_fit_a_typed_tool_are_those_of_a_function(kind, arguments):
+    """The client answers the call of an unknown function with an error, which the model reads."""
+    row = OPENAI_TOOLS[kind]
+    dialect = ResponsesDialect(clock=lambda: 0.0)
+    parsed = dialect.parse({"input": "hi", "tools": [{"type": kind}], "stream": True})
+    call = ToolCall(id="call_1", name=row.name, arguments=arguments)
+    (item,) = dialect.format_answers(parsed, [answer_with(call)])["output"]
+    events = events_of(dialect, parsed, row.name, [arguments])
+
+    assert (item["type"], item["name"], item["arguments"]) == ("function_call", row.name, arguments)
+    assert events[-1]["response"]["output"] == [item]
+    assert [e["item"]["type"] for e in events if e["type"] == "response.output_item.added"] == ["function_call"]
+
+
+ANTHROPIC_TYPES = [
+    "bash_20241022",
+    "bash_20250124",
+    "text_editor_20241022",
+    "text_editor_20250124",
+    "text_editor_20250429",
+    "text_editor_20250728",
+    "memory_20250818",
+    "computer_20241022",
+    "computer_20250124",
+    "computer_20251124",
+]
+
+
+@pytest.mark.parametrize("kind", ANTHROPIC_TYPES)
+def test_anthropics_typed_tools_are_functions_for_the_model(kind):
+    """Any date; under the name that the client gives, with the size of the screen."""
+    tool = {"type": kind, "name": "its_name", "cache_control": None}
+    if kind.startswith("computer"):
+        tool |= {"display_width_px": 1024, "display_height_px": 768}
+    messages = [{"role": "user", "content": "hi"}]
+    (function,) = MessagesDialect().parse({"messages": messages, "tools": [tool]}).request.tools
+    forced = {"messages": messages, "tools": [tool], "tool_choice": {"type": "tool", "name": "its_name"}}
+
+    assert function.name == "its_name"
+    assert function.description
+    assert function.parameters["additionalProperties"] is False
+    assert ("1024 by 768" in function.description) is kind.startswith("computer")
+    assert MessagesDialect().parse(forced).request.tool_choice == "its_name"
+
+
+def test_every_row_describes_a_function():
+    """Names, descriptions, and schemas of objects whose required properties exist."""
+    for row in (*ANTHROPIC_TOOLS.values(), *OPENAI_TOOLS.values()):
+        assert row.name
+        assert row.description
+        assert set(row.parameters["required"]) <= set(row.parameters["properties"])
+
+
+CALLED = {"call_id": "c1", "status": "completed", "id": "fc_0_1"}
+RESULTS = [
+    ({"type": "custom_tool_call", "name": "patch", "input": "x"}, {"output": "done"}, "done"),
+    (
+        {"type": "custom_tool_call", "name": "patch", "input": "x"},
+        {"output": [{"type": "input_text", "text": "d"}]},
+        "d",
+    ),
+    (
+        {"type": "local_shell_call", "action": {"type": "exec", "command": ["ls"], "env": {}}},
+        {"output": "a.py"},
+        "a.py",
+    ),
+    (
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+        {"output": [{"stdout": "a\n", "stderr": "no", "outcome": {"type": "exit", "exit_code": 2}}]},
+        "a\nno\nexit code 2",
+    ),
+    (
+        {"type": "shell_call", "action": {"commands": ["ls"]}},
+        {"output": [{"stdout": "", "stderr": "", "outcome": {"type": "timeout"}}]},
+        "timeout",
+    ),
+    (
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+        {"status": "failed", "output": "no such file"},
+        "failed\nno such file",
+    ),
+    (
+        {"type": "apply_patch_call", "operation": {"type": "delete_file", "path": "a"}},
+        {"status": "completed"},
+        "completed",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "result", "text"), RESULTS)
+def test_results_of_every_kind_are_read_as_text(call, result, text):
+    """The model reads a result next to its call; in the SDK's types, local_shell's names its call by ``id``."""
+    named = {"call_id": "c1"} if call["type"] != "local_shell_call" else {"id": "c1"}
+    answered = {"type": f"{call['type']}_output", **named, **result}
+    history = [{"role": "user", "content": "hi"}, CALLED | call, answered]
+    message = ResponsesDialect().parse({"input": history}).request.messages[-1]
+
+    assert (message.role, message.content, message.tool_call_id) == ("tool", text, "c1")
+
+
+def test_a_screenshot_is_an_image():
+    """Refused by name from clients whose images are refused."""
+    call = CALLED | {"type": "computer_call", "action": {"type": "screenshot"}, "pending_safety_checks": []}
+    shot = {"type": "computer_screenshot", "image_url": "https://x/y.png"}
+    history = [
+        {"role": "user", "content": "hi"},
+        call,
+        {"type": "computer_call_output", "call_id": "c1", "output": shot},
+    ]
+
+    with pytest.raises(UnsupportedParameter, match="computer_screenshot"):
+        ResponsesDialect().parse({"input": history})
+
+
+@pytest.mark.parametrize("kind", sorted(OPENAI_TOOLS))
+def test_a_tool_choice_names_a_typed_tool_by_its_type(kind):
+    """And a freeform tool by its name; the answer repeats the choice."""
+    tools = [{"type": kind, **OFFERED.get(kind, {})}, PATCH]
+    parsed = ResponsesDialect().parse({"input": "hi", "tools": tools, "tool_choice": {"type": kind}})
+    custom = ResponsesDialect().parse(
+        {"input": "hi", "tools": tools, "tool_choice": {"type": "custom", "name": "patch"}}
+    )
+
+    assert parsed.request.tool_choice == OPENAI_TOOLS[kind].name
+    assert parsed.echo["tool_choice"] == {"type": kind}
+    assert custom.request.tool_choice == "patch"
+    assert custom.echo["tool_choice"] == {"type": "custom", "name": "patch"}
+
+
+# ------------------------------------------------------------------------------------------------------ server tools
+
+SERVER = [
+    *(
+        "web_search",
+        "web_search_2025_08_26",
+        "web_search_preview",
+        "web_search_preview_2025_03_11",
+        "web_search_20250305",
+    ),
+    *("web_fetch_20250910", "code_execution_20250825", "code_interpreter", "file_search", "mcp", "mcp_toolset"),
+    *("image_generation", "tool_search", "tool_search_tool_regex_20251119", "advisor_20260301"),
+]
+
+
+@given(kinds=st.lists(st.sampled_from([*SERVER, "function", "bash_20250124", "unknown"]), max_size=5))
+def test_server_tools_are_left_out_beside_tools_that_the_client_runs(kinds):
+    """The request decides, not its user agent; what was left out is named. Alone, they stay and are refused."""
+    tools = [{"type": kind, "name": f"t{index}"} for index, kind in enumerate(kinds)]
+    own = [tool for tool in tools if tool["type"] not in SERVER]
+    body, left_out = without_server_tools({"tools": tools}, drop=None)
+
+    assert body["tools"] == (own or tools)
+    assert set(left_out) == ({tool["type"] for tool in tools} - {tool["type"] for tool in own} if own else set())
+    assert without_server_tools({"tools": tools}, drop=False) == ({"tools": tools}, ())
+    assert without_server_tools({"tools": tools}, drop=True)[0]["tools"] == own
+
+
+def test_tools_that_an_item_of_the_input_offers_are_tools_of_the_request():
+    """Codex offers all of its tools so under the newest names; a later offer of a name replaces the earlier one."""
+    namespace = {"type": "namespace", "name": "files", "tools": [FUNCTION, PATCH]}
+    later = FUNCTION | {"description": "Look again."}
+    offer = {"type": "additional_tools", "role": "developer", "tools": [FUNCTION, namespace, {"type": "web_search"}]}
+    again = {"type": "additional_tools", "role": "developer", "tools": [later]}
+    body = {"input": [offer, {"role": "user", "content": "hi"}, again]}
+    kept, left_out = without_server_tools(with_additional_tools(body), drop=None)
+    parsed = ResponsesDialect().parse(kept)
+
+    assert left_out == ("web_search",)
+    assert [tool.name for tool in parsed.request.tools] == ["look", "files__look", "files__patch"]
+    assert parsed.request.tools[0].description == "Look again."
+    assert [message.content for message in parsed.request.messages] == ["hi"]
+    assert parsed.forms["files__patch"].is_freeform
+    assert parsed.forms["files__patch"].namespace == "files"
+
+
+def test_a_shell_in_a_container_of_the_vendor_is_a_server_tool():
+    """Its commands would run on OpenAI's machines."""
+    hosted = {"type": "shell", "environment": {"type": "container_auto"}}
+
+    assert without_server_tools({"tools": [hosted, FUNCTION]}, drop=None)[1] == ("shell",)
+    with pytest.raises(UnsupportedParameter, match="servers"):
+        ResponsesDialect().parse({"input": "hi", "tools": [hosted]})
+    assert ResponsesDialect().parse({"input": "hi", "tools": [{"type": "shell", "environment": {"type": "local"}}]})
+
+
+BODIES = {
+    "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+    "responses": {"input": "hi"},
+    "messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 64},
+}
+OWN = {
+    "chat/completions": {"type": "function", "function": {"name": "f", "parameters": {}}},
+    "responses": FUNCTION,
+    "messages": {"name": "f", "input_schema": {"type": "object"}},
+}
+AGENTS = ["claude-cli/2.1.330", "codex_exec/0.169.0", "GitHubCopilotCLI/1.0", "OpenAI/Python 3.52.0", "curl/8", ""]
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("route", BODIES)
+async def test_no_user_agent_and_no_model_name_changes_what_tools_become(route):
+    """The same answers for every client; a header says what was left out."""
+    seen = set()
+    async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
+        for agent in AGENTS:
+            for model in ("gpt-5.4-codex", "claude-opus-5", "policy"):
+                body = BODIES[route] | {"model": model}
+                beside = body | {"tools": [OWN[route], {"type": "web_search", "name": "web_search"}]}
+                alone = body | {"tools": [{"type": "web_search", "name": "web_search"}]}
+                for asked in (beside, alone):
+                    answer = await http.post(f"{session.base_url}/{route}", json=asked, headers={"user-agent": agent})
+                    seen.add((asked is alone, answer.status_code, answer.headers.get("x-areal-left-out")))
+
+    assert seen == {(False, 200, "web_search"), (True, 400, None)}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("policy", "status"), [(ToolPolicy.REFUSE, [400, 400]), (ToolPolicy.DROP, [200, 200])])
+async def test_the_setting_decides_about_server_tools(policy, status):
+    """``refuse`` never leaves one out, ``drop`` always does."""
+    config = ProxyConfig(unsupported_blocks=UnsupportedBlocks(server_tools=policy))
+    search = {"type": "web_search"}
+    async with (
+        open_scripted_proxy(config=config) as proxy,
+        proxy.open_session() as session,
+        httpx.AsyncClient() as http,
+    ):
+        answers = [
+            await http.post(f"{session.base_url}/responses", json={"input": "hi", "tools": tools})
+            for tools in ([FUNCTION, search], [search])
+        ]
+
+    assert [answer.status_code for answer in answers] == status
+
+
+# --------------------------------------------------------------------------------------------------- through the SDKs
+
+
+async def patch_script(request):
+    """A call of the first tool, then what its result was."""
+    if request.messages[-1].role == "tool":
+        yield TextDelta(text=request.messages[-1].content)
+        return
+    yield ToolCallStarted(index=0, id="call_7", name=request.tools[0].name)
+    for piece in ('{"inp', 'ut": "*** Begin', ' \\"Patch\\""', "}"):
+        yield ToolArgumentsDelta(index=0, text=piece)
+
+
+@asynccontextmanager
+async def connected():
+    async with (
+        open_scripted_proxy(patch_script) as proxy,
+        proxy.open_session() as session,
+        create_http_client() as http,
+    ):
+        yield openai.AsyncOpenAI(base_url=session.base_url, api_key="k", http_client=http, max_retries=0)
+
+
+@pytest.mark.anyio
+async def test_a_freeform_tool_is_called_and_answered_through_the_sdk():
+    """Responses, streamed and not; chat completions; and the history that follows."""
+    async with connected() as client:
+        first = await client.responses.create(model="gpt-5.4", input="Edit it.", tools=[PATCH])
+        (call,) = first.output
+        result = {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "patched"}
+        second = await client.responses.create(
+            model="gpt-5.4", input=[{"role": "user", "content": "Edit it."}, call.to_dict(), result], tools=[PATCH]
+        )
+        chat = await client.chat.completions.create(
+            model="m", messages=[{"role": "user", "content": "Edit it."}], tools=[CHAT_PATCH]
+        )
+        (chat_call,) = chat.choices[0].message.tool_calls
+        answered = await client.chat.completions.create(
+            model="m",
+            messages=[
+                {"role": "user", "content": "Edit it."},
+                chat.choices[0].message.to_dict(),
+                {"role": "tool", "tool_call_id": chat_call.id, "content": "patched"},
+            ],
+            tools=[CHAT_PATCH],
+        )
+
+    assert (call.type, call.name, call.input) == ("custom_tool_call", "patch", '*** Begin "Patch"')
+    assert (chat_call.type, chat_call.custom.input) == ("custom", '*** Begin "Patch"')
+    assert second.output_text == answered.choices[0].message.content == "patched"
+
+
+@pytest.mark.anyio
+async def test_anthropics_bash_is_called_through_the_sdk():
+    """Its call is a block like any other."""
+
+    async def script(request):
+        yield ToolCallStarted(index=0, id="toolu_1", name=request.tools[0].name)
+        yield ToolArgumentsDelta(index=0, text='{"command": "ls"}')
+
+    async with (
+        open_scripted_proxy(script) as proxy,
+        proxy.open_session() as session,
+        anthropic.AsyncAnthropic(
+            base_url=session.base_url.rstrip("/").removesuffix("/v1"), api_key="k", max_retries=0
+        ) as client,
+    ):
+        answer = await client.messages.create(
+            model="m",
+            max_tokens=64,
+            messages=[{"role": "user", "content": "List."}],
+            tools=[{"type": "bash_20250124", "name": "bash"}],
+        )
+
+    (block,) = answer.content
+    assert (answer.stop_reason, block.name, block.input) == ("tool_use", "bash", {"command": "ls"})

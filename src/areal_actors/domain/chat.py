@@ -15,6 +15,10 @@ SessionId = NewType("SessionId", str)
 InteractionId = NewType("InteractionId", str)
 
 
+UNPARSED_ARGUMENTS = "unparsed_arguments"
+"""The key of arguments whose text is not a JSON object, where an object is needed: nothing that was sampled is lost."""
+
+
 @frozen(kw_only=True)
 class ToolCall:
     """A call that the model requested; ``arguments`` is the JSON text exactly as the model wrote it."""

@@ -17,7 +17,16 @@ from tokenizers import Tokenizer
 from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, OneOf, Tool, ToolChoice, as_ints
 from areal_actors.errors import RenderError, UnsupportedParameter
 from areal_actors.rendering.base import StreamParser
-from areal_actors.rendering.extension import ParityProbe, Shape, Verdict, canonical_json, find_thought, shape_of
+from areal_actors.rendering.extension import (
+    ParityProbe,
+    Shape,
+    Trait,
+    Verdict,
+    canonical_json,
+    find_left_out,
+    find_thought,
+    shape_of,
+)
 from areal_actors.rendering.formats.reading import CallParser
 from areal_actors.rendering.parsers import (
     AnswerParser,
@@ -35,6 +44,9 @@ __all__ = ["TemplateRenderer"]
 _NO_OPTIONS: Mapping[str, Any] = {}
 _MAX_KEPT = 4096
 """Number of cached verdicts, bounded because a client may send any number of shapes."""
+_MAX_OUTLINE = 32
+"""Number of messages up to which it is cached that a template shows messages of these traits."""
+_MIN_TELLING = 16
 _MAX_SHOWN = 40
 """Number of characters of a rendering that an error repeats."""
 _QUESTION = ChatMessage(role="user", content="question")
@@ -56,6 +68,7 @@ class TemplateRenderer:
     probe: ParityProbe | None
     _verdicts: dict[Shape, Verdict] = field(factory=dict, init=False)
     _openings: dict[str, bool] = field(factory=dict, init=False)
+    _shown: set[tuple[tuple[Trait, ...], bool, str]] = field(factory=set, init=False)
     _hidden: AbstractSet[int] = field(init=False)
     _hidden_with_tools: AbstractSet[int] = field(init=False)
 
@@ -84,8 +97,31 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ints:
         """Render the whole conversation; see ``Renderer.render``."""
-        text = self.formatter.format(messages, tools=tools, options=template_kwargs or _NO_OPTIONS)
+        options = template_kwargs or _NO_OPTIONS
+        text = self.formatter.format(messages, tools=tools, options=options)
+        self._check_shown(text, messages, has_tools=bool(tools), options=options)
         return self.vocabulary.encode_prompt(text)
+
+    def _check_shown(
+        self, text: str, messages: Sequence[ChatMessage], *, has_tools: bool, options: Mapping[str, Any]
+    ) -> None:
+        """Raise ``RenderError`` if the template has left a message out of ``text``."""
+        contents = [(message.content or "").strip() for message in messages]
+        # Short texts may occur in the prompt by chance.
+        if all(len(content) >= _MIN_TELLING and content in text for content in contents):
+            return
+        shape = tuple(map(Trait.of, messages)), has_tools, canonical_json(options)
+        if len(messages) > _MAX_OUTLINE or shape not in self._shown:
+            index = find_left_out(self.formatter, messages, has_tools=has_tools, options=options)
+            if index is not None:
+                raise RenderError(
+                    f"The model's chat template leaves out message {index} (of role {messages[index].role}) of "
+                    f"{len(messages)}. Send it in another place, or as the user's."
+                )
+            if len(messages) <= _MAX_OUTLINE:
+                if len(self._shown) >= _MAX_KEPT:
+                    self._shown.clear()
+                self._shown.add(shape)
 
     def render_answer(
         self,
@@ -167,6 +203,8 @@ class TemplateRenderer:
                 self._verdicts.clear()
             verdict = self._verdicts[shape] = self.probe.judge(shape, options)
         if not verdict.faithful or (verdict.depends_on_history and find_thought(history) not in verdict.faithful):
+            return ForkReason.TEMPLATE_REWROTE_HISTORY
+        if self.formatter.adaptation.has_inserted_question(history, new):
             return ForkReason.TEMPLATE_REWROTE_HISTORY
         try:
             needed = tools if verdict.needs_tools else ()

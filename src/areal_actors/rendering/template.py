@@ -157,7 +157,7 @@ def guard_all(value: Any, guard: Guard) -> Any:
 
 
 _SYSTEM_ROLES = ("system", "developer")
-_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_SHORT_ID = re.compile("([a-zA-Z0-9]{9})(?:__[0-9a-f]{8})?")
 _ALPHABET = string.digits + string.ascii_letters
 
 
@@ -451,9 +451,13 @@ def _join_contents(messages: Iterable[ChatMessage]) -> str:
 
 
 def _shorten_id(call_id: str) -> str:
-    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged."""
-    if _SHORT_ID.fullmatch(call_id):
-        return call_id
+    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged.
+
+    One that a model wrote in several answers has become unique (``ConversationTree.issue_call_id``), and is again what
+    the model wrote.
+    """
+    if short := _SHORT_ID.fullmatch(call_id):
+        return short.group(1)
     # A hash, so that a call and its result get the same short id without any state.
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
     return "".join(_ALPHABET[number // len(_ALPHABET) ** place % len(_ALPHABET)] for place in range(9))

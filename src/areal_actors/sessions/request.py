@@ -645,6 +645,10 @@ class Choice:
                 for delta in deltas
                 if not (isinstance(delta, ToolCallStarted | ToolArgumentsDelta) and delta.index > 0)
             ]
+        deltas = [
+            evolve(delta, id=self._tree.issue_call_id(delta.id)) if isinstance(delta, ToolCallStarted) else delta
+            for delta in deltas
+        ]
         self._streamed += deltas
         if self.index:
             deltas = [evolve(delta, choice=self.index) for delta in deltas]
@@ -680,6 +684,9 @@ class Choice:
             )
             if not request.parallel_tool_calls:
                 message = evolve(message, tool_calls=message.tool_calls[:1])
+            if message.tool_calls:
+                calls = [evolve(call, id=self._tree.issue_call_id(call.id)) for call in message.tool_calls]
+                message = evolve(message, tool_calls=tuple(calls))
         interaction = self._tree.prepare(self.interaction, sampled, message)
         completion = interaction.completion
         assert completion is not None

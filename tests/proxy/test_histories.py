@@ -108,3 +108,66 @@ async def test_an_agent_of_the_messages_protocol_goes_on_whatever_was_sampled(fa
 
     assert alone.status_code == 200
     assert "Print the date." in stack.prompts[-1]
+
+
+# ------------------------------------------------------------------------------- answers that the client begins
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+@pytest.mark.parametrize("is_streaming", [False, True])
+async def test_an_answer_that_the_client_begins_is_continued(family: str, *, is_streaming: bool) -> None:
+    """The client gets the rest; what it sends back is the whole answer, whose exact tokens the next prompt extends."""
+    begun = {"role": "assistant", "content": "The answer <|im_end|> is "}
+    asked = {"messages": [say("task"), begun], "max_tokens": 400, "stream": is_streaming}
+    async with open_family_stack(family, ["42."]) as stack:
+        answer = await stack.post("messages", asked)
+        if is_streaming:
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: ")]
+            said = "".join(event["delta"].get("text", "") for event in events if "delta" in event)
+        else:
+            said = "".join(block["text"] for block in answer.json()["content"])
+        whole = {"role": "assistant", "content": begun["content"] + said}
+        await stack.post("messages", {"messages": [say("task"), whole, say("sure?")], "max_tokens": 400})
+        record = await stack.record()
+        first, second = stack.prompts
+
+    assert said == "42."
+    assert first.endswith("The answer <|im_end|> is ")
+    assert record.interactions[0].output.content == whole["content"]
+    assert record.interactions[1].parent == record.interactions[0].id
+    assert "The answer <|im_end|> is 42." in second
+
+
+async def test_the_last_answer_is_continued_in_chats_that_say_so() -> None:
+    """Otherwise it is a finished turn, as OpenAI has it; Responses have no such field."""
+    begun = {"role": "assistant", "content": "The answer is "}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    async with open_family_stack("qwen2.5", ["42."]) as stack:
+        body = {"messages": [say("task"), begun]}
+        continued = await stack.post("chat/completions", body | more)
+        fresh = await stack.post("chat/completions", body)
+        response = await stack.post("responses", {"input": body["messages"]})
+        prompts = stack.prompts
+
+    assert continued.json()["choices"][0]["message"]["content"] == "42."
+    assert [answer.status_code for answer in (fresh, response)] == [200, 200]
+    assert [prompt.endswith("The answer is ") for prompt in prompts] == [True, False, False]
+    assert all("The answer is " in prompt for prompt in prompts)
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": [say("task")], "continue_final_message": True}, "continue_final_message"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "add_generation_prompt"),
+        ({"add_generation_prompt": False}, "add_generation_prompt"),
+    ],
+)
+async def test_what_cannot_be_continued_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    """Before anything is sampled."""
+    body = {"messages": [say("task"), {"role": "assistant", "content": "The answer is"}]}
+    async with open_family_stack("qwen2.5", ["42."]) as stack:
+        answer = await stack.post("chat/completions", body | fields)
+
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
+    assert stack.prompts == []

@@ -250,7 +250,10 @@ def test_the_input_of_a_call_that_was_cut_is_read_in_every_form(value, arguments
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "", "input": {}}]}]},
             "messages[0].content[0].name",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": "The answer is"}]}, "messages"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]},
+            "messages",
+        ),
         ({"system": 7}, "system"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences"),

@@ -10,6 +10,9 @@ import httpx
 from attrs import frozen
 
 from areal_actors.client import OpenAIProxyClient
+from areal_actors.domain import SessionId, SessionRecord
+from areal_actors.kernel import Ref
+from areal_actors.messages import CollectSession, Sessions
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine
@@ -26,6 +29,7 @@ class FamilyStack:
     engine: EchoEngine
     http: httpx.AsyncClient
     session: OpenAIProxyClient
+    sessions: Ref[Sessions]
     url: str
     admin_key: str
 
@@ -39,6 +43,10 @@ class FamilyStack:
         """Send a request of the session's agent."""
         headers = {"authorization": f"Bearer {self.session.api_key}"}
         return await self.http.post(f"{self.session.base_url.rstrip('/')}/{path}", json=body, headers=headers)
+
+    async def record(self) -> SessionRecord:
+        """Return the session's record."""
+        return await self.sessions.ask(CollectSession(session=SessionId(self.session.session_id)))
 
     async def returns(self, discount: float) -> dict[str, float]:
         """Return the returns of the session's answers by their ids."""
@@ -66,6 +74,7 @@ async def open_family_stack(family: str, answers: Sequence[str]) -> AsyncIterato
                 engine=engine,
                 http=http,
                 session=session,
+                sessions=inference.sessions,
                 url=endpoint.url,
                 admin_key=endpoint.admin_key,
             )

@@ -76,7 +76,7 @@ class PromptPlan:
 
     ``token_ids`` int32 [T] is the whole prompt, ``suffix`` its part beyond the token parent's prompt and output.
     ``fork`` is the reason why the tokens of the answer that the client continues are not extended, ``None`` if they
-    are.
+    are. ``beginning`` int32 [n] is the end of the prompt that is the beginning of the answer, which the client wrote.
     """
 
     request: CompletionRequest = field(repr=False)
@@ -85,6 +85,7 @@ class PromptPlan:
     suffix: Ints = field(eq=False, repr=False)
     token_parent: InteractionId | None
     fork: ForkReason | None
+    beginning: Ints = field(factory=lambda: as_ints([]), eq=False, repr=False)
 
     @property
     def parent(self) -> InteractionId | None:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 from tokenizers import Tokenizer
@@ -224,7 +224,8 @@ def probe_adaptation(template: ChatTemplate, form: ToolFormat) -> Adaptation:
     for ability, talks in _ABILITIES.items():
         num_shown = probe.count_shown(talks, adaptation)
         if num_shown < len(talks):
-            with_substitute = evolve(adaptation, **{ability: False})
+            lacking: dict[str, Any] = {ability: False}
+            with_substitute = evolve(adaptation, **lacking)
             # Some templates cannot be helped, and then refuse what they would refuse anyway.
             if probe.count_shown(talks, with_substitute) > num_shown:
                 adaptation = with_substitute

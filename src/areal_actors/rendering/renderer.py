@@ -49,6 +49,7 @@ _MAX_OUTLINE = 32
 _MIN_TELLING = 16
 _MAX_SHOWN = 40
 """Number of characters of a rendering that an error repeats."""
+_MARK = "end 5b1f8d03"
 _QUESTION = ChatMessage(role="user", content="question")
 
 
@@ -151,6 +152,35 @@ class TemplateRenderer:
             ids = self._until_end(followed[len(prompt) :]) if followed.startswith(whole) else None
         # A template without an end of turn leaves it to the model's end token.
         return as_ints(ids or [*self.vocabulary.encode(text), *self.stop_token_ids[:1]])
+
+    def begin_answer(
+        self,
+        messages: Sequence[ChatMessage],
+        begun: ChatMessage,
+        *,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """Return the ids of the beginning of an answer after the prompt of ``messages``, int32 [n].
+
+        Raises:
+            RenderError: the template does not write the text of ``begun``, unchanged, after its own prompt.
+        """
+        options = template_kwargs or _NO_OPTIONS
+        prompt = self.formatter.format(messages, tools=tools, options=options)
+        form, thought = self.reasoning_format, begun.reasoning
+        if thought is None and form is not None and form.is_opened_by(prompt):
+            thought = ""  # it is over where the text begins
+        content = begun.content or ""
+        # The mark keeps white space that a template would strip at the end.
+        answer = ChatMessage(role="assistant", content=content + _MARK, reasoning=thought)
+        whole = self.formatter.format([*messages, answer], tools=tools, options=options, has_generation_prompt=False)
+        text, found, _ = self._find_answer(prompt, whole, answer).partition(_MARK)
+        if not found or not text.endswith(self.vocabulary.guard(content)):
+            raise RenderError(
+                "The chat template changes the text of a begun answer; send it without white space around."
+            )
+        return as_ints(self.vocabulary.encode(text))
 
     def _find_answer(self, prompt: str, whole: str, answer: ChatMessage) -> str:
         """Return the part of ``whole`` after ``prompt``. Raises ``RenderError`` if it does not begin with that."""

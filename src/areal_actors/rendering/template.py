@@ -211,7 +211,7 @@ class Adaptation:
             messages = [evolve(m, role="system") if m.role == "developer" else m for m in messages]
         leading, others = _split_system(messages)
         if not self.has_lone_system and (not others or others[0].role == "assistant"):
-            leading, others = (), [*(evolve(message, role="user") for message in leading), *others]
+            leading, others = leading[:0], [*(evolve(m, role="user") for m in leading), *others]
         if not self.has_late_system:
             others = [evolve(m, role="user") if m.role in _SYSTEM_ROLES else m for m in others]
         if not self.has_system_runs and len(leading) > 1:
@@ -222,13 +222,9 @@ class Adaptation:
         if leading and not self.has_system_role:
             # Joined with the question instead of sent as a separate message, because such templates require alternating
             # roles.
-            text, is_asked = _join_contents([*leading, *others[:1]]), bool(others) and others[0].role == "user"
-            first = (
-                evolve(others[0], content=text)
-                if is_asked
-                else ChatMessage(role="user", content=_join_contents(leading))
-            )
-            leading, others = (), [first, *others[is_asked:]]
+            asked = others[:1] if others and others[0].role == "user" else ()
+            first = evolve(asked[0] if asked else _NO_QUESTION, content=_join_contents([*leading, *asked]))
+            leading, others = leading[:0], [first, *others[len(asked) :]]
         return [*leading, *(others if self.has_free_order else _alternate(others))]
 
     def has_inserted_question(self, history: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> bool:

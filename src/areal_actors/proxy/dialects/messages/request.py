@@ -20,6 +20,7 @@ from attrs import frozen
 
 from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.dialects.base import split_begun
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
@@ -104,15 +105,6 @@ def parse_anthropic_conversation(system: Any, messages: Any) -> tuple[ChatMessag
     """
     turns = _parse_turns(messages, "messages")
     return (*_parse_instructions(system, "system"), *turns)
-
-
-def _check_conversation(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    if messages and messages[-1].role == "assistant":
-        raise InvalidRequest(
-            "The last message is an answer; an answer is a turn of its own here and cannot be begun by the client.",
-            param="messages",
-        )
-    return messages
 
 
 def _parse_turns(value: Any, where: str) -> tuple[ChatMessage, ...]:
@@ -426,8 +418,10 @@ def parse_anthropic_request(
     if not isinstance(thinking, str) or (thinking not in _THINKING and thinking not in _THINKING_BY_TEMPLATE):
         raise wrong("thinking.type", "enabled, disabled or adaptive", thinking)
     effort = read(values["output_config"], "effort", EFFORT, {})
+    messages, begun = split_begun((*values["system"], *values["messages"]))
     request = CompletionRequest(
-        messages=_check_conversation((*values["system"], *values["messages"])),
+        messages=messages,
+        begun=begun,
         # The system prompt belongs to the thread, so the history that a turn continues is stored without it.
         has_instructions=is_held and bool(values["system"]),
         previous=previous,

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, multiple, rule
 
@@ -33,6 +34,17 @@ def user(text: str) -> ChatMessage:
 def answer(text: str) -> ChatMessage:
     """An answer of the model."""
     return ChatMessage(role="assistant", content=text)
+
+
+@given(wanted=st.lists(st.sampled_from(["abcDEF123", "abcDEF124", "call_1", ""])))
+def test_no_id_of_a_call_is_issued_twice(wanted: list[str]) -> None:
+    """The first answer gets the id that its model wrote, and others one that begins with it."""
+    tree = ConversationTree(SessionId("s"))
+    issued = [tree.issue_call_id(call_id) for call_id in wanted]
+
+    assert len(set(issued)) == len(wanted)
+    assert all(own.startswith(call_id) for own, call_id in zip(issued, wanted, strict=True))
+    assert set(wanted) <= set(issued)
 
 
 def test_an_interaction_is_begun_once(talk: Any) -> None:

@@ -87,7 +87,9 @@ class Links:
         names = [known.interaction for known in allowed]
         if turn.parent is None:
             return f"{turn.id} was not linked to any of {names}" if is_required else None
-        if turn.fork in _EDITS and turn.parent in asked.own and _is_later(turn.parent, names, asked.own):
+        # Under other instructions, equal words prove nothing, so that an earlier answer of the conversation is as good.
+        proven = [known.interaction for known in allowed if known.system == asked.system]
+        if turn.fork in _EDITS and turn.parent in asked.own and _is_later(turn.parent, proven, asked.own):
             return None
         if turn.parent not in names:
             return f"{turn.id} hangs on {turn.parent}, which it does not continue; it may continue {names}"

@@ -74,8 +74,10 @@ def begin(client: Client, rng: Random, number: int) -> Talk:
 def _asked(talk: Talk, rng: Random, number: int) -> Talk:
     text = f"{number} {words(rng)}" if rng.random() < 0.8 else words(rng, most=2)
     new = [say("user", text)]
-    if rng.random() < 0.02:
-        new.insert(0, say("system", "By the way: " + words(rng, most=2)))
+    if rng.random() < 0.04:
+        new.insert(rng.randrange(2), say("system", "By the way: " + words(rng, most=2)))
+    if rng.random() < 0.04:
+        new.insert(rng.randrange(2), say("user", f"{number} A reminder."))
     return evolve(talk, entries=(*talk.entries, *new))
 
 
@@ -107,13 +109,23 @@ def _is_renamed(talk: Talk) -> bool:
     return bool(calls) and calls[0]["id"].startswith("mine_")
 
 
+_ARGUMENTS: tuple[Callable[[str], str], ...] = (
+    lambda _: '{"edited": true}',
+    lambda _: "",
+    lambda _: "null",
+    lambda text: text[: len(text) // 2] + '"cut',
+    lambda text: f"[{text}]",
+)
+"""What clients make of the arguments of a call that they could not read, or changed."""
+
+
 def edit_answer(talk: Talk, rng: Random, number: int) -> Talk:
     """Put other words into the model's mouth."""
     if talk.last is None:
         return go_on(talk, rng, number)
     message = talk.last.message
-    if message.tool_calls and rng.random() < 0.5:
-        call = evolve(message.tool_calls[0], arguments='{"edited": true}')
+    if message.tool_calls and rng.random() < 0.7:
+        call = evolve(message.tool_calls[0], arguments=rng.choice(_ARGUMENTS)(message.tool_calls[0].arguments))
         message = evolve(message, tool_calls=(call, *message.tool_calls[1:]))
     else:
         message = evolve(message, content=(message.content or "") + " not what was said")
@@ -173,6 +185,35 @@ def drop_answer(talk: Talk, rng: Random, number: int) -> Talk:
     return evolve(_whole(talk), entries=(*talk.entries[:-1], complaint), last=None)
 
 
+def drop_call(talk: Talk, rng: Random, number: int) -> Talk:
+    """Leave an answer out, and keep the results of its calls."""
+    if talk.last is None or not talk.last.message.tool_calls:
+        return go_on(talk, rng, number)
+    results = _results(talk, talk.last, rng, number)
+    return evolve(_whole(talk), entries=(*talk.entries[:-1], *results), last=None)
+
+
+def leave_open(talk: Talk, rng: Random, number: int) -> Talk:
+    """Ask before the calls have results, or after some of them."""
+    if talk.last is None or not talk.last.message.tool_calls:
+        return go_on(talk, rng, number)
+    results = _results(talk, talk.last, rng, number)
+    return _asked(evolve(talk, entries=(*talk.entries, *results[: rng.randrange(len(results))])), rng, number)
+
+
+def begin_with_answer(talk: Talk, rng: Random, number: int) -> Talk:
+    """Forget all that came before some answer."""
+    starts = [at for at, entry in enumerate(talk.entries) if entry.keys[0][0] == "assistant"]
+    talk = _whole(talk)
+    return go_on(evolve(talk, entries=talk.entries[rng.choice(starts) :]) if starts else talk, rng, number)
+
+
+def instruct(talk: Talk, rng: Random, number: int) -> Talk:
+    """Say all as the system, and ask nothing."""
+    order = say("system", f"{number} {words(rng)}")
+    return evolve(_whole(talk), entries=(order,), last=None)
+
+
 def flatten(talk: Talk, rng: Random, number: int) -> Talk:
     """Calls and their results as text."""
     if talk.last is None or not talk.last.message.tool_calls:
@@ -204,6 +245,10 @@ MOVES: Mapping[Move, int] = {
     change_tools: 3,
     change_options: 3,
     drop_answer: 2,
+    drop_call: 2,
+    leave_open: 3,
+    begin_with_answer: 2,
+    instruct: 1,
     flatten: 2,
     lose_ids: 2,
     ask_again: 4,

@@ -53,6 +53,8 @@ from areal_actors.testing.families import FAMILIES
 __all__ = ["Outcome", "Stage", "open_stage"]
 
 MAX_TALKS = 5
+_CHECKED = 0.3
+"""Share of the prompts that are read."""
 _FAULTS: tuple[Callable[[], FinishReason | EngineError], ...] = (
     lambda: FinishReason.ABORT,
     lambda: EngineError("the engine has failed"),
@@ -162,7 +164,7 @@ class _Session:
             order.fault = rng.choice(_FAULTS)()
         asked = self._links.ask(talk)
         for sending in range(2):
-            replies = await self._send(body, order, asked, sending)
+            replies = await self._send(body, order, asked, talk, sending)
             if replies is not None or rng.random() < 0.3:
                 break
         for reply in replies or ():
@@ -206,7 +208,7 @@ class _Session:
             ways.append({"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}})
         return rng.choice(ways)
 
-    async def _send(self, body: Wire, order: Order, asked: Asked, sending: int) -> list[Reply] | None:
+    async def _send(self, body: Wire, order: Order, asked: Asked, talk: Talk, sending: int) -> list[Reply] | None:
         """One sending of a request; ``None`` if no answer came."""
         rng, counts = self._rng, self.outcome.counts
         before = len(self._stage.manager.tree(self._session_id()))
@@ -219,13 +221,15 @@ class _Session:
                 replies = await self._complete(body, attempt)
         except (RenderError, ContextLengthExceeded, Unavailable, EngineError) as error:
             counts[f"refused: {type(error).__name__}"] += 1
+            if isinstance(error, RenderError):
+                self.outcome.violations.append(f"the history is refused: {error}")
             if isinstance(error, ContextLengthExceeded) and self._talks:
                 self._talks[:] = [compact(self._talks[-1], rng, next(self._steps))]
             order.fault = None
         finally:
             ORDER.reset(token)
         if not order.has_pauses:
-            self._note(before, asked)
+            self._note(before, asked, talk)
         if replies is not None and attempt is not None and rng.random() < 0.3:
             await self._send_again(body, attempt, replies)
         return replies
@@ -233,11 +237,24 @@ class _Session:
     def _session_id(self) -> Any:
         return self._stage.manager._resolve(self._credential).id  # no message tells it
 
-    def _note(self, before: int, asked: Asked) -> None:
-        """The turns that have begun with this request."""
-        turns = self._stage.manager.tree(self._session_id()).snapshot().interactions[before:]
+    def _note(self, before: int, asked: Asked, talk: Talk) -> None:
+        """The turns that have begun with this request, whose prompt has all that the client has said."""
+        tree = self._stage.manager.tree(self._session_id())
+        turns = tree.snapshot().interactions[before:]
         for turn in turns:
             self._asked.setdefault(turn.id, asked)
+        if turns and self._rng.random() < _CHECKED:
+            prompt = self._decode(tree.prompt_tokens(turns[0]))
+            for entry in talk.entries:
+                role, text = entry.keys[0][0], entry.keys[0][-1]
+                if role != "assistant" and not any(
+                    said.strip() in prompt
+                    for said in (text, json.dumps(text)[1:-1], json.dumps(text, ensure_ascii=False)[1:-1])
+                ):
+                    self.outcome.violations.append(f"{turns[0].id} lacks {text!r}, said as {role}")
+
+    def _decode(self, ids: Any) -> str:
+        return FAMILIES[self._stage.family].create_renderer().decode(ids)
 
     async def _complete(self, body: Wire, attempt: Attempt | None) -> list[Reply]:
         dialect, sessions = self._client.dialect, self._stage.sessions

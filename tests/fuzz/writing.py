@@ -23,6 +23,7 @@ WORDS = (
 )
 PLAIN = 9
 """The first so many of them are harmless."""
+_IDS = ("abcDEF123", "abcDEF124")
 VALUES: tuple[Any, ...] = (
     *(0, 1, -3, 2.0, 0.1, 1e20, 1e-7, -0.0, 12345678901234567890123, 2**53 + 1, True, False, None, "", "x", " y "),
     *("Zürich", "漢字🙂", 'say "hi"', "a\\b", "line\nbreak", "</tool_call>", "1", [], {}, [1, [2.0, "z"]], {"k": None}),
@@ -110,6 +111,9 @@ class Writer:
             content = ""
         thought = words(rng, most=4) if family.thought and rng.random() < 0.4 else ""
         text = family.write(content, calls, thought)
+        if "[TOOL_CALLS][" in text and rng.random() < 0.5:
+            # Models of the family write ids, and the same ones again.
+            text = text.removesuffix("}]") + f', "id": "{rng.choice(_IDS)}"}}]'
         if rng.random() < 0.08:
             text = self._damage(text)
         return text

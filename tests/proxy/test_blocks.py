@@ -38,7 +38,7 @@ json_values = st.recursive(
 )
 
 
-REFUSING = UnsupportedBlocks().for_client("OpenAI/Python 3.52.0")
+REFUSING = UnsupportedBlocks(images=BlockPolicy.REFUSE, files=BlockPolicy.REFUSE, server_tools=ToolPolicy.REFUSE)
 
 
 def ask(dialect, block, policy=REFUSING):
@@ -158,7 +158,7 @@ async def test_the_setting_reaches_the_routes():
     assert SEEN in answer.json()["content"][0]["text"]
 
 
-# ------------------------------------------------------------------------------------------------------ coding agents
+# ------------------------------------------------------------------------------------------------ where nothing is set
 
 CODING_AGENTS = [
     "claude-cli/2.1.330 (external, sdk-cli)",
@@ -166,42 +166,163 @@ CODING_AGENTS = [
     "opencode/1.18.33 ai-sdk/provider-utils/4.0.23 runtime/bun/1.3.14",
     "QwenCode/0.24.4 (linux; x64)",
 ]
+OTHERS = ["", "OpenAI/Python 3.52.0", "GitHubCopilotChat/1", "Kilo-Code/5", "Continue/1", "cline/3", "pi/1"]
+UNSET = UnsupportedBlocks()
+QUESTION = {"role": "user", "content": "look"}
+FUNCTION = {"type": "function", "id": "c", "function": {"name": "f", "arguments": "{}"}}
+ACTS = [
+    (
+        ChatDialect,
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [FUNCTION]}]},
+        {"role": "user", "content": [CHAT_IMAGE]},
+    ),
+    (
+        ChatDialect,
+        {"messages": [QUESTION, {"role": "assistant", "tool_calls": [FUNCTION]}]},
+        {"role": "tool", "tool_call_id": "c", "content": [CHAT_IMAGE]},
+    ),
+    (
+        MessagesDialect,
+        {"messages": [QUESTION]},
+        {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c", "content": [ANTHROPIC_IMAGE]}, ANTHROPIC_IMAGE],
+        },
+    ),
+    (
+        ResponsesDialect,
+        {"input": [QUESTION, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]},
+        {"type": "function_call_output", "call_id": "c", "output": [RESPONSES_IMAGE]},
+    ),
+    (
+        ResponsesDialect,
+        {"input": [QUESTION, {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}]},
+        {"role": "user", "content": [RESPONSES_IMAGE]},
+    ),
+]
 
 
-@pytest.mark.parametrize("agent", CODING_AGENTS)
-def test_what_is_not_set_is_tolerant_for_coding_agents(agent):
-    """They repeat their history, so a picture that they read would have every later request refused."""
-    policy = UnsupportedBlocks().for_client(agent)
+@pytest.mark.parametrize(("dialect", "body", "message"), ACTS)
+def test_what_an_agent_has_read_is_described(dialect, body, message):
+    """It repeats its history, so a picture that its tools read would have every later request refused."""
+    ((name, before),) = body.items()
 
-    assert policy == TOLERANT
-    assert ask(ChatDialect(), CHAT_IMAGE, policy)[0].content == f"look\n{SEEN}"
+    assert SEEN in parse(dialect(), {name: [*before, message]}, UNSET).messages[-1].content
 
 
-@pytest.mark.parametrize("client", ["", "OpenAI/Python 3.52.0", "opencoder/1.0", "my-codex/2", "codexical/1"])
-def test_what_is_not_set_is_refused_for_other_clients(client):
-    """Their authors can be told, so nothing of theirs is replaced in silence."""
-    assert UnsupportedBlocks().for_client(client) == REFUSING
+@pytest.mark.parametrize(("dialect", "image"), CASES)
+def test_what_the_author_of_a_task_sends_is_refused(dialect, image):
+    """Before the first call; the author can be told, so nothing is replaced in silence."""
     with pytest.raises(UnsupportedParameter):
-        ask(ChatDialect(), CHAT_IMAGE, UnsupportedBlocks().for_client(client))
+        ask(dialect(), image, UNSET)
 
 
-@given(st.sampled_from(BlockPolicy), st.sampled_from(ToolPolicy), st.sampled_from([*CODING_AGENTS, "OpenAI/Python"]))
-def test_what_is_set_holds_for_every_client(block, tool, client):
-    """The user agent decides only where the settings are silent."""
+@given(st.sampled_from(BlockPolicy), st.sampled_from(ToolPolicy))
+def test_a_policy_that_is_set_holds_in_every_message(block, tool):
+    """Before the first call of a tool, and after it."""
     settings = UnsupportedBlocks(images=block, files=block, server_tools=tool)
 
-    assert settings.for_client(client) == settings
+    assert settings.for_message(is_acting=True) == settings.for_message(is_acting=False) == settings
 
 
 @pytest.mark.anyio
-async def test_the_user_agent_of_a_request_decides():
-    """The same picture is described to a coding agent's model, and refused from another client."""
-    body = {"max_tokens": 64, "messages": [{"role": "user", "content": [ANTHROPIC_IMAGE]}]}
+async def test_content_means_the_same_from_every_client():
+    """No name of a client decides what its model reads."""
+    read = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [ANTHROPIC_IMAGE]}]}
+    codes = []
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
         url = f"{session.base_url}/messages"
-        described = await http.post(url, json=body, headers={"user-agent": CODING_AGENTS[0]})
-        counted = await http.post(f"{url}/count_tokens", json=body, headers={"user-agent": CODING_AGENTS[0]})
-        refused = await http.post(url, json=body)
+        for client in (*CODING_AGENTS, *OTHERS):
+            for content in ([ANTHROPIC_IMAGE], [PLAIN[0]], [read["content"][0]]):
+                body = {"max_tokens": 64, "messages": [{"role": "user", "content": content}]}
+                answer = await http.post(url, json=body, headers={"user-agent": client})
+                counted = await http.post(f"{url}/count_tokens", json=body, headers={"user-agent": client})
+                codes.append((answer.status_code, counted.status_code))
 
-    assert [described.status_code, counted.status_code, refused.status_code] == [200, 200, 400]
-    assert SEEN in described.json()["content"][0]["text"]
+    assert codes == [(400, 400), (200, 200), (200, 200)] * len([*CODING_AGENTS, *OTHERS])
+
+
+# --------------------------------------------------------------------------------------------------- text in documents
+
+TEXT = "plum\npear \u6f22"
+DATA = b64encode(TEXT.encode()).decode()
+PLAIN = [
+    {"type": "document", "source": {"type": "text", "media_type": "text/plain", "data": TEXT}},
+    {"type": "document", "source": {"type": "content", "content": TEXT}, "citations": {"enabled": True}},
+    {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": TEXT}]}},
+    {"type": "document", "source": {"type": "base64", "media_type": "text/markdown", "data": DATA}},
+    {"type": "search_result", "content": [{"type": "text", "text": TEXT}]},
+]
+DATA_URL = f"data:text/plain;charset=utf-8;base64,{DATA}"
+TEXTS = [
+    *((MessagesDialect, block) for block in PLAIN),
+    (ChatDialect, {"type": "file", "file": {"file_data": DATA_URL}}),
+    (ResponsesDialect, {"type": "input_file", "file_data": DATA_URL}),
+    (ResponsesDialect, {"type": "input_file", "file_data": f"data:application/json;base64,{DATA}"}),
+]
+
+
+@pytest.mark.parametrize("policy", [UNSET, TOLERANT, UnsupportedBlocks(files=BlockPolicy.DROP), REFUSING])
+@pytest.mark.parametrize(("dialect", "block"), TEXTS)
+def test_text_in_documents_is_read_whatever_the_policy(dialect, block, policy):
+    """A document is a form of text, if it holds text."""
+    assert ask(dialect(), block, policy)[0].content == f"look\n{TEXT}"
+
+
+@pytest.mark.parametrize("block", PLAIN)
+def test_text_in_documents_is_read_in_results(block):
+    """Next to other text."""
+    result = {"type": "tool_result", "tool_use_id": "t1", "content": [block, {"type": "text", "text": "end"}]}
+    body = {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [result]}]}
+
+    assert parse(MessagesDialect(), body, UNSET).messages[-1].content == f"{TEXT}\nend"
+
+
+def test_the_names_of_a_document_come_first():
+    """Title, origin, context and the name of a file are for the model to read, too."""
+    found = {"title": "Fruit", "source": "https://x/y", **PLAIN[4]}
+    document = {**PLAIN[0], "title": "Fruit", "context": "A list."}
+    file = {"type": "file", "file": {"filename": "fruit.txt", "file_data": DATA_URL}}
+
+    assert ask(MessagesDialect(), found)[0].content == f"look\nFruit\nhttps://x/y\n{TEXT}"
+    assert ask(MessagesDialect(), document)[0].content == f"look\nFruit\nA list.\n{TEXT}"
+    assert ask(ChatDialect(), file)[0].content == f"look\nfruit.txt\n{TEXT}"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "block"),
+    [
+        (MessagesDialect, {"type": "document", "source": {"type": "base64", "media_type": "application/pdf"}}),
+        (MessagesDialect, {"type": "document", "source": {"type": "url", "url": "https://x/y.txt"}}),
+        (MessagesDialect, {"type": "document", "source": {"type": "content", "content": [ANTHROPIC_IMAGE]}}),
+        (
+            MessagesDialect,
+            {"type": "document", "source": {"type": "base64", "media_type": "text/plain", "data": "/w=="}},
+        ),
+        (MessagesDialect, {"type": "search_result", "content": [ANTHROPIC_IMAGE]}),
+        (ChatDialect, {"type": "file", "file": {"file_data": f"data:application/pdf;base64,{DATA}"}}),
+        (ChatDialect, {"type": "file", "file": {"file_id": "file_1"}}),
+        (ResponsesDialect, {"type": "input_file", "file_url": "https://x/y.txt"}),
+    ],
+)
+def test_documents_without_text_are_refused(dialect, block):
+    """By the name of their type."""
+    with pytest.raises(UnsupportedParameter, match=block["type"]):
+        ask(dialect(), block, UNSET)
+
+
+@pytest.mark.parametrize(
+    ("block", "field"),
+    [
+        ({"type": "document", "source": {"type": "text", "data": 7}}, "source.data"),
+        ({"type": "document", "source": {"type": "content", "content": {}}}, "source.content"),
+        ({"type": "document", "source": {"type": "content", "content": [{"type": "text"}]}}, "source.content[0].text"),
+        ({"type": "search_result"}, "content"),
+    ],
+)
+def test_a_malformed_document_is_refused_by_the_name_of_its_field(block, field):
+    """So that the author of the client finds it."""
+    with pytest.raises(InvalidRequest) as caught:
+        ask(MessagesDialect(), block, UNSET)
+
+    assert caught.value.param == f"messages[0].content[1].{field}"

@@ -213,6 +213,15 @@ def test_a_form_of_the_answer(field):
     assert request.response_format.schema == {"type": "object"}
 
 
+@pytest.mark.parametrize(("value", "arguments"), [(None, ""), ("", ""), ('{"a": 1', '{"a": 1'), ({"a": 1}, '{"a":1}')])
+def test_the_input_of_a_call_that_was_cut_is_read_in_every_form(value, arguments):
+    """Clients that join its deltas send the text as it came, or nothing."""
+    call = {"type": "tool_use", "id": "a", "name": "f", "input": value}
+    request = parse_anthropic_request({"messages": [USER, {"role": "assistant", "content": [call]}, USER]}).request
+
+    assert [call.arguments for call in request.messages[1].tool_calls] == [arguments]
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -234,15 +243,17 @@ def test_a_form_of_the_answer(field):
             "messages[0].content[0].is_error",
         ),
         (
-            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": "{}"}]}]},
+            {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": [1]}]}]},
             "messages[0].content[0].input",
         ),
         (
             {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "", "input": {}}]}]},
             "messages[0].content[0].name",
         ),
-        ({"messages": [USER, {"role": "assistant", "content": "The answer is"}]}, "messages"),
-        ({"messages": [{"role": "system", "content": "env"}]}, "messages"),
+        (
+            {"messages": [USER, {"role": "assistant", "content": [{"type": "tool_use", "name": "f", "input": {}}]}]},
+            "messages",
+        ),
         ({"system": 7}, "system"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"stop_sequences": [""]}, "stop_sequences"),

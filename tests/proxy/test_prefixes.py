@@ -21,7 +21,7 @@ from areal_actors.proxy.dialects.messages.request import parse_anthropic_request
 from areal_actors.proxy.dialects.prefixes import PrefixCache
 from areal_actors.proxy.dialects.responses.request import parse_response_request
 
-POLICY = UnsupportedBlocks().for_client("codex/1")
+POLICY = UnsupportedBlocks()
 
 TEXTS = st.sampled_from(
     [

@@ -65,7 +65,12 @@ def test_extension_equals_rendering_anew(name, data):
         ("LLAMA", [QUESTION, ACT], [RESULT]),
         ("MISTRAL", [QUESTION, ANSWER], [QUESTION]),
         ("MISTRAL", [QUESTION, ACT], [RESULT, RESULT]),
+        ("MISTRAL", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
+        ("MISTRAL", [QUESTION, say("assistant", "hm", tool_calls=(CALL,))], [RESULT]),
+        ("MISTRAL", [QUESTION, ACT], [RESULT, QUESTION]),
         ("GEMMA", [QUESTION, ACT], [RESULT]),
+        ("GEMMA", [QUESTION, ACT], [RESULT, QUESTION]),
+        ("GEMMA", [QUESTION, ANSWER], [SYSTEM, QUESTION]),
         ("PHI", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
         ("CHATML", [QUESTION, say("assistant", "<think>hm</think>a")], [QUESTION]),
         ("CHATML", [QUESTION, say("assistant", "")], [QUESTION]),
@@ -84,9 +89,6 @@ def test_faithful_shapes_are_extended(name, history, new):
         ("QWEN", [QUESTION, say("assistant", "a", reasoning="")], [QUESTION]),
         ("QWEN", [QUESTION, ANSWER], []),
         ("QWEN_THINKING", [QUESTION, ANSWER], [QUESTION]),
-        ("MISTRAL", [SYSTEM, QUESTION, ANSWER], [QUESTION]),
-        ("MISTRAL", [QUESTION, say("assistant", "hm", tool_calls=(CALL,))], [RESULT]),
-        ("GEMMA", [QUESTION, ANSWER], [SYSTEM, QUESTION]),
         ("GLM", [QUESTION, ANSWER], [QUESTION]),
         ("BARE", [QUESTION, ANSWER], [QUESTION]),
         ("CHATML", [QUESTION, say("assistant", "a", reasoning="hm")], [QUESTION]),
@@ -163,11 +165,11 @@ def test_history_is_not_read():
 
 def test_what_the_template_refuses_forks_and_then_explains_itself():
     """An extension that cannot be rendered is a fork; rendering it says why."""
-    new = say("assistant", "again"), say("assistant", "and again")
+    new = say("critic", "again")
 
-    assert FORK == extend("MISTRAL", [QUESTION, ANSWER], *new)
-    with pytest.raises(RenderError, match="must alternate"):
-        renderer_of("MISTRAL").render([QUESTION, ANSWER, *new])
+    assert FORK == extend("MISTRAL", [QUESTION, ANSWER], new)
+    with pytest.raises(RenderError, match="role critic is not known"):
+        renderer_of("MISTRAL").render([QUESTION, ANSWER, new])
 
 
 def test_ids_of_calls_may_be_refused():

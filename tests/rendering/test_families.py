@@ -116,7 +116,7 @@ FORKS = {
     "deepseek-r1": set(TURNS) - {"question after results"},  # drops what the prompt has opened
     "glm-4.5": set(TURNS),  # a turn ends where the next begins
     "gpt-oss": {"question", "question after results", "two results"},  # another end token; one call only
-    "mistral-v3": {"question", "result", "question after results"},  # the system prompt and the tools move
+    "mistral-v3": {"question", "question after results"},  # the tools move
     "deepseek-v3": {"another result"},  # results are closed only where an answer follows
     "hermes-3": {"another result", "question after results"},  # the last result looks different
     "llama-3.1": {"two results"},  # one call only

@@ -363,7 +363,7 @@ class ParentIndex:
         if not ids or (output is not None and {call.id for call in output.tool_calls}.issuperset(ids)):
             return None
         issued = self._traces.issued
-        found = {issued[name] for name in ids if name in issued}
+        found = {entry for name in ids if (entry := issued.get(name)) is not None}
         return found.pop() if len(found) == 1 else None
 
     def _answered_once(self, history: History, position: int) -> _Entry | None:
@@ -475,7 +475,7 @@ class _EditedHistory:
     """Finds answers by what is left when a client has edited their history: call ids, the text alone, the questions."""
 
     def __init__(self, entries: Sequence[_Entry], lookup: Lookup) -> None:
-        self.issued: dict[str, _Entry] = {}
+        self.issued: dict[str, _Entry | None] = {}
         self._given: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
         self._entries = entries  # grows
         self._lookup = lookup
@@ -488,7 +488,9 @@ class _EditedHistory:
     def note_answer(self, entry: _Entry, output: ChatMessage) -> None:
         """Add an answer."""
         _add(self._given, message_digest(output), entry)
-        self.issued.update((call.id, entry) for call in output.tool_calls)
+        for call in output.tool_calls:
+            # The tree issues no id twice; a journal of an earlier version may have ids that tell nothing.
+            self.issued[call.id] = entry if self.issued.setdefault(call.id, entry) is entry else None
 
     def given(self, answer: ChatMessage) -> tuple[_Entry, ...]:
         """Return the interactions that gave this answer, read on its own."""

@@ -67,6 +67,17 @@ class PromptRenderer(Protocol):
         """
         ...
 
+    def begin_answer(
+        self,
+        messages: tuple[ChatMessage, ...],
+        begun: ChatMessage,
+        *,
+        tools: tuple[Tool, ...],
+        template_kwargs: Mapping[str, Any],
+    ) -> Ints:
+        """Return the ids that follow the prompt of ``messages`` up to the end of the text of ``begun``, int32 [n]."""
+        ...
+
     def encode(self, text: str, *, is_start: bool) -> Ints:
         """Return the ids of a raw text, int32 [T].
 
@@ -84,6 +95,19 @@ def plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: Compl
 
     Pass the plan to ``tree.begin``. Raises the renderer's errors for messages that its template refuses.
     """
+    plan = _plan_prompt(tree, renderer, request)
+    if request.begun is None:
+        return plan
+    said = [] if plan.match.parent is None else list(tree.history(plan.match.parent))
+    go_on(said, plan.messages, plan.match.num_instructions, plan.match.num_kept)
+    beginning = renderer.begin_answer(
+        tuple(said), request.begun, tools=request.tools, template_kwargs=request.template_kwargs
+    )
+    ids, suffix = (as_ints(np.concatenate([part, beginning])) for part in (plan.token_ids, plan.suffix))
+    return evolve(plan, token_ids=ids, suffix=suffix, beginning=beginning)
+
+
+def _plan_prompt(tree: ConversationTree, renderer: PromptRenderer, request: CompletionRequest) -> PromptPlan:
     if request.prompt is not None:
         return _plan_text(tree, renderer, request, request.prompt)
     if request.prompt_ids:

@@ -11,6 +11,7 @@ waits and has no clock; the actor that owns it serialises access.
 from __future__ import annotations
 
 import math
+import secrets
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
@@ -62,6 +63,7 @@ RAW_ROLE = "prompt"
 """The role of a raw prompt in a history. Conversations never use it, so none is taken to continue a raw prompt."""
 
 _MAX_HASHES = 8
+_CALL_ID_BYTES = 4
 _MAX_SLICES = 256
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
@@ -74,7 +76,7 @@ class PromptPlan:
 
     ``token_ids`` int32 [T] is the whole prompt, ``suffix`` its part beyond the token parent's prompt and output.
     ``fork`` is the reason why the tokens of the answer that the client continues are not extended, ``None`` if they
-    are.
+    are. ``beginning`` int32 [n] is the end of the prompt that is the beginning of the answer, which the client wrote.
     """
 
     request: CompletionRequest = field(repr=False)
@@ -83,6 +85,7 @@ class PromptPlan:
     suffix: Ints = field(eq=False, repr=False)
     token_parent: InteractionId | None
     fork: ForkReason | None
+    beginning: Ints = field(factory=lambda: as_ints([]), eq=False, repr=False)
 
     @property
     def parent(self) -> InteractionId | None:
@@ -128,6 +131,8 @@ class ConversationTree:
         self._index = ParentIndex(self._known)
         self._texts = PrefixIndex()
         self._ids = PrefixIndex()
+        self._call_ids: set[str] = set()
+        """Of the calls in all answers."""
         self._compact = Compactor()
         self._next_order = 0
         self._next_completed = 0
@@ -163,6 +168,8 @@ class ConversationTree:
         for turn in sorted(ended, key=lambda turn: turn.interaction.order):
             restored = turn.interaction
             completion = None if restored.completion is None else tree._compact(restored.completion)
+            if restored.output is not None:
+                tree._call_ids.update(call.id for call in restored.output.tool_calls)
             tree._put(evolve(restored, prompt_suffix=own(restored.prompt_suffix), completion=completion))
             tree._next_order = turn.interaction.order + 1
         # In the order in which they ended, which decides between equal answers.
@@ -341,6 +348,18 @@ class ConversationTree:
         Raises ``NotFound`` for an unknown id and ``Conflict`` if the interaction has ended already.
         """
         return self.record(self.prepare(interaction_id, completion, output))
+
+    def issue_call_id(self, wanted: str) -> str:
+        """Return the id of a call in an answer: ``wanted``, or a longer one if the session has a call of that id.
+
+        Some models write ids themselves, and write them again in other conversations. An id that is unique tells whose
+        answer an edited history continues.
+        """
+        issued = wanted
+        while issued in self._call_ids:
+            issued = f"{wanted}__{secrets.token_hex(_CALL_ID_BYTES)}"
+        self._call_ids.add(issued)
+        return issued
 
     def prepare(self, interaction_id: InteractionId, completion: Completion, output: ChatMessage) -> Interaction:
         """Return the completed interaction, which stays pending in the tree until it is recorded.

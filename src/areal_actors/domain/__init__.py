@@ -8,6 +8,7 @@ from __future__ import annotations
 from areal_actors.domain.accounts import IssuedKey, KeyId, Quotas, User, UserKey
 from areal_actors.domain.capture import LOGPROB_SLACK, CaptureFault
 from areal_actors.domain.chat import (
+    UNPARSED_ARGUMENTS,
     Answer,
     AnswerStarted,
     Attempt,
@@ -128,6 +129,7 @@ __all__ = [
     "LOGPROB_SLACK",
     "MAX_NUMBERS",
     "SCOPE",
+    "UNPARSED_ARGUMENTS",
     "Answer",
     "AnswerStarted",
     "AssignedProblem",

@@ -15,6 +15,10 @@ SessionId = NewType("SessionId", str)
 InteractionId = NewType("InteractionId", str)
 
 
+UNPARSED_ARGUMENTS = "unparsed_arguments"
+"""The key of arguments whose text is not a JSON object, where an object is needed: nothing that was sampled is lost."""
+
+
 @frozen(kw_only=True)
 class ToolCall:
     """A call that the model requested; ``arguments`` is the JSON text exactly as the model wrote it."""
@@ -99,7 +103,8 @@ class CompletionRequest:
     ``tool_choice`` is a ``ToolChoice`` or the name of the tool that must be called. ``response_format`` is the grammar
     of the answer's text, if the answer is not a call. ``tag`` names the requesting agent of a multi-agent episode.
     ``seed`` is the client's seed, if given. ``id_prefix`` is the dialect's prefix of the answers' ids. ``previous``
-    names the answer that ``messages`` follow, if the client sent that instead of the history. In a thread
+    names the answer that ``messages`` follow, if the client sent that instead of the history. ``begun`` is the
+    beginning of the answer, if the client wrote it: the model continues it. In a thread
     (``is_thread``), a request that follows has the tools and instructions of the thread, which its client does not
     repeat. With ``streams_tokens``, a stream has the ``SampledTokens`` of each chunk before the chunk's deltas.
 
@@ -122,6 +127,7 @@ class CompletionRequest:
     tag: str | None = None
     id_prefix: str = "chatcmpl-"
     previous: InteractionId | None = None
+    begun: ChatMessage | None = None
     is_thread: bool = False
     prompt: str | None = None
     prompt_ids: tuple[int, ...] = ()

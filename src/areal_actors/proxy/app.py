@@ -261,14 +261,12 @@ async def _read(
     Also how a long body was read, if ``prefixes`` know the messages of earlier ones.
     """
     raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
-    client = exchange.headers.get(b"user-agent", b"").decode("latin-1")
-    policy = config.unsupported_blocks.for_client(client)
+    policy = config.unsupported_blocks
     reading: Reading | None = None
     if prefixes is not None and len(raw) >= MIN_BYTES:
-        # The known messages are those that this policy leaves, so that another one parses them anew.
-        reading = prefixes.read((exchange.session, read_key(exchange.headers), policy), raw)
+        reading = prefixes.read((exchange.session, read_key(exchange.headers)), raw)
     body = replace_blocks(parse_object(raw) if reading is None else reading.body, policy)
-    server_tools = config.unsupported_blocks.server_tools
+    server_tools = policy.server_tools
     drop = None if server_tools is None else server_tools is ToolPolicy.DROP
     body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
     if left_out:

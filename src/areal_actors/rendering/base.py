@@ -102,6 +102,26 @@ class Renderer(Protocol):
         """
         ...
 
+    def begin_answer(
+        self,
+        messages: Sequence[ChatMessage],
+        begun: ChatMessage,
+        *,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """Return the ids of the beginning of an answer, which the model continues, after the prompt of ``messages``.
+
+        Only requests whose client begins the answer need it.
+
+        Returns:
+            int32 [n], up to the end of the text of ``begun``.
+
+        Raises:
+            RenderError: the template does not write that text, unchanged, after its own prompt.
+        """
+        ...
+
     def extend(
         self,
         *,

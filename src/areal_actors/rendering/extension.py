@@ -26,7 +26,7 @@ from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import RenderError
@@ -45,6 +45,7 @@ __all__ = [
     "canonical_json",
     "create_contexts",
     "find_end_of_turn",
+    "find_left_out",
     "find_thought",
     "shape_of",
 ]
@@ -67,7 +68,7 @@ class Verdict:
 class _Case:
     """An extension to be rendered both ways.
 
-    ``marks`` must be found in the answer's text, in this order; ``new_marks`` are those of the new messages.
+    ``marks`` must be found in the answer's text, in this order, and ``new_marks`` in the tail.
     """
 
     trait: Trait
@@ -100,7 +101,8 @@ class ParityProbe:
             answer=answer,
             marks=marks,
             new=tuple(message for message, _ in created),
-            new_marks=tuple(mark for _, marks in created for mark in marks),
+            # Templates may leave out thoughts.
+            new_marks=tuple(mark for _, marks in created for mark in marks if not mark.startswith(_THOUGHT)),
             tools=PROBE_TOOLS if shape.has_tools else (),
             options=options,
         )
@@ -112,6 +114,9 @@ class ParityProbe:
             return Verdict(faithful=frozenset())
         # The sampled answer ends with this token, so a tail that begins with any other does not continue it.
         if self.vocabulary.encode(tail)[0] not in self.stop_token_ids:
+            return Verdict(faithful=frozenset())
+        # A template that cannot show several calls in one message has results between them, which a tail lacks.
+        if not all(mark in tail for mark in case.new_marks):
             return Verdict(faithful=frozenset())
         # Each place of earlier reasoning is judged only if the weaker one passed: first a history without reasoning,
         # then with reasoning before the last question, then since.
@@ -168,6 +173,31 @@ def _find_answer(whole: str, start: int, case: _Case) -> int | None:
         return end if case.trait.reasoning is Reasoning.ABSENT else None
     is_bare = not whole[start : whole.find(case.marks[0], start)].strip()
     return end if is_bare == (case.trait.reasoning is Reasoning.ABSENT) else None
+
+
+def find_left_out(
+    formatter: PromptFormatter, messages: Sequence[ChatMessage], *, has_tools: bool, options: Mapping[str, Any]
+) -> int | None:
+    """Return the index of the first message whose text, or calls, the template leaves out; ``None`` if there is none.
+
+    The messages are rendered with other texts, which occur nowhere else.
+    """
+    marked: list[ChatMessage] = []
+    for index, message in enumerate(messages):
+        calls = tuple(
+            evolve(call, arguments=json.dumps({"probe": f"probe argument {index}.{n}."}))
+            for n, call in enumerate(message.tool_calls)
+        )
+        content = f"probe content {index}." if (message.content or "").strip() else message.content
+        thought = message.reasoning and _THOUGHT
+        marked.append(evolve(message, content=content, tool_calls=calls, reasoning=thought))
+    text = formatter.format(marked, tools=PROBE_TOOLS if has_tools else (), options=options)
+    for index, message in enumerate(marked):
+        marks = [f"probe argument {index}.{n}." for n in range(len(message.tool_calls))]
+        marks += [message.content] if message.content and message.content.strip() else []
+        if not all(mark in text for mark in marks):
+            return index
+    return None
 
 
 _MARK = "answer 7c1e5fd2"
@@ -246,6 +276,7 @@ PROBE_TOOLS = (
         parameters={"type": "object", "properties": {"probe": {"type": "string"}}},
     ),
 )
+_THOUGHT = "probe thought"
 _CALL_IDS = ("probe0000", "probe0001")
 """Nine letters and digits, as Mistral's templates require."""
 
@@ -284,7 +315,7 @@ class Trait:
     def create(self, index: int) -> tuple[ChatMessage, tuple[str, ...]]:
         """Return a message of this trait, and the marks that must be found in its text, in this order."""
         content = f"probe content {index}" if self.has_content else ""
-        thought = f"probe thought {index}" if self.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED} else ""
+        thought = f"{_THOUGHT} {index}" if self.reasoning in {Reasoning.PRESENT, Reasoning.TAGGED} else ""
         is_tagged = self.reasoning is Reasoning.TAGGED
         arguments = tuple(f"probe argument {index}.{n}" for n in range(self.num_calls))
         calls = tuple(

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attrs import evolve, frozen
 from tokenizers import Tokenizer
@@ -210,20 +210,88 @@ def probe_adaptation(template: ChatTemplate, form: ToolFormat) -> Adaptation:
     has_tools, spelling = probe.has_tools(), probe.find_spelling()
     probe = evolve(probe, spelling=spelling or probe.spelling)
     default_system = probe.find_default_system()
-    return Adaptation(
+    adaptation = Adaptation(
         format=None if has_tools and spelling else form,
         has_tools=has_tools,
         has_calls=spelling is not None,
         has_tool_role=spelling is not None or probe.shows_result(),
         has_system_role=default_system is not None,
         has_developer_role=probe.has_developer_role(),
-        has_system_runs=probe.has_system_runs(),
-        has_late_system=probe.has_late_system(),
         has_long_ids=spelling is None or probe.has_long_ids(),
-        has_text_with_reasoned_calls=spelling is None or probe.has_text_with_reasoned_calls(),
         default_system=default_system or "",
         spelling=probe.spelling,
     )
+    for ability, talks in _ABILITIES.items():
+        num_shown = probe.count_shown(talks, adaptation)
+        if num_shown < len(talks):
+            lacking: dict[str, Any] = {ability: False}
+            with_substitute = evolve(adaptation, **lacking)
+            # Some templates cannot be helped, and then refuse what they would refuse anyway.
+            if probe.count_shown(talks, with_substitute) > num_shown:
+                adaptation = with_substitute
+    return adaptation
+
+
+_ABILITIES: Mapping[str, Sequence[str]] = {
+    "has_system_role": ("su", "sucr", "suau"),
+    "has_system_runs": ("ssu",),
+    "has_free_order": ("uu", "uaau", "suau"),
+    "has_late_system": ("us", "usau", "uasu", "sus", "suasau"),
+    "has_lone_system": ("s", "ss"),
+    "has_leading_answer": ("au", "cru", "sau"),
+    "has_malformed_arguments": ("umr", "umrau"),
+    "has_parallel_calls": ("udrr", "udrrau"),
+    "has_text_with_calls": ("utr", "utrutr"),
+    "has_text_with_answered_calls": ("utrau", "utraua"),
+    "has_text_with_reasoned_calls": ("uhr",),
+    "has_orphaned_results": ("ur", "uar", "rau", "uarau"),
+}
+"""Conversations that a template with an ability renders with all of their text.
+
+They are spelled as in ``create_talk``. An ability is judged with the substitutes for those before it.
+"""
+
+
+def create_talk(letters: str) -> list[ChatMessage]:
+    """Return a conversation with an own text in each message, of which none begins as another one.
+
+    A letter is a message: ``s`` of the system, ``u`` of the user, ``a`` an answer, ``r`` a result; and answers with a
+    call: ``c`` alone, ``m`` with malformed arguments, ``d`` with another call, ``t`` with text, ``h`` with text and
+    thoughts.
+    """
+    messages: list[ChatMessage] = []
+    open_ids: list[str] = []
+    for number, letter in enumerate(letters):
+        text = f"probe {number:02}"
+        if letter in _ROLE_OF:
+            messages.append(ChatMessage(role=_ROLE_OF[letter], content=text))
+        elif letter == "r":
+            call_id = open_ids.pop(0) if open_ids else _CALL.id
+            messages.append(ChatMessage(role="tool", content=text, tool_call_id=call_id, name=_CALL.name))
+        else:
+            open_ids = [f"probe{number:03}{n}" for n in range(1 + (letter == "d"))]
+            written = (f"{text} call {n}" for n in range(len(open_ids)))
+            arguments = [text if letter == "m" else json.dumps({"probe": text}) for text in written]
+            messages.append(
+                ChatMessage(
+                    role="assistant",
+                    content=f"{text} text" if letter in "th" else None,
+                    reasoning="thought" if letter == "h" else None,
+                    tool_calls=tuple(map(_create_call, open_ids, arguments)),
+                )
+            )
+    return messages
+
+
+_ROLE_OF = {"s": "system", "u": "user", "a": "assistant"}
+
+
+def _argument_of(call: ToolCall) -> str:
+    return call.arguments.removeprefix('{"probe": "').removesuffix('"}')
+
+
+def _create_call(call_id: str, arguments: str) -> ToolCall:
+    return ToolCall(id=call_id, name=_CALL.name, arguments=arguments)
 
 
 @frozen(kw_only=True)
@@ -238,6 +306,21 @@ class _Probe:
             return self.template.render(plain, tools=[to_plain_tool(tool, guard=str) for tool in tools], options={})
         except RenderError:
             return ""
+
+    def shows(self, messages: Sequence[ChatMessage], adaptation: Adaptation) -> bool:
+        """Return whether all arguments are rendered, and all contents in their order, with tools and without."""
+        contents = [message.content for message in messages if message.content]
+        arguments = [_argument_of(call) for message in messages for call in message.tool_calls]
+        for tools in ((), (_TOOL,)):
+            rendered = self.render(*adaptation.adapt(messages, tools), tools=tools if adaptation.has_tools else ())
+            places = [rendered.find(text) for text in contents]
+            if -1 in places or places != sorted(places) or not all(text in rendered for text in arguments):
+                return False
+        return True
+
+    def count_shown(self, talks: Sequence[str], adaptation: Adaptation) -> int:
+        """Return how many conversations are rendered with all of their texts; see ``create_talk``."""
+        return sum(self.shows(create_talk(talk), adaptation) for talk in talks)
 
     def has_tools(self) -> bool:
         return any(_TOOL.name in self.render(*messages, tools=[_TOOL]) for messages in ((_USER,), (_SYSTEM, _USER)))
@@ -266,11 +349,6 @@ class _Probe:
             != ""
         )
 
-    def has_text_with_reasoned_calls(self) -> bool:
-        return (
-            self.render_call(content="text", reasoning="thought") != "" or self.render_call(reasoning="thought") == ""
-        )
-
     def shows_result(self) -> bool:
         return _RESULT_TEXT in self.render(_USER, _ANSWER, ChatMessage(role="tool", content=_RESULT_TEXT))
 
@@ -281,15 +359,6 @@ class _Probe:
         """
         developer = ChatMessage(role="developer", content=_SYSTEM_TEXT)
         return "developer" in self.template.source and _SYSTEM_TEXT in self.render(developer, _USER)
-
-    def has_system_runs(self) -> bool:
-        text = self.render(_SYSTEM, ChatMessage(role="system", content=_MORE_TEXT), _USER)
-        return _SYSTEM_TEXT in text and _MORE_TEXT in text
-
-    def has_late_system(self) -> bool:
-        text = self.render(_USER, _ANSWER, _SYSTEM, _USER)
-        # A refusal is acceptable: the client gets an error instead of a silent omission.
-        return not text or _SYSTEM_TEXT in text
 
     def find_default_system(self) -> str | None:
         """Return the system prompt that the template adds if there is none; ``None`` if it has no system role."""

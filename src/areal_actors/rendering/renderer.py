@@ -17,7 +17,16 @@ from tokenizers import Tokenizer
 from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, OneOf, Tool, ToolChoice, as_ints
 from areal_actors.errors import RenderError, UnsupportedParameter
 from areal_actors.rendering.base import StreamParser
-from areal_actors.rendering.extension import ParityProbe, Shape, Verdict, canonical_json, find_thought, shape_of
+from areal_actors.rendering.extension import (
+    ParityProbe,
+    Shape,
+    Trait,
+    Verdict,
+    canonical_json,
+    find_left_out,
+    find_thought,
+    shape_of,
+)
 from areal_actors.rendering.formats.reading import CallParser
 from areal_actors.rendering.parsers import (
     AnswerParser,
@@ -35,8 +44,12 @@ __all__ = ["TemplateRenderer"]
 _NO_OPTIONS: Mapping[str, Any] = {}
 _MAX_KEPT = 4096
 """Number of cached verdicts, bounded because a client may send any number of shapes."""
+_MAX_OUTLINE = 32
+"""Number of messages up to which it is cached that a template shows messages of these traits."""
+_MIN_TELLING = 16
 _MAX_SHOWN = 40
 """Number of characters of a rendering that an error repeats."""
+_MARK = "end 5b1f8d03"
 _QUESTION = ChatMessage(role="user", content="question")
 
 
@@ -56,6 +69,7 @@ class TemplateRenderer:
     probe: ParityProbe | None
     _verdicts: dict[Shape, Verdict] = field(factory=dict, init=False)
     _openings: dict[str, bool] = field(factory=dict, init=False)
+    _shown: set[tuple[tuple[Trait, ...], bool, str]] = field(factory=set, init=False)
     _hidden: AbstractSet[int] = field(init=False)
     _hidden_with_tools: AbstractSet[int] = field(init=False)
 
@@ -84,8 +98,31 @@ class TemplateRenderer:
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> Ints:
         """Render the whole conversation; see ``Renderer.render``."""
-        text = self.formatter.format(messages, tools=tools, options=template_kwargs or _NO_OPTIONS)
+        options = template_kwargs or _NO_OPTIONS
+        text = self.formatter.format(messages, tools=tools, options=options)
+        self._check_shown(text, messages, has_tools=bool(tools), options=options)
         return self.vocabulary.encode_prompt(text)
+
+    def _check_shown(
+        self, text: str, messages: Sequence[ChatMessage], *, has_tools: bool, options: Mapping[str, Any]
+    ) -> None:
+        """Raise ``RenderError`` if the template has left a message out of ``text``."""
+        contents = [(message.content or "").strip() for message in messages]
+        # Short texts may occur in the prompt by chance.
+        if all(len(content) >= _MIN_TELLING and content in text for content in contents):
+            return
+        shape = tuple(map(Trait.of, messages)), has_tools, canonical_json(options)
+        if len(messages) > _MAX_OUTLINE or shape not in self._shown:
+            index = find_left_out(self.formatter, messages, has_tools=has_tools, options=options)
+            if index is not None:
+                raise RenderError(
+                    f"The model's chat template leaves out message {index} (of role {messages[index].role}) of "
+                    f"{len(messages)}. Send it in another place, or as the user's."
+                )
+            if len(messages) <= _MAX_OUTLINE:
+                if len(self._shown) >= _MAX_KEPT:
+                    self._shown.clear()
+                self._shown.add(shape)
 
     def render_answer(
         self,
@@ -115,6 +152,35 @@ class TemplateRenderer:
             ids = self._until_end(followed[len(prompt) :]) if followed.startswith(whole) else None
         # A template without an end of turn leaves it to the model's end token.
         return as_ints(ids or [*self.vocabulary.encode(text), *self.stop_token_ids[:1]])
+
+    def begin_answer(
+        self,
+        messages: Sequence[ChatMessage],
+        begun: ChatMessage,
+        *,
+        tools: Sequence[Tool] = (),
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Ints:
+        """Return the ids of the beginning of an answer after the prompt of ``messages``, int32 [n].
+
+        Raises:
+            RenderError: the template does not write the text of ``begun``, unchanged, after its own prompt.
+        """
+        options = template_kwargs or _NO_OPTIONS
+        prompt = self.formatter.format(messages, tools=tools, options=options)
+        form, thought = self.reasoning_format, begun.reasoning
+        if thought is None and form is not None and form.is_opened_by(prompt):
+            thought = ""  # it is over where the text begins
+        content = begun.content or ""
+        # The mark keeps white space that a template would strip at the end.
+        answer = ChatMessage(role="assistant", content=content + _MARK, reasoning=thought)
+        whole = self.formatter.format([*messages, answer], tools=tools, options=options, has_generation_prompt=False)
+        text, found, _ = self._find_answer(prompt, whole, answer).partition(_MARK)
+        if not found or not text.endswith(self.vocabulary.guard(content)):
+            raise RenderError(
+                "The chat template changes the text of a begun answer; send it without white space around."
+            )
+        return as_ints(self.vocabulary.encode(text))
 
     def _find_answer(self, prompt: str, whole: str, answer: ChatMessage) -> str:
         """Return the part of ``whole`` after ``prompt``. Raises ``RenderError`` if it does not begin with that."""
@@ -167,6 +233,8 @@ class TemplateRenderer:
                 self._verdicts.clear()
             verdict = self._verdicts[shape] = self.probe.judge(shape, options)
         if not verdict.faithful or (verdict.depends_on_history and find_thought(history) not in verdict.faithful):
+            return ForkReason.TEMPLATE_REWROTE_HISTORY
+        if self.formatter.adaptation.has_inserted_question(history, new):
             return ForkReason.TEMPLATE_REWROTE_HISTORY
         try:
             needed = tools if verdict.needs_tools else ()

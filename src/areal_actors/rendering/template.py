@@ -19,9 +19,10 @@ import hashlib
 import json
 import re
 import string
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from itertools import takewhile
 from typing import Any, NoReturn, TypeAlias
 
 import jinja2
@@ -31,7 +32,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_actors.domain import ChatMessage, Tool
+from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, Tool
 from areal_actors.errors import ModelError, RenderError
 from areal_actors.rendering.parsers import ToolFormat
 from areal_actors.rendering.tokens import Vocabulary
@@ -156,7 +157,7 @@ def guard_all(value: Any, guard: Guard) -> Any:
 
 
 _SYSTEM_ROLES = ("system", "developer")
-_SHORT_ID = re.compile("[a-zA-Z0-9]{9}")
+_SHORT_ID = re.compile("([a-zA-Z0-9]{9})(?:__[0-9a-f]{8})?")
 _ALPHABET = string.digits + string.ascii_letters
 
 
@@ -176,74 +177,90 @@ class Adaptation:
     has_developer_role: bool = True
     has_system_runs: bool = True
     """True if several system messages may come first."""
+    has_lone_system: bool = True
+    """True if a conversation may consist of system messages."""
     has_late_system: bool = True
-    """True if system messages after the first message are rendered or refused; false if they are silently dropped."""
-    has_long_ids: bool = True
-    """True if call ids may be any text; otherwise they must be nine letters and digits."""
+    """True if system messages after the first question are rendered in their place."""
+    has_leading_answer: bool = True
+    """True if an answer, or a call, may come before the first question."""
+    has_free_order: bool = True
+    """True if messages of one role may follow each other; otherwise those of the user and the assistant alternate."""
+    has_orphaned_results: bool = True
+    """True if a result needs no call before it."""
+    has_parallel_calls: bool = True
+    """True if a message may have several calls."""
+    has_text_with_calls: bool = True
+    """True if a message with calls may have content, too."""
+    has_text_with_answered_calls: bool = True
+    """The same for messages before the last answer."""
     has_text_with_reasoned_calls: bool = True
     """True if a message with calls may have both content and reasoning."""
+    has_malformed_arguments: bool = True
+    """True if arguments may be a text that is not a JSON object."""
+    has_long_ids: bool = True
+    """True if call ids may be any text; otherwise they must be nine letters and digits."""
     default_system: str = ""
     spelling: Spelling = field(factory=Spelling)
 
     def adapt(self, messages: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[ChatMessage]:
-        """Return the conversation in a form that the template can render.
+        """Return the conversation in a form that the template can render, with the text of every message.
 
         If the template does not support ``tools``, their block is added.
-
-        Raises:
-            RenderError: the template would silently drop a message.
         """
         if not self.has_developer_role and any(message.role == "developer" for message in messages):
             messages = [evolve(m, role="system") if m.role == "developer" else m for m in messages]
         leading, others = _split_system(messages)
-        if not self.has_late_system and any(message.role in _SYSTEM_ROLES for message in others):
-            raise RenderError(
-                "The model's chat template drops system and developer messages behind the first question. "
-                "Send them first, or as the user's."
-            )
+        if not self.has_lone_system and (not others or others[0].role == "assistant"):
+            leading, others = leading[:0], [*(evolve(m, role="user") for m in leading), *others]
+        if not self.has_late_system:
+            others = [evolve(m, role="user") if m.role in _SYSTEM_ROLES else m for m in others]
         if not self.has_system_runs and len(leading) > 1:
-            messages = [evolve(leading[0], content=_join_contents(leading)), *others]
-        messages = self._adapt_calls(messages)
-        if tools and not self.has_tools and self.format is not None:
-            block, (first, *rest) = self.format.format_tools(tools), messages
-            if first.role in _SYSTEM_ROLES:
-                messages = [evolve(first, content=f"{first.content}\n\n{block}" if first.content else block), *rest]
-            else:
-                # A system message replaces the template's default prompt, so that prompt is repeated in it.
-                text = f"{self.default_system}\n\n{block}" if self.default_system else block
-                messages = [ChatMessage(role="system", content=text), *messages]
-        leading, others = _split_system(messages)
-        if self.has_system_role or not leading:
-            return messages
-        # Joined with the question instead of sent as a separate message, because such templates require alternating
-        # roles.
-        if others and others[0].role == "user":
-            return [evolve(others[0], content=_join_contents([*leading, others[0]])), *others[1:]]
-        return [ChatMessage(role="user", content=_join_contents(leading)), *others]
+            leading = [evolve(leading[0], content=_join_contents(leading))]
+        if not self.has_leading_answer and others and others[0].role == "assistant":
+            others = [_NO_QUESTION, *others]
+        leading, others = self._add_tools(leading, tools), self._adapt_calls(others)
+        if leading and not self.has_system_role:
+            # Joined with the question instead of sent as a separate message, because such templates require alternating
+            # roles.
+            asked = others[:1] if others and others[0].role == "user" else ()
+            first = evolve(asked[0] if asked else _NO_QUESTION, content=_join_contents([*leading, *asked]))
+            leading, others = leading[:0], [first, *others[len(asked) :]]
+        return [*leading, *(others if self.has_free_order else _alternate(others))]
+
+    def has_inserted_question(self, history: Sequence[ChatMessage], new: Sequence[ChatMessage]) -> bool:
+        """Return whether an empty question is put between two answers, to which a template may move its tools.
+
+        The history is read only if roles have to alternate around calls.
+        """
+        if self.has_free_order or not self.has_calls:
+            return False
+        return any(message is _NO_QUESTION for message in self.adapt([*history, *new], ()))
+
+    def _add_tools(self, leading: Sequence[ChatMessage], tools: Sequence[Tool]) -> Sequence[ChatMessage]:
+        """Return the system messages with the block of the tools, if the template ignores these."""
+        if not tools or self.has_tools or self.format is None:
+            return leading
+        block = self.format.format_tools(tools)
+        if leading:
+            first, *rest = leading
+            return [evolve(first, content=f"{first.content}\n\n{block}" if first.content else block), *rest]
+        # A system message replaces the template's default prompt, so that prompt is repeated in it.
+        text = f"{self.default_system}\n\n{block}" if self.default_system else block
+        return [ChatMessage(role="system", content=text)]
 
     def _adapt_calls(self, messages: Sequence[ChatMessage]) -> Sequence[ChatMessage]:
-        if not self.has_long_ids:
-            messages = [
-                evolve(
-                    m,
-                    tool_call_id=None if m.tool_call_id is None else _shorten_id(m.tool_call_id),
-                    tool_calls=tuple(evolve(call, id=_shorten_id(call.id)) for call in m.tool_calls),
-                )
-                for m in messages
-            ]
-        if not self.has_text_with_reasoned_calls:
-            # As reasoning, the text keeps its place before the calls.
-            messages = [
-                evolve(m, content=None, reasoning=f"{m.reasoning}\n\n{m.content}")
-                if m.tool_calls and m.content and m.reasoning
-                else m
-                for m in messages
-            ]
+        if not any(message.tool_calls or message.role == "tool" for message in messages):
+            return messages
+        messages = [self._adapt_call(message) for message in _sort_results(messages)]
         if self.format is not None and not self.has_calls:
             messages = [_spell_out(self.format, message) for message in messages]
+        else:
+            messages = self._separate(messages)
+        if not self.has_orphaned_results:
+            messages = list(_adopt_orphans(messages))
         if self.has_tool_role:
             return messages
-        # Results become user messages, and adjacent ones are joined, because such templates require alternating roles.
+        # Results become user messages, and adjacent ones are joined, as the results of one answer.
         joined: list[ChatMessage] = []
         is_open = False
         for message in messages:
@@ -253,6 +270,152 @@ class Adaptation:
                 joined.append(ChatMessage(role="user", content=message.content) if message.role == "tool" else message)
             is_open = message.role == "tool"
         return joined
+
+    def _adapt_call(self, message: ChatMessage) -> ChatMessage:
+        """Return a message whose call ids and arguments have a form that the template accepts."""
+        if not self.has_long_ids and message.role == "tool":
+            message = evolve(message, tool_call_id=_shorten_id(message.tool_call_id or ""))
+        if not message.tool_calls:
+            return message
+        calls = [
+            evolve(
+                call,
+                id=call.id if self.has_long_ids else _shorten_id(call.id),
+                arguments=_adapt_arguments(call.arguments, takes_any=self.has_malformed_arguments),
+            )
+            for call in message.tool_calls
+        ]
+        return evolve(message, tool_calls=tuple(calls))
+
+    def _separate(self, messages: Sequence[ChatMessage]) -> list[ChatMessage]:
+        """Return the messages, with those of their parts that the template does not show together as own messages."""
+        separate: list[ChatMessage] = []
+        last = max((n for n, m in enumerate(messages) if m.role == "assistant" and not m.tool_calls), default=-1)
+        for index, message in enumerate(messages):
+            if not message.tool_calls:
+                separate.append(message)
+                continue
+            has_text = self.has_text_with_answered_calls if index < last else self.has_text_with_calls
+            if message.content and not has_text:
+                separate.append(evolve(message, tool_calls=()))
+                message = evolve(message, content=None, reasoning=None)  # noqa: PLW2901 - the rest of it
+            elif message.content and message.reasoning and not self.has_text_with_reasoned_calls:
+                # As reasoning, the text keeps its place before the calls.
+                thought = f"{message.reasoning}\n\n{message.content}"
+                message = evolve(message, content=None, reasoning=thought)  # noqa: PLW2901
+            separate.append(message)
+        return separate if self.has_parallel_calls else list(_one_by_one(separate))
+
+
+def _adapt_arguments(arguments: str, *, takes_any: bool) -> str:
+    """Return the arguments of a call. Clients write in several ways that there are none."""
+    if arguments.strip() in ("", "null"):
+        return "{}"
+    if takes_any or _is_object(arguments):
+        return arguments
+    return json.dumps({UNPARSED_ARGUMENTS: arguments}, ensure_ascii=False)
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _results_of(messages: Sequence[ChatMessage], index: int) -> Sequence[ChatMessage]:
+    """Return the results that follow the message at ``index``, sorted by the calls that they name if all name one.
+
+    Those that name none are those of the calls in their order.
+    """
+    calls = messages[index].tool_calls
+    results = [
+        evolve(result, tool_call_id=calls[place].id) if not result.tool_call_id and place < len(calls) else result
+        for place, result in enumerate(takewhile(lambda message: message.role == "tool", messages[index + 1 :]))
+    ]
+    places = {call.id: place for place, call in enumerate(calls)}
+    if len(places) < len(calls) or any(result.tool_call_id not in places for result in results):
+        return results
+    return sorted(results, key=lambda result: places[result.tool_call_id or ""])
+
+
+def _sort_results(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the messages, with results in the order of their calls: most templates show no ids."""
+    skipped = 0
+    for index, message in enumerate(messages):
+        if skipped:
+            skipped -= 1
+            continue
+        yield message
+        if message.tool_calls:
+            results = _results_of(messages, index)
+            skipped = len(results)
+            yield from results
+
+
+def _one_by_one(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the messages, with each of several calls as an own message before its result."""
+    skipped = 0
+    for index, message in enumerate(messages):
+        if skipped:
+            skipped -= 1
+            continue
+        if len(message.tool_calls) < 2:  # noqa: PLR2004 - several
+            yield message
+            continue
+        results = list(takewhile(lambda m: m.role == "tool", messages[index + 1 :]))
+        skipped, named = len(results), {result.tool_call_id for result in results}
+        for place, call in enumerate(message.tool_calls):
+            yield (
+                evolve(message, tool_calls=(call,)) if not place else ChatMessage(role="assistant", tool_calls=(call,))
+            )
+            is_last = place == len(message.tool_calls) - 1
+            # Results without a known id are told apart by their place.
+            own = [r for r in results if r.tool_call_id == call.id] if call.id in named else results[:1]
+            own = results if is_last else own
+            yield from own
+            results = [result for result in results if not any(result is other for other in own)]
+
+
+def _adopt_orphans(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the messages, with results before which nothing was called as the user's."""
+    is_called = False
+    for message in messages:
+        if message.role == "assistant":
+            is_called = bool(message.tool_calls)
+        is_orphan = message.role == "tool" and not is_called
+        yield ChatMessage(role="user", content=message.content) if is_orphan else message
+
+
+_NO_QUESTION = ChatMessage(role="user", content="")
+_NO_ANSWER = ChatMessage(role="assistant", content="")
+
+
+def _alternate(messages: Sequence[ChatMessage]) -> Iterator[ChatMessage]:
+    """Yield the messages with alternating roles: adjacent ones of a role are joined, others get an empty one between.
+
+    Calls and results that the template itself renders do not count, as in Mistral's templates.
+    """
+    last: ChatMessage | None = None
+    role = "assistant"
+    for message in messages:
+        if message.role == "tool" or message.tool_calls:
+            if last is not None:
+                yield last
+                last = None
+            yield message
+            continue
+        if message.role == role and last is not None:
+            thoughts = [m.reasoning for m in (last, message) if m.reasoning]
+            last = evolve(last, content=_join_contents([last, message]), reasoning="\n\n".join(thoughts) or None)
+            continue
+        if last is not None:
+            yield last
+        if message.role == role:
+            yield _NO_ANSWER if role == "user" else _NO_QUESTION
+        last, role = message, message.role
+    if last is not None:
+        yield last
 
 
 def _spell_out(form: ToolFormat, message: ChatMessage) -> ChatMessage:
@@ -284,9 +447,13 @@ def _join_contents(messages: Iterable[ChatMessage]) -> str:
 
 
 def _shorten_id(call_id: str) -> str:
-    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged."""
-    if _SHORT_ID.fullmatch(call_id):
-        return call_id
+    """Return nine letters and digits that depend only on the id; an id of this form is returned unchanged.
+
+    One that a model wrote in several answers has become unique (``ConversationTree.issue_call_id``), and is again what
+    the model wrote.
+    """
+    if short := _SHORT_ID.fullmatch(call_id):
+        return short.group(1)
     # A hash, so that a call and its result get the same short id without any state.
     number = int.from_bytes(hashlib.sha256(call_id.encode("utf-8", "replace")).digest()[:8])
     return "".join(_ALPHABET[number // len(_ALPHABET) ** place % len(_ALPHABET)] for place in range(9))

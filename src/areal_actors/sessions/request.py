@@ -21,6 +21,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import anyio
+import numpy as np
 from attrs import define, evolve, field
 
 from areal_actors.cache import ConversationTree, PromptPlan, Session, plan_prompt
@@ -28,6 +29,7 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Attempt,
+    ChatMessage,
     Chunk,
     Completion,
     CompletionRequest,
@@ -39,6 +41,7 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
+    Ints,
     ReasoningDelta,
     SampledTokens,
     SampleKey,
@@ -51,6 +54,7 @@ from areal_actors.domain import (
     ToolChoice,
     TurnEnded,
     Usage,
+    as_ints,
     join_chunks,
     split_completion,
 )
@@ -412,6 +416,12 @@ class RequestPlanner:
         """
         request = plan.request
         grammar = find_grammar(self._renderer, request, has_grammars=self._has_grammars)
+        if grammar is not None and request.begun is not None:
+            raise UnsupportedParameter(
+                "An answer that the client begins cannot be constrained by response_format or tool_choice. "
+                "Send one of the two.",
+                param="messages",
+            )
         prompt_hash = session.tree.hash_prompt(plan)
         keys = sample_keys.keys(request, prompt_hash, asked)
         # The id that the client sees.
@@ -600,8 +610,13 @@ class Choice:
         self._call_ids = call_ids
         self._is_raw = plan.request.prompt is not None or bool(plan.request.prompt_ids)
         self._streamed: list[Delta] = []
-        """The deltas that the client has received."""
-        self._parser: StreamParser | None = self._open_parser(is_eager=True) if is_streaming else None
+        """The deltas of the answer so far, with the beginning that the client wrote."""
+        self._num_unsent = 0 if plan.request.begun is None else len(self._parse(as_ints([])).content or "")
+        """Characters of that beginning that the client does not receive."""
+        self._parser: StreamParser | None = None
+        if is_streaming:
+            self._parser, self._streamed = self._open_parser(is_eager=True)
+            self._num_unsent -= sum(len(delta.text) for delta in self._streamed if isinstance(delta, TextDelta))
         self._chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
@@ -610,15 +625,29 @@ class Choice:
         self.answer: Answer | None = None
         """The answer, once complete."""
 
-    def _open_parser(self, *, is_eager: bool = False) -> StreamParser:
-        request = self._plan.request
-        return self._renderer.open_stream(
+    def _open_parser(self, *, is_eager: bool = False) -> tuple[StreamParser, list[Delta]]:
+        """Return a parser that has read the beginning of the answer, and the deltas of it."""
+        request, beginning = self._plan.request, self._plan.beginning
+        parser = self._renderer.open_stream(
             tools=_callable_tools(request),
             stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
             is_plain=self._is_raw,
             is_eager=is_eager,
+        )
+        return parser, list(parser.feed(beginning)) if len(beginning) else []
+
+    def _parse(self, token_ids: Ints) -> ChatMessage:
+        """Return the message of the beginning of the answer and the sampled ids."""
+        request, beginning = self._plan.request, self._plan.beginning
+        return self._renderer.parse(
+            np.concatenate([beginning, token_ids]) if len(beginning) else token_ids,
+            tools=_callable_tools(request),
+            stop=request.sampling.stop,
+            template_kwargs=request.template_kwargs,
+            call_ids=self._call_ids,
+            is_plain=self._is_raw,
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
@@ -645,10 +674,27 @@ class Choice:
                 for delta in deltas
                 if not (isinstance(delta, ToolCallStarted | ToolArgumentsDelta) and delta.index > 0)
             ]
+        deltas = [
+            evolve(delta, id=self._tree.issue_call_id(delta.id)) if isinstance(delta, ToolCallStarted) else delta
+            for delta in deltas
+        ]
         self._streamed += deltas
+        if self._num_unsent > 0:
+            deltas = list(self._skip(deltas))
         if self.index:
             deltas = [evolve(delta, choice=self.index) for delta in deltas]
         return deltas
+
+    def _skip(self, deltas: Iterable[Delta]) -> Iterator[Delta]:
+        """Yield the deltas without the text of the beginning that the parser has held back."""
+        for delta in deltas:
+            if not isinstance(delta, TextDelta) or self._num_unsent <= 0:
+                yield delta
+                continue
+            text = delta.text[self._num_unsent :]
+            self._num_unsent -= len(delta.text)
+            if text:
+                yield evolve(delta, text=text)
 
     @property
     def was_aborted(self) -> bool:
@@ -670,16 +716,12 @@ class Choice:
             # The message is the one that the client has received, so that its echo is recognised.
             message = join_deltas(self._streamed)
         else:
-            message = self._renderer.parse(
-                sampled.token_ids,
-                tools=_callable_tools(request),
-                stop=request.sampling.stop,
-                template_kwargs=request.template_kwargs,
-                call_ids=self._call_ids,
-                is_plain=self._is_raw,
-            )
+            message = self._parse(sampled.token_ids)
             if not request.parallel_tool_calls:
                 message = evolve(message, tool_calls=message.tool_calls[:1])
+            if message.tool_calls:
+                calls = [evolve(call, id=self._tree.issue_call_id(call.id)) for call in message.tool_calls]
+                message = evolve(message, tool_calls=tuple(calls))
         interaction = self._tree.prepare(self.interaction, sampled, message)
         completion = interaction.completion
         assert completion is not None
@@ -691,13 +733,22 @@ class Choice:
         # Shares the tree's arrays, so that keeping an answer for its retry costs almost no memory.
         answer = Answer(
             interaction=self.interaction,
-            message=message,
+            message=message if request.begun is None else self._without_beginning(message),
             completion=completion,
             usage=usage,
             stop_sequence=self._stop_sequence(completion),
         )
         self._prepared = interaction, answer
         return self._prepared
+
+    def _without_beginning(self, message: ChatMessage) -> ChatMessage:
+        """Return what the client has not written itself: clients put both together."""
+        begun = self._parse(as_ints([]))
+        return evolve(
+            message,
+            content=(message.content or "").removeprefix(begun.content or "") or None,
+            reasoning=None if message.reasoning == begun.reasoning else message.reasoning,
+        )
 
     def cancel(self) -> None:
         """Record that the answer is no longer wanted, and keep the sampled tokens. Does nothing once ended."""
@@ -732,7 +783,7 @@ class Choice:
             return None
         parser = self._parser
         if parser is None:
-            parser = self._open_parser()
+            parser, _ = self._open_parser()
             parser.feed(completion.token_ids)
             parser.finish()
         return parser.stop_sequence

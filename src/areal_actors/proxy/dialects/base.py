@@ -15,6 +15,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.domain import (
     Answer,
+    ChatMessage,
     Chunk,
     Completion,
     CompletionRequest,
@@ -24,7 +25,7 @@ from areal_actors.domain import (
     TextDelta,
     ToolArgumentsDelta,
 )
-from areal_actors.errors import Unavailable
+from areal_actors.errors import InvalidRequest, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.fields import Schema, one_object
 from areal_actors.proxy.failures import Failure, format_openai_failure
@@ -46,10 +47,25 @@ __all__ = [
     "format_logprobs",
     "has_cut_call",
     "join_items",
+    "split_begun",
 ]
 
 Decode = Callable[[Sequence[int]], str]
 """A function that returns the text of token ids."""
+
+
+def split_begun(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], ChatMessage | None]:
+    """Return the messages to be answered, and the beginning of the answer if the last one is an answer with text.
+
+    Raises:
+        InvalidRequest: the last message has calls, behind which an answer cannot go on.
+    """
+    if not messages or messages[-1].role != "assistant":
+        return messages, None
+    begun = messages[-1]
+    if begun.tool_calls:
+        raise InvalidRequest("The last message has calls; send their results.", param="messages")
+    return messages[:-1], begun if begun.content else None
 
 
 class Parsed(Protocol):

@@ -1,17 +1,16 @@
-"""Content that the model cannot use: refused, described in words, or left out, as ``UnsupportedBlocks`` says.
+"""Content that is text in another form is read; what the model cannot use is refused, described in words, or left out.
 
-The replacement happens in the JSON body before a dialect parses it, so that all dialects share one policy, and
-refusing by name is the dialects' own behaviour. Nothing else of a body is changed. What is left to the default depends
-on the client, by its user agent: see ``UnsupportedBlocks.for_client``. ``client_tools`` decides about tools.
+Documents, files and search results that hold text become text, as ``read_text`` says; for the rest,
+``UnsupportedBlocks`` decides. ``client_tools`` decides about tools. The replacement happens in the JSON body before a
+dialect parses it, so that all dialects share one policy, and refusing by name is the dialects' own behaviour. Nothing
+else of a body is changed.
 """
 
 from __future__ import annotations
 
-import re
 from base64 import b64decode
 from collections.abc import Mapping
 from enum import StrEnum
-from functools import lru_cache
 from typing import Any
 
 from attrs import evolve, frozen
@@ -43,8 +42,8 @@ class ToolPolicy(StrEnum):
 class UnsupportedBlocks:
     """For each kind of content and for tools: ``refuse`` with 400, ``drop``, or leave a ``placeholder`` text.
 
-    Where nothing is set, images and files of known coding agents become placeholders; those of other clients are
-    refused.
+    Where nothing is set, images and files become placeholders from the first call or result of the conversation on, and
+    are refused before it.
     """
 
     images: BlockPolicy | None = None
@@ -59,25 +58,20 @@ class UnsupportedBlocks:
     Where nothing is set, they are left out if the request offers tools that its client runs as well.
     """
 
-    @lru_cache(maxsize=64)  # noqa: B019 - the policies, few and small, live as long as the process
-    def for_client(self, user_agent: str) -> UnsupportedBlocks:
-        """Return the policy for a client with this ``User-Agent``, in which every kind of content is decided."""
-        # A coding agent repeats its history: one picture that it reads would have every later request refused. Its
-        # user did not choose the picture. Other programs can be corrected by their authors.
-        is_tolerant = _CODING_AGENTS.match(user_agent) is not None
-        block = BlockPolicy.PLACEHOLDER if is_tolerant else BlockPolicy.REFUSE
-        return evolve(
-            self,
-            images=self.images or block,
-            files=self.files or block,
-        )
+    def for_message(self, *, is_acting: bool) -> UnsupportedBlocks:
+        """Return the policy for a message, before which (or in which) the model has called a tool if ``is_acting``."""
+        # An agent repeats its history: one picture that its tools have read would have every later request refused.
+        # What comes before the first call was chosen by its author, who can be told.
+        default = BlockPolicy.PLACEHOLDER if is_acting else BlockPolicy.REFUSE
+        return evolve(self, images=self.images or default, files=self.files or default)
 
-
-_CODING_AGENTS = re.compile(r"(claude-cli|codex|opencode|qwencode)(?![a-z0-9])", re.IGNORECASE)
-"""The beginning of the ``User-Agent`` of coding agents, as they sent it (``nox -s agents``)."""
 
 _IMAGES = frozenset({"image", "image_url", "input_image", "computer_screenshot"})
 _FILES = frozenset({"document", "file", "input_file", "input_audio", "audio", "container_upload"})
+_CALLS = ("tool_use", "tool_result", "_call", "_call_output")
+"""Ends of the types of calls and results: those of functions, and of tools that OpenAI's clients run."""
+_TEXTS = frozenset({"application/json", "application/xml", "application/yaml", "application/x-yaml"})
+"""Media types of text, beside those that begin with ``text/``."""
 _MAX_SHOWN = 200
 """Characters of a name, type or URL in a placeholder; a longer one would fill the context."""
 
@@ -89,15 +83,31 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mappin
         InvalidRequest: an image to be replaced is malformed; the error names the field.
     """
     changed: dict[str, Any] = {}
+    talking, acting = policy.for_message(is_acting=False), policy.for_message(is_acting=True)
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
-            start = messages.num_known if isinstance(messages, MessageList) else 0
-            replaced = [
-                _replace_in_message(message, policy, f"{name}[{index}]")
-                for index, message in enumerate(messages, start=start)
-            ]
+            start, known = (messages.num_known, messages.known) if isinstance(messages, MessageList) else (0, ())
+            is_acting = any(message.tool_calls or message.role == "tool" for message in known)
+            replaced: list[Any] = []
+            for index, message in enumerate(messages, start=start):
+                is_acting = is_acting or _has_call(message)
+                replaced.append(_replace_in_message(message, acting if is_acting else talking, f"{name}[{index}]"))
             changed[name] = messages.with_elements(replaced) if isinstance(messages, MessageList) else replaced
     return {**body, **changed}
+
+
+def _has_call(message: Any) -> bool:
+    """Return whether a message or an item is, or has, a call or a result."""
+    if not isinstance(message, dict):
+        return False
+    if message.get("role") == "tool" or message.get("tool_calls") or _is_call(message):
+        return True
+    content = message.get("content")
+    return isinstance(content, list) and any(isinstance(part, dict) and _is_call(part) for part in content)
+
+
+def _is_call(block: Mapping[str, Any]) -> bool:
+    return isinstance(kind := block.get("type"), str) and kind.endswith(_CALLS)
 
 
 def _replace_in_message(message: Any, policy: UnsupportedBlocks, where: str) -> Any:
@@ -121,6 +131,9 @@ def _replace(block: Any, policy: UnsupportedBlocks, where: str) -> Any:
     kind = block.get("type") if isinstance(block, dict) else None
     if not isinstance(kind, str):
         return block
+    text = read_text(block, policy, where)
+    if text is not None:
+        return {"type": "text", "text": text}
     if kind in _IMAGES:
         handling = policy.images
     elif kind in _FILES:
@@ -146,6 +159,70 @@ def _replace(block: Any, policy: UnsupportedBlocks, where: str) -> Any:
     else:
         text = f"[Tool {_shorten(str(block.get('tool_name', '')))} is available.]"
     return None if handling is BlockPolicy.DROP else {"type": "text", "text": text}
+
+
+def read_text(block: Mapping[str, Any], policy: UnsupportedBlocks, where: str) -> str | None:
+    """Return the text that a document, a file or a search result holds; ``None`` for any other block.
+
+    Title, origin and context come first, each on a line.
+
+    Raises:
+        InvalidRequest: the text is malformed; the error names the field.
+    """
+    kind, source = block.get("type"), block.get("source")
+    text: Any
+    if kind == "search_result":
+        text = _read_parts(block.get("content"), policy, f"{where}.content")
+    elif kind == "document" and isinstance(source, dict) and source.get("type") == "content":
+        text = _read_parts(source.get("content"), policy, f"{where}.source.content")
+    elif kind == "document" and isinstance(source, dict) and source.get("type") == "text":
+        text = source.get("data")
+        if not isinstance(text, str):
+            raise wrong(f"{where}.source.data", "a string", text)
+    elif kind == "document" and isinstance(source, dict):
+        text = _decode(source.get("media_type"), source.get("data"))
+    elif kind in ("file", "input_file"):
+        file = block.get("file") if kind == "file" else block
+        head, _, data = str(file.get("file_data") if isinstance(file, dict) else "").partition(",")
+        text = _decode(head.removeprefix("data:").removesuffix(";base64"), data) if head.endswith(";base64") else None
+        block = file if isinstance(file, dict) else block
+    else:
+        return None
+    if text is None:
+        return None
+    said = (block.get(name) for name in ("title", "filename", "source", "context"))
+    return "\n".join([*(word for word in said if isinstance(word, str) and word), text])
+
+
+def _read_parts(content: Any, policy: UnsupportedBlocks, where: str) -> str | None:
+    """Return the text of a document's parts; ``None`` if one of them is refused."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(where, "a string or a list of blocks", content)
+    texts: list[str] = []
+    for index, block in enumerate(content):
+        at = f"{where}[{index}]"
+        part = _replace(block, policy, at)
+        if part is None:
+            continue
+        if not isinstance(part, dict) or part.get("type") != "text":
+            return None
+        if not isinstance(part.get("text"), str):
+            raise wrong(f"{at}.text", "a string", part.get("text"))
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _decode(media: Any, data: Any) -> str | None:
+    """Return the text in base64 data; ``None`` if its type is not one of text."""
+    named = media.partition(";")[0].strip().lower() if isinstance(media, str) else ""
+    if not isinstance(data, str) or not (named.startswith("text/") or named in _TEXTS):
+        return None
+    try:
+        return b64decode(data, validate=True).decode()
+    except ValueError:
+        return None
 
 
 def _describe_image(block: Mapping[str, Any], where: str) -> str:

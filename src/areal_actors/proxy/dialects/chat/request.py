@@ -17,6 +17,7 @@ from attrs import field, frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, Grammar, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.dialects.base import split_begun
 from areal_actors.proxy.dialects.client_tools import (
     CUSTOM_TOOL,
     CallForm,
@@ -410,8 +411,13 @@ CHAT_FIELDS = FieldTable(
         refused("min_tokens", "the model decides when its turn ends", 0),
         refused("bad_words", "use logit_bias"),
         refused("echo", "the prompt is not repeated", False),
-        refused("continue_final_message", "an answer is a turn of its own", False),
-        refused("add_generation_prompt", "an answer is a turn of its own", True),
+        honoured(
+            "continue_final_message",
+            FLAG,
+            "true: the model continues the last message, an answer without calls; otherwise that is a finished turn",
+            default=False,
+        ),
+        honoured("add_generation_prompt", FLAG, "the opposite of continue_final_message, if given", default=None),
         refused("include_stop_str_in_output", "the text ends before the stop string", False),
         refused("skip_special_tokens", "what is special never reaches the text", True),
         refused("chat_template", "the model's own template is what it is trained with"),
@@ -479,8 +485,10 @@ def parse_chat_request(
     if offer.tools or values["tool_choice"] is not None:
         selection = parse_tool_choice(values["tool_choice"], offer.tools)
     metadata = values["metadata"]
+    messages, begun = _split_messages(values)
     request = CompletionRequest(
-        messages=values["messages"],
+        messages=messages,
+        begun=begun,
         tools=selection.tools,
         tool_choice=selection.choice,
         parallel_tool_calls=values["parallel_tool_calls"],
@@ -508,6 +516,24 @@ def parse_chat_request(
         or read(values["usage"], "include", FLAG, default=False),
         has_logprobs=has_logprobs,
     )
+
+
+def _split_messages(values: Mapping[str, Any]) -> tuple[tuple[ChatMessage, ...], ChatMessage | None]:
+    """Return the messages to be answered, and the beginning of the answer if the last one is to be continued."""
+    messages, is_continued = values["messages"], values["continue_final_message"]
+    if values["add_generation_prompt"] is not None and values["add_generation_prompt"] == is_continued:
+        raise InvalidRequest(
+            "add_generation_prompt and continue_final_message are opposites; give one of them.",
+            param="add_generation_prompt",
+        )
+    if not is_continued:
+        return messages, None
+    messages, begun = split_begun(messages)
+    if begun is None:
+        raise InvalidRequest(
+            "continue_final_message needs an answer with text as the last message.", param="continue_final_message"
+        )
+    return messages, begun
 
 
 def _select_format(values: Mapping[str, Any]) -> Grammar | None:

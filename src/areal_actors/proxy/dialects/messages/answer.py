@@ -13,6 +13,7 @@ import orjson
 from attrs import frozen
 
 from areal_actors.domain import (
+    UNPARSED_ARGUMENTS,
     Answer,
     AnswerStarted,
     ChatMessage,
@@ -35,7 +36,6 @@ from areal_actors.proxy.dialects.base import (
 )
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
 from areal_actors.proxy.dialects.messages.request import (
-    UNPARSED,
     ParsedMessages,
     format_input,
     parse_anthropic_request,
@@ -238,7 +238,7 @@ class MessageStream:
                 last = self._grow_input(orjson.dumps(format_input(text)).decode())
             elif not self._input.is_complete:
                 # Clients parse the whole input when the block ends, so that one that broke off must be JSON as well.
-                last = self._grow_input(self._input.complete(UNPARSED, text))
+                last = self._grow_input(self._input.complete(UNPARSED_ARGUMENTS, text))
         events = last + _event("content_block_stop", index=self._num_blocks)
         self._open = None
         self._num_blocks += 1

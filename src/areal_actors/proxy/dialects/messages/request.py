@@ -18,8 +18,9 @@ from typing import Any
 import orjson
 from attrs import frozen
 
-from areal_actors.domain import ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
+from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.proxy.dialects.base import split_begun
 from areal_actors.proxy.dialects.client_tools import ANTHROPIC_TOOLS, find_typed_tool, refuse_tool
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
@@ -72,7 +73,6 @@ from areal_actors.proxy.dialects.structured import (
 
 __all__ = [
     "MESSAGES_FIELDS",
-    "UNPARSED",
     "ParsedMessages",
     "format_input",
     "parse_anthropic_conversation",
@@ -82,8 +82,6 @@ __all__ = [
 ]
 
 ID_PREFIX = "msg_"
-UNPARSED = "unparsed_arguments"
-"""The key of a tool input whose text is not a JSON object, with that text, so that nothing that was sampled is lost."""
 _BILLING = "x-anthropic-billing-header:"
 """Start of a line that Claude Code adds for Anthropic's billing.
 
@@ -97,7 +95,7 @@ def format_input(arguments: str) -> dict[str, Any]:
         value = orjson.loads(arguments or "{}")
     except orjson.JSONDecodeError:
         value = None
-    return value if isinstance(value, dict) else {UNPARSED: arguments}
+    return value if isinstance(value, dict) else {UNPARSED_ARGUMENTS: arguments}
 
 
 def sign_thought(thought: str) -> str:
@@ -118,17 +116,6 @@ def parse_anthropic_conversation(system: Any, messages: Any) -> tuple[ChatMessag
     """
     turns = _parse_turns(messages, "messages")
     return (*_parse_instructions(system, "system"), *turns)
-
-
-def _check_conversation(messages: tuple[ChatMessage, ...]) -> tuple[ChatMessage, ...]:
-    if messages and messages[-1].role == "assistant":
-        raise InvalidRequest(
-            "The last message is an answer; an answer is a turn of its own here and cannot be begun by the client.",
-            param="messages",
-        )
-    if all(message.role == "system" for message in messages):
-        raise InvalidRequest("messages has instructions only; say something as the user.", param="messages")
-    return messages
 
 
 def _parse_turns(value: Any, where: str) -> tuple[ChatMessage, ...]:
@@ -211,15 +198,10 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
     for block, at in _blocks(content, where):
         match block.get("type"):
             case "tool_use":
-                arguments, call_id, name = block.get("input"), block.get("id"), _string(block, "name", at)
-                if not isinstance(arguments, dict):
-                    raise wrong(f"{at}.input", "an object", arguments)
+                call_id, name = block.get("id"), _string(block, "name", at)
                 if not name:
                     raise wrong(f"{at}.name", "a string that is not empty", name)
-                # The text of a call that is not a JSON object comes back as it was sampled; see ``format_input``.
-                text = unparsed if isinstance(unparsed := arguments.get(UNPARSED), str) else None
-                if text is None:
-                    text = orjson.dumps(arguments).decode()
+                text = _read_input(block.get("input"), f"{at}.input")
                 calls.append(ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=text))
             case "thinking":
                 thoughts.append(_string(block, "thinking", at))
@@ -234,6 +216,18 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
         tool_calls=tuple(calls),
         reasoning="".join(thoughts) or None,
     )
+
+
+def _read_input(value: Any, where: str) -> str:
+    """Return the arguments of a call as text."""
+    # Clients that join the deltas of a call that was cut send its text, and none at all as null.
+    if value is None or isinstance(value, str):
+        return value or ""
+    if not isinstance(value, dict):
+        raise wrong(where, "an object", value)
+    # The text of a call that is not a JSON object comes back as it was sampled; see ``format_input``.
+    unparsed = value.get(UNPARSED_ARGUMENTS)
+    return unparsed if isinstance(unparsed, str) else orjson.dumps(value).decode()
 
 
 def _blocks(value: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -469,8 +463,10 @@ def parse_anthropic_request(
             param="output_config",
         )
     effort = read(values["output_config"], "effort", EFFORT, {})
+    messages, begun = split_begun((*values["system"], *values["messages"]))
     request = CompletionRequest(
-        messages=_check_conversation((*values["system"], *values["messages"])),
+        messages=messages,
+        begun=begun,
         # The system prompt belongs to the thread, so the history that a turn continues is stored without it.
         has_instructions=is_held and bool(values["system"]),
         previous=previous,

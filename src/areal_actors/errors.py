@@ -12,6 +12,7 @@
     │   ├── DeadlockError           the ask would wait for itself
     │   ├── MailboxFull             only the ``nowait`` forms
     │   └── ProtocolError           an actor class or message that does not fit its protocol
+    │       └── EncodingError           a value that cannot be sent to another process, also when tried again
     ├── RequestError                a client's request cannot be served; has an HTTP status     (request)
     │   ├── InvalidRequest          400
     │   │   ├── UnsupportedParameter    400: would change the answer, and is not supported
@@ -74,6 +75,7 @@ __all__ = [
     "DatasetError",
     "DeadlineExceeded",
     "DeadlockError",
+    "EncodingError",
     "EngineError",
     "EpisodeError",
     "EpisodeLimitReached",
@@ -172,6 +174,10 @@ class MailboxFull(ActorError):
 
 class ProtocolError(ActorError):
     """An actor class, a handler or a message does not fit its protocol."""
+
+
+class EncodingError(ProtocolError):
+    """A message or an answer has a value that cannot be sent to another process, and would have it again."""
 
 
 # ------------------------------------------------------------------------------------------------- requests

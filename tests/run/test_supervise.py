@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 from areal_actors.errors import (
     ActorStopped,
     CaptureViolation,
+    EncodingError,
     EngineError,
     GangError,
     ModelError,
+    ProtocolError,
     TrainingStalled,
     Unavailable,
     Unreachable,
@@ -39,6 +41,8 @@ def test_no_window_has_more_restarts_than_allowed(times, most):
     [
         (ModelError("none"), True),
         (TrainingStalled("none"), True),
+        (EncodingError("GroupsTrained cannot be sent"), True),
+        (ProtocolError("a message cannot be read"), False),
         (ActorStopped("gone"), False),
         (Unreachable("gone", sent=True), False),
         (Unavailable("later"), False),

@@ -4,7 +4,8 @@ An error that a handler raises during an **ask** or a **stream** is converted by
 
 * an ``ArealError`` that is not an ``ActorError`` was raised on purpose and is part of the answer: the asker gets a new
   instance of the same class with the same arguments and attributes (a ``NotFound`` keeps its status and its param);
-* a ``RemoteError`` passes on unchanged, so that it keeps naming the actor where it began;
+* a ``RemoteError`` passes on unchanged, so that it keeps naming the actor where it began, and so does an
+  ``EncodingError``, so that a run ends with it and does not try again;
 * everything else, including other ``ActorError`` (they describe a different ask), becomes a ``RemoteError``: text.
 
 No exception object, and thus no traceback with its frames, is ever shared between two tasks. For a
@@ -23,7 +24,7 @@ from typing import Any
 import anyio
 from anyio.abc import TaskGroup
 
-from areal_actors.errors import ActorError, ActorStopped, ArealError, ProtocolError, RemoteError
+from areal_actors.errors import ActorError, ActorStopped, ArealError, EncodingError, ProtocolError, RemoteError
 from areal_actors.lib.loops import is_trio
 
 __all__ = [
@@ -36,6 +37,7 @@ __all__ = [
     "transferred",
 ]
 
+_CONVEYED = (RemoteError, EncodingError)
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 
@@ -85,7 +87,7 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
 def transferred(error: BaseException, actor: str) -> ArealError:
     """Return a new error for the asker, converted from the ``error`` that a handler of ``actor`` raised."""
     cause = root_cause(error)
-    if isinstance(cause, RemoteError) or (isinstance(cause, ArealError) and not isinstance(cause, ActorError)):
+    if isinstance(cause, _CONVEYED) or (isinstance(cause, ArealError) and not isinstance(cause, ActorError)):
         # Without the constructor, whose signature differs between classes.
         copy = type(cause).__new__(type(cause))
         copy.args = cause.args
@@ -172,7 +174,7 @@ def _name(kind: type) -> str:
 
 def _known_errors(root: type[ArealError] = ArealError) -> Iterator[type[ArealError]]:
     """Iterate over the classes that an error from a wire may become: errors raised on purpose, and remote errors."""
-    if root is RemoteError or not issubclass(root, ActorError):
+    if root in _CONVEYED or not issubclass(root, ActorError):
         yield root
     for kind in root.__subclasses__():
         yield from _known_errors(kind)

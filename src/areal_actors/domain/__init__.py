@@ -60,7 +60,7 @@ from areal_actors.domain.grammar import (
     Repeated,
 )
 from areal_actors.domain.numbers import EVAL_SCOPE, MAX_NUMBERS, SCOPE, average_numbers, merge_numbers
-from areal_actors.domain.roles import Role
+from areal_actors.domain.roles import Role, RunStatus
 from areal_actors.domain.rows import (
     AssignedProblem,
     Branch,
@@ -182,6 +182,7 @@ __all__ = [
     "RewardScope",
     "RewardSet",
     "Role",
+    "RunStatus",
     "SampleKey",
     "SampledTokens",
     "Sampling",

@@ -10,7 +10,6 @@ from areal_actors.errors import (
     CapacityExhausted,
     ConfigError,
     ContextLengthExceeded,
-    EncodingError,
     NotFound,
     ProtocolError,
     RemoteError,
@@ -26,7 +25,6 @@ from areal_actors.kernel.failure import error_from_data, error_to_data
         ContextLengthExceeded(num_tokens=10, max_tokens=5),
         ConfigError(("a", "b")),
         RemoteError("actor", "ValueError", "odd", "Traceback ..."),
-        EncodingError("GroupsTrained cannot be sent"),
     ],
 )
 def test_errors_on_purpose_survive_the_wire(error):

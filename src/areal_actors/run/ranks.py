@@ -36,6 +36,7 @@ from areal_actors.lib import loops
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.scratch import scratch_directory
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, GangMembers, Ranks, ReportGang
 from areal_actors.models import resolve_model
 from areal_actors.run.job import Job, create_policy
@@ -100,7 +101,7 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         directory = stack.enter_context(scratch_directory())
         address = f"unix:{directory}/ranks.sock"
         listener = await stack.enter_async_context(listen(address, secret=secret))
-        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks = await stack.enter_async_context(open_tasks())
         # Reading stops even if a grandchild keeps a pipe open.
         stack.callback(tasks.cancel_scope.cancel)
         spec = _RankSpec(address=address, secret=secret, job=job)

@@ -25,6 +25,7 @@ from areal_actors.errors import (
     EngineError,
     GangError,
     ProtocolError,
+    RemoteError,
     RequestError,
     SchedulerError,
 )
@@ -116,6 +117,8 @@ def find_final(error: BaseException) -> ArealError | None:
         # test fails it again, and a value that cannot be sent is made again.
         is_mended = isinstance(leaf, ActorError | RequestError | EngineError | GangError)
         is_fault = isinstance(leaf, CaptureViolation | EncodingError) or not is_mended
+        # An actor elsewhere could not send it.
+        is_fault |= isinstance(leaf, RemoteError) and leaf.type_name == EncodingError.__name__
         if isinstance(leaf, ArealError) and is_fault:
             return leaf
     return None

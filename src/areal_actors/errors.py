@@ -35,7 +35,8 @@
     ├── ExportError                 rows that cannot be built from this session                 (session)
     ├── RenderError                 messages that the chat template rejects                     (request)
     ├── EngineError                 the engine failed                                           (engine)
-    │   ├── GenerationAborted       aborted on request
+    │   ├── GenerationAborted       aborted on request, by an engine of another package
+    │   ├── EngineLost              its server is lost; requests wait for it or move to other engines
     │   └── CaptureViolation        ids, log-probabilities or versions that are impossible
     ├── EpisodeError                an agent's episode failed; only this episode is rejected    (episode)
     ├── ModelError                  a model that cannot be found, read or converted             (config)
@@ -77,6 +78,7 @@ __all__ = [
     "DeadlockError",
     "EncodingError",
     "EngineError",
+    "EngineLost",
     "EpisodeError",
     "EpisodeLimitReached",
     "ExportError",
@@ -366,7 +368,11 @@ class EngineError(ArealError):
 
 
 class GenerationAborted(EngineError):
-    """The generation was aborted on request; everything sampled before was delivered."""
+    """The generation was aborted on request; everything sampled before was delivered.
+
+    For engines of other packages: it ends the request, which moves to no other engine, and its client is asked to try
+    again. The engines of this one end an aborted stream with ``FinishReason.ABORT``.
+    """
 
 
 class EngineLost(EngineError):

@@ -78,7 +78,7 @@ _CONVERTED: tuple[tuple[Any, Callable[[Any], Any]], ...] = (
 """Functions that convert values of classes that do not travel to those of JSON; the first class that fits is used."""
 
 
-def _key(key: Any, where: str) -> str | int:
+def _key(key: Any, where: str) -> Any:
     if isinstance(key, str):
         return str.__str__(key)
     if isinstance(key, int | np.integer) and not isinstance(key, bool):

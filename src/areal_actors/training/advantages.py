@@ -101,11 +101,11 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
                 else _affine(baseline=mean, divisor=max(float(values.std()), config.std_floor))
             )
     result: list[GroupAdvantages] = []
-    for group, values in zip(groups, centred, strict=True):
+    for group, centred_rows in zip(groups, centred, strict=True):
         scale = scales[group.problem.source]
-        rows = [scale(found) * row.loss_mask for row, found in zip(_rows(group), values, strict=True)]
+        rows = [scale(found) * row.loss_mask for row, found in zip(_rows(group), centred_rows, strict=True)]
         # Without a group baseline, groups are compared with each other: those of one episode teach, too.
-        compared = rows if config.normalisation in _UNGROUPED else values
+        compared = rows if config.normalisation in _UNGROUPED else centred_rows
         result.append(
             GroupAdvantages(rows=tuple(map(as_floats, rows)), has_zero_variance=_has_zero_variance(group, compared))
         )

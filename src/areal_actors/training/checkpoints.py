@@ -197,10 +197,10 @@ def _write_shards(
             words = [int(digest[start : start + _WORD_DIGITS], 16) for start in range(0, len(digest), _WORD_DIGITS)]
             found_here[index] = [(partial / names[index]).stat().st_size, *words]
     # One rank has each row, and the others zeros there, so that the sum is exact.
-    found = gang.sum(found_here.reshape(-1)).reshape(found_here.shape)
+    summed = gang.sum(found_here.reshape(-1)).reshape(found_here.shape)
     return {
         name: (int(size), "".join(f"{int(word):0{_WORD_DIGITS}x}" for word in words))
-        for name, (size, *words) in zip(names, found, strict=True)
+        for name, (size, *words) in zip(names, summed, strict=True)
     }
 
 

@@ -12,6 +12,7 @@
     │   ├── DeadlockError           the ask would wait for itself
     │   ├── MailboxFull             only the ``nowait`` forms
     │   └── ProtocolError           an actor class or message that does not fit its protocol
+    │       └── EncodingError           a value that cannot be sent to another process, also when tried again
     ├── RequestError                a client's request cannot be served; has an HTTP status     (request)
     │   ├── InvalidRequest          400
     │   │   ├── UnsupportedParameter    400: would change the answer, and is not supported
@@ -34,7 +35,8 @@
     ├── ExportError                 rows that cannot be built from this session                 (session)
     ├── RenderError                 messages that the chat template rejects                     (request)
     ├── EngineError                 the engine failed                                           (engine)
-    │   ├── GenerationAborted       aborted on request
+    │   ├── GenerationAborted       aborted on request, by an engine of another package
+    │   ├── EngineLost              its server is lost; requests wait for it or move to other engines
     │   └── CaptureViolation        ids, log-probabilities or versions that are impossible
     ├── EpisodeError                an agent's episode failed; only this episode is rejected    (episode)
     ├── ModelError                  a model that cannot be found, read or converted             (config)
@@ -74,7 +76,9 @@ __all__ = [
     "DatasetError",
     "DeadlineExceeded",
     "DeadlockError",
+    "EncodingError",
     "EngineError",
+    "EngineLost",
     "EpisodeError",
     "EpisodeLimitReached",
     "ExportError",
@@ -172,6 +176,10 @@ class MailboxFull(ActorError):
 
 class ProtocolError(ActorError):
     """An actor class, a handler or a message does not fit its protocol."""
+
+
+class EncodingError(ProtocolError):
+    """A message or an answer has a value that cannot be sent to another process, and would have it again."""
 
 
 # ------------------------------------------------------------------------------------------------- requests
@@ -360,7 +368,11 @@ class EngineError(ArealError):
 
 
 class GenerationAborted(EngineError):
-    """The generation was aborted on request; everything sampled before was delivered."""
+    """The generation was aborted on request; everything sampled before was delivered.
+
+    For engines of other packages: it ends the request, which moves to no other engine, and its client is asked to try
+    again. The engines of this one end an aborted stream with ``FinishReason.ABORT``.
+    """
 
 
 class EngineLost(EngineError):

@@ -8,6 +8,7 @@ import pytest
 
 from areal_actors.cache import RULES, LawReport, find_broken
 from areal_actors.cache.laws import LAWS
+from areal_actors.cache.rewards import backpropagate
 from areal_actors.errors import CustomFunctionError
 
 BROKEN = {
@@ -38,6 +39,17 @@ def test_a_rule_that_remembers_is_not_pure():
     calls = itertools.count()
 
     assert "pure" in find_broken(lambda tree, _: [float(next(calls))] * len(tree.ids)).broken
+
+
+@pytest.mark.parametrize("threshold", [1e-9, 1e-3, 1.0, 100.0])
+def test_a_rule_that_cuts_small_returns_does_not_scale(threshold):
+    """Whatever it holds for small: a reward says how much better an answer is, in any unit."""
+
+    def rule(tree, discount):
+        returns = backpropagate(tree, discount)
+        return [returns[name] if abs(returns[name]) >= threshold else 0.0 for name in tree.ids]
+
+    assert "returns scale with rewards" in find_broken(rule).broken
 
 
 def test_a_slow_rule_is_tried_on_fewer_trees():

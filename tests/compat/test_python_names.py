@@ -49,6 +49,16 @@ def test_every_name_of_the_page_is_there(name: str) -> None:
     assert hasattr(import_module(module), attribute)
 
 
+def test_former_names_of_core_are_there() -> None:
+    """Those of actors, and those that agents of a service import."""
+    from areal_actors import client, core, kernel
+
+    assert (client.AgentSession, client.AgentRunner) == (core.AgentSession, core.AgentRunner)
+    assert core.Actor is kernel.Actor
+    with pytest.raises(ImportError, match="AgentSesion"):
+        from areal_actors.core import AgentSesion  # noqa: F401
+
+
 def test_the_page_has_a_table() -> None:
     """With the names that are documented as public."""
     names = {name.rpartition(".")[2] for name in names_of_the_page()}

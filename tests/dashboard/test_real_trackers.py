@@ -14,8 +14,9 @@ import pytest
 
 from areal_actors.dashboard import RunDirectory, TrackedRun, create_trackers
 from areal_actors.dashboard.records import read_records
+from areal_actors.domain import RunStatus
 from areal_actors.lib.telemetry import logging_to_stream
-from areal_actors.messages import EvaluationFinished
+from areal_actors.messages import EvaluationFinished, RunEnded
 
 pytestmark = pytest.mark.filterwarnings("default")  # of clients that are not ours
 ROOT = Path(__file__).parents[2]
@@ -33,7 +34,7 @@ def track(tmp_path, news):
     directory.path.mkdir(parents=True)
     directory.config.write_text("seed: 7\ntrainer: {optimizer: {learning_rate: 0.5}}\nproxy: {admin_key: hidden}\n")
 
-    def play(name, steps, *, resumed_step=None, **options):
+    def play(name, steps, *, resumed_step=None, status=RunStatus.FINISHED, **options):
         run = TrackedRun(directory=directory, experiment="sums", trial="first", resumed_step=resumed_step)
         (writer,) = create_trackers({name: options}, run)
         writer.open()
@@ -41,6 +42,7 @@ def track(tmp_path, news):
             evaluation = EvaluationFinished(version=step, reward=0.25, num_episodes=4, num_failed=0, seconds=1.0)
             writer.on_event(evaluation)
             writer.on_event(news.step(step, reward=step / 10, **{"rollout/format ok=1": 1.0}))
+        writer.on_event(RunEnded(status=status))
         writer.close()
         return writer.num_lost
 

@@ -9,14 +9,16 @@ import subprocess
 import sys
 import threading
 
+import anyio
 import pytest
 
 from areal_actors.dashboard import MetricsWriter
 from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.reporter import ProgressReporter
+from areal_actors.domain import RunStatus
 from areal_actors.errors import RunDirectoryError
 from areal_actors.kernel import ActorSystem, root_cause
-from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
+from areal_actors.messages import EvaluationFinished, PhaseChanged, RunEnded, StepFinished
 
 pytestmark = pytest.mark.anyio
 
@@ -112,6 +114,21 @@ async def test_metrics_that_cannot_be_written_end_the_run():
     assert "metrics.jsonl could not be written: [Errno 28] No space left on device" in str(cause)
     assert "--resume" in str(cause)
     assert display.heard[-1] == "close"
+
+
+async def test_a_reporter_that_is_cancelled_says_that_the_run_was_interrupted():
+    """Unless an error has ended the run, which was said before."""
+    interrupted, failed = Recorder("interrupted"), Recorder("failed")
+    with anyio.CancelScope() as scope:
+        async with ActorSystem.open() as system:
+            await system.spawn(ProgressReporter([interrupted]), name="first")
+            second = await system.spawn(ProgressReporter([failed]), name="second")
+            await second.ask(RunEnded(status=RunStatus.FAILED))
+            scope.cancel()
+            await anyio.sleep_forever()
+
+    assert ["open", RunEnded(status=RunStatus.INTERRUPTED), "close"] == interrupted.heard
+    assert ["open", RunEnded(status=RunStatus.FAILED), "close"] == failed.heard
 
 
 async def test_a_run_directory_that_cannot_be_written_is_known_before_the_first_step(tmp_path):

@@ -21,8 +21,9 @@ from areal_actors.dashboard import (
     require_trackers,
 )
 from areal_actors.dashboard.trackers import TRACKERS
+from areal_actors.domain import RunStatus
 from areal_actors.errors import ConfigError
-from areal_actors.messages import EvaluationFinished, PhaseChanged
+from areal_actors.messages import EvaluationFinished, PhaseChanged, RunEnded
 
 MINIMAL = {"experiment_name": "sums", "total_steps": 3, "model": "tiny"}
 
@@ -34,6 +35,7 @@ class Notes:
         self.failing = failing
         self.calls: list[tuple[str, int, dict[str, float]]] = []
         self.is_closed = False
+        self.status: RunStatus | None = None
 
     def open(self) -> None:
         if "open" in self.failing:
@@ -44,8 +46,9 @@ class Notes:
         if f"step {step}" in self.failing:
             raise TimeoutError("too slow")
 
-    def close(self) -> None:
+    def close(self, status: RunStatus) -> None:
         self.is_closed = True
+        self.status = status
         if "close" in self.failing:
             raise SystemExit(1)
 
@@ -107,6 +110,23 @@ def test_a_tracker_that_fails_is_reported_once_and_counted(news, warnings_of, fa
     assert writer.num_lost == num_lost
     assert tracker.is_closed
     assert (1, 1) == (found.count("tracker_failed"), found.count("tracker_lost_records"))
+
+
+@pytest.mark.parametrize("status", [RunStatus.FINISHED, RunStatus.INTERRUPTED, RunStatus.FAILED])
+def test_a_tracker_is_told_how_the_run_ended(news, status):
+    """Trackers show other states for runs that failed, and notify people of them."""
+    tracker = Notes()
+    play(tracker, [news.step(1), RunEnded(status=status)])
+
+    assert status is tracker.status
+
+
+def test_a_run_that_ends_without_a_word_has_failed(news):
+    """The reporter itself may be what failed."""
+    tracker = Notes()
+    play(tracker, [news.step(1)])
+
+    assert RunStatus.FAILED is tracker.status
 
 
 def test_a_tracker_that_hangs_delays_nothing(news, warnings_of):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from contextlib import suppress
 
@@ -10,9 +11,11 @@ import pytest
 from attrs import evolve, frozen
 from openai import AsyncOpenAI, OpenAIError
 
+from areal_actors.client import AgentSession, OpenAIProxyClient
 from areal_actors.errors import EngineError, ModelError, NotFound, RewardError
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.worker import StepRunner
+from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import Actor, ActorSystem, Message
 from areal_actors.messages import CollectSession
 from areal_actors.run import open_inference
@@ -54,6 +57,59 @@ async def test_a_block_that_raises_raises_its_own_error():
         async with open_inference("tiny", CONFIG) as inference, inference.session():
             await inference.sessions.stop()
             raise KeyError("mine")
+
+
+@pytest.mark.parametrize(
+    "name", ["open_inference", "rollouts", "session", "agent_session", "client", "system", "sqlite"]
+)
+async def test_each_public_block_raises_the_error_of_its_body(name, tmp_path):
+    """As it is, in no exception group: ``except KeyError`` works around all of them."""
+    async with open_inference("tiny", CONFIG) as inference:
+        url, key = inference.endpoint.url, inference.endpoint.admin_key
+        opening = {
+            "open_inference": lambda: open_inference("tiny", CONFIG),
+            "rollouts": inference.rollouts,
+            "session": inference.session,
+            "agent_session": lambda: AgentSession(base_url=url, api_key=key),
+            "client": lambda: OpenAIProxyClient(url, admin_key=key, task_id="task"),
+            "system": ActorSystem.open,
+            "sqlite": lambda: SqliteJournal.open(tmp_path / "journal.sqlite"),
+        }[name]
+        with pytest.raises(KeyError, match="mine") as raised:
+            async with opening():
+                raise KeyError("mine")
+
+    assert raised.value.__cause__ is None
+    assert raised.value.__context__ is None or raised.value.__suppress_context__
+
+
+CRASH = """
+import asyncio
+from areal_actors import open_inference
+
+async def main():
+    is_open = asyncio.Event()
+
+    async def serve():
+        async with open_inference("tiny") as inference, inference.rollouts(), inference.session():
+            is_open.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(serve())
+    await is_open.wait()
+    raise KeyError("mine")
+
+asyncio.run(main())
+"""
+
+
+async def test_the_crash_of_an_app_is_told_alone():
+    """The end of ``asyncio.run`` cancels all tasks, those of the actors and of the server included."""
+    ended = await anyio.run_process([sys.executable, "-c", CRASH], check=False)
+    told = ended.stderr.decode()
+
+    assert told.rstrip().endswith("KeyError: 'mine'")
+    assert 1 == told.count("Traceback"), told
 
 
 class Engines:

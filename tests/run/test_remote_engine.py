@@ -10,7 +10,9 @@ import threading
 from pathlib import Path
 
 import anyio
+import httpx
 import pytest
+from attrs import evolve
 from tests.run.trained import ENGINE, NAME, QUESTION, greedy_text, serving, train
 from transformers import AutoTokenizer
 
@@ -139,6 +141,33 @@ async def test_what_is_wrong_is_said(root: Path):
             with pytest.raises(ModelError, match="does not offer"):
                 await engine.agenerate("hello")
     assert Unauthorized.status == 401
+
+
+@pytest.mark.anyio
+async def test_a_service_that_needs_no_key_is_asked_without_one(root: Path):
+    """With any placeholder, too; a service that needs one says so. The policy still needs a session."""
+    settings = serving(root)
+    opened = evolve(settings, proxy=evolve(settings.proxy, open_sessions=True))
+    async with open_inference("tiny", opened) as inference:
+        url = inference.endpoint.base_url
+        for api_key in (None, "DUMMY"):
+            engine = RemoteSGLangEngine()
+            engine.initialize(
+                experiment_name=EXPERIMENT, trial_name=TRIAL, base_url=url, api_key=api_key, environment={}
+            )
+            async with engine:
+                assert NAME == (await engine.agenerate(QUESTION, max_new_tokens=4)).model
+        async with httpx.AsyncClient() as http:
+            body = {"model": "policy", "messages": [{"role": "user", "content": "hello"}]}
+            assert 401 == (await http.post(f"{url}/chat/completions", json=body)).status_code
+    async with open_inference("tiny", settings) as inference:
+        engine = RemoteSGLangEngine()
+        engine.initialize(
+            experiment_name=EXPERIMENT, trial_name=TRIAL, base_url=inference.endpoint.base_url, environment={}
+        )
+        async with engine:
+            with pytest.raises(ModelError, match=r"does not offer the model .* without a key \(api_key\)"):
+                await engine.agenerate(QUESTION)
 
 
 def test_a_service_in_another_process(root: Path):

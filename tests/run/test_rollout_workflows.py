@@ -18,6 +18,7 @@ from areal_actors import (
     ArealOpenAI,
     AsyncRewardWrapper,
     GenerationConfig,
+    GroupedRolloutWorkflow,
     ModelRequest,
     RolloutWorkflow,
     Trainer,
@@ -288,14 +289,17 @@ async def test_rollouts_by_hand_in_any_order(tokenizer: Any) -> None:
         agent = engine.submit(two, Asking(), group_size=2)
         partly = engine.submit(three, RejectingWorkflow(**kwargs), group_size=2)
         rejected = engine.submit(one, RejectingWorkflow(**kwargs))
+        grouped = engine.submit(one, GroupedRolloutWorkflow(MyWorkflow(**kwargs), 3), group_size=2)
         assert await rejected is None
         few, asked = await partly, await agent
+        joined = await grouped
         tensors, again = await by_class, await by_class.result()
 
     assert tensors is not None
     assert few is not None
     assert asked is not None
-    assert (4, 1, 2) == tuple(len(result["input_ids"]) for result in (tensors, few, asked))
+    assert joined is not None
+    assert (4, 1, 2, 6) == tuple(len(result["input_ids"]) for result in (tensors, few, asked, joined))
     assert torch.equal(tensors["input_ids"], again["input_ids"])
     assert len({tuple(row.tolist()) for row in tensors["input_ids"]}) > 1
     assert tensors["attention_mask"].dtype is torch.bool

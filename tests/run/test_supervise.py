@@ -9,9 +9,12 @@ from hypothesis import strategies as st
 from areal_actors.errors import (
     ActorStopped,
     CaptureViolation,
+    EncodingError,
     EngineError,
     GangError,
     ModelError,
+    ProtocolError,
+    RemoteError,
     TrainingStalled,
     Unavailable,
     Unreachable,
@@ -39,6 +42,10 @@ def test_no_window_has_more_restarts_than_allowed(times, most):
     [
         (ModelError("none"), True),
         (TrainingStalled("none"), True),
+        (EncodingError("GroupsTrained cannot be sent"), True),
+        (RemoteError("runner", "EncodingError", "GroupsTrained cannot be sent"), True),
+        (RemoteError("runner", "RuntimeError", "what"), False),
+        (ProtocolError("a message cannot be read"), False),
         (ActorStopped("gone"), False),
         (Unreachable("gone", sent=True), False),
         (Unavailable("later"), False),

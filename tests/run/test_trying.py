@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
+from areal_actors.dashboard import RunDirectory
 
 AGENT = '''
 import time
@@ -111,11 +113,35 @@ def test_groups_of_one_are_pointed_out(tmp_path: Path):
     assert result.stderr.startswith("tried: loading tiny to try it\n")
 
 
+def test_groups_of_one_are_fine_where_groups_are_compared(tmp_path: Path):
+    """As those of the shipped configuration of a service."""
+    settings = ("rollout.group_size=1", "trainer.advantages.normalisation=reinforce_plus_plus")
+    result = tried(tmp_path, "fine", "fine", words=settings)
+
+    assert 0 == result.exit_code
+    assert "group_size" not in result.stdout
+
+
+def test_a_run_whose_tokens_are_not_trained_says_so_once(tmp_path: Path):
+    """With the reason: agents that send temperature 0 are answered and rewarded, and learn nothing."""
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "job.yaml").write_text(CONFIG)
+    (tmp_path / "problems.jsonl").write_text('{"kind": "greedy"}\n')
+    command = ["train", str(tmp_path / "job.yaml"), "total_steps=2", "batch_size=1", "logging.display=none"]
+    result = CliRunner().invoke(cli, [*command, "--run-dir", str(tmp_path / "run")])
+
+    assert 0 == result.exit_code, result.output
+    log = RunDirectory(path=tmp_path / "run").log.read_text()
+    assert 1 == log.count("tokens_not_trained")
+    assert re.search(r"(\d+) of \1 sampled tokens are not trained: \1 were sampled at temperature 0", log)
+
+
 def test_answers_that_are_not_stored_are_pointed_out(tmp_path: Path):
     """Some agents send store: false by habit; their episodes succeed, and train nothing."""
     result = tried(tmp_path, "unstored")
 
     assert "4 answers are not trained because the agent sends store: false" in result.stdout
+    assert re.search(r"(\d+) of \1 sampled tokens are not trained: \1 came with store: false", result.stdout)
 
 
 @pytest.mark.parametrize("missing", ["dataset", "workflow"])

@@ -160,6 +160,18 @@ def test_a_withheld_member_stays_in_the_baseline(one_turn_group):
     assert [float(row[-1]) for row in found.rows] == [0.5, -0.5]
 
 
+@given(rewards=st.lists(st.sampled_from([0.0, 0.5, 1.0]), min_size=1, max_size=6))
+@pytest.mark.parametrize("normalisation", [Normalisation.REINFORCE_PLUS_PLUS, Normalisation.NONE])
+def test_groups_of_one_have_signal_where_groups_are_compared(one_turn_group, rewards, normalisation):
+    """A group counts as one without signal if all its advantages are 0, and none is replaced before the step."""
+    groups = [one_turn_group([reward]) for reward in rewards]
+    config = AdvantageConfig(normalisation=normalisation)
+    found = compute_advantages(groups, config)
+
+    assert [not any(row.any() for row in one.rows) for one in found] == [one.has_zero_variance for one in found]
+    assert not any(has_zero_variance(group, config) for group in groups)
+
+
 @given(value=st.floats(-5, 5), count=st.integers(1, 6))
 @pytest.mark.parametrize("unit", list(StatisticsUnit))
 def test_equal_rewards_carry_no_signal(one_turn_group, value, count, unit):

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 from attrs import evolve
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from areal_actors.errors import CheckpointError
 from areal_actors.training import directories
@@ -145,6 +147,102 @@ def test_incomplete_checkpoints_are_ignored(tmp_path, damage):
             document.write_text(json.dumps({"format": 99, "step": 2, "sizes": {}, "counters": {}}))
 
     assert find_latest(tmp_path).step == 1
+
+
+def test_a_directory_with_incomplete_checkpoints_only_is_an_error(tmp_path, make_model):
+    """A run does not begin from its initial weights because its checkpoint lost a file."""
+    (save_small(tmp_path, 2).path / "model.safetensors").unlink()
+
+    with pytest.raises(CheckpointError, match=r"step-00000002: .*model\.safetensors"):
+        PolicyTrainer(make_model(), CONFIG).restore(tmp_path)
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    st.lists(st.integers(0, 8), min_size=1, max_size=6),
+    st.lists(st.integers(0, 8), min_size=1, max_size=4),
+    st.integers(1, 3),
+)
+def test_save_keeps_what_was_saved_whatever_an_earlier_attempt_left(tmp_path_factory, earlier, steps, num_kept):
+    """The checkpoint just written is there, is the latest, and its predecessors are not lost to later steps."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for step in earlier:
+        save_small(root, step, num_kept=3)
+    written = []
+    for step in steps:
+        saved = save_small(root, step, num_kept=num_kept)
+        written = [*(former for former in written if former < step), step]
+
+        assert find_latest(root) == saved
+        present = [checkpoint.step for checkpoint in find_checkpoints(root)]
+        assert {*written[-num_kept:]} <= {*present}
+        assert len([found for found in present if found <= step]) <= num_kept
+
+
+def test_restore_goes_on_from_the_last_write_not_from_the_highest_step(tmp_path, make_model):
+    """A directory holds later steps of an abandoned attempt."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+    for trainer.version in (20, 30, 10):
+        trainer.save(tmp_path)
+    resumed = PolicyTrainer(make_model(), CONFIG)
+    resumed.restore(tmp_path)
+
+    assert 10 == resumed.version
+
+
+def test_a_checkpoint_of_an_earlier_release_has_neither_number_nor_digests(tmp_path):
+    """Such checkpoints are in the order of their steps, and older than all that are written now."""
+    for step in (1, 2):
+        document = save_small(tmp_path, step).path / "checkpoint.json"
+        content = json.loads(document.read_text())
+        del content["number"], content["digests"]
+        document.write_text(json.dumps(content))
+    assert 2 == find_latest(tmp_path).step
+
+    save_small(tmp_path, 3)
+    assert [2, 3] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_damage_of_the_right_size_is_passed_over(tmp_path_factory, data):
+    """Any other bytes in any file, such as the zeros of a lost page cache, leave the checkpoint unused."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    parts = {name: {"w": torch.arange(1.0, 9)} for name in ("adapter_model", "model", "optimizer", "rng")}
+    for step in (1, 2):
+        save_checkpoint(root, Contents(parts=parts, documents={"adapter_config.json": {"r": 8}}), step=step)
+    broken = root / "step-00000002"
+    file = data.draw(st.sampled_from(sorted(path for path in broken.rglob("*.*") if path.name != "checkpoint.json")))
+    before = file.read_bytes()
+    first = data.draw(st.integers(0, len(before) - 1))
+    last = data.draw(st.integers(first + 1, len(before)))
+    after = before[:first] + bytes(last - first) + before[last:]
+    file.write_bytes(after)
+
+    assert find_latest(root).step == (2 if after == before else 1)
+
+
+def test_damage_of_the_only_checkpoint_is_an_error_that_names_the_file(tmp_path, make_model):
+    """Weights of which half is zero are not trained on, and training does not begin anew either."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+    file = trainer.save(tmp_path).path / "model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) // 2] + bytes(len(content) - len(content) // 2))
+
+    with pytest.raises(CheckpointError, match=r"step-00000000: model\.safetensors has other contents"):
+        trainer.restore(tmp_path)
+
+
+def test_the_chosen_step_is_restored_and_no_other(tmp_path, make_model):
+    """The roles of a run take the step that its controller has chosen."""
+    trainer = PolicyTrainer(make_model(), CONFIG)
+    for trainer.version in (1, 2):
+        trainer.save(tmp_path)
+    trainer.restore(tmp_path, step=1)
+
+    assert 1 == trainer.version
+    with pytest.raises(CheckpointError, match=r"step 3 .* is gone"):
+        trainer.restore(tmp_path, step=3)
 
 
 def test_a_full_disk_keeps_the_old_checkpoint(tmp_path, make_model):

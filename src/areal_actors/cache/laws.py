@@ -105,6 +105,20 @@ def _linear(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     assert is_close(sums, backpropagate(evolve(tree, rewards=mixed), discount, rule))
 
 
+def _scales(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    # A power of two: floating-point results of a rule that scales are then the same digits.
+    scale, discount = 2.0 ** (draw.index(2 * _MAX_EXPONENT + 1) - _MAX_EXPONENT), draw.number(0, 1)
+    scaled = evolve(tree, rewards=tuple(scale * reward for reward in tree.rewards))
+    before, after = backpropagate(tree, discount, rule), backpropagate(scaled, discount, rule)
+    # Not ``is_close``, to which returns below a fixed size are all equal.
+    rounding = 1e-9 * max(map(abs, scaled.rewards), default=0.0) + 1e-300
+    assert all(math.isclose(scale * before[name], after[name], rel_tol=1e-9, abs_tol=rounding) for name in before)
+
+
+_MAX_EXPONENT = 40
+"""Rewards are made up to 2**40 times as large or small."""
+
+
 def _free_of_order(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     discount, order = draw.number(0, 1), draw.order(len(tree.ids))
     places = {old: new for new, old in enumerate(order)}
@@ -189,6 +203,11 @@ LAWS: Mapping[str, Law] = {
             name="linear",
             statement="The returns of a sum of rewards are the sum of their returns, and scaling goes through.",
             holds=_linear,
+        ),
+        Law(
+            name="returns scale with rewards",
+            statement="Rewards in a larger or smaller unit give returns in that unit, however small they are.",
+            holds=_scales,
         ),
         Law(
             name="free of order",

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from enum import StrEnum
 
 from attrs import asdict, evolve, field, frozen
 
 from areal_actors import __version__
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.metrics import read_gauges
+from areal_actors.domain import RunStatus
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import is_held
 from areal_actors.lib.telemetry import redact
@@ -32,22 +32,6 @@ __all__ = [
     "write_record",
     "write_replicas",
 ]
-
-
-class RunStatus(StrEnum):
-    """The state of a run."""
-
-    RUNNING = "running"
-    SERVING = "serving"
-    """All steps were made, and a service goes on answering with the trained weights."""
-    FINISHED = "finished"
-    """All steps were made, or a goal was reached. The weights are saved."""
-    INTERRUPTED = "interrupted"
-    """It was told to stop, and can be resumed."""
-    FAILED = "failed"
-    """An error ended it. It can be resumed once the cause is removed."""
-    KILLED = "killed"
-    """Its process is gone without a word. It can be resumed. This is only read, never written."""
 
 
 def _now() -> str:

@@ -84,7 +84,14 @@ def open_records(path: Path, mode: Literal["a", "w"]) -> TextIO:
 
 def format_record(record: Mapping[str, Any]) -> str:
     """Return one line of strict JSON. JSON has no nan or infinity, so they become null."""
-    return json.dumps(_finite(record), ensure_ascii=False, separators=(",", ":"), default=str) + "\n"
+    finite = _finite(record)
+    line = json.dumps(finite, ensure_ascii=False, separators=(",", ":"), default=str) + "\n"
+    try:
+        line.encode()
+    except UnicodeEncodeError:
+        # Half of a surrogate pair, such as in the message of an agent's error: a file has it as an escape only.
+        return json.dumps(finite, separators=(",", ":"), default=str) + "\n"
+    return line
 
 
 def _finite(value: Any) -> Any:

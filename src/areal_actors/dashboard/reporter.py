@@ -22,9 +22,10 @@ from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Protocol
 
-from anyio import CapacityLimiter, to_thread
+from anyio import CapacityLimiter, get_cancelled_exc_class, to_thread
 from attrs import define
 
+from areal_actors.domain import RunStatus
 from areal_actors.errors import RunDirectoryError
 from areal_actors.kernel import Actor, Context, Message
 from areal_actors.lib.telemetry import get_logger
@@ -35,6 +36,7 @@ from areal_actors.messages import (
     PhaseChanged,
     Progress,
     RowsTrained,
+    RunEnded,
     SessionArchived,
     StepFinished,
 )
@@ -95,6 +97,7 @@ class ProgressReporter(Actor[Progress]):
         self._deaf: set[str] = set()
         self._outages: dict[str, _Outage] = {}
         self._probed_at = 0.0
+        self._has_ended = False
         self._limiter: CapacityLimiter
 
     @asynccontextmanager
@@ -105,6 +108,11 @@ class ProgressReporter(Actor[Progress]):
         try:
             await self._on_thread(lambda listener: listener.open(), is_news=False)
             yield
+        except get_cancelled_exc_class():
+            # The whole run was cancelled from outside, which no other actor had the time to say.
+            if not self._has_ended:
+                await self._tell_all(RunEnded(status=RunStatus.INTERRUPTED))
+            raise
         finally:
             # A listener that was switched off is still closed.
             self._deaf.clear()
@@ -141,6 +149,12 @@ class ProgressReporter(Actor[Progress]):
     @StepFinished.handler
     async def finish_step(self, message: StepFinished) -> None:
         """Pass the message to the listeners."""
+        await self._tell_all(message)
+
+    @RunEnded.handler
+    async def end_run(self, message: RunEnded) -> None:
+        """Pass the message to the listeners."""
+        self._has_ended = True
         await self._tell_all(message)
 
     @EvaluationFinished.handler

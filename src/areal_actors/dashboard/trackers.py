@@ -35,12 +35,12 @@ from attrs import frozen
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import load_object
-from areal_actors.domain import EVAL_SCOPE
+from areal_actors.domain import EVAL_SCOPE, RunStatus
 from areal_actors.errors import ConfigError
 from areal_actors.kernel import Message
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.messages import EvaluationFinished, Progress, StepFinished
+from areal_actors.messages import EvaluationFinished, Progress, RunEnded, StepFinished
 
 __all__ = ["TRACKERS", "TrackedRun", "TrackerWriter", "create_trackers", "parse_trackers", "require_trackers"]
 
@@ -51,6 +51,9 @@ _CLOSE_SECONDS = 60.0
 """How long the end of a run waits for a tracker to send what it has."""
 _MAX_PARAMETER = 500
 """Length of a setting in MLflow; its servers before 2.8 accept no more."""
+_EXIT_CODES = {RunStatus.FINISHED: 0, RunStatus.INTERRUPTED: 255}
+"""The exit codes by which wandb tells how a run ended: it shows 255, its own code for Ctrl-C, as killed."""
+_MLFLOW_STATES = {RunStatus.FINISHED: "FINISHED", RunStatus.INTERRUPTED: "KILLED"}
 _SECRET = re.compile(r"(^|_)(key|keys|secret|password|token|authorization)$", re.IGNORECASE)
 
 
@@ -112,8 +115,8 @@ class Tracker(Protocol):
         """Record numbers of a step. Several records may have the same step."""
         ...
 
-    def close(self) -> None:
-        """Send everything, and end the run. Also called if ``open`` failed."""
+    def close(self, status: RunStatus) -> None:
+        """Send everything, and end the run as ``status`` says. Also called if ``open`` failed."""
         ...
 
 
@@ -140,7 +143,7 @@ class Tensorboard:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def close(self, status: RunStatus) -> None:  # noqa: ARG002 - TensorBoard has no states
         """Flush and close the event file."""
         if self._writer is not None:
             self._writer.close()
@@ -185,10 +188,10 @@ class Wandb:
         """Record numbers. wandb merges records of one step, and ignores steps that it has left behind."""
         self._wandb_run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
+    def close(self, status: RunStatus) -> None:
+        """Finish the run: as finished, killed or failed."""
         if self._wandb_run is not None:
-            self._wandb_run.finish()
+            self._wandb_run.finish(exit_code=_EXIT_CODES.get(status, 1))
 
 
 class Mlflow:
@@ -248,10 +251,10 @@ class Mlflow:
         found = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in metrics.items()]
         self._client.log_batch(self._id, metrics=found)
 
-    def close(self) -> None:
-        """Mark the run as finished."""
+    def close(self, status: RunStatus) -> None:
+        """Mark the run as finished, killed or failed."""
         if self._id is not None:
-            self._client.set_terminated(self._id, "FINISHED")
+            self._client.set_terminated(self._id, _MLFLOW_STATES.get(status, "FAILED"))
 
 
 class Trackio:
@@ -284,7 +287,7 @@ class Trackio:
         """Record numbers."""
         self._trackio_run.log(dict(metrics), step=step)
 
-    def close(self) -> None:
+    def close(self, status: RunStatus) -> None:  # noqa: ARG002 - trackio has no states
         """Finish the run."""
         if self._trackio_run is not None:
             with redirect_stdout(sys.stderr):
@@ -385,6 +388,8 @@ class TrackerWriter:
         self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(_MAX_QUEUED)
         self._thread: threading.Thread | None = None
         self._has_warned = False
+        # A run that ends without a word has failed.
+        self._status = RunStatus.FAILED
 
     def open(self) -> None:
         """Start the thread. The tracker opens on it."""
@@ -395,6 +400,8 @@ class TrackerWriter:
     def on_event(self, news: Message[Progress, None]) -> None:
         """Queue the numbers of a step or of an evaluation. Never waits."""
         match news:
+            case RunEnded():
+                self._status = news.status
             case StepFinished():
                 # The event of an evaluation already contained its numbers.
                 of_eval = {"eval_reward", *(key for key in news.metrics if key.startswith((f"{EVAL_SCOPE}/", "eval/")))}
@@ -431,7 +438,7 @@ class TrackerWriter:
             step, metrics = record
             if not (is_open and self._attempt(lambda: self._tracker.log(step, metrics))):  # noqa: B023 - called at once
                 self.num_lost += 1
-        self._attempt(self._tracker.close)
+        self._attempt(lambda: self._tracker.close(self._status))
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Call ``action``; return whether it succeeded."""

@@ -33,6 +33,7 @@ from areal_actors.datasets.bfcl import create_problem, find_answers
 from areal_actors.datasets.harbor import find_task_directories, load_task
 from areal_actors.datasets.problems import Problems
 from areal_actors.datasets.tasksets import VerifiersPlugin, task_rows
+from areal_actors.datasets.values import plain_row, without_null_keys
 from areal_actors.errors import ArealError, DatasetError
 
 __all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems", "read_json_lines"]
@@ -111,32 +112,41 @@ def load_problems(
     """Read or generate the problems; this blocks. ``import_reference`` returns the object behind ``file.py:name``.
 
     Paths are relative to ``directory`` (default: the working directory). Raises ``DatasetError`` naming the source, and
-    for files the line, of the error.
+    for files the line, of the error, such as a value that cannot be sent to an agent in another process (``values``).
     """
     directory = directory or Path.cwd()
     if config.jsonl is not None:
-        rows: Rows = [row for _, row in read_json_lines(directory / config.jsonl)]
+        rows: Rows = [plain_row(row, where) for where, row in read_json_lines(directory / config.jsonl)]
     elif config.huggingface is not None:
         rows = cast("Rows", _load_huggingface(directory, config.huggingface, config))
     elif config.reasoning_gym is not None:
-        rows = _generate(config.reasoning_gym, config)
+        rows = _plain_rows(config.reasoning_gym, _generate(config.reasoning_gym, config))
     elif config.harbor is not None:
-        rows = [load_task(path).problem for path in find_task_directories(directory / config.harbor)]
+        tasks = find_task_directories(directory / config.harbor)
+        rows = [plain_row(load_task(path).problem, str(path)) for path in tasks]
     elif config.bfcl is not None:
         path = directory / config.bfcl
         lines = read_json_lines(found) if (found := find_answers(path)).exists() else ()
         answers = {row["id"]: row["ground_truth"] for _, row in lines}
-        rows = [create_problem(row, answers, where=f"{path.parent / where}") for where, row in read_json_lines(path)]
+        rows = [
+            plain_row(create_problem(row, answers, where=f"{path.parent / where}"), where)
+            for where, row in read_json_lines(path)
+        ]
     elif config.verifiers is not None:
-        rows = task_rows(config.verifiers, config.size and config.num_made, num_made=config.num_made)
+        made = task_rows(config.verifiers, config.size and config.num_made, num_made=config.num_made)
+        rows = _plain_rows(str(config.verifiers.id), made)
     else:
         assert config.python is not None
-        rows = _call(config.python, import_reference(config.python), config)
+        rows = _plain_rows(config.python, _call(config.python, import_reference(config.python), config))
     end = len(rows) if config.size is None else config.start + config.size
     if config.start >= len(rows):
         after = f" from number {config.start} on" if len(rows) else ""
         raise DatasetError(f"{config.source} has no problems{after}: {len(rows)} in all.")
     return Problems(rows[config.start : end], seed=shuffle_seed, is_shuffled=config.is_shuffled)
+
+
+def _plain_rows(source: str, rows: Rows) -> Rows:
+    return [plain_row(row, f"{source}, problem {number}") for number, row in enumerate(rows)]
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -173,17 +183,23 @@ def _refuse_constant(name: str) -> NoReturn:
 
 @frozen
 class _Table:
-    """Rows of a Hugging Face dataset, read from disk on access."""
+    """Rows of a Hugging Face dataset, read from disk on access, with the values that ``plain_row`` makes of them.
+
+    Nested keys that are null are left out: the table gave each mapping in a column, such as a tool, the keys of all
+    others.
+    """
 
     rows: Any
+    name: str
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return _Table(self.rows.select(range(*index.indices(len(self.rows)))))
-        return self.rows[index]
+            return _Table(self.rows.select(range(*index.indices(len(self.rows)))), self.name)
+        row = {key: without_null_keys(value) for key, value in self.rows[index].items()}
+        return plain_row(row, f"{self.name}, row {index}")
 
 
 def _load_huggingface(directory: Path, name: str, config: DatasetConfig) -> _Table:
@@ -220,14 +236,26 @@ def _load_huggingface(directory: Path, name: str, config: DatasetConfig) -> _Tab
             f"network, run datasets.load_dataset({name!r}).save_to_disk(DIRECTORY), and name that directory here."
         ) from error
     if not isinstance(found, datasets.DatasetDict):
-        return _Table(found)
+        return _open_table(found, name)
     if split not in found:
         where = name if is_on_hub else path
         said = "no split is named" if split is None else f"there is no split {split!r}"
         raise DatasetError(
             f"{where} has the splits {', '.join(map(str, found))}, and {said}; set 'split' to one of them."
         )
-    return _Table(found[split])
+    return _open_table(found[split], name)
+
+
+def _open_table(rows: Any, name: str) -> _Table:
+    """Return a table, whose values have one type a column: those that decode to objects are refused before a row is."""
+    for column, feature in rows.features.items():
+        if getattr(feature, "decode", False):
+            kind = type(feature).__name__
+            raise DatasetError(
+                f"The column {column} of {name} is decoded to an object ({kind}), which cannot be sent to an agent in "
+                f"another process. Save it with cast_column({column!r}, {kind}(decode=False)), or without the column."
+            )
+    return _Table(rows, name)
 
 
 # -------------------------------------------------------------------------------------------------- generators

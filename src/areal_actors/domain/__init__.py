@@ -61,7 +61,7 @@ from areal_actors.domain.grammar import (
     Repeated,
 )
 from areal_actors.domain.numbers import EVAL_SCOPE, MAX_NUMBERS, SCOPE, average_numbers, merge_numbers
-from areal_actors.domain.roles import Role
+from areal_actors.domain.roles import Role, RunStatus
 from areal_actors.domain.rows import (
     AssignedProblem,
     Branch,
@@ -185,6 +185,7 @@ __all__ = [
     "RewardScope",
     "RewardSet",
     "Role",
+    "RunStatus",
     "SampleKey",
     "SampledTokens",
     "Sampling",

@@ -49,6 +49,7 @@ from areal_actors.kernel import OwnThread
 from areal_actors.lib.atomic_write import sync_path
 from areal_actors.lib.locks import LockHeld, hold
 from areal_actors.lib.loops import Signal, running_loop
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
@@ -112,22 +113,17 @@ class SqliteJournal:
             JournalError: the file is on a network filesystem, is in use, has a newer version, is not a journal, is
                 damaged, or cannot be written.
         """
-        failure: Exception | None = None
         config = config or JournalConfig()
-        async with OwnThread.open() as thread, anyio.create_task_group() as tasks:
+        async with OwnThread.open() as thread, open_tasks() as tasks:
             journal = cls(thread, config)
             try:
                 await thread.run(partial(journal._open, path, config, now))
                 tasks.start_soon(journal._move_regularly)
                 yield journal
-            except Exception as error:  # noqa: BLE001 - raised below, where no task group wraps it
-                failure = error
             finally:
                 tasks.cancel_scope.cancel()
                 journal._is_closed = True
                 thread.post(journal._close)
-        if failure is not None:
-            raise failure
 
     # ------------------------------------------------------------------------------------ on the event loop
 

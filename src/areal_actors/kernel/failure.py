@@ -1,4 +1,4 @@
-"""Conversion of exceptions at the boundary of an actor, root causes of exception groups, and task groups of blocks.
+"""Conversion of exceptions at the boundary of an actor, and root causes of exception groups.
 
 An error that a handler raises during an **ask** or a **stream** is converted by these rules:
 
@@ -16,36 +16,23 @@ from __future__ import annotations
 
 import asyncio
 import traceback
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Iterator, Mapping
 from typing import Any
-
-import anyio
-from anyio.abc import TaskGroup
 
 from areal_actors.errors import ActorError, ActorStopped, ArealError, ProtocolError, RemoteError
 from areal_actors.lib.loops import is_trio
+from areal_actors.lib.task_groups import leaves
 
 __all__ = [
     "error_from_data",
     "error_to_data",
     "is_stray_cancellation",
     "leaves",
-    "open_tasks",
     "root_cause",
     "transferred",
 ]
 
 _PLAIN = (type(None), bool, int, float, str, bytes)
-
-
-def leaves(error: BaseException) -> Iterator[BaseException]:
-    """Iterate over the plain exceptions inside ``error``, at any depth, in order; a plain exception is its own leaf."""
-    if not isinstance(error, BaseExceptionGroup):
-        yield error
-        return
-    for inner in error.exceptions:
-        yield from leaves(inner)
 
 
 def root_cause(error: BaseException) -> BaseException:
@@ -55,31 +42,6 @@ def root_cause(error: BaseException) -> BaseException:
     the first one wins.
     """
     return min(leaves(error), key=_rank)
-
-
-@asynccontextmanager
-async def open_tasks() -> AsyncIterator[TaskGroup]:
-    """Open a task group for the tasks behind a block, which raises the block's own exception as it is, not in a group.
-
-    If a task has raised another error, the group is raised: the block was then only cancelled, and its exception alone
-    would not show the cause.
-    """
-    body: BaseException | None = None
-    try:
-        async with anyio.create_task_group() as tasks:
-            try:
-                yield tasks
-            except BaseException as error:
-                body = error
-                raise
-    except BaseExceptionGroup as group:
-        own = () if body is None else tuple(leaves(body))
-        if body is None or any(leaf not in own for leaf in leaves(group)):
-            raise
-        raise body from body.__cause__
-    finally:
-        # Its traceback refers to this frame, which would make a reference cycle.
-        del body
 
 
 def transferred(error: BaseException, actor: str) -> ArealError:

@@ -95,8 +95,6 @@ class Loop:
     """The nearest deadline of the cancel scopes around the running task; infinite if there is none."""
     call_soon: Callable[[Callable[[], object]], object]
     """Schedule a function on the loop and return at once. The only primitive here that any thread may call."""
-    call_soon_here: Callable[[Callable[[], object]], object]
-    """As ``call_soon``, called on the loop's own thread: on asyncio, the loop need not be woken through its socket."""
 
 
 def loop_identity() -> object:
@@ -131,7 +129,6 @@ def running_loop() -> Loop:
         wait_until=wait_until,
         effective_deadline=anyio.current_effective_deadline,
         call_soon=loop.call_soon_threadsafe,
-        call_soon_here=loop.call_soon,
     )
 
 
@@ -165,13 +162,11 @@ def _trio_loop() -> Loop:
 
     from areal_actors.lib.trio_signals import ParkedSignal, SharedTimers
 
-    call_soon = trio.lowlevel.current_trio_token().run_sync_soon
     return Loop(
         new_signal=ParkedSignal,
         new_scope=cast("Callable[..., Scope]", trio.CancelScope),
         now=trio.current_time,
         wait_until=cast("Callable[[Signal, float], Awaitable[None]]", SharedTimers().wait_until),
         effective_deadline=trio.current_effective_deadline,
-        call_soon=call_soon,
-        call_soon_here=call_soon,
+        call_soon=trio.lowlevel.current_trio_token().run_sync_soon,
     )

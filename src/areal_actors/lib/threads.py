@@ -20,6 +20,8 @@ import anyio
 from anyio import from_thread
 from anyio.lowlevel import EventLoopToken, current_token
 
+from areal_actors.lib.task_groups import open_tasks
+
 __all__ = ["NUM_CHECKS", "OwnThread", "ThreadHangs", "describe_place"]
 
 R = TypeVar("R")
@@ -58,7 +60,7 @@ class OwnThread:
     async def open(cls) -> AsyncIterator[OwnThread]:
         """Start a thread for the duration of a block; leaving it waits for the functions that were queued."""
         thread = cls(current_token())
-        async with anyio.create_task_group() as tasks:
+        async with open_tasks() as tasks:
             tasks.start_soon(thread._wait_ended)
             thread._thread.start()
             try:

@@ -134,6 +134,7 @@ from areal_actors.messages.progress import (
     Progress,
     RowAdvantage,
     RowsTrained,
+    RunEnded,
     SessionArchived,
     StepFinished,
 )
@@ -316,6 +317,7 @@ __all__ = [
     "Rollouts",
     "RowAdvantage",
     "RowsTrained",
+    "RunEnded",
     "RunProblem",
     "SaveShards",
     "SaveVersion",

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from attrs import field, frozen
 
-from areal_actors.domain import Episode, Problem, SessionRecord, TrainedRow
+from areal_actors.domain import Episode, Problem, RunStatus, SessionRecord, TrainedRow
 from areal_actors.kernel import Message
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "Progress",
     "RowAdvantage",
     "RowsTrained",
+    "RunEnded",
     "SessionArchived",
     "StepFinished",
 ]
@@ -32,6 +33,16 @@ class PhaseChanged(Message[Progress, None]):
 
     phase: str
     detail: str = ""
+
+
+@frozen(kw_only=True)
+class RunEnded(Message[Progress, None]):
+    """News: the run is over, as its record says; also for an attempt that failed and may be repeated.
+
+    It is the last message. A reporter that is closed without it belongs to a run that failed.
+    """
+
+    status: RunStatus
 
 
 @frozen(kw_only=True)

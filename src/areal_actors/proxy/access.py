@@ -88,10 +88,14 @@ def read_key(headers: Mapping[bytes, bytes]) -> str | None:
 
 @frozen(kw_only=True)
 class Authenticator:
-    """Turns keys and session names into credentials. ``session_urls`` says whether a session's URL alone opens it."""
+    """Turns keys and session names into credentials. ``session_urls`` says whether a session's URL alone opens it.
+
+    With ``open_sessions``, every client may start sessions, and therefore use the trained models without one.
+    """
 
     admin_key: str = field(repr=False)
     session_urls: bool = True
+    open_sessions: bool = False
 
     def is_admin(self, key: str | None) -> bool:
         """Return whether ``key`` is the admin key. The comparison takes constant time."""
@@ -111,14 +115,14 @@ class Authenticator:
             in_request: the session that its query or body names; it also needs the key that owns the session.
 
         Raises:
-            Unauthorized: there is neither a key nor the URL of a session.
+            Unauthorized: there is neither a key nor the URL of a session, and the service needs one of them.
         """
         session = in_path or in_request
         if session is not None and self.is_admin(key):
             return Credential(session=SessionId(session), is_capability=True, has_control=True)
         if in_path is not None and self.session_urls:
             return Credential(session=SessionId(in_path), key=key, is_capability=True)
-        if key is None:
+        if key is None and not self.open_sessions:
             raise Unauthorized(
                 "No key came with this request; send the session's key as 'Authorization: Bearer <key>' or 'x-api-key'."
             )
@@ -352,5 +356,5 @@ class ModelSelection:
         return await self.list()
 
     async def _check(self, credential: Credential) -> None:
-        if not self.authenticator.is_admin(credential.key):
+        if not (self.authenticator.open_sessions or self.authenticator.is_admin(credential.key)):
             await self.sessions.ask(CheckCredential(credential=credential))

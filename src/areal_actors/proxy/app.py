@@ -438,7 +438,11 @@ def create_app(
     """
     config = config or ProxyConfig()
     traffic = Traffic() if traffic is None else traffic
-    authenticator = Authenticator(admin_key=config.admin_key or create_admin_key(), session_urls=config.session_urls)
+    authenticator = Authenticator(
+        admin_key=config.admin_key or create_admin_key(),
+        session_urls=config.session_urls,
+        open_sessions=config.open_sessions,
+    )
     access = UserAccess(sessions=sessions, accounts=accounts)
     selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()

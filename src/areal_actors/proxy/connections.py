@@ -609,6 +609,17 @@ class _Request:
         return is_complete and not self._is_last and not self._connection.is_broken
 
 
+async def _accept_lifespan(receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Any]) -> None:
+    """Accept the start and the end of the server, at which no application here does anything.
+
+    Starlette reports the cancellation of its wait as a failure of the server, which hid the error of a program whose
+    end cancels all tasks, as that of ``asyncio.run`` does.
+    """
+    for phase in ("startup", "shutdown"):
+        await receive()
+        await send({"type": f"lifespan.{phase}.complete"})
+
+
 def with_bodies_read(app: Application) -> Application:
     """Return an application that reads what ``app`` leaves of a body, for the requests that Hypercorn serves.
 
@@ -616,6 +627,9 @@ def with_bodies_read(app: Application) -> Application:
     """
 
     async def serve(scope: Message, receive: Callable[[], Awaitable[Message]], send: Callable[[Message], Any]) -> None:
+        if scope["type"] == "lifespan":
+            await _accept_lifespan(receive, send)
+            return
         names = {name.lower() for name, _ in scope["headers"]} if scope["type"] == "http" else set()
         if names.isdisjoint((b"content-length", b"transfer-encoding")):
             await app(scope, receive, send)

@@ -28,6 +28,7 @@ from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen,
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.scratch import scratch_directory
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import (
     AwaitEndpoint,
     AwaitGang,
@@ -260,7 +261,7 @@ async def serve_fd(listener: socket.socket, path: Path) -> AsyncIterator[None]:
             async with stream:
                 await stream.send_fds(b"\n", [listener.fileno()])
 
-    async with await anyio.create_unix_listener(path, mode=0o600) as server, anyio.create_task_group() as tasks:
+    async with await anyio.create_unix_listener(path, mode=0o600) as server, open_tasks() as tasks:
         tasks.start_soon(server.serve, hand)
         yield
         tasks.cancel_scope.cancel()
@@ -366,7 +367,7 @@ async def open_proxies(
             connecting = connect_to_worker(control_plane.directory, f"proxy-{number}", secret=secret, node="controller")
             connections[number] = connection = await stack.enter_async_context(connecting)
             await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
-        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks = await stack.enter_async_context(open_tasks())
         for number in range(1, num_more + 1):
             name = f"proxy-{number}"
             spec = RoleSpec(

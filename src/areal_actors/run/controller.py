@@ -34,14 +34,15 @@ from attrs import asdict, evolve
 from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.dashboard.report import write_report
 from areal_actors.domain import DataPosition, Role
-from areal_actors.errors import ActorStopped, RunDirectoryError, SchedulerError, Unreachable
+from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.router import GenerationRouter, RouterConfig
 from areal_actors.journal import count_waiting_groups
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.failure import open_tasks, root_cause
+from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AddReplica,
@@ -60,6 +61,7 @@ from areal_actors.messages import (
     ReplicaState,
     Report,
     RoleSpec,
+    RunEnded,
     SaveWeights,
     Training,
     TrainingEnded,
@@ -115,11 +117,16 @@ async def run_plan(plan: RunPlan) -> None:
         except BaseException as error:
             # Every other end is recorded with the results.
             if controller.has_begun and not controller.is_done:
-                cause = root_cause(error) if isinstance(error, Exception) else error
-                is_failure = isinstance(cause, Exception) and not isinstance(cause, anyio.get_cancelled_exc_class())
-                status = RunStatus.FAILED if is_failure else RunStatus.INTERRUPTED
+                status, cause = _status_after(error)
                 controller.record(status, str(cause) or type(cause).__name__)
             raise
+
+
+def _status_after(error: BaseException) -> tuple[RunStatus, BaseException]:
+    """Return the status of a run that ``error`` ends, and the cause."""
+    cause = root_cause(error) if isinstance(error, Exception) else error
+    is_failure = isinstance(cause, Exception) and not isinstance(cause, anyio.get_cancelled_exc_class())
+    return RunStatus.FAILED if is_failure else RunStatus.INTERRUPTED, cause
 
 
 class _Lost(Exception):
@@ -395,6 +402,7 @@ class _Attempt:
                 config = RouterConfig(wait_seconds=plan.config.scheduler.start_seconds)
                 routed = self._controller.replicas.routed(system, config, version=self._spec.checkpoint or 0)
                 self._add({"generation": await stack.enter_async_context(routed)})
+            await stack.enter_async_context(self._reporting_end())
             tasks = await stack.enter_async_context(anyio.create_task_group())
             tasks.start_soon(self._spawn_reporter, system, renderer)
             opened = [_LocalRole(role) for role in plan.local_roles if role is not Role.ROLLOUT or plan.has_rollouts]
@@ -445,6 +453,19 @@ class _Attempt:
             page=self._controller.page_url,
         )
         self._add({"progress": await system.spawn(reporter, name="progress")})
+
+    @asynccontextmanager
+    async def _reporting_end(self) -> AsyncIterator[None]:
+        """Tell the reporter, while it lives, if an error ends the block. Other ends are reported with the results."""
+        try:
+            yield
+        except BaseException as error:
+            progress = self._local.get("progress")
+            if progress is not None:
+                # A reporter that failed itself, or was cancelled with the run, has closed its listeners.
+                with anyio.move_on_after(_CAUSE_SECONDS, shield=True), suppress(ActorError):
+                    await progress.ask(RunEnded(status=_status_after(error)[0]))
+            raise
 
     @asynccontextmanager
     async def _open(self, role: Role, renderer: Renderer) -> AsyncIterator[None]:
@@ -522,6 +543,7 @@ class _Attempt:
             name = await self._controller.interrupts.wait()
             await progress.ask(PhaseChanged(phase="done", detail=f"interrupted by {name}"))
         status = RunStatus.FINISHED if summary.is_finished else RunStatus.INTERRUPTED
+        await progress.ask(RunEnded(status=status))
         await to_thread.run_sync(self._controller.record, status, summary.stop_reason)
 
     def _add(self, actors: Mapping[str, Ref[Any]]) -> None:

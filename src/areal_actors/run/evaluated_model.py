@@ -46,17 +46,16 @@ class EvaluatedModel:
         if self.run is None:
             assert self.name is not None
             return self.name
-        from areal_actors.training.stored_checkpoints import find_checkpoints
+        from areal_actors.training.stored_checkpoints import find_checkpoint
 
+        assert self.step is not None
         target = RunDirectory(path=directory)
         if _trained_step(target.weights) == self.step:
             return str(target.weights)
         config = load_config(self.run.config)
-        checkpoint = next((one for one in find_checkpoints(self.run.checkpoints) if one.step == self.step), None)
-        if checkpoint is None:
-            raise CheckpointError(
-                f"The checkpoint of step {self.step} in {self.run.checkpoints} is gone; name another."
-            )
+        checkpoint = find_checkpoint(self.run.checkpoints, self.step)
+        if (damage := checkpoint.find_damage()) is not None:
+            raise CheckpointError(f"{checkpoint.path} cannot be evaluated: {damage}. Name another step.")
         model, adapter = load_trained(config, checkpoint)
         tokenizer = resolve_tokenizer(config.tokenizer or config.model)
         save_weights(model, target, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
@@ -114,7 +113,7 @@ def find_model(config: RunConfig, text: str | None, *, served_name: str | None =
 
 
 def _find_weights(directory: RunDirectory, *, step: int | None) -> EvaluatedModel:
-    from areal_actors.training.stored_checkpoints import find_checkpoints
+    from areal_actors.training.stored_checkpoints import find_checkpoints, find_latest
 
     name = f"{directory.path.parent.name}-{directory.path.name}"
     steps = {checkpoint.step for checkpoint in find_checkpoints(directory.checkpoints)}
@@ -122,7 +121,11 @@ def _find_weights(directory: RunDirectory, *, step: int | None) -> EvaluatedMode
     known = sorted(steps | ({exported} if exported is not None else set()))
     if not known:
         raise CheckpointError(f"The run in {directory.path} has neither weights nor a complete checkpoint yet.")
-    chosen = known[-1] if step is None else step
+    if step is None:
+        latest = find_latest(directory.checkpoints)
+        chosen = max(known if latest is None else {latest.step, exported or 0})
+    else:
+        chosen = step
     if chosen not in known:
         raise CheckpointError(
             f"The run in {directory.path} has no weights of step {step}; it has those of {', '.join(map(str, known))}. "

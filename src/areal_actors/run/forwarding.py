@@ -18,9 +18,9 @@ from urllib.parse import urlsplit
 import anyio
 
 from areal_actors.kernel import Ref
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.remote.sockets import SocketStream, accept, dial_tcp
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import AwaitProxies, Directory
 

@@ -23,7 +23,7 @@ from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunGauges
 from areal_actors.domain import Role, Snapshot
-from areal_actors.errors import CheckpointError, JournalError
+from areal_actors.errors import JournalError
 from areal_actors.generation.servers.config import Backend
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import ActorSystem, Ref
@@ -175,23 +175,14 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
             if (step := context.spec.checkpoint) is not None:
 
                 def read() -> Snapshot:
-                    from areal_actors.training.stored_checkpoints import find_latest
+                    from areal_actors.training.stored_checkpoints import find_checkpoint
 
-                    found = find_latest(context.directory.checkpoints)
-                    if found is None or found.step != step:
-                        raise _other_step(context.directory, None if found is None else found.step, step)
+                    found = find_checkpoint(context.directory.checkpoints, step)
                     return Snapshot(version=step, state=found.load("model"))
 
                 await generation.ask(PublishWeights(snapshot=await to_thread.run_sync(read)))
             await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=context.spec.attempt))
         yield Opened(actors={REPLICA: generation})
-
-
-def _other_step(directory: RunDirectory, found: int | None, step: int) -> CheckpointError:
-    return CheckpointError(
-        f"The newest checkpoint in {directory.checkpoints} is of step {found}, and this attempt goes on from step "
-        f"{step}; another process writes there. Train one run in a directory."
-    )
 
 
 @asynccontextmanager
@@ -459,9 +450,7 @@ def _load_job(context: RoleContext) -> Job:
     config, directory, spec = context.config, context.directory, context.spec
     policy, counters = create_policy(config, resolve_model(config.model)), None
     if spec.checkpoint is not None:
-        counters = policy.restore(directory.checkpoints)
-        if policy.version != spec.checkpoint:
-            raise _other_step(directory, policy.version, spec.checkpoint)
+        counters = policy.restore(directory.checkpoints, step=spec.checkpoint)
     supervised = context.supervised or load_supervised(config)
     settle_team()
     return Job(config=config, directory=directory, policy=policy, supervised=supervised, counters=counters)
@@ -516,11 +505,10 @@ def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTra
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
     model, adapter = policy.model, policy.adapter
     if not policy.gang.is_alone:  # a process of a gang holds only a shard
-        from areal_actors.training.stored_checkpoints import find_latest
+        from areal_actors.training.stored_checkpoints import find_checkpoint
 
-        checkpoint = find_latest(directory.checkpoints)
-        assert checkpoint is not None, "training ends with one"
-        model, adapter = load_trained(config, checkpoint)
+        # Training ends with one.
+        model, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
     lora = config.trainer.lora
     if adapter is not None and lora is not None and not lora.exports_merged:
         adapter.save(directory.adapter)

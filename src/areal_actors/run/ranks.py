@@ -36,6 +36,7 @@ from areal_actors.lib import loops
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.scratch import scratch_directory
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, GangMembers, Ranks, ReportGang
 from areal_actors.models import resolve_model
 from areal_actors.run.job import Job, create_policy
@@ -78,7 +79,7 @@ class _RankSpec:
             "secret": self.secret.hex(),
             "config": str(self.job.directory.config),
             "checkpoints": str(self.job.directory.checkpoints),
-            "is_resumed": self.job.counters is not None,
+            "step": None if self.job.counters is None else self.job.policy.version,
         }
         return json.dumps(told).encode() + b"\n"
 
@@ -100,7 +101,7 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         directory = stack.enter_context(scratch_directory())
         address = f"unix:{directory}/ranks.sock"
         listener = await stack.enter_async_context(listen(address, secret=secret))
-        tasks = await stack.enter_async_context(anyio.create_task_group())
+        tasks = await stack.enter_async_context(open_tasks())
         # Reading stops even if a grandchild keeps a pipe open.
         stack.callback(tasks.cancel_scope.cancel)
         spec = _RankSpec(address=address, secret=secret, job=job)
@@ -208,8 +209,7 @@ async def _ref(peer: Peer) -> Ref[Ranks]:
 async def serve_rank(spec: Mapping[str, Any]) -> None:
     """Run a rank that the first rank has started as a child, until the first rank is gone."""
     config = await to_thread.run_sync(load_config, Path(spec["config"]))
-    checkpoints = Path(spec["checkpoints"]) if spec["is_resumed"] else None
-    policy = await to_thread.run_sync(_load_policy, config, checkpoints)
+    policy = await to_thread.run_sync(_load_policy, config, Path(spec["checkpoints"]), spec["step"])
     async with _joined(policy, spec["address"], secret=bytes.fromhex(spec["secret"]), node=spec["name"]) as joined:
         await joined.stay(until_orphaned, until_signalled)
 
@@ -225,8 +225,8 @@ async def serve_task(bootstrap: Bootstrap, controller: ReconnectingConnection) -
     asked = FetchRoleSpec(worker=bootstrap.name, incarnation=bootstrap.life, rank=bootstrap.rank)
     spec = await directory.ask(asked, timeout=SPEC_SECONDS)
     config = await to_thread.run_sync(load_config, spec.config)
-    checkpoints = None if spec.checkpoint is None else RunDirectory(path=spec.directory).checkpoints
-    policy = await to_thread.run_sync(_load_policy, config, checkpoints)
+    checkpoints = RunDirectory(path=spec.directory).checkpoints
+    policy = await to_thread.run_sync(_load_policy, config, checkpoints, spec.checkpoint)
     # Asked last: the worker reports its address only after it has published the first weights.
     seconds = config.scheduler.start_seconds
     try:
@@ -244,10 +244,10 @@ async def serve_task(bootstrap: Bootstrap, controller: ReconnectingConnection) -
         await joined.stay()
 
 
-def _load_policy(config: RunConfig, checkpoints: Path | None) -> PolicyTrainer:
+def _load_policy(config: RunConfig, checkpoints: Path, step: int | None) -> PolicyTrainer:
     policy = create_policy(config, resolve_model(config.model), is_first=False)
-    if checkpoints is not None:
-        policy.restore(checkpoints)
+    if step is not None:
+        policy.restore(checkpoints, step=step)
     return policy
 
 

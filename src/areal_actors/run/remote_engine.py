@@ -286,8 +286,9 @@ class _OverHttp:
         if not self._is_known:
             known = [model["id"] for model in (await self._request("GET", "models"))["data"]]
             if self._model not in known:
+                to_whom = "with this key" if self._headers else "without a key (api_key)"
                 raise ModelError(
-                    f"The service at {self._base_url} does not offer the model {self._model} to this key; it offers "
+                    f"The service at {self._base_url} does not offer the model {self._model} {to_whom}; it offers "
                     f"{', '.join(known[:8])}."
                 )
             self._is_known = True

@@ -21,6 +21,7 @@ from areal_actors.datasets import Problems
 from areal_actors.domain import Group, Problem
 from areal_actors.errors import ArealError, ConfigError, EpisodeError
 from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import Draw, Endpoint, Generation, RunProblem
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner, RolloutsConfig
@@ -28,6 +29,7 @@ from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
     EpisodeEngine,
     GenerationConfig,
+    GroupedRolloutWorkflow,
     placeholder_keys,
     resolve_workflow,
 )
@@ -131,6 +133,8 @@ class RolloutEngine(EpisodeEngine):
     ) -> RolloutHandle:
         """Start ``workflow`` on one problem, with ``group_size`` concurrent episodes, and return without waiting.
 
+        A ``GroupedRolloutWorkflow`` runs all its members in each of them.
+
         Args:
             data: the problem.
             workflow: an agent or a rollout workflow: an instance, a class, or a dotted name.
@@ -144,6 +148,9 @@ class RolloutEngine(EpisodeEngine):
         if group_size < 1:
             raise ConfigError(f"group_size must be at least 1, not {group_size}.")
         resolved = resolve_workflow(workflow, workflow_kwargs=workflow_kwargs)
+        if isinstance(resolved, GroupedRolloutWorkflow):
+            # The runner runs its members as separate episodes.
+            group_size *= resolved.group_size
         runner = self._create_runner({"": resolved}, engine=self, seed=self.key.seed)
         handle = RolloutHandle(self._num_submitted)
         self._num_submitted += 1
@@ -207,7 +214,7 @@ async def open_rollouts(
     config: RolloutsConfig | None = None,
 ) -> AsyncIterator[RolloutEngine]:
     """Open an engine for rollouts that are submitted to it. Leaving the block cancels the rollouts that still run."""
-    async with create_agent_http_client() as http_client, anyio.create_task_group() as tasks:
+    async with create_agent_http_client() as http_client, open_tasks() as tasks:
         create = partial(
             create_runner,
             peers=peers,

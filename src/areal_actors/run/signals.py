@@ -21,7 +21,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from areal_actors.errors import ArealError
 from areal_actors.kernel import Ref
-from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import RequestStop, Training
 

@@ -21,9 +21,11 @@ from areal_actors.errors import (
     ActorError,
     ArealError,
     CaptureViolation,
+    EncodingError,
     EngineError,
     GangError,
     ProtocolError,
+    RemoteError,
     RequestError,
     SchedulerError,
 )
@@ -112,9 +114,11 @@ def find_final(error: BaseException) -> ArealError | None:
     """Return the error in ``error`` that the user has to fix and a restart would only raise again, or ``None``."""
     for leaf in leaves(error):
         # Restarting recovers from failures of actors, requests, engines and gangs, but an engine that fails the capture
-        # test fails it again.
+        # test fails it again, and a value that cannot be sent is made again.
         is_mended = isinstance(leaf, ActorError | RequestError | EngineError | GangError)
-        is_fault = isinstance(leaf, CaptureViolation) or not is_mended
+        is_fault = isinstance(leaf, CaptureViolation | EncodingError) or not is_mended
+        # An actor elsewhere could not send it.
+        is_fault |= isinstance(leaf, RemoteError) and leaf.type_name == EncodingError.__name__
         if isinstance(leaf, ArealError) and is_fault:
             return leaf
     return None

@@ -20,9 +20,9 @@ from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
 from areal_actors.dashboard.record import read_record
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib import loops
 from areal_actors.lib.notebooks import Startable, format_table, require_no_event_loop
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.run.checks import check_teacher, log_functions, require_config, try_functions

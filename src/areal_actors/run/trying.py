@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -35,6 +35,8 @@ from areal_actors.rollouts.runner import NEVER_REACHED
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.evaluation import run_evaluation
 from areal_actors.run.job import load_set, require_memory
+from areal_actors.training.advice import compares_members
+from areal_actors.training.metrics import describe_untrained
 
 __all__ = ["TrialGroup", "TrialSummary", "format_trial", "try_agent"]
 
@@ -230,7 +232,7 @@ def _find_problems(
         )
         yield f"{num_equal} of {len(groups)} groups had equal rewards, from which nothing is learned. {advice}."
     for name, rollout in config.agents.items():
-        if rollout.group_size == 1:
+        if rollout.group_size == 1 and compares_members(config.trainer.advantages):
             setting = f"sources.{name}.group_size" if name else "rollout.group_size"
             yield f"{setting} is 1: a group of one has nothing to compare its reward with."
     num_silent = sum(
@@ -246,6 +248,17 @@ def _find_problems(
     num_cut = sum(info.finish is FinishReason.LENGTH for info in turns)
     if num_cut * 10 > len(turns):
         yield f"{num_cut} of {len(turns)} answers were cut at their limit of tokens: raise max_tokens of the requests."
+    yield from _find_untrained(episodes)
+    if blocked_seconds > _BLOCKED_SECONDS and config.rollout.openai.mode is AgentMode.INLINE:
+        yield (
+            f"The event loop stood still for {blocked_seconds:.1f} s: the agent blocks it, so episodes wait for one "
+            "another. Use await, anyio.to_thread, or rollout.openai.mode: subprocess."
+        )
+
+
+def _find_untrained(episodes: Sequence[Episode]) -> Iterator[str]:
+    """Yield a sentence for each reason why tokens would not be trained, and one if they are most."""
+    turns = [info for episode in episodes for row in episode.trajectories for info in row.turn_infos]
     num_unstored = sum(one.reason is UntrainedReason.NOT_STORED for episode in episodes for one in episode.untrained)
     if num_unstored:
         yield (
@@ -255,11 +268,8 @@ def _find_problems(
     num_greedy = sum(info.sampling is not None and info.sampling.temperature == 0 for info in turns)
     if num_greedy:
         yield f"{num_greedy} of {len(turns)} answers were sampled at temperature 0, and such tokens are not trained."
-    if blocked_seconds > _BLOCKED_SECONDS and config.rollout.openai.mode is AgentMode.INLINE:
-        yield (
-            f"The event loop stood still for {blocked_seconds:.1f} s: the agent blocks it, so episodes wait for one "
-            "another. Use await, anyio.to_thread, or rollout.openai.mode: subprocess."
-        )
+    if (untrained := describe_untrained(episodes)) is not None:
+        yield untrained
 
 
 # -------------------------------------------------------------------------------------------------- for people

@@ -18,7 +18,6 @@ from hashlib import sha256
 from http import HTTPStatus
 from typing import Any, cast
 
-import anyio
 import httpx
 from attrs import define, evolve, field, frozen
 from starlette.applications import Starlette
@@ -37,6 +36,7 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ConfigError, NotFound, RewardError, SessionEnded, Unavailable
 from areal_actors.kernel import Ref
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import (
     CollectSession,
     Endpoint,
@@ -303,7 +303,7 @@ async def open_upstream(upstream: Upstream, config: ProxyConfig) -> AsyncIterato
     ref = UpstreamRef()
     traffic = Traffic()
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits) as client, anyio.create_task_group() as tasks:
+    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits) as client, open_tasks() as tasks:
         listener = bind(config)
         try:
             app = Starlette(routes=[_Forwarder(upstream, ref.sessions, client, traffic)])

@@ -25,6 +25,7 @@ from attrs import define, field, frozen
 
 from areal_actors.errors import SandboxError, SandboxLimit
 from areal_actors.lib.child_process import BoundedLog, Child
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.sandbox import inside
 from areal_actors.sandbox.base import BoxRequest, Completed, Output
 from areal_actors.sandbox.config import Network
@@ -159,8 +160,7 @@ class Box:
             raise
         finally:
             theirs.close()
-        failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
+        async with open_tasks() as tasks:
             tasks.start_soon(child.listen)
             box = cls(request, start, child, await UNIXSocketStream.from_socket(ours))
             try:
@@ -170,8 +170,6 @@ class Box:
                     tasks.start_soon(_forward, listener, *upstream)
                 box.proxy_url = inner_url if config.network is Network.PROXY else request.proxy_url
                 yield box
-            except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it
-                failure = error
             finally:
                 box._is_over = True
                 with anyio.CancelScope(shield=True):
@@ -182,8 +180,6 @@ class Box:
                         await child.wait_for_leader()
                     await child.kill(grace_seconds=0)
                 tasks.cancel_scope.cancel()
-        if failure is not None:
-            raise failure
 
     @property
     def pid(self) -> int:

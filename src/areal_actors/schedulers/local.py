@@ -17,8 +17,8 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.child_process import BoundedLog, Child
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.schedulers.accounting import Inventory, Machine, Share, find_machine
 from areal_actors.schedulers.base import PlacementState, PlacementStatus, WorkerSpec
 from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap

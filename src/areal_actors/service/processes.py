@@ -27,6 +27,7 @@ from areal_actors.domain import TrialId
 from areal_actors.errors import SessionEnded, Unavailable
 from areal_actors.journal import settle
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["ServiceProcess", "ServiceProcesses"]
@@ -85,7 +86,7 @@ class ServiceProcesses:
         if await to_thread.run_sync(self.is_over, directory):
             raise SessionEnded(f"The training of {trial.name} is finished.")
         child = await self._start(trial, directory)
-        async with anyio.create_task_group() as tasks:
+        async with open_tasks() as tasks:
             # Shielded: a process whose output is not read while it stops would block on a full pipe.
             errors, output = anyio.CancelScope(shield=True), anyio.CancelScope(shield=True)
             tasks.start_soon(_run_within, errors, child.listen)

@@ -15,8 +15,8 @@ from anyio.abc import ByteStream
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from areal_actors.kernel import Ref
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.remote import Limits, Listener, Peer, connect_stream, listen
+from areal_actors.lib.task_groups import open_tasks
 
 __all__ = ["MemoryStream", "OnSend", "memory_pair", "pretend_remote"]
 

@@ -37,8 +37,8 @@ from starlette.types import Receive, Scope, Send
 from areal_actors.domain import SampleKey, Sampling
 from areal_actors.errors import InvalidRequest, ModelError
 from areal_actors.generation.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve
 
 __all__ = [

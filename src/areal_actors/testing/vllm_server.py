@@ -34,6 +34,7 @@ from areal_actors.domain import Chunk, EngineRequest, PauseMode, SampleKey, Samp
 from areal_actors.errors import ArealError, RequestError
 from areal_actors.generation.base import Engine
 from areal_actors.generation.servers.vllm import ABORT_PREFIX, GENERATE, LOGPROBS_MODE, OLDEST
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve, url_of
 from areal_actors.testing.sglang_server import read_rank
 
@@ -272,7 +273,7 @@ async def open_vllm_server(
     listener = listen("127.0.0.1", port, prefix="vllm.")
     server = VllmServer(engine=engine, model=model, url=url_of(listener), max_adapter_rank=max_adapter_rank)
     stopping = anyio.Event()
-    async with anyio.create_task_group() as tasks:
+    async with open_tasks() as tasks:
 
         async def run() -> None:
             with anyio.CancelScope(shield=True):  # Hypercorn does not stop cleanly when cancelled; ``stopping`` ends it

@@ -65,7 +65,13 @@ from areal_actors.messages import (
 )
 from areal_actors.training.config import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
 from areal_actors.training.gang_actors import GangPolicy
-from areal_actors.training.metrics import describe_evaluation, mean_reward, step_metrics, supervised_metrics
+from areal_actors.training.metrics import (
+    describe_evaluation,
+    describe_untrained,
+    mean_reward,
+    step_metrics,
+    supervised_metrics,
+)
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
 from areal_actors.training.stored_checkpoints import parse_position
@@ -128,6 +134,7 @@ class TrainerActor(Actor[Training]):
         self._supervised = supervised
         self._teacher = teacher
         self._is_resumed = counters is not None
+        self._has_checked_tokens = False
         self._average = _MovingAverage(plan.stop.smoothing, **(counters or {}).get("average", {}))
         self._position = parse_position(counters)
         self._stop_reason: str | None = None
@@ -241,6 +248,7 @@ class TrainerActor(Actor[Training]):
         # Only after the step: until then, the lease would be offered again unchanged.
         if not is_warm:
             self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
+            self._warn_of_untrained(lease)
         if self._published.is_set():
             await self._advance(self._policy.version)
         else:
@@ -299,6 +307,18 @@ class TrainerActor(Actor[Training]):
             if not self._policy.is_within_step:
                 await self._save(is_last=True)
             raise
+
+    def _warn_of_untrained(self, lease: Lease) -> None:
+        """Log in the first step if most tokens are not trained, as of agents that send temperature 0 in each request.
+
+        They are answered, linked and rewarded, so that nothing else shows it.
+        """
+        if self._has_checked_tokens:
+            return
+        self._has_checked_tokens = True
+        untrained = describe_untrained(episode for group in lease.groups for episode in group.episodes)
+        if untrained is not None:
+            _log.warning("tokens_not_trained", step=self._policy.version, detail=untrained)
 
     async def _discard(self, lease: Lease) -> None:
         """Let a resumed run sample other groups: these would fail again. Warm steps have no groups to discard."""

@@ -100,16 +100,16 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
                 if _is_constant(values)
                 else _affine(baseline=mean, divisor=max(float(values.std()), config.std_floor))
             )
-    return tuple(
-        GroupAdvantages(
-            rows=tuple(
-                as_floats(scales[group.problem.source](values) * row.loss_mask)
-                for row, values in zip(_rows(group), rows, strict=True)
-            ),
-            has_zero_variance=_has_zero_variance(group, rows, config),
+    result: list[GroupAdvantages] = []
+    for group, centred_rows in zip(groups, centred, strict=True):
+        scale = scales[group.problem.source]
+        rows = [scale(found) * row.loss_mask for row, found in zip(_rows(group), centred_rows, strict=True)]
+        # Without a group baseline, groups are compared with each other: those of one episode teach, too.
+        compared = rows if config.normalisation in _UNGROUPED else centred_rows
+        result.append(
+            GroupAdvantages(rows=tuple(map(as_floats, rows)), has_zero_variance=_has_zero_variance(group, compared))
         )
-        for group, rows in zip(groups, centred, strict=True)
-    )
+    return tuple(result)
 
 
 def supervised_advantages(groups: Sequence[Group]) -> tuple[GroupAdvantages, ...]:
@@ -138,23 +138,23 @@ def has_zero_variance(group: Group, config: AdvantageConfig | None = None) -> bo
     """Return whether all values are equal that ``config`` compares, so that the group does not say what was better.
 
     These are its values in the configured unit; for a custom normalisation, and one without group statistics, the
-    rewards of its episodes.
+    rewards of its episodes. These compare a group of one episode with other groups, so it has a signal.
     """
     config = config or AdvantageConfig()
-    if not isinstance(config.normalisation, Normalisation):
-        return _has_equal_rewards(group)
-    return _has_zero_variance(group, _centred(group, config), config)
+    if config.normalisation in _UNGROUPED or not isinstance(config.normalisation, Normalisation):
+        return len(_successes(group)) != 1 and _has_equal_rewards(group)
+    return _has_zero_variance(group, _centred(group, config))
 
 
 def _has_equal_rewards(group: Group) -> bool:
     return _is_constant(np.array([episode.reward for episode in _successes(group)]))
 
 
-def _has_zero_variance(group: Group, centred: Sequence[Doubles], config: AdvantageConfig) -> bool:
+def _has_zero_variance(group: Group, compared: Sequence[Doubles]) -> bool:
     rows = _rows(group)
-    if config.normalisation in _UNGROUPED or not any(row.num_trained_tokens for row in rows):
+    if not any(row.num_trained_tokens for row in rows):
         return _has_equal_rewards(group)
-    return not any(values[row.loss_mask == 1].any() for row, values in zip(rows, centred, strict=True))
+    return not any(values[row.loss_mask == 1].any() for row, values in zip(rows, compared, strict=True))
 
 
 # ------------------------------------------------------------------------------------------- group baselines

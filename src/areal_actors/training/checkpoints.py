@@ -6,7 +6,7 @@
         model.safetensors        float32 weights; of a run with an adapter, its directory (``lora``) instead
         optimizer.safetensors    Adam's moments
         rng.safetensors          states of torch's generators
-        checkpoint.json          step, sizes of the files above, and the caller's counters
+        checkpoint.json          step, number of the write, sizes and digests of the files above, the caller's counters
 
 In a gang each rank writes its rows of weights and moments, and none has the whole::
 
@@ -38,10 +38,19 @@ from torch import Tensor
 
 from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.lib.atomic_write import partial_path, sync_path
+from areal_actors.lib.file_digests import digest_files
 from areal_actors.training.directories import atomic_directory, sweep, write_tensors
 from areal_actors.training.gang import Gang
 from areal_actors.training.sharding import Rows
-from areal_actors.training.stored_checkpoints import DOCUMENT, FORMAT, OFFSET, OFFSETS, Checkpoint, find_checkpoints
+from areal_actors.training.stored_checkpoints import (
+    DOCUMENT,
+    FORMAT,
+    OFFSET,
+    OFFSETS,
+    Checkpoint,
+    find_checkpoints,
+    find_lineage,
+)
 
 __all__ = [
     "Contents",
@@ -83,7 +92,9 @@ class Contents:
 def save_checkpoint(
     root: Path, contents: Contents, *, step: int, num_kept: int = 2, gang: Gang | None = None
 ) -> Checkpoint:
-    """Write a checkpoint of ``step`` and remove all but the last ``num_kept``.
+    """Write a checkpoint of ``step`` and remove all but it and the last ``num_kept`` that it may go on from.
+
+    Checkpoints of later steps, which an abandoned attempt left, are kept until this one has passed their step.
 
     Each rank of ``gang`` writes its rows of the shards: the first one calls this, and the others call ``save_shards``
     at the same time.
@@ -111,19 +122,38 @@ def save_checkpoint(
         for name, content in contents.documents.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
-        absent = [name for name, size in written.items() if sizes.get(name) != size]
+        absent = [name for name, (size, _) in written.items() if sizes.get(name) != size]
         if absent:
             raise CheckpointError(
                 f"{path} could not be written: the first rank does not see {absent[0]}, which another one wrote. All "
                 "ranks need one file system; set the run directory to a shared one."
             )
-        # Written last: a directory without it is incomplete.
-        document = {"format": FORMAT, "step": step, "sizes": sizes, "counters": dict(contents.counters)}
+        # Shards are hashed by the ranks that wrote them.
+        digests = digest_files(partial, sizes.keys() - written.keys())
+        digests |= {name: digest for name, (_, digest) in written.items()}
+        checkpoint = Checkpoint(
+            path=path,
+            step=step,
+            number=1 + max((found.number for found in find_checkpoints(root)), default=0),
+            counters=dict(contents.counters),
+            digests=digests,
+        )
+        # Written last: a directory without it is incomplete. All files are synced before the directory gets its name.
+        document = {
+            "format": FORMAT,
+            "step": step,
+            "number": checkpoint.number,
+            "sizes": sizes,
+            "digests": digests,
+            "counters": checkpoint.counters,
+        }
         (partial / DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
     # Only now: until the new one is complete, a run resumes from these.
-    for old in find_checkpoints(root)[:-num_kept]:
-        shutil.rmtree(old.path, ignore_errors=True)
-    return Checkpoint(path=path, step=step, counters=dict(contents.counters))
+    kept = {found.step for found in find_lineage(root)[-num_kept:]}
+    for old in find_checkpoints(root):
+        if old.step < step and old.step not in kept:
+            shutil.rmtree(old.path, ignore_errors=True)
+    return checkpoint
 
 
 def save_shards(root: Path, contents: Contents, *, step: int, gang: Gang) -> None:
@@ -141,12 +171,14 @@ def save_shards(root: Path, contents: Contents, *, step: int, gang: Gang) -> Non
         raise CheckpointError(f"Rank {gang.rank} could not write its part of {path}: {error}.") from error
 
 
-def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, Rows]], gang: Gang) -> Mapping[str, int]:
-    """Write the rows of this rank; return the names of the files of all ranks, and their sizes."""
+def _write_shards(
+    partial: Path, path: Path, shards: Mapping[str, Mapping[str, Rows]], gang: Gang
+) -> dict[str, tuple[int, str]]:
+    """Write the rows of this rank; return the size and the digest of the files of all ranks, by name."""
     names = [
         f"{part}/shard-{rank + 1:05d}-of-{gang.size:05d}.safetensors" for part in shards for rank in range(gang.size)
     ]
-    sizes = np.zeros(len(names))
+    found_here = np.zeros((len(names), 1 + _NUM_WORDS))
     with agreed(gang, f"{path} could not be written"):
         for number, found in enumerate(shards.values()):
             index = number * gang.size + gang.rank
@@ -161,8 +193,20 @@ def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, R
             write_tensors(partial / names[index], {name: rows.part for name, rows in own.items()}, metadata=metadata)
             # The first rank may be on another machine, and cannot do this.
             sync_path(partial / names[index])
-            sizes[index] = (partial / names[index]).stat().st_size
-    return dict(zip(names, map(int, gang.sum(sizes)), strict=True))
+            digest = digest_files(partial, [names[index]])[names[index]]
+            words = [int(digest[start : start + _WORD_DIGITS], 16) for start in range(0, len(digest), _WORD_DIGITS)]
+            found_here[index] = [(partial / names[index]).stat().st_size, *words]
+    # One rank has each row, and the others zeros there, so that the sum is exact.
+    summed = gang.sum(found_here.reshape(-1)).reshape(found_here.shape)
+    return {
+        name: (int(size), "".join(f"{int(word):0{_WORD_DIGITS}x}" for word in words))
+        for name, (size, *words) in zip(names, summed, strict=True)
+    }
+
+
+_WORD_DIGITS = 8
+"""Hexadecimal digits of a digest in each of the float64 that ranks exchange, which are exact below 2**53."""
+_NUM_WORDS = 64 // _WORD_DIGITS
 
 
 @contextmanager

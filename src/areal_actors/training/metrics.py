@@ -6,6 +6,7 @@ they can be compared with those of the trained ones.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from math import isfinite
 from typing import TYPE_CHECKING
@@ -16,8 +17,10 @@ from attrs import frozen
 from areal_actors.domain import (
     EVAL_SCOPE,
     SCOPE,
+    Episode,
     Group,
     PoolSizes,
+    UntrainedReason,
     average_numbers,
     find_truncated,
     summarize_outcomes,
@@ -33,6 +36,7 @@ __all__ = [
     "count_truncated",
     "describe_evaluation",
     "describe_lengths",
+    "describe_untrained",
     "mean_reward",
     "measure_episodes",
     "step_metrics",
@@ -70,6 +74,38 @@ def count_truncated(groups: Iterable[Group]) -> tuple[int, int]:
     return len(found), sum(found.values())
 
 
+_UNTRAINED = {
+    None: "were sampled at temperature 0 (give requests a temperature)",
+    UntrainedReason.CANCELLED: "are of requests that were cancelled",
+    UntrainedReason.FAILED: "are of requests that failed",
+    UntrainedReason.NOT_STORED: "came with store: false (change that in the agent, or set proxy.honour_store)",
+    UntrainedReason.NO_REWARD: "are in conversations without a reward (rollout.openai.unrewarded is skip)",
+    UntrainedReason.TOO_LONG: "are in turns that are longer than max_tokens of the export",
+    UntrainedReason.TRUNCATED: "were cut at their limit (raise max_tokens of the requests)",
+    UntrainedReason.OTHER_ROLE: "are of roles that are not in rollout.train_roles",
+}
+
+
+def describe_untrained(episodes: Iterable[Episode]) -> str | None:
+    """Return how many tokens are not trained, and why, if they are more than half of those that were sampled."""
+    counts: Counter[UntrainedReason | None] = Counter()
+    num_sampled = 0
+    for episode in episodes:
+        for row in episode.trajectories:
+            num_sampled += row.num_trained_tokens
+            for index, info in enumerate(row.turn_infos):
+                if info.sampling is not None and info.sampling.is_greedy:
+                    counts[None] += int(((row.turns == index) & (row.loss_mask == 1)).sum())
+        for one in episode.untrained:
+            num_sampled += one.num_tokens
+            counts[one.reason] += one.num_tokens
+    num_untrained = counts.total()
+    if num_untrained * 2 <= num_sampled:
+        return None
+    reasons = "; ".join(f"{num} {_UNTRAINED[reason]}" for reason, num in counts.most_common() if num)
+    return f"{num_untrained} of {num_sampled} sampled tokens are not trained: {reasons}."
+
+
 def describe_lengths(name: str, tokens: Sequence[int], turns: Sequence[int]) -> dict[str, float | int | None]:
     """Return metrics of lengths, with keys that begin with ``name``. The mean of no episodes is ``None``."""
     metrics: dict[str, float | int | None] = {f"{name}_episodes": len(tokens)}
@@ -99,7 +135,8 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
         numbers: dict[str, float | int | None] = {
             "reward": float(np.mean(succeeded)) if succeeded else None,
             "groups": len(found),
-            "equal_groups": sum(len(set(each)) < 2 for each in rewards),  # noqa: PLR2004 - no two rewards differ
+            # A group of one episode is compared with other groups, if with any.
+            "equal_groups": sum(len(each) != 1 and len(set(each)) < 2 for each in rewards),  # noqa: PLR2004 - all equal
             "replaced_groups": len(replaced),
             **_count_failed_groups(failed),
             "episodes": len(episodes) + sum(group.num_episodes for group in untrained),

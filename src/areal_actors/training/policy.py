@@ -49,7 +49,7 @@ from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
 from areal_actors.training.phases import Phase, check_phases, count_steps, phase_of, require_same_phases
 from areal_actors.training.sharding import Rows, gather, shard
-from areal_actors.training.stored_checkpoints import Checkpoint, find_latest
+from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint, find_latest
 from areal_actors.training.tree_attention import attention_number, set_attention_number
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, stored_weights, tied_names
 
@@ -338,13 +338,15 @@ class TrainedPolicy:
             documents={} if self.adapter is None else self.adapter.documents(),
         )
 
-    def restore(self, directory: Path) -> Mapping[str, Any] | None:
-        """Continue from the latest complete checkpoint below ``directory``; return the caller's counters.
+    def restore(self, directory: Path, *, step: int | None = None) -> Mapping[str, Any] | None:
+        """Continue from the latest checkpoint below ``directory`` that is not damaged; return the caller's counters.
 
-        The state is restored exactly. If this is to be a rank of a gang, the moments are read when it joins. Returns
-        ``None`` and changes nothing if there is no checkpoint. Raises ``CheckpointError`` if it does not fit the model.
+        With ``step`` it is the one of that step, which the controller of a run has chosen after it compared the
+        digests: they are not compared again. The state is restored exactly. If this is to be a rank of a gang, the
+        moments are read when it joins. Returns ``None`` and changes nothing if there is no checkpoint. Raises
+        ``CheckpointError`` if it does not fit the model, if all are damaged, or if that of ``step`` is absent.
         """
-        checkpoint = find_latest(directory)
+        checkpoint = find_latest(directory) if step is None else find_checkpoint(directory, step)
         if checkpoint is None:
             return None
         past = checkpoint.counters.get("phases")  # older checkpoints do not say

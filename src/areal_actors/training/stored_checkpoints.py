@@ -1,7 +1,10 @@
 """Checkpoints as they are found and read; ``checkpoints`` writes them and describes their files.
 
-The latest checkpoint is found by listing the directory, so no pointer can be out of date. A directory whose document is
-missing, unreadable, or names sizes that the files do not have is incomplete and ignored.
+The latest checkpoint is found by listing the directory, so no pointer can be out of date. Each document has the number
+of the write: the latest is the one that was written last, which has a lower step than others if the run went on from an
+earlier step, or began again in the same directory. A directory whose document is missing, unreadable, or names sizes
+that the files do not have is incomplete and ignored. ``find_latest`` compares the digests of all files, too, and goes
+back to an earlier checkpoint where one has other contents than were written.
 
 A service that is started again reads its weights here, before it imports what trains them: this module needs torch,
 but neither ``torch.distributed`` nor transformers, which take seconds to import.
@@ -24,6 +27,8 @@ from torch import Tensor
 
 from areal_actors.domain import AssignedProblem, DataPosition, DrawnProblem, PoolsState, SourcePosition
 from areal_actors.errors import CheckpointError
+from areal_actors.lib.file_digests import find_damage
+from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.directories import REPLACED
 
 __all__ = [
@@ -33,8 +38,10 @@ __all__ = [
     "OFFSETS",
     "Checkpoint",
     "StoredTensors",
+    "find_checkpoint",
     "find_checkpoints",
     "find_latest",
+    "find_lineage",
     "parse_position",
 ]
 
@@ -42,6 +49,8 @@ DOCUMENT = "checkpoint.json"
 FORMAT = 1
 OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of torch's under which the header of a shard says at which index of the whole tensor each part begins."""
+_log = get_logger(__name__)
+
 _NAME = re.compile(r"step-(\d{8,})(" + re.escape(REPLACED) + r")?")
 
 
@@ -51,7 +60,15 @@ class Checkpoint:
 
     path: Path
     step: int
+    number: int = 0
+    """The number of the write in its directory; 0 in those of earlier releases, which were written in order of step."""
     counters: Mapping[str, Any] = field(factory=dict)
+    digests: Mapping[str, str] = field(factory=dict, repr=False)
+    """The digest of each file; earlier releases wrote none."""
+
+    def find_damage(self) -> str | None:
+        """Return which file has other contents than were written, or ``None``. Blocks while all files are read."""
+        return find_damage(self.path, self.digests)
 
     def has(self, part: str) -> bool:
         """Return whether the checkpoint has tensors of ``part``."""
@@ -170,24 +187,88 @@ def _reading(what: object) -> Iterator[None]:
 
 
 def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
-    """Return all complete checkpoints in ``root``, oldest first; none if it does not exist."""
+    """Return all complete checkpoints in ``root``, in the order in which they were written; none without ``root``."""
+    complete, _ = _scan(root)
+    return complete
+
+
+def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
+    """Return the complete checkpoints in order, and the directories that are not complete, each with the problem."""
     names = sorted(root.glob("step-*"), key=lambda path: path.name) if root.is_dir() else []
     found: dict[int, Checkpoint] = {}
+    incomplete: dict[Path, str] = {}
     for path in filter(lambda path: _NAME.fullmatch(path.name), names):
         try:
             document = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
             sizes = {name: (path / name).stat().st_size for name in document["sizes"]}
-            if document["format"] == FORMAT and sizes == document["sizes"]:
-                checkpoint = Checkpoint(path=path, step=document["step"], counters=document["counters"])
-                found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # it is incomplete
-    return tuple(found[step] for step in sorted(found))
+            if document["format"] != FORMAT or sizes != document["sizes"]:
+                incomplete[path] = "its files are not those that its document names"
+                continue
+            checkpoint = Checkpoint(
+                path=path,
+                step=document["step"],
+                number=document.get("number", 0),
+                counters=document["counters"],
+                digests=document.get("digests", {}),
+            )
+            found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            incomplete[path] = f"it is incomplete ({error})"
+    return tuple(sorted(found.values(), key=lambda one: (one.number, one.step))), incomplete
+
+
+def find_lineage(root: Path) -> tuple[Checkpoint, ...]:
+    """Return the checkpoint that was written last, and before it those that it may go on from, oldest first.
+
+    Those of its step or a later one were left by an attempt that was abandoned.
+    """
+    return _lineage(find_checkpoints(root))
+
+
+def _lineage(written: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
+    lineage: list[Checkpoint] = []
+    for checkpoint in reversed(written):
+        if not lineage or checkpoint.step < lineage[-1].step:
+            lineage.append(checkpoint)
+    return tuple(reversed(lineage))
 
 
 def find_latest(root: Path) -> Checkpoint | None:
-    """Return the complete checkpoint of the highest step, or ``None``."""
-    return next(reversed(find_checkpoints(root)), None)
+    """Return the checkpoint that was written last, and if it is damaged the one before; ``None`` if there is none.
+
+    Blocks while its files are read. Raises ``CheckpointError``, naming the files, if all are damaged.
+    """
+    complete, incomplete = _scan(root)
+    damaged: dict[Path, str] = {}
+    for checkpoint in reversed(_lineage(complete)):
+        if (damage := checkpoint.find_damage()) is None:
+            # The removal of an old one may have been interrupted; only what is newer would have been used.
+            damaged |= {path: problem for path, problem in incomplete.items() if path.name > checkpoint.path.name}
+            for path, problem in damaged.items():
+                _log.warning("checkpoint_damaged", path=str(path), problem=problem, used=str(checkpoint.path))
+            return checkpoint
+        damaged[checkpoint.path] = damage
+    if damaged or incomplete:
+        problems = "; ".join(f"{path.name}: {problem}" for path, problem in (damaged | incomplete).items())
+        raise CheckpointError(
+            f"No checkpoint in {root} can be used. {problems}. Restore one from a copy, or remove these directories to "
+            "go on without them."
+        )
+    return None
+
+
+def find_checkpoint(root: Path, step: int) -> Checkpoint:
+    """Return the complete checkpoint of ``step``, which ``find_latest`` has chosen in the controller of the run.
+
+    Raises ``CheckpointError`` if there is none.
+    """
+    for checkpoint in find_checkpoints(root):
+        if checkpoint.step == step:
+            return checkpoint
+    raise CheckpointError(
+        f"The checkpoint of step {step} in {root} is gone; another process writes there, or removed it. Train one run "
+        "in a directory."
+    )
 
 
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:

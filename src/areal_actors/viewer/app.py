@@ -28,8 +28,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_actors.errors import RequestError
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.bearer_keys import read_bearer
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve_shielded, url_of
 from areal_actors.viewer.runs import Access, FailureFilter, GroupFilter, ViewedRun, find_runs
 

@@ -27,6 +27,7 @@ from attrs.validators import ge, gt
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, WorkflowError
 from areal_actors.lib.child_process import BoundedLog, Child
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, LimitedAgent
 from areal_actors.workflows.processes import check_problem, inherited_environment
@@ -93,15 +94,12 @@ class AgentPool(LimitedAgent):
         ``agent`` is the result of ``serialize_agent``. Raises ``WorkflowError`` with the traceback of the child if
         the agent cannot be created there.
         """
-        failure: Exception | None = None
-        async with anyio.create_task_group() as tasks:
+        async with open_tasks() as tasks:
             pool = cls(agent, config or PoolConfig(), tasks)
             try:
                 # An agent that cannot be created is reported before the run begins.
                 pool._give_back(await pool._take())
                 yield pool
-            except Exception as error:  # noqa: BLE001 - raised below: a task group would wrap it
-                failure = error
             finally:
                 pool._is_closed = True
                 # Also if the run is cancelled: no process outlives the block.
@@ -109,8 +107,6 @@ class AgentPool(LimitedAgent):
                     async with anyio.create_task_group() as killing:
                         for worker in pool._workers:
                             killing.start_soon(worker.kill)
-        if failure is not None:
-            raise failure
 
     @property
     def agent_name(self) -> str:

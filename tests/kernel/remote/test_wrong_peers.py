@@ -20,11 +20,12 @@ from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing
 
 from areal_actors.errors import NotFound, ProtocolError, Unreachable
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.failure import leaves, open_tasks
+from areal_actors.kernel.failure import leaves
 from areal_actors.kernel.remote import Limits, Listener, connect_stream, listen
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.frames import Kind
 from areal_actors.kernel.remote.hello import Hello, greet, receive_hello, send_hello, send_packet
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.testing.remote import MemoryStream, memory_pair
 
 pytestmark = pytest.mark.anyio

@@ -55,8 +55,8 @@ from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
 from areal_actors.generation.servers.dialect import Attribution, Delta, ServerDialect
 from areal_actors.generation.servers.publishing import Publisher, ServerAdmission, Weights
 from areal_actors.generation.servers.server import Server, ServerProcesses, open_server
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["ServerEngine", "ServerGeneration", "empty_chunk", "open_server_engines"]

@@ -26,9 +26,9 @@ from areal_actors.generation.servers.config import AdapterSlots, Backend, Server
 from areal_actors.generation.servers.dialect import ServerDialect
 from areal_actors.generation.servers.environments import PYTHON_VARIABLES, find_environment
 from areal_actors.generation.servers.experts import RoutedLayers
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = [

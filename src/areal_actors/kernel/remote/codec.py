@@ -5,6 +5,9 @@ of its actor, the type of a reply from the message. Nothing is imported and no o
 peer sends. Pickle is not used; a value that cannot be encoded is refused, with an error that names it, before anything
 is sent.
 
+Integers of more than 64 bits and text with half of a surrogate pair, which Python's JSON parser accepts, are
+extensions: msgpack has no form for them. A message is searched for them only if msgpack has refused it.
+
 Arrays above 8 KiB are sent as separate buffers, which are neither copied into the msgpack data nor copied after
 arrival. The same holds for tensors if torch is loaded already; this module never loads it.
 """
@@ -22,7 +25,7 @@ import cattrs
 import msgspec
 import numpy as np
 
-from areal_actors.errors import ProtocolError
+from areal_actors.errors import EncodingError, ProtocolError
 from areal_actors.kernel.message import Address
 from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.frames import Buffer
@@ -32,7 +35,9 @@ __all__ = ["Codec"]
 _INLINE_BYTES = 8 * 1024
 """Smaller arrays are copied into the msgpack data: a separate buffer costs more than the copy."""
 
+_MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 _PLAIN = (bool, int, float, str)
+_SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPE = re.compile(r"[<>|=]?[biufc][1-9]\d?")
 _TENSOR_DTYPES = frozenset(  # the values of ``str(tensor.dtype)`` without "torch."
     {
@@ -77,6 +82,8 @@ class _Code(IntEnum):
     TENSOR = 2
     BYTES = 3
     TUPLE = 4
+    INTEGER = 5
+    TEXT = 6
 
 
 class _Long:
@@ -97,6 +104,16 @@ class _Tuple:
         self.items = items
 
 
+class _Marked:
+    """The extension that an integer or a text is sent as; msgspec's own class cannot be a key of a mapping."""
+
+    __slots__ = ("code", "data")
+
+    def __init__(self, code: _Code, data: bytes) -> None:
+        self.code = code
+        self.data = data
+
+
 class Codec:
     """Encoder and decoder of one connection; used by one task at a time."""
 
@@ -114,13 +131,17 @@ class Codec:
         """Return ``words`` (plain data, arrays, tensors) as one part of msgpack, followed by the buffers.
 
         Raises:
-            ProtocolError: a value in it cannot be encoded.
+            EncodingError: a value in it cannot be encoded.
         """
         self._buffers = []
         try:
-            return [self._encoder.encode(words), *self._buffers]
+            try:
+                return [self._encoder.encode(words), *self._buffers]
+            except (OverflowError, UnicodeEncodeError):
+                self._buffers = []
+                return [self._encoder.encode(_marked(words)), *self._buffers]
         except (ProtocolError, *_UNSENDABLE) as error:
-            raise ProtocolError(f"{what} cannot be sent: {error}") from None
+            raise EncodingError(f"{what} cannot be sent: {error}") from None
         finally:
             self._buffers = []
 
@@ -145,7 +166,7 @@ class Codec:
         """Return ``value``, of the declared type ``kind``, as plain data for ``encode``.
 
         Raises:
-            ProtocolError: it contains a value that cannot be sent; the message says which.
+            EncodingError: it contains a value that cannot be sent; the message says which.
         """
         try:
             write = self._writers.get(kind)
@@ -153,9 +174,9 @@ class Codec:
                 write = self._writers[kind] = self._converter.get_unstructure_hook(kind)
             return write(value)
         except ProtocolError as error:
-            raise ProtocolError(f"{what} cannot be sent: {error}") from None
+            raise EncodingError(f"{what} cannot be sent: {error}") from None
         except _UNSENDABLE as error:
-            raise ProtocolError(f"{what} cannot be sent: {error!r}") from None
+            raise EncodingError(f"{what} cannot be sent: {error!r}") from None
 
     def from_data(self, data: Any, kind: Any, what: str) -> Any:
         """Return the value of type ``kind`` that ``to_data`` was given.
@@ -189,19 +210,11 @@ class Codec:
             return self._extension(_Code.BYTES, [], value.value)
         if isinstance(value, _Tuple):
             return msgspec.msgpack.Ext(int(_Code.TUPLE), self._encoder.encode(value.items))
+        if isinstance(value, _Marked):
+            return msgspec.msgpack.Ext(int(value.code), value.data)
         torch = sys.modules.get("torch")
         if torch is not None and isinstance(value, torch.Tensor):
-            dtype = str(value.dtype).removeprefix("torch.")
-            if dtype not in _TENSOR_DTYPES or value.layout != torch.strided:
-                raise ProtocolError(f"a tensor of {value.dtype}, {value.layout} has no form on a wire")
-            if value.device.type != "cpu":
-                raise ProtocolError(f"a tensor on {value.device} does not travel; move it with .cpu() first")
-            raw: Buffer = b""
-            if value.numel():
-                flat = value.detach().contiguous().reshape(-1)
-                # numpy has no bfloat16, so the bytes are viewed before they are given to it.
-                raw = cast("memoryview", flat.view(torch.uint8).numpy().data)
-            return self._extension(_Code.TENSOR, [dtype, tuple(value.shape)], raw)
+            return self._extension(_Code.TENSOR, *_tensor_parts(torch, value))
         raise ProtocolError(f"a {type(value).__qualname__} has no form on a wire")
 
     def _extension(self, code: _Code, words: list[Any], raw: Buffer) -> msgspec.msgpack.Ext:
@@ -216,6 +229,10 @@ class Codec:
     def _restore(self, code: int, data: memoryview) -> Any:
         if code == _Code.TUPLE:
             return tuple(self._decoder.decode(data))
+        if code == _Code.INTEGER:
+            return int.from_bytes(data, "little", signed=True)
+        if code == _Code.TEXT:
+            return str(data, "utf-8", "surrogatepass")
         words = msgspec.msgpack.decode(data)
         where = words.pop()
         # ``bytearray``, so that the array is writable.
@@ -238,6 +255,21 @@ class Codec:
 
 
 # ---------------------------------------------------------------------------------------------------- arrays
+
+
+def _tensor_parts(torch: Any, value: Any) -> tuple[list[Any], Buffer]:
+    """Return the dtype and shape of a tensor, and its memory. Raises ``ProtocolError``."""
+    dtype = str(value.dtype).removeprefix("torch.")
+    if dtype not in _TENSOR_DTYPES or value.layout != torch.strided:
+        raise ProtocolError(f"a tensor of {value.dtype}, {value.layout} has no form on a wire")
+    if value.device.type != "cpu":
+        raise ProtocolError(f"a tensor on {value.device} does not travel; move it with .cpu() first")
+    raw: Buffer = b""
+    if value.numel():
+        flat = value.detach().contiguous().reshape(-1)
+        # numpy has no bfloat16, so the bytes are viewed before they are given to it.
+        raw = cast("memoryview", flat.view(torch.uint8).numpy().data)
+    return [dtype, tuple(value.shape)], raw
 
 
 def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:
@@ -329,6 +361,20 @@ def _any_to_data(value: Any) -> Any:
     raise ProtocolError(
         f"a {kind.__qualname__} in a field of type Any has no form on a wire; send data of JSON, or arrays"
     )
+
+
+def _marked(value: Any) -> Any:
+    """Return plain data in which the integers and texts that msgpack has no form for are marked."""
+    if isinstance(value, int) and not _MIN_INTEGER <= value <= _MAX_INTEGER:
+        # One bit more than the magnitude, for the sign.
+        return _Marked(_Code.INTEGER, value.to_bytes(value.bit_length() // 8 + 1, "little", signed=True))
+    if isinstance(value, str) and _SURROGATE.search(value):
+        return _Marked(_Code.TEXT, value.encode("utf-8", "surrogatepass"))
+    if isinstance(value, list | tuple):
+        return type(value)(map(_marked, value))
+    if isinstance(value, dict):
+        return {_marked(key): _marked(inner) for key, inner in value.items()}
+    return _Tuple(_marked(value.items)) if isinstance(value, _Tuple) else value
 
 
 def _instance(value: Any, kind: type) -> Any:

@@ -28,7 +28,6 @@ import anyio
 from attrs import evolve
 
 from areal_actors.errors import ActorStopped, ArealError, DeadlineExceeded, Unreachable
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.message import Address, AnyMessage, Message, StreamMessage
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Life, Ref, Watched
 from areal_actors.kernel.remote.frames import Limits
@@ -37,6 +36,7 @@ from areal_actors.kernel.remote.peer import Peer
 from areal_actors.kernel.remote.transport import Listener, connect
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["Locate", "ReconnectingConnection", "reconnecting", "reconnecting_from"]

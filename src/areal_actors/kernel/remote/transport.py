@@ -17,7 +17,6 @@ from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
 from anyio.abc import Listener as SocketListener
 
 from areal_actors.errors import ActorError, ProtocolError, Unreachable
-from areal_actors.kernel.failure import open_tasks
 from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import Limits
@@ -26,6 +25,7 @@ from areal_actors.kernel.remote.peer import Exposed, Peer, check_free
 from areal_actors.kernel.remote.peer import expose as expose_actor
 from areal_actors.kernel.remote.sockets import accept, check_directory, dial_tcp, dial_unix, parse_address
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = ["Listener", "connect", "connect_stream", "listen"]

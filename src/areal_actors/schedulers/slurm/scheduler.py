@@ -21,7 +21,7 @@ from anyio import to_thread
 from attrs import evolve
 
 from areal_actors.errors import SchedulerError
-from areal_actors.kernel.failure import open_tasks
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.base import WorkerSpec
 from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch

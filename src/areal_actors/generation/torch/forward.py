@@ -440,6 +440,16 @@ def _attend(
 _MAX_NAMED = 5
 
 
+def _is_same(state: Mapping[str, torch.Tensor], first: str, second: str) -> bool:
+    """Whether two weights of a snapshot are one tensor, or are equal."""
+    if second not in state:
+        return True  # that it is missing is a problem of its own
+    pair = [state.like(name) if isinstance(state, LazyTensors) else state[name] for name in (first, second)]
+    is_shared = pair[0] is pair[1] or (pair[0].data_ptr() == pair[1].data_ptr() != 0)
+    # Without numbers, they are two because the trainer has two.
+    return is_shared or (not pair[0].is_meta and torch.equal(state[first], state[second]))
+
+
 def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
     """Copy the snapshot's weights into ``parameters``, cast to their dtype and device.
 
@@ -466,6 +476,8 @@ def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], al
             problems.append(f"{name} is not a floating-point tensor")
         elif value.shape != target.shape:
             problems.append(f"{name} is {tuple(value.shape)}, not {tuple(target.shape)}")
+        elif name in aliases and not _is_same(state, name, aliases[name]):
+            problems.append(f"{name} is not {aliases[name]}, to which the engine's model ties it")
     if problems:
         shown = "; ".join(problems[:_MAX_NAMED])
         more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""

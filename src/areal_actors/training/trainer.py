@@ -138,19 +138,21 @@ class PolicyTrainer(TrainedPolicy):
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         self._num_updates_before = self._optimizer.num_updates
         rows, num_zero_variance, penalty = self._prepare(groups)
-        custom = measure(self._metrics, StepInputs(version=self.version, groups=tuple(groups), rows=tuple(rows)))
+        # The others are only counted, in denominators.
+        trained = [row for row in rows if row.trajectory.num_trained_tokens]
+        custom = measure(self._metrics, StepInputs(version=self.version, groups=tuple(groups), rows=tuple(trained)))
         watch = None
         if self.config.capture.enabled:
             # Restored sessions carry version numbers of an earlier process, whose weights of that number may have been
             # others.
             restored = {episode.session for group in groups for episode in group.episodes if episode.is_restored}
             watch = self.gate.watch(version=self.version)
-            watch.expect([row for row in rows if row.trajectory.session not in restored])
+            watch.expect([row for row in trained if row.trajectory.session not in restored])
         if recorder is not None:
-            recorder.expect(groups, rows)
+            recorder.expect(groups, trained)
         data = describe_data(
             groups,
-            rows,
+            trained,
             version=self.version,
             num_zero_variance_groups=num_zero_variance,
             num_greedy_tokens=sum(map(num_greedy_tokens, groups)),
@@ -197,7 +199,8 @@ class PolicyTrainer(TrainedPolicy):
         num_zero = sum(found.has_zero_variance for found in advantages)
         rows = create_rows(penalised, advantages, self.config)
         for row in rows:
-            if self.config.router_replay and row.trajectory.routed_experts is None:
+            is_trained = row.trajectory.num_trained_tokens > 0
+            if self.config.router_replay and is_trained and row.trajectory.routed_experts is None:
                 raise ExportError(
                     f"trainer.router_replay is on, but no experts were recorded for a row of session "
                     f"{row.trajectory.session}. The embedded engine records them; for rows of other engines and of "

@@ -237,18 +237,18 @@ class Batch:
         for row in rows:
             members.setdefault(row.group, set()).add(row.episode)
         known = {row.group: row.num_members for row in rows}
-        sizes = {
-            "num_rows": len(rows),
-            "num_episodes": sum(known[group] or len(found) for group, found in members.items()),
-        }
         kept = tuple(row for row in rows if row.trajectory.num_trained_tokens)
         counts = [len(row.positions) for row in kept]
-        owners = {
-            "rows": np.repeat(np.arange(len(kept)), counts),
-            "episodes": np.repeat(np.array([row.episode for row in kept], dtype=np.int64), counts),
-            "groups": np.repeat(np.array([row.group for row in kept], dtype=np.int64), counts),
-        }
-        return cls(rows=kept, weights=token_weights(aggregation, fixed_length=fixed_length, **owners, **sizes))
+        weights = token_weights(
+            aggregation,
+            fixed_length=fixed_length,
+            rows=np.repeat(np.arange(len(kept)), counts),
+            episodes=np.repeat(np.array([row.episode for row in kept], dtype=np.int64), counts),
+            groups=np.repeat(np.array([row.group for row in kept], dtype=np.int64), counts),
+            num_rows=len(rows),
+            num_episodes=sum(known[group] or len(found) for group, found in members.items()),
+        )
+        return cls(rows=kept, weights=weights)
 
     @cached_property
     def offsets(self) -> Indices:

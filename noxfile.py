@@ -348,6 +348,14 @@ def gradients(session: nox.Session) -> None:
 
 
 @nox.session
+def families(session: nox.Session) -> None:
+    """Train and sample a tiny model of every family of transformers, or see it refused by name (minutes)."""
+    install(session, "test", "lora")
+    environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
+    session.run("python", "-m", "tests.models.families", *session.posargs, env=environment)
+
+
+@nox.session
 def credit(session: nox.Session) -> None:
     """Train agents of seven shapes on three seeds; each learns as fast as one conversation does (minutes)."""
     install(session, "test")

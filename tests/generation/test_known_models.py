@@ -10,7 +10,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.generation.llamas import create_llama
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, engine, known_models
@@ -146,3 +154,47 @@ async def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, cache, s
 
     assert await sample(model) == await sample(model)
     assert known_models.find_shape(model, "cpu") is None
+
+
+def save_variant(directory: Path, *, head: str, files: str) -> Path:
+    """Save a model whose configuration ties its head, and whose files hold none, an equal or another one.
+
+    ``both`` writes a single file next to an index whose files hold other weights.
+    """
+    torch.manual_seed(7)
+    config = Qwen2Config(**SIZES, **HEADS, tie_word_embeddings=True)
+    model = Qwen2ForCausalLM(config)
+    if files == "both":
+        Qwen2ForCausalLM(config).save_pretrained(directory, max_shard_size="10KB")
+    model.save_pretrained(directory, max_shard_size="10KB" if files == "index" else "1GB")
+    path = max(directory.glob("model*.safetensors")) if files == "index" else directory / "model.safetensors"
+    if head != "absent":
+        weight = model.lm_head.weight.detach().clone()
+        save_file(
+            load_file(path) | {"lm_head.weight": weight + (head == "other") * torch.randn_like(weight)},
+            path,
+            {"format": "pt"},
+        )
+    if files == "index" and head != "absent":
+        index = directory / "model.safetensors.index.json"
+        document = json.loads(index.read_text())
+        document["weight_map"]["lm_head.weight"] = path.name
+        index.write_text(json.dumps(document))
+    return directory
+
+
+VARIANTS = [("absent", "single"), ("equal", "index"), ("absent", "both"), ("other", "single"), ("other", "index")]
+
+
+@pytest.mark.parametrize("order", [VARIANTS, VARIANTS[::-1]], ids=["absent first", "other first"])
+async def test_engine_samples_what_the_files_hold_whatever_was_opened_before(sample, tmp_path, order):
+    """All of these have one configuration; each is opened twice, and computes what transformers makes of its files."""
+    for head, files in order:
+        path = save_variant(tmp_path / f"{head}-{files}", head=head, files=files)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        for _ in range(2):
+            _, ids, logprobs = await sample(path)
+            row = torch.tensor([[*(np.arange(40) % 96), *ids]])
+            with torch.no_grad():
+                expected = torch.log_softmax(model(row).logits[0, 39:-1], -1).gather(1, row[0, 40:, None])[:, 0]
+            assert logprobs == pytest.approx(expected.tolist(), abs=1e-3), (head, files)

@@ -36,6 +36,7 @@ def test_weights_are_cast(parameters):
         ({"extra": torch.ones(2)}, "extra is unknown"),
         ({"norm": torch.ones(3)}, r"norm is \(3,\), not \(2,\)"),
         ({"head": torch.ones(2, 2)}, "head is"),
+        ({"head": torch.zeros(3, 2)}, "head is not embed, to which the engine's model ties it"),
         ({"norm": torch.ones(2, dtype=torch.int64)}, "not a floating-point tensor"),
         ({"norm": "weights"}, "not a floating-point tensor"),
     ],

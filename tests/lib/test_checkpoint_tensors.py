@@ -13,8 +13,8 @@ from tests.training.conftest import _make_model
 from transformers import AutoModelForCausalLM
 
 from areal_actors.errors import ModelError
-from areal_actors.lib.checkpoint_tensors import StoredModel
-from areal_actors.models import create_empty_policy
+from areal_actors.lib.checkpoint_tensors import StoredModel, read_checkpoint
+from areal_actors.models import create_empty_policy, load_policy
 
 KINDS = ("llama", "qwen2", "mixtral", "qwen3_moe")
 
@@ -92,6 +92,32 @@ def test_a_tensor_that_the_index_promises_is_named(saved):
     saved.edit("model.norm.weight", lambda _: None)
     with pytest.raises(ModelError, match=r"has no model\.norm\.weight, which model\.safetensors\.index\.json says"):
         saved.open()
+
+
+def test_single_file_comes_before_an_index(saved):
+    """As in transformers: an index may be left of an earlier save."""
+    model = _make_model("qwen2", seed=5)
+    save_file(dict(model.state_dict()), saved.path / "model.safetensors", metadata={"format": "pt"})
+    expected = AutoModelForCausalLM.from_pretrained(saved.path, dtype=torch.float32).state_dict()
+
+    assert torch.equal(saved.open().rows("lm_head.weight", 0, 9), expected["lm_head.weight"][:9])
+    assert torch.equal(read_checkpoint(saved.path)["lm_head.weight"], expected["lm_head.weight"])
+    assert torch.equal(expected["lm_head.weight"], model.lm_head.weight)
+
+
+def test_head_that_differs_from_the_embeddings_is_not_tied(tmp_path):
+    """A tied configuration with another head in the files: untied where it is loaded whole, refused in parts."""
+    _make_model("llama").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    save_file(weights | {"lm_head.weight": weights["model.embed_tokens.weight"] + 1}, path, metadata={"format": "pt"})
+
+    policy = load_policy(tmp_path)
+
+    assert policy.config.tie_word_embeddings is False
+    assert torch.equal(policy.lm_head.weight, policy.model.embed_tokens.weight + 1)
+    with pytest.raises(ModelError, match=r"Set tie_word_embeddings to false in config\.json"):
+        Saved(tmp_path).open()
 
 
 def test_missing_weights_are_named(tmp_path):

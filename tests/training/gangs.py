@@ -117,7 +117,8 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
 
 def _lora_of(case: Mapping[str, Any]) -> LoraConfig | None:
     experts = ("mlp.experts.gate_up_proj", "mlp.experts.down_proj") if "experts" in case else ()
-    return LoraConfig(rank=case["lora"], target_parameters=experts) if "lora" in case else None
+    path = Path(case["start"]) if "start" in case else None
+    return LoraConfig(rank=case["lora"], target_parameters=experts, path=path) if "lora" in case else None
 
 
 def emptied(model: Any) -> Any:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from attrs import evolve
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from areal_actors.domain import FinishReason
+from areal_actors.domain.rows import TurnInfo
 from areal_actors.errors import CaptureViolation, ExportError
-from areal_actors.training.batch import Batch, TrainingRow, token_weights
-from areal_actors.training.config import Aggregation
+from areal_actors.training.advantages import compute_advantages
+from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_updates, token_weights
+from areal_actors.training.config import AdvantageConfig, Aggregation, ObjectiveConfig, TrainerConfig
 
 owners = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 2)), min_size=1, max_size=30)
 MEANS = [choice for choice in Aggregation if choice not in (Aggregation.FIXED_LENGTH, Aggregation.EPISODE_SUM)]
@@ -84,6 +87,56 @@ def test_rows_without_trained_tokens_are_left_out(make_row):
 
     assert batch.rows == (rows[1],)
     assert batch.weights.tolist() == [1.0]
+
+
+members = st.sampled_from(["trained", "cut", "failed"])
+
+
+@settings(max_examples=40)
+@given(
+    outcomes=st.lists(
+        st.lists(members, min_size=2, max_size=4).filter({"trained", "cut"}.intersection),
+        min_size=1,
+        max_size=3,
+    ),
+    equal=st.sets(st.integers(0, 2)),
+    num_minibatches=st.integers(1, 2),
+)
+@pytest.mark.parametrize("aggregation", [Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH])
+def test_weight_of_a_token_does_not_depend_on_what_became_of_other_answers(
+    make_row, make_group, *, outcomes, equal, num_minibatches, aggregation
+):
+    """Cut, failed and dropped answers stay in the constant denominators: episodes, or those that have rows."""
+    groups = []
+    for number, found in enumerate(outcomes):
+        rows = [
+            evolve(
+                make_row(
+                    [1, 2, 3], [0, 1, 1], reward=0.0 if number in equal else float(member), session=f"{number}-{member}"
+                ),
+                turn_infos=(TurnInfo(finish=FinishReason.LENGTH if outcome == "cut" else FinishReason.STOP),),
+            )
+            for member, outcome in enumerate(found)
+        ]
+        group = make_group(rows, name=f"g{number}")
+        episodes = tuple(
+            evolve(episode, trajectories=(), failure="it crashed") if outcome == "failed" else episode
+            for episode, outcome in zip(group.episodes, found, strict=True)
+        )
+        groups.append(evolve(group, episodes=episodes))
+    config = TrainerConfig(
+        objective=ObjectiveConfig(masks_truncated=True, aggregation=aggregation, fixed_length=10),
+        advantages=AdvantageConfig(drop_zero_variance=True),
+        num_minibatches=num_minibatches,
+    )
+    rows = create_rows(groups, compute_advantages(groups, config.advantages), config)
+
+    for update in split_updates(rows, config, version=0):
+        batch = Batch.create(update, aggregation=aggregation, fixed_length=10)
+        counted = [name for row in {row.group: row for row in update}.values() for name in outcomes[row.group]]
+        if aggregation is Aggregation.FIXED_LENGTH:
+            counted = [name for name in counted if name != "failed"]
+        assert batch.weights == pytest.approx(1 / (10 * len(counted)))
 
 
 def test_rows_that_cannot_be_true_are_refused(make_row):

@@ -47,6 +47,7 @@ CASES = {
     "fewer passes than ranks": {"groups": 1, "max_packed_tokens": 10_000},
     "an adapter": {"lora": 4, "model": "qwen2"},
     "an adapter and its base": {"lora": 4, "kl": "loss"},
+    "an adapter and the one it started from": {"lora": 4, "kl": "loss", "start": "adapter"},
     "an adapter of experts": {"lora": 4, "model": "mixtral", "experts": True},
 }
 
@@ -82,6 +83,9 @@ def files(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     for kind, seed in (("llama", 0), ("llama", 1), ("qwen2", 0), ("mixtral", 0), ("wide", 0)):
         _make_model(kind, seed=seed).save_pretrained(root / f"{kind}-{seed}", max_shard_size="60KB")
+    trained = create_trainer({"lora": 4})
+    play(trained, {"steps": 2})
+    trained.adapter.save(root / "adapter")
     return root
 
 
@@ -89,6 +93,8 @@ def files(tmp_path_factory):
 def test_two_processes_train_as_one(other, name, files):
     """Losses, norms, gradients, log-probabilities and weights after some steps are those of one process."""
     case = CASES[name.removesuffix(", from files")]
+    if "start" in case:
+        case = case | {"start": str(files / "adapter")}
     expected = play(create_trainer(case), case)
 
     case = case | ({"files": str(files)} if name not in CASES else {})

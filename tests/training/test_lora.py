@@ -15,7 +15,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tests import moe
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.generation.torch.forward import load_snapshot
@@ -23,6 +32,7 @@ from areal_actors.training.config import (
     Activations,
     ComputeDtype,
     KlConfig,
+    KlPlace,
     LoraConfig,
     ObjectiveConfig,
     OptimizerConfig,
@@ -195,6 +205,36 @@ def test_the_reference_is_the_base(make_model, make_agent_group):
     assert first.reference_kl == pytest.approx(second.reference_kl, rel=1e-5)
 
 
+@pytest.mark.parametrize("place", list(KlPlace))
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_reference_is_the_policy_at_the_start_of_the_run(make_model, make_agent_group, tmp_path, kind, place):
+    """A run that starts from an adapter begins with a distance of 0; after it was resumed, too, the start counts."""
+    lora = evolve(LORA, target_parameters=EXPERTS if kind == "mixtral" else ())
+    first = PolicyTrainer(make_model(kind), evolve(PLAIN, lora=lora))
+    move(first.adapter)
+    first.adapter.save(tmp_path / "adapter")
+    config = evolve(
+        PLAIN,
+        lora=evolve(lora, path=tmp_path / "adapter"),
+        objective=ObjectiveConfig(kl=KlConfig(coefficient=0.1, place=place)),
+    )
+    groups = [make_agent_group(seed) for seed in range(2)]
+    whole = PolicyTrainer(make_model(kind), config)
+    start = copy.deepcopy(whole.adapter.parameters())
+
+    distances = [whole.train_step(groups).reference_kl]
+    whole.save(tmp_path / "checkpoints")
+    resumed = PolicyTrainer(make_model(kind), config)
+    resumed.restore(tmp_path / "checkpoints")
+    distances += [trainer.train_step(groups).reference_kl for trainer in (whole, resumed)]
+
+    assert distances[0] == pytest.approx(0, abs=1e-6)
+    assert 1e-6 < distances[1] == pytest.approx(distances[2], rel=1e-4)
+    with resumed.adapter.at_start():
+        assert all(torch.equal(start[name], now) for name, now in resumed.adapter.parameters().items())
+    assert not any("start" in name for name in resumed.state_dict())
+
+
 def test_frozen_weights_have_the_dtype_of_the_passes(make_model, make_agent_group):
     """In bfloat16 the base needs half the memory; factors, their moments and vectors stay in float32."""
     groups = [make_agent_group(seed) for seed in range(2)]
@@ -324,6 +364,45 @@ def test_a_rank_above_a_dimension_is_refused(make_model, rank, targets, message)
         Adapter.create(make_model(), LoraConfig(rank=rank, **targets))
 
     Adapter.create(make_model(), LoraConfig(rank=rank - 1, **targets))
+
+
+def create_gated(kind: str):
+    """A small model with layers that are narrower than a head: gates of experts, of heads and of states."""
+    shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+    experts = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
+    shared = {"shared_expert_intermediate_size": 16}
+    torch.manual_seed(0)
+    if kind == "qwen2_moe":
+        return Qwen2MoeForCausalLM(Qwen2MoeConfig(**shape, **heads, **experts, **shared))
+    linear = {"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 16}
+    linear |= {"linear_value_head_dim": 16, "layer_types": ["linear_attention", "full_attention"], "head_dim": 16}
+    return Qwen3NextForCausalLM(Qwen3NextConfig(**shape, **heads, **experts, **shared, **linear))
+
+
+@pytest.mark.filterwarnings("ignore:The following .*_pattern keys:RuntimeWarning")  # of peft, about other families
+@pytest.mark.parametrize(
+    ("kind", "gates"), [("qwen2_moe", "shared_expert_gate"), ("qwen3_next", "in_proj_ba, shared_expert_gate")]
+)
+def test_gates_have_no_adapter_unless_they_are_named(caplog, kind, gates):
+    """All linear layers but those narrower than a head, and the log says which; a gate that is named must fit."""
+    model = create_gated(kind)
+    caplog.set_level("INFO")
+    adapter = Adapter.create(model, LORA)
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in adapter.parameters()}
+
+    assert adapted.isdisjoint(gates.split(", "))
+    assert {"q_proj", "o_proj"} <= adapted
+    assert gates in caplog.text
+    with pytest.raises(ConfigError, match=r"4 is more than the smaller .* of .*shared_expert_gate, 1 by 32"):
+        Adapter.create(create_gated(kind), evolve(LORA, target_modules=("shared_expert_gate",)))
+
+
+def test_model_without_linear_layers_is_refused():
+    """GPT-2 has convolutions of width one in their place."""
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64))
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no linear layers"):
+        Adapter.create(model, LORA)
 
 
 def test_dropout_is_refused():

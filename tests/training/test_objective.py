@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.training.config import (
+    ROUNDING_NATS,
     BehaviourConfig,
     Centre,
     KlConfig,
@@ -395,6 +396,27 @@ def test_a_clip_is_around_a_policy_that_differs(surrogate, is_decoupled, num_upd
 
     assert config.resolve_centre(num_updates) is centre
     assert (create_objective(config, num_updates=num_updates).correction is not None) == is_weighted
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype", "centre"),
+    [
+        ({"surrogate": Surrogate.GSPO}, "bfloat16", Centre.PROXIMAL),
+        ({"surrogate": Surrogate.GSPO}, "float32", Centre.BEHAVIOUR),
+        ({"surrogate": Surrogate.GSPO, "clip_low": 0.1, "clip_high": 0.1}, "bfloat16", Centre.BEHAVIOUR),
+        ({"surrogate": Surrogate.GSPO, "is_decoupled": False}, "bfloat16", Centre.BEHAVIOUR),
+        ({"surrogate": Surrogate.PPO}, "bfloat16", Centre.BEHAVIOUR),
+        ({"surrogate": Surrogate.PPO, "clip_low": 0.02}, "bfloat16", Centre.PROXIMAL),
+        ({"surrogate": Surrogate.CISPO}, "bfloat16", Centre.BEHAVIOUR),
+        ({"surrogate": Surrogate.CISPO, "clip_high": 0.01}, "bfloat16", Centre.PROXIMAL),
+        ({"surrogate": Surrogate.PPO, "clip_low": 1e-6}, "float32", Centre.PROXIMAL),
+    ],
+)
+def test_clip_within_rounding_is_around_the_weights_before_the_update(settings, dtype, centre):
+    """Rounding alone would leave a clip around the policy that sampled; what is set explicitly is taken."""
+    config = ObjectiveConfig(**settings)
+
+    assert config.resolve_centre(1, rounding=ROUNDING_NATS[dtype]) is centre
 
 
 def test_each_surrogate_has_its_own_clip():

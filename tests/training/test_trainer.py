@@ -12,7 +12,9 @@ from attrs import evolve
 from areal_actors.domain import as_floats, unfold
 from areal_actors.errors import CaptureViolation, ConfigError, TrainingDiverged
 from areal_actors.training.config import (
+    ROUNDING_NATS,
     Aggregation,
+    CaptureConfig,
     ComputeDtype,
     KlConfig,
     KlPlace,
@@ -425,3 +427,32 @@ def test_forced_tokens_are_in_no_metric_of_distance(make_model, make_group, make
 
     assert statistics.approximate_kl == pytest.approx(0, abs=1e-6)
     assert statistics.behaviour_gap_max == pytest.approx(0, abs=1e-4)
+
+
+@pytest.mark.parametrize("num_minibatches", [1, 2])
+@pytest.mark.parametrize("dtype", [ComputeDtype.FLOAT32, ComputeDtype.BFLOAT16])
+@pytest.mark.parametrize("surrogate", list(Surrogate))
+def test_rows_of_the_current_weights_are_not_clipped(make_model, make_agent_group, surrogate, dtype, num_minibatches):
+    """Whatever rounding did to the log-probabilities that the engine reports."""
+    config = evolve(
+        PLAIN,
+        dtype=dtype,
+        num_minibatches=num_minibatches,
+        capture=CaptureConfig(enabled=False),
+        optimizer=OptimizerConfig(learning_rate=1e-12),
+        objective=ObjectiveConfig(surrogate=surrogate),
+    )
+    trainer = PolicyTrainer(make_model(), config)
+    rng, rounding = np.random.default_rng(0), 0.6 * ROUNDING_NATS[str(dtype)]
+    groups = []
+    for group in (make_agent_group(seed) for seed in range(2)):
+        own = trainer.logprobs([episode.trajectories[0] for episode in group.episodes])
+        episodes = []
+        for episode, logprobs in zip(group.episodes, own, strict=True):
+            row = episode.trajectories[0]
+            noisy = np.minimum(logprobs + rng.uniform(-rounding, rounding, len(logprobs)), 0) * row.loss_mask
+            row = evolve(row, logprobs=as_floats(noisy), raw_logprobs=as_floats(noisy))
+            episodes.append(evolve(episode, trajectories=(row,)))
+        groups.append(evolve(group, episodes=tuple(episodes)))
+
+    assert trainer.train_step(groups).clip_fraction == 0

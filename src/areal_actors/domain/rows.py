@@ -45,6 +45,7 @@ __all__ = [
     "context_digests",
     "find_truncated",
     "is_tree_order",
+    "mask_row",
     "mask_truncated",
     "path_to",
     "tree_attention_mask",
@@ -513,7 +514,15 @@ def mask_truncated(row: Trajectory) -> Trajectory:
     cut = [index for index, info in enumerate(row.turn_infos) if info.finish is FinishReason.LENGTH]
     if not cut:
         return row
-    mask = np.where(np.isin(row.turns, cut), 0, row.loss_mask)
+    return _masked(row, np.where(np.isin(row.turns, cut), 0, row.loss_mask))
+
+
+def mask_row(row: Trajectory) -> Trajectory:
+    """Return the row with all of its tokens masked in the loss; returns stay."""
+    return _masked(row, np.zeros_like(row.loss_mask))
+
+
+def _masked(row: Trajectory, mask: npt.NDArray[Any]) -> Trajectory:
     raw = row.raw_logprobs
     return evolve(
         row,

@@ -33,12 +33,31 @@ __all__ = [
     "pack_names",
     "read_checkpoint",
     "to_checkpoint_tensors",
+    "weight_files",
 ]
 
 _IN_LAYER = re.compile(r"(?:[^.]+\.)*?\d+\.")
 """The name of a weight up to the number of its layer."""
 _SAMPLED = 16
 """Numbers of each tensor in a file that its digest looks at."""
+
+
+def weight_files(directory: Path) -> dict[str, Sequence[str]]:
+    """Return the names of the safetensors files with the weights of ``directory``, and the tensors that each must have.
+
+    As in transformers a single ``model.safetensors`` comes before an index, and the files of an index before others
+    that lie next to them, such as the consolidated weights of Mistral. Without either, all files belong to the weights.
+    Raises ``OSError``, ``ValueError`` or ``KeyError`` if the index cannot be read.
+    """
+    index = directory / "model.safetensors.index.json"
+    if (directory / "model.safetensors").is_file():
+        return {"model.safetensors": ()}
+    if not index.is_file():
+        return {path.name: () for path in sorted(directory.glob("*.safetensors"))}
+    files: dict[str, list[str]] = {}
+    for tensor, file in sorted(json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()):
+        files.setdefault(file, []).append(tensor)
+    return dict(sorted(files.items()))
 
 
 class LazyTensors(Mapping[str, Tensor]):
@@ -165,7 +184,12 @@ def read_checkpoint(directory: Path) -> dict[str, Tensor]:
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    files = sorted(directory.glob("*.safetensors"))
+    try:
+        files = [directory / name for name in weight_files(directory)]
+    except (OSError, ValueError, KeyError) as error:
+        raise ModelError(
+            f"The index of {directory} cannot be read: {error}. Save it again; the old weights stay."
+        ) from error
     if not files:
         raise ModelError(f"{directory} has no *.safetensors files; save the model there with save_pretrained.")
     skeleton = open_skeleton(directory)
@@ -257,7 +281,14 @@ class StoredModel:
         self._collect()
         own = model.state_dict(keep_vars=True)
         # Files have one of several tied tensors.
-        tied: dict[int, str] = {id(own[name]): name for name in self._stored if name in own}
+        tied: dict[int, str] = {}
+        for name in (name for name in self._stored if name in own):
+            first = tied.setdefault(id(own[name]), name)
+            if first != name and not self._is_equal(first, name):
+                raise ModelError(
+                    f"By config.json {first} and {name} are one tensor, and the files in {directory} hold two "
+                    "different ones. Set tie_word_embeddings to false in config.json, or save the model again."
+                )
         self._names = {name: tied[id(tensor)] for name, tensor in own.items() if id(tensor) in tied}
         if missing := sorted(own.keys() - self._names.keys()):
             raise ModelError(
@@ -270,6 +301,15 @@ class StoredModel:
                     f"{found} in {directory} has the shape {tuple(shape)}, and {tuple(own[name].shape)} by its "
                     "config.json. Save weights and configuration of one model there."
                 )
+
+    def _is_equal(self, first: str, second: str) -> bool:
+        """Whether two tensors of the files, which the model ties, are equal."""
+        stored = [self._stored[name] for name in (first, second)]
+        if any(found.converter is not None for found in stored):
+            return True  # embeddings and heads are stored as they are
+        with self._reading():
+            whole = [self._tensor(found.sources[found.target][0]) for found in stored]
+        return torch.equal(*whole)
 
     def shape(self, name: str) -> torch.Size:
         """Return the shape of a tensor."""
@@ -320,26 +360,21 @@ class StoredModel:
         """Return the open file of each tensor, by its name there."""
         from safetensors import safe_open
 
-        index = self.directory / "model.safetensors.index.json"
-        expected: Mapping[str, str] = {}
-        paths = sorted(self.directory.glob("*.safetensors"))
-        if index.is_file():
-            expected = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            absent = sorted(set(expected.values()) - {path.name for path in paths})
-            if absent:
-                raise OSError(f"{len(absent)} of the files in {index.name} are absent, {absent[0]} among them")
-            # Other files may lie next to them, such as the consolidated weights of Mistral.
-            paths = [self.directory / name for name in sorted(set(expected.values()))]
+        expected = weight_files(self.directory)
+        if absent := [name for name in expected if not (self.directory / name).is_file()]:
+            raise OSError(
+                f"{len(absent)} of the files in model.safetensors.index.json are absent, {absent[0]} among them"
+            )
         files: dict[str, Any] = {}
-        for path in paths:
+        for name, tensors in expected.items():
             try:
                 # Raises for a file that is shorter than its header says, as an interrupted download leaves it.
-                file: Any = safe_open(path, framework="pt")
+                file: Any = safe_open(self.directory / name, framework="pt")
             except Exception as error:
-                raise OSError(f"{path.name}: {error}") from error
+                raise OSError(f"{name}: {error}") from error
             files.update(dict.fromkeys(file.keys(), file))
-        if lost := sorted(expected.keys() - files.keys()):
-            raise OSError(f"{expected[lost[0]]} has no {lost[0]}, which {index.name} says that it has")
+            if lost := sorted(set(tensors) - set(file.keys())):
+                raise OSError(f"{name} has no {lost[0]}, which model.safetensors.index.json says that it has")
         return files
 
     def _collect(self) -> None:

@@ -12,6 +12,8 @@ from areal_actors.models.files import (
     resolve_model,
     resolve_tokenizer,
 )
+from areal_actors.models.rotations import require_fixed_rotation
+from areal_actors.models.shapes import ModelShape, model_shape
 
 __all__ = [
     "BUILT_IN",
@@ -19,10 +21,13 @@ __all__ = [
     "WEIGHTS_DIRECTORY",
     "Catalogue",
     "ModelFiles",
+    "ModelShape",
     "cache_directory",
     "create_empty_policy",
     "format_models",
     "load_policy",
+    "model_shape",
+    "require_fixed_rotation",
     "resolve_model",
     "resolve_tokenizer",
 ]

@@ -56,7 +56,7 @@ from areal_actors.lib.locks import NO_LOCKS, HeldLock, LockHeld, hold
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.scratch import remove_empty
 from areal_actors.lib.telemetry import get_logger, redact_settings
-from areal_actors.models import ModelFiles, create_empty_policy, load_policy, resolve_model
+from areal_actors.models import ModelFiles, create_empty_policy, load_policy, model_shape, resolve_model
 from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents, ResumeEpisodes
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
@@ -511,8 +511,7 @@ def load_supervised(config: RunConfig) -> SupervisedData | None:
 
     renderer = load_rendering(config)
     # As many tokens as the model, and the engine in this process, can hold.
-    found = AutoConfig.from_pretrained(resolve_model(config.model).path).get_text_config()
-    limits = [getattr(found, "max_position_embeddings", None)]
+    limits = [model_shape(AutoConfig.from_pretrained(resolve_model(config.model).path)).max_positions]
     limits += [config.engine.max_length] if config.rollout.backend is Backend.TORCH else []
     max_tokens = min((limit for limit in limits if limit), default=None)
     if settings.run is not None:

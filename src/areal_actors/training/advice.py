@@ -10,12 +10,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from areal_actors.training.config import (
+    ROUNDING_NATS,
     Activations,
     AdvantageConfig,
     Aggregation,
     BehaviourConfig,
     CaptureConfig,
     Centre,
+    ComputeDtype,
     Decay,
     GangConfig,
     KlConfig,
@@ -63,9 +65,10 @@ def inert_settings(config: TrainerConfig, *, has_servers: bool = True) -> list[s
     ``has_servers`` is false for a run whose engine is the embedded one.
     """
     num_updates = config.num_epochs * config.num_minibatches
+    rounding = ROUNDING_NATS["bfloat16"] if config.dtype is ComputeDtype.BFLOAT16 else 0.0
     return [
-        *_clips(config.objective, num_updates),
-        *_corrections(config.objective, num_updates),
+        *_clips(config.objective, num_updates, rounding),
+        *_corrections(config.objective, num_updates, rounding),
         *_switched_off(config),
         *_others(config, has_servers=has_servers),
     ]
@@ -94,6 +97,14 @@ def doubtful_settings(config: TrainerConfig) -> list[str]:
             f"objective.aggregation {objective.aggregation} counts the one ratio of a row as often as it has tokens; "
             "gspo was published with sequence_mean."
         )
+    is_fixed = objective.is_decoupled is False or objective.surrogate is Surrogate.DPPO
+    if is_fixed and config.dtype is not ComputeDtype.FLOAT32 and objective.is_below(ROUNDING_NATS["bfloat16"]):
+        low, high = objective.resolve_clip()
+        found.append(
+            f"objective.clip_low {low:g} and clip_high {high:g} are narrower than rounding in bfloat16, so that fresh "
+            "rows are clipped; widen both to 0.1, set dtype float32, or with another surrogate than dppo leave "
+            "is_decoupled out."
+        )
     if config.lora is not None and rate <= full:
         found.append(
             f"optimizer.learning_rate {rate:g} is one for all weights; an adapter learns as fast with about ten times "
@@ -102,8 +113,8 @@ def doubtful_settings(config: TrainerConfig) -> list[str]:
     return found
 
 
-def _clips(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
-    centre = objective.resolve_centre(num_updates)
+def _clips(objective: ObjectiveConfig, num_updates: int, rounding: float) -> Iterator[str]:
+    centre = objective.resolve_centre(num_updates, rounding=rounding)
     is_centred_on_itself = centre is Centre.PROXIMAL and num_updates == 1
     for name in ("clip_low", "clip_high"):
         if getattr(objective, name) is None:
@@ -126,13 +137,13 @@ def _clips(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
         )
 
 
-def _corrections(objective: ObjectiveConfig, num_updates: int) -> Iterator[str]:
+def _corrections(objective: ObjectiveConfig, num_updates: int, rounding: float) -> Iterator[str]:
     if objective.is_decoupled is not None and objective.surrogate is Surrogate.DPPO:
         yield (
             "objective.is_decoupled has no effect: surrogate dppo always compares with the policy that sampled; use "
             "surrogate ppo for decoupled PPO."
         )
-    if objective.behaviour == BehaviourConfig() or objective.is_weighted(num_updates):
+    if objective.behaviour == BehaviourConfig() or objective.is_weighted(num_updates, rounding=rounding):
         return
     changed = [
         name

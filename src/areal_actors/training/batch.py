@@ -16,6 +16,10 @@ group g (of K)::
     fixed_length    1 / (R · fixed_length)  Dr. GRPO, arXiv:2503.20783: no length in the denominator
     episode_sum     1 / (E · fixed_length)  the same for episodes of several rows
 
+The means average over what trains a token. In ``fixed_length`` and ``episode_sum``, R and E also count what trains
+none: masked rows, failed members (in E, since they have no rows), and groups that were left out for their equal values.
+Otherwise the weight of a token would depend on how many other answers were cut.
+
 Only ``episode_sum`` keeps the direction of the policy gradient if the policy decides how long its answers are or how
 many turns it takes: every other denominator depends on that, so it is correlated with the sum that it divides. (The
 denominator of ``fixed_length`` counts rows, which are turns in the export style ``individual``.)
@@ -31,7 +35,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import cmp_using, define, field, frozen
 
-from areal_actors.domain import Floats, Group, Trajectory, as_floats, mask_truncated
+from areal_actors.domain import Floats, Group, Trajectory, as_floats, mask_row, mask_truncated
 from areal_actors.errors import CaptureViolation, ExportError
 from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.config import Aggregation, TrainerConfig
@@ -63,14 +67,16 @@ class TrainingRow:
 
     ``proximal``, ``reference`` and ``teacher`` are log-probabilities float32 [T] under the policy that ratios are taken
     to, under the frozen reference and under the teacher, if they were computed. ``temperature`` applies to turns that
-    do not record the one they were sampled at. Creating a row raises ``ExportError`` if its arrays do not fit together,
-    and ``CaptureViolation`` if a trained token has no version or an impossible log-probability.
+    do not record the one they were sampled at. ``num_members`` is the number of episodes in its group, failed ones
+    included; ``None`` counts those that have rows. Creating a row raises ``ExportError`` if its arrays do not fit
+    together, and ``CaptureViolation`` if a trained token has no version or an impossible log-probability.
     """
 
     trajectory: Trajectory
     advantages: Floats = field(converter=as_floats, eq=_array)
     episode: int = 0
     group: int = 0
+    num_members: int | None = None
     proximal: Floats | None = field(default=None, eq=False)
     reference: Floats | None = field(default=None, eq=False)
     teacher: Floats | None = field(default=None, eq=False)
@@ -165,29 +171,34 @@ class TrainingRow:
 def create_rows(
     groups: Sequence[Group], advantages: Sequence[GroupAdvantages], config: TrainerConfig
 ) -> list[TrainingRow]:
-    """Return the rows of all successful episodes of ``groups`` that train a token, with their advantages."""
+    """Return the rows of all successful episodes of ``groups``, with their advantages.
+
+    Rows that train nothing are among them, because denominators count them: answers that were cut, if they are masked,
+    and the rows of groups without variance, if these are dropped.
+    """
     rows: list[TrainingRow] = []
     num_episodes = 0
     for index, (group, found) in enumerate(zip(groups, advantages, strict=True)):
-        if found.has_zero_variance and config.advantages.drop_zero_variance:
-            continue
+        is_dropped = found.has_zero_variance and config.advantages.drop_zero_variance
         values = iter(found.rows)
         for episode in group.episodes:
             if episode.failure is not None:
                 continue
             for whole in episode.trajectories:
                 trajectory = mask_truncated(whole) if config.objective.masks_truncated else whole
+                if is_dropped:
+                    trajectory = mask_row(trajectory)
                 row = TrainingRow(
                     trajectory=trajectory,
                     advantages=next(values),
                     episode=num_episodes,
                     group=index,
+                    num_members=len(group.episodes),
                     temperature=config.temperature,
                 )
                 rows.append(row)
             num_episodes += 1
-    # Masking truncated answers may leave rows without a trained token.
-    return [row for row in rows if row.trajectory.num_trained_tokens]
+    return rows
 
 
 def split_updates(rows: Sequence[TrainingRow], config: TrainerConfig, *, version: int) -> Iterator[list[TrainingRow]]:
@@ -220,16 +231,24 @@ class Batch:
     def create(cls, rows: Sequence[TrainingRow], *, aggregation: Aggregation, fixed_length: int = 1) -> Batch:
         """Return the batch of ``rows`` with each token's weight in the loss.
 
-        Rows without trained tokens are left out.
+        Rows without trained tokens are left out, after they were counted.
         """
+        members: dict[int, set[int]] = {}
+        for row in rows:
+            members.setdefault(row.group, set()).add(row.episode)
+        known = {row.group: row.num_members for row in rows}
         kept = tuple(row for row in rows if row.trajectory.num_trained_tokens)
         counts = [len(row.positions) for row in kept]
-        owners = {
-            "rows": np.repeat(np.arange(len(kept)), counts),
-            "episodes": np.repeat(np.array([row.episode for row in kept], dtype=np.int64), counts),
-            "groups": np.repeat(np.array([row.group for row in kept], dtype=np.int64), counts),
-        }
-        return cls(rows=kept, weights=token_weights(aggregation, fixed_length=fixed_length, **owners))
+        weights = token_weights(
+            aggregation,
+            fixed_length=fixed_length,
+            rows=np.repeat(np.arange(len(kept)), counts),
+            episodes=np.repeat(np.array([row.episode for row in kept], dtype=np.int64), counts),
+            groups=np.repeat(np.array([row.group for row in kept], dtype=np.int64), counts),
+            num_rows=len(rows),
+            num_episodes=sum(known[group] or len(found) for group, found in members.items()),
+        )
+        return cls(rows=kept, weights=weights)
 
     @cached_property
     def offsets(self) -> Indices:
@@ -288,9 +307,20 @@ Indices = npt.NDArray[np.int64]
 
 
 def token_weights(
-    aggregation: Aggregation, *, rows: Indices, episodes: Indices, groups: Indices, fixed_length: int
+    aggregation: Aggregation,
+    *,
+    rows: Indices,
+    episodes: Indices,
+    groups: Indices,
+    fixed_length: int,
+    num_rows: int | None = None,
+    num_episodes: int | None = None,
 ) -> npt.NDArray[np.float32]:
-    """Return weights float32 [N] of N trained tokens, given the row, episode and group of each (int64 [N])."""
+    """Return weights float32 [N] of N trained tokens, given the row, episode and group of each (int64 [N]).
+
+    ``num_rows`` and ``num_episodes`` are those of the update, also without trained tokens, by which ``fixed_length``
+    and ``episode_sum`` divide; ``None`` counts those that have some.
+    """
     if len(rows) == 0:
         return np.zeros(0, dtype=np.float32)
     match aggregation:
@@ -303,9 +333,9 @@ def token_weights(
         case Aggregation.GROUP_MEAN:
             weights = _mean_of_means(groups)
         case Aggregation.FIXED_LENGTH:
-            weights = np.full(len(rows), 1.0 / (len(np.unique(rows)) * fixed_length))
+            weights = np.full(len(rows), 1.0 / ((num_rows or len(np.unique(rows))) * fixed_length))
         case Aggregation.EPISODE_SUM:
-            weights = np.full(len(rows), 1.0 / (len(np.unique(episodes)) * fixed_length))
+            weights = np.full(len(rows), 1.0 / ((num_episodes or len(np.unique(episodes))) * fixed_length))
     return weights.astype(np.float32)
 
 

@@ -18,6 +18,7 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, o
 from areal_actors.lib.references import FunctionReference, builtin_or_reference
 
 __all__ = [
+    "ROUNDING_NATS",
     "Activations",
     "AdvantageConfig",
     "Aggregation",
@@ -288,7 +289,9 @@ class ObjectiveConfig:
     ``is_decoupled`` takes the policy before the update as the centre of the clip of ppo, gspo and cispo and corrects
     for the behaviour policy by an importance weight; otherwise the behaviour policy itself is the centre. ``None``
     decouples ppo and gspo if a step makes several updates, and not if it makes one: the policy before the only update
-    is the policy itself, and a clip around it has no effect. dppo always compares with the behaviour policy. A custom
+    is the policy itself, and a clip around it has no effect. It also decouples ppo, gspo and cispo if rounding alone
+    exceeds the clip, as it does that of gspo where the engine or the trainer computes in bfloat16: ratios to the policy
+    that sampled would be clipped before anything was learned. dppo always compares with the behaviour policy. A custom
     ``surrogate`` (``file.py:name``) implements its own clip, and is decoupled unless ``is_decoupled`` is false.
 
     ``fixed_length`` is the number of tokens by which the aggregations ``episode_sum`` and ``fixed_length`` divide.
@@ -314,22 +317,30 @@ class ObjectiveConfig:
         low, high = _CLIPS.get(self.surrogate, (0.0, 0.0))
         return low if self.clip_low is None else self.clip_low, high if self.clip_high is None else self.clip_high
 
-    def resolve_centre(self, num_updates: int) -> Centre:
-        """Return the policy that ratios are taken to, in steps of ``num_updates`` updates."""
+    def is_below(self, rounding: float) -> bool:
+        """Return whether log-probabilities that differ by ``rounding`` nats may be outside the clip."""
+        clips = isinstance(self.surrogate, Surrogate) and self.surrogate is not Surrogate.REINFORCE
+        return clips and min(self.resolve_clip()) < rounding
+
+    def resolve_centre(self, num_updates: int, *, rounding: float = 0.0) -> Centre:
+        """Return the policy that ratios are taken to, in steps of ``num_updates`` updates.
+
+        ``rounding`` is how far the log-probabilities of engine and trainer may differ for the same weights, in nats.
+        """
         if self.surrogate in (Surrogate.DPPO, Surrogate.REINFORCE):
             return Centre.POLICY
         is_decoupled = self.is_decoupled
         if is_decoupled is None:
-            is_decoupled = self.surrogate is not Surrogate.CISPO and (
-                num_updates > 1 or not isinstance(self.surrogate, Surrogate)
+            is_decoupled = self.is_below(rounding) or (
+                self.surrogate is not Surrogate.CISPO and (num_updates > 1 or not isinstance(self.surrogate, Surrogate))
             )
         return Centre.PROXIMAL if is_decoupled else Centre.BEHAVIOUR
 
-    def is_weighted(self, num_updates: int) -> bool:
+    def is_weighted(self, num_updates: int, *, rounding: float = 0.0) -> bool:
         """Return whether losses are multiplied by the importance weight that ``behaviour`` bounds."""
         if self.surrogate is Surrogate.REINFORCE:
             return self.is_decoupled is not False
-        return self.resolve_centre(num_updates) is not Centre.BEHAVIOUR
+        return self.resolve_centre(num_updates, rounding=rounding) is not Centre.BEHAVIOUR
 
 
 _CLIPS: dict[str, tuple[float, float]] = {
@@ -340,6 +351,13 @@ _CLIPS: dict[str, tuple[float, float]] = {
     Surrogate.REINFORCE: (0.0, 0.0),
 }
 """Defaults of ``clip_low`` and ``clip_high``, each in its surrogate's unit; reinforce has no clip."""
+
+
+ROUNDING_NATS = {"float32": 1e-4, "bfloat16": 0.1}
+"""Bounds on the difference of a token's log-probabilities by engine and trainer, in the coarser of their formats.
+
+Measured are 1e-5 and up to 0.07.
+"""
 
 
 class OptimizerName(StrEnum):

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from areal_actors.lib.transfers import to_device
 from areal_actors.training.distributions import Distributions, truncation_bounds
+from areal_actors.training.layers import decoder_of
 from areal_actors.training.packing import Pack
 from areal_actors.training.router_replay import replay_experts
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
@@ -66,7 +67,7 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
     if pack.segments is not None and model.config._attn_implementation == BLOCK_ATTENTION:  # noqa: SLF001
         padding = padded_length(pack.input_ids.shape[1]) - pack.input_ids.shape[1]
     replay_experts(model, pack.routed_experts)
-    hidden = model.get_decoder()(
+    hidden = decoder_of(model)(
         input_ids=to_device(np.pad(pack.input_ids, ((0, 0), (0, padding))), device),
         position_ids=to_device(np.pad(pack.position_ids, ((0, 0), (0, padding))), device),
         attention_mask=mask,

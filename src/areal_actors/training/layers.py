@@ -30,8 +30,9 @@ import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface, PreTrainedModel
 
+from areal_actors.errors import ModelError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.config import Activations
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, SEGMENT_ATTENTION
@@ -40,6 +41,7 @@ __all__ = [
     "cast_weights",
     "compiled_forward",
     "decoder_layers",
+    "decoder_of",
     "has_compiled",
     "layer_memory",
 ]
@@ -55,6 +57,18 @@ product would be computed again.
 """
 _compiles: dict[tuple[type, str], bool] = {}
 """Whether a class of layers has run with gradients as the backend compiled it, or was found not to compile."""
+
+
+def decoder_of(model: Any) -> Any:
+    """Return the part of a causal language model below its output head.
+
+    Raises ``ModelError`` if there is none. ``get_decoder`` of transformers guesses by names, and returns the whole
+    model for Llama 4, and a part of the head for ModernBERT.
+    """
+    for part in (model.get_decoder(), model.base_model, getattr(model, "model", None)):
+        if isinstance(part, PreTrainedModel) and part is not model and part.get_output_embeddings() is None:
+            return part
+    raise ModelError(f"{type(model).__name__} has no decoder below its output head; training it is not supported.")
 
 
 def decoder_layers(module: torch.nn.Module) -> Iterator[torch.nn.Module]:

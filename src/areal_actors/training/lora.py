@@ -30,11 +30,15 @@ from torch import Tensor
 
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.lib.checkpoint_tensors import LazyTensors
+from areal_actors.lib.telemetry import get_logger
+from areal_actors.models import model_shape
 from areal_actors.training.config import LoraConfig
 from areal_actors.training.directories import atomic_directory, write_tensors
 from areal_actors.training.sharding import scatter
 
 __all__ = ["ADAPTER_PART", "Adapter", "find_adapted", "load_adapter_tensors", "write_adapter"]
+
+_log = get_logger(__name__)
 
 ADAPTER_PART = "adapter_model"
 """Stem of the file of an adapter's tensors, which is also the name of its part of a checkpoint."""
@@ -46,6 +50,8 @@ _CONFIG, _BASE = "adapter_config.json", "base_model.json"
 _ALL = "all-linear"
 _NAME = "default"
 """The name under which peft keeps the one adapter."""
+_START = "start"
+"""The name, next to that of each factor's weight, under which its value at the start of the run is kept."""
 _PREFIX = "base_model.model."
 """The prefix that peft puts before the names of a model's parameters in its files."""
 _SAMPLED = 16
@@ -137,6 +143,13 @@ class Adapter:
             raise ConfigError("trainer.lora needs the package peft; run: pip install 'areal_actors[lora]'") from error
         shapes = find_adapted(model, config)
         linear = sorted({name.rpartition(".")[2] for name, shape in shapes.items() if len(shape) == 2})  # noqa: PLR2004
+        gates = [name for name in _find_linear(model) if name not in shapes] if config.target_modules == (_ALL,) else []
+        if gates:
+            _log.info(
+                "gates_have_no_adapter",
+                layers=", ".join(sorted({name.rpartition(".")[2] for name in gates})),
+                reason="they are narrower than a head of the attention; trainer.lora.target_modules can name them",
+            )
         base = {"name": str(model.config.name_or_path), "fingerprint": fingerprint(model)}
         settings = peft.LoraConfig(
             r=config.rank,
@@ -144,13 +157,21 @@ class Adapter:
             lora_dropout=config.dropout,
             target_modules=linear if config.target_modules == (_ALL,) else list(config.target_modules),
             target_parameters=list(config.target_parameters) or None,
+            # Only those that a name in ``target_modules`` would find, since engines may not know this field.
+            exclude_modules=[name for name in gates if name.rpartition(".")[2] in linear] or None,
             task_type="CAUSAL_LM",
             base_model_name_or_path=base["name"],
         )
         # The factors do not depend on what was drawn before, and what is drawn later not on them.
         with torch.random.fork_rng(devices=[]), _weightless(model) if base["fingerprint"] else nullcontext():
             torch.manual_seed(seed)
-            peft.inject_adapter_in_model(settings, model, adapter_name=_NAME)
+            try:
+                peft.inject_adapter_in_model(settings, model, adapter_name=_NAME)
+            except (ValueError, TypeError, RuntimeError, NotImplementedError) as error:
+                # For some families peft knows layers that cannot have an adapter, such as out_proj of a Mamba.
+                raise ConfigError(
+                    f"trainer.lora.target_modules: peft cannot adapt {type(model).__name__}: {error}"
+                ) from error
         document = {
             name: sorted(value) if isinstance(value, set) else value for name, value in settings.to_dict().items()
         }
@@ -161,7 +182,15 @@ class Adapter:
                 adapter.load(config.path)
             except CheckpointError as error:
                 raise ConfigError(f"trainer.lora.path: {error}") from error
+        if config.path is not None:
+            adapter._keep_start()
         return adapter
+
+    def _keep_start(self) -> None:
+        """Keep the factors as they are now, as frozen weights of the model, which are sharded with the others."""
+        for name, factor in self.parameters().items():
+            holder = self.model.get_submodule(name.rpartition(".")[0])
+            holder.register_parameter(_START, torch.nn.Parameter(factor.detach().clone(), requires_grad=False))
 
     def lower(self, dtype: torch.dtype) -> None:
         """Keep the frozen matrices in ``dtype``, in which the passes compute.
@@ -171,7 +200,7 @@ class Adapter:
         """
         trained = set(self.parameters())
         for name, parameter in self.model.named_parameters():
-            if name not in trained and parameter.ndim > 1:
+            if name not in trained and not name.endswith(f".{_START}") and parameter.ndim > 1:
                 parameter.data = parameter.data.to(dtype)
         for layer in self._layers():
             # Autocast converts factors and inputs; peft would convert each input to float32 first.
@@ -179,7 +208,34 @@ class Adapter:
 
     def parameters(self) -> dict[str, Tensor]:
         """Return the factors by their names in the model."""
-        return {name: parameter for name, parameter in self.model.named_parameters() if ".lora_" in name}
+        return {
+            name: parameter
+            for name, parameter in self.model.named_parameters()
+            if ".lora_" in name and not name.endswith(f".{_START}")
+        }
+
+    @contextmanager
+    def at_start(self) -> Iterator[None]:
+        """Compute during the block as at the start of the run, without gradients, also in a run that was resumed.
+
+        That is with the adapter of ``config.path``, or without any: a new adapter changes nothing.
+        """
+        if self.config.path is None:
+            with self.disabled():
+                yield
+            return
+        kept = dict(self.model.named_parameters())
+        factors = self.parameters()
+        now = {name: factor.detach().clone() for name, factor in factors.items()}
+        with torch.no_grad():
+            for name, factor in factors.items():
+                factor.copy_(kept[f"{name.rpartition('.')[0]}.{_START}"])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, factor in factors.items():
+                    factor.copy_(now[name])
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
@@ -350,14 +406,12 @@ def _weightless(model: Any) -> Iterator[None]:
 def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights to adapt, by the names of their linear modules and of stacked parameters.
 
+    ``all-linear`` leaves out gates and routers, which have fewer outputs than a head of the attention: one for a shared
+    expert, or one for each expert or head. Servers have no adapters for them, and there is little to adapt.
+
     Raises ``ConfigError`` for unknown ones, and if the rank exceeds a dimension of a target, which has no more freedom.
     """
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    linear = {
-        name: (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear) and not any(module is end for end in ends)
-    }
+    linear = _find_linear(model)
     stacked = {
         name: tuple(parameter.shape)
         for name, parameter in model.named_parameters()
@@ -375,6 +429,19 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {
         name: shape for name, shape in linear.items() if any(_is_among(wanted, [name]) for wanted in modules)
     }
+    if config.target_modules == (_ALL,):
+        narrowest = model_shape(model.config).head_dim
+        # Routers that are linear layers of another class return more than one product.
+        shapes = {
+            name: shape
+            for name, shape in shapes.items()
+            if min(shape) >= narrowest and type(model.get_submodule(name)) is torch.nn.Linear
+        }
+        if not shapes and not config.target_parameters:
+            raise ConfigError(
+                f"trainer.lora.target_modules: {type(model).__name__} has no linear layers that all-linear could "
+                "adapt; leave trainer.lora out, or take another model."
+            )
     shapes |= {
         name: shape for name, shape in stacked.items() if any(_is_among(x, [name]) for x in config.target_parameters)
     }
@@ -387,6 +454,16 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
             "target_modules."
         )
     return shapes
+
+
+def _find_linear(model: Any) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the weights of all linear modules but the output head, by the names of the modules."""
+    ends = (model.get_output_embeddings(), model.get_input_embeddings())
+    return {
+        name: (module.out_features, module.in_features)
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear) and not any(module is end for end in ends)
+    }
 
 
 def _is_among(wanted: str, names: Iterable[str]) -> bool:

@@ -20,8 +20,9 @@ import torch
 from attrs import fields, frozen
 from torch.distributed.tensor import DTensor
 
-from areal_actors.errors import ConfigError
+from areal_actors.errors import ConfigError, ModelError
 from areal_actors.lib.precision import choose_dtype
+from areal_actors.models import model_shape
 from areal_actors.training.config import Activations, GangBackend, OptimizerConfig, TrainerConfig
 from areal_actors.training.forward import head_chunk_bytes
 from areal_actors.training.layers import decoder_layers
@@ -70,29 +71,26 @@ def activation_bytes(config: Any, *, dtype: torch.dtype, activations: Activation
     are counted as dense layers of the width that a token uses. Compiled layers compute elementwise results again, and
     keep about .55 of the rest; those with experts, whose graphs differ, are counted as if they were not compiled.
     """
-    text = config.get_text_config()
-    num_layers, hidden = text.num_hidden_layers, text.hidden_size
+    shape = model_shape(config)
+    num_layers, hidden = shape.num_layers, shape.hidden
     match activations:
         case Activations.OFFLOAD:
             return 0
         case Activations.RECOMPUTE:
             return int(num_layers * dtype.itemsize * hidden)
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or hidden // heads
-    attention = head * (heads + (getattr(text, "num_key_value_heads", None) or heads))
-    # The width of the layer's feed-forward part that one token goes through.
-    num_experts = getattr(text, "num_experts_per_tok", None)
-    each = (num_experts and getattr(text, "moe_intermediate_size", None)) or text.intermediate_size
-    wide = int((num_experts or 1) * each)
+    heads, wide, num_experts = shape.num_heads, shape.width, shape.num_experts_per_token
+    head = shape.head_dim
+    attention = head * (heads + shape.num_kv_heads)
+    has_head_norms = config.get_text_config().model_type in _HEAD_NORMS
     size = dtype.itemsize
     if is_compiled and num_experts is None:
         # Three states of the layer's width; queries, keys, values and the output of attention; gate and up projection.
         kept = size * (3 * hidden + 2 * attention + head * heads + 2 * wide) + 4 * heads + _COMPILED_ROWS
-        if text.model_type in _HEAD_NORMS:
+        if has_head_norms:
             kept += size * head * heads
         return int(num_layers * kept)
     kept = (16 if size == 2 else 24) * hidden + 4 * size * wide + 2 * size * attention + 4 * heads  # noqa: PLR2004
-    if text.model_type in _HEAD_NORMS:
+    if has_head_norms:
         kept += (8 if size == 4 else 6) * attention  # noqa: PLR2004
     return int(num_layers * kept)
 
@@ -117,25 +115,29 @@ def temporary_bytes(
 ) -> int:
     """Return the bytes that the backward passes of one layer and of the output head need while they run."""
     size = dtype.itemsize
-    text = model.config.get_text_config()
+    shape, layers = model_shape(model.config), list(decoder_layers(model))
+    head = model.get_output_embeddings()
+    if not layers or head is None:
+        raise ModelError(
+            f"{type(model).__name__} has no decoder layers with an output head; training it is not supported."
+        )
     one_layer, plain = (
-        activation_bytes(model.config, dtype=dtype, activations=Activations.KEEP, is_compiled=found)
-        // text.num_hidden_layers
+        activation_bytes(model.config, dtype=dtype, activations=Activations.KEEP, is_compiled=found) // shape.num_layers
         for found in (is_compiled, False)
     )
-    largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in decoder_layers(model))
+    largest = max(sum(weight.numel() for weight in layer.parameters()) for layer in layers)
     copies = (2 * size if size < 4 else 0) * largest  # noqa: PLR2004 - in float32 the weights themselves compute
     # Gradients of what a layer computed are as large as what it kept of it, for the widest half at a time; compiled
     # layers compute again what they did not keep.
     layer = num_tokens * (plain // 2 + plain - one_layer) + copies
     if kept is not Activations.KEEP:
         layer += num_tokens * one_layer
-    head = model.get_output_embeddings().weight.numel()
+    num_head = head.weight.numel()
     # A pass has at most as many rows of logits as tokens: 532 tokens of a vocabulary of 8192 fill a quarter of a chunk.
-    chunk = _NUM_CHUNK_COPIES * min(head_chunk_bytes(device_type), 4 * num_tokens * text.vocab_size)
-    states = 3 * num_tokens * text.hidden_size * 4
+    chunk = _NUM_CHUNK_COPIES * min(head_chunk_bytes(device_type), 4 * num_tokens * shape.vocab_size)
+    states = 3 * num_tokens * shape.hidden * 4
     # Gradients of the head and of the embeddings before they are added to the others, and the head in ``dtype``.
-    matrices = (8 * head if trains_head else 0) + (size * head if size < 4 else 0)  # noqa: PLR2004
+    matrices = (8 * num_head if trains_head else 0) + (size * num_head if size < 4 else 0)  # noqa: PLR2004
     # Added up, although layer and head compute one after the other: allocators keep what the one has freed. Ranks of a
     # gang allocate and free gathered layers meanwhile; what their allocators keep depends on the size of a layer.
     computing = max(layer, chunk) if is_sharded else layer + chunk
@@ -246,7 +248,7 @@ def require_room(model: Any, config: TrainerConfig, *, dtype: torch.dtype, max_l
     """
     if max_length is None:
         return
-    text, device = model.config.get_text_config(), model.device
+    device = model.device
     if device.type == "meta":
         is_gpu = torch.cuda.is_available() and config.gang.backend is not GangBackend.GLOO
         device = torch.device("cuda" if is_gpu else "cpu")
@@ -264,7 +266,7 @@ def require_room(model: Any, config: TrainerConfig, *, dtype: torch.dtype, max_l
         )
         return held + chunk * activation_bytes(model.config, dtype=dtype, activations=kept) + temporaries
 
-    longest = min(max_length, getattr(text, "max_position_embeddings", None) or max_length)
+    longest = min(max_length, model_shape(model.config).max_positions or max_length)
     needed, available = count(longest), device_bytes(device)
     if needed <= (1 + _MAX_ERROR) * available:
         return
@@ -379,7 +381,7 @@ def plan_trainer(
         num_tokens * activation_bytes(model.config, dtype=dtype, activations=chosen, is_compiled=is_compiled)
         for chosen in (Activations.KEEP, Activations.RECOMPUTE)
     )
-    num_layers, num_kept = len(list(decoder_layers(model))), 0
+    num_layers, num_kept = max(1, len(list(decoder_layers(model)))), 0
     if config.activations is Activations.AUTO and kept is Activations.RECOMPUTE and device_type == "cuda":
         temporaries = temporary_bytes(
             model,

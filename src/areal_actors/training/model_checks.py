@@ -13,11 +13,13 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from areal_actors.errors import ConfigError, ModelError
+from areal_actors.errors import ArealError, ConfigError, ModelError
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.models import model_shape, require_fixed_rotation
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import score_pack
 from areal_actors.training.gang import Gang
+from areal_actors.training.layers import decoder_layers, decoder_of
 from areal_actors.training.loading import first_layers, source_of, streamed
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.passes import Passes, Scorer
@@ -41,22 +43,38 @@ _NUM_TRIED = 48
 """Length of the test rows: a window that no setting names is detected if it is shorter."""
 
 
-def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> None:
+def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
     """Check that ``model`` can be trained with ``configs``, those of all phases; make it attend by plan if it can.
 
+    Returns the length of rows beyond which their log-probabilities would depend on other rows; ``None`` without one.
     Of a model whose weights are in files, only the first layers are read and checked. A model on the meta device is not
     checked otherwise: it belongs to a rank that gets its weights from the first one, which checks them. Raises
     ``ConfigError`` and ``ModelError`` as the functions below.
     """
     if source_of(model) is not None:
         with first_layers(model), streamed(model):
-            _require_supported(model, configs, max_length=max_length)
-    elif model.device.type != "meta":
-        _require_supported(model, configs, max_length=max_length)
+            return _require_supported(model, configs, max_length=max_length)
+    if model.device.type != "meta":
+        return _require_supported(model, configs, max_length=max_length)
+    return None
 
 
-def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> None:
+def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
+    try:
+        return _check(model, configs, max_length=max_length)
+    except ArealError:
+        raise
+    except Exception as error:
+        # Models of transformers fail in many ways on a plain pass over a few tokens.
+        raise ModelError(
+            f"{type(model).__name__} cannot be trained: a pass over a few tokens failed with {type(error).__name__}: "
+            f"{error}"
+        ) from error
+
+
+def _check(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
     require_plain_head(model)
+    limit = require_fixed_rotation(model, max_length=max_length)
     plan_attention(model)
     if any(config.layout is Layout.TREE for config in configs):
         require_tree_support(model, max_length=max_length)
@@ -64,17 +82,29 @@ def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_leng
         require_replayable(model)
     if any(config.chunk_tokens is not None for config in configs):
         require_chunk_support(model)
+    return limit
 
 
 def require_plain_head(model: Any) -> None:
-    """Check that the model's logits are its head applied to its decoder's output.
+    """Check that the model's logits are its head applied to its decoder's output, which no later token changes.
 
-    Raises ``ModelError`` for models that scale or cap their logits afterwards.
+    Raises ``ModelError`` for models that scale or cap their logits afterwards, and for those that see later tokens.
     """
+    decoder, head = decoder_of(model), model.get_output_embeddings()
+    if not isinstance(head, torch.nn.Linear) or not list(decoder_layers(model)):
+        raise ModelError(
+            f"{type(model).__name__} has no linear output head over decoder layers; training it is not supported."
+        )
     input_ids = torch.tensor([[0, 1]], device=model.device)
     with torch.no_grad():
-        hidden = model.get_decoder()(input_ids=input_ids, use_cache=False).last_hidden_state
+        hidden = decoder(input_ids=input_ids, use_cache=False).last_hidden_state
+        first = decoder(input_ids=input_ids[:, :1], use_cache=False).last_hidden_state
         expected = model(input_ids=input_ids, use_cache=False).logits
+    if not torch.allclose(hidden[:, :1], first, rtol=_TOLERANCE, atol=_TOLERANCE):
+        raise ModelError(
+            f"{type(model).__name__} attends to later tokens, so that it predicts none; set is_decoder in its "
+            "configuration if it can be a decoder."
+        )
     if not torch.allclose(model.get_output_embeddings()(hidden), expected, rtol=_TOLERANCE, atol=_TOLERANCE):
         raise ModelError(
             f"{type(model).__name__} changes its logits after the output head; training such a model is not supported."
@@ -86,8 +116,7 @@ def attention_window(config: Any) -> int | None:
 
     Phi-3, Mixtral, Starcoder2 and Mistral 7B v0.1 have a window in every layer and no ``layer_types``.
     """
-    window = getattr(config.get_text_config(), "sliding_window", None)
-    return int(window) if window else None
+    return model_shape(config).window
 
 
 def plan_attention(model: Any) -> bool:
@@ -123,7 +152,7 @@ def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
     config = model.config
     takes_mask = config._attn_implementation in ("sdpa", "eager")  # noqa: SLF001
     window = attention_window(config)
-    longest = max_length or getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = max_length or model_shape(config).max_positions
     if window is not None and (longest is None or longest > window):
         raise ConfigError(
             f"layout: tree computes full attention, and {type(model).__name__} attends to the last {window} tokens "
@@ -157,7 +186,7 @@ def _agrees_in_chunks(model: Any) -> bool:
     positions = np.arange(7 * _NUM_TRIED)
     none = np.zeros(0, dtype=np.int64)
     pack = Pack(
-        input_ids=(positions % model.config.get_text_config().vocab_size)[None],
+        input_ids=(positions % model_shape(model.config).vocab_size)[None],
         position_ids=(positions % _NUM_TRIED)[None],
         segments=tuple(Segment(start=start, stop=start + _NUM_TRIED, ancestors=none) for start in starts.tolist()),
         rows=tuple(range(7)),
@@ -173,8 +202,7 @@ def _agrees_in_chunks(model: Any) -> bool:
 
 
 def _has_only_attention(config: Any) -> bool:
-    kinds = getattr(config, "layer_types", None) or ()
-    window = attention_window(config)
+    kinds, window = model_shape(config).layer_types, attention_window(config)
     return all(kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds)
 
 
@@ -185,7 +213,7 @@ def _agrees(model: Any, *, max_length: int | None = None) -> bool:
     The pack has two rows that share all but their last token, and a third that shares nothing.
     """
     length = min(_NUM_TRIED, max_length or _NUM_TRIED)
-    shared, size = length - 1, model.config.get_text_config().vocab_size
+    shared, size = length - 1, model_shape(model.config).vocab_size
     ids, positions = np.arange(length + 1) % size, np.arange(length)
     none = np.zeros(0, dtype=np.int64)
     tree = Pack(
@@ -211,9 +239,9 @@ def _agrees(model: Any, *, max_length: int | None = None) -> bool:
     mask = create_mask(model, tree.segments or (), model.device)
     found, expected = score_pack(model, tree, mask=mask).logprobs, score_pack(model, flat).logprobs
     # A window is usually longer than these rows, so that only its name in the call shows that a plan respects it.
-    text, window = model.config.get_text_config(), attention_window(model.config)
-    kinds = getattr(text, "layer_types", None)
-    windows = [window if kind == "sliding_attention" else None for kind in kinds or ()]
-    windows = windows or [window] * text.num_hidden_layers
+    model_sizes = model_shape(model.config)
+    window = model_sizes.window
+    windows = [window if kind == "sliding_attention" else None for kind in model_sizes.layer_types]
+    windows = windows or [window] * model_sizes.num_layers
     has_windows = not isinstance(mask, PackMask) or mask.windows == windows
     return has_windows and torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)

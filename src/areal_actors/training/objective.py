@@ -177,10 +177,14 @@ class PolicyObjective:
         return TokenSums(num_tokens=len(logprobs), **dict(zip(totals, values, strict=True)))
 
 
-def create_objective(config: ObjectiveConfig, *, num_updates: int = 1) -> PolicyObjective:
-    """Return the objective that ``config`` describes, for steps of ``num_updates`` updates."""
+def create_objective(config: ObjectiveConfig, *, num_updates: int = 1, rounding: float = 0.0) -> PolicyObjective:
+    """Return the objective that ``config`` describes, for steps of ``num_updates`` updates.
+
+    ``rounding`` is that of engine and trainer; see ``resolve_centre``.
+    """
     low, high = config.resolve_clip()
-    dual_clip = config.dual_clip if config.resolve_centre(num_updates) is Centre.BEHAVIOUR else None
+    centre = config.resolve_centre(num_updates, rounding=rounding)
+    dual_clip = config.dual_clip if centre is Centre.BEHAVIOUR else None
     surrogate: SurrogateLoss
     match config.surrogate:
         case Surrogate.DPPO:
@@ -195,9 +199,10 @@ def create_objective(config: ObjectiveConfig, *, num_updates: int = 1) -> Policy
             surrogate = Reinforce()
         case reference:
             surrogate = load_surrogate(reference)
+    is_weighted = config.is_weighted(num_updates, rounding=rounding)
     return PolicyObjective(
         surrogate=surrogate,
-        correction=BehaviourCorrection(bounds=config.behaviour) if config.is_weighted(num_updates) else None,
+        correction=BehaviourCorrection(bounds=config.behaviour) if is_weighted else None,
         kl_coefficient=config.kl.coefficient if config.kl.place is KlPlace.LOSS else 0.0,
         kl_estimator=config.kl.resolve_estimator(),
         is_kl_unbiased=config.kl.is_unbiased,
@@ -261,13 +266,12 @@ class DistillationObjective:
         return evolve(found, sums=evolve(found.sums, teacher_kl=-float(gaps.sum()), num_taught=float(len(gaps))))
 
 
-def create_phase_objective(phase: Phase) -> Objective:
-    """Return the objective of the steps of ``phase``."""
+def create_phase_objective(phase: Phase, *, rounding: float = 0.0) -> Objective:
+    """Return the objective of the steps of ``phase``; ``rounding`` is that of engine and trainer."""
     if phase.name is PhaseName.SFT:
         return LikelihoodObjective()
-    policy = create_objective(
-        phase.config.objective, num_updates=phase.config.num_epochs * phase.config.num_minibatches
-    )
+    num_updates = phase.config.num_epochs * phase.config.num_minibatches
+    policy = create_objective(phase.config.objective, num_updates=num_updates, rounding=rounding)
     if phase.name is PhaseName.RL:
         return policy
     return DistillationObjective(

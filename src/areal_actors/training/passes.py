@@ -41,6 +41,7 @@ from torch.distributed.fsdp import FSDPModule
 from areal_actors.domain import Floats
 from areal_actors.errors import CaptureViolation, CustomFunctionError
 from areal_actors.lib.transfers import to_device
+from areal_actors.models import model_shape
 from areal_actors.training.batch import Batch, Indices
 from areal_actors.training.config import Activations
 from areal_actors.training.distributions import Distributions
@@ -447,7 +448,7 @@ def _apply(objective: Objective, scores: TokenScores, batch: Batch, pack: Pack) 
 
 
 def _check_ids(model: Any, packs: Sequence[Pack]) -> None:
-    vocab_size = model.config.vocab_size
+    vocab_size = model_shape(model.config).vocab_size
     for pack in packs:
         if pack.input_ids.max() >= vocab_size or pack.input_ids.min() < 0:
             raise CaptureViolation(

@@ -87,9 +87,10 @@ class TrainedPolicy:
         self.follow(self.phase)
         for each in self._phases:
             require_room(self.model, each.config, dtype=self._dtype, max_length=max_length)
-        for checked in self._models:
-            # Of all phases: a later one comes hours after the start.
-            require_supported(checked, [phase.config for phase in self._phases], max_length=max_length)
+        # Of all phases: a later one comes hours after the start.
+        configs = [each.config for each in self._phases]
+        limits = [require_supported(checked, configs, max_length=max_length) for checked in self._models]
+        self._row_limit = min((limit for limit in limits if limit is not None), default=None)
         # After the checks, which compare in float32.
         self._lower_base()
         self._optimizer = self._create_optimizer()
@@ -157,6 +158,7 @@ class TrainedPolicy:
             for model, number in zip(self._models, numbers, strict=True):
                 set_attention_number(model, int(number))
             self._dtype = self._choose_dtype(gang.device)
+            self.follow(self.phase)  # what depends on the format
             self._lower_base()
             for scorer in filter(None, (self._reference, self._teacher)):
                 cast_weights(scorer.model, self._dtype)

@@ -23,6 +23,8 @@ from torch import Tensor
 from areal_actors.domain import Ints
 from areal_actors.errors import ConfigError
 from areal_actors.lib.routers import find_routers
+from areal_actors.models import model_shape
+from areal_actors.training.layers import decoder_of
 
 __all__ = ["record_experts", "replay_experts", "require_replayable"]
 
@@ -96,13 +98,13 @@ def require_replayable(model: Any) -> None:
     name, routers = type(model).__name__, find_routers(model)
     if not routers:
         raise ConfigError(f"router_replay: {name} has no routers; leave router_replay out.")
-    ids = torch.arange(16, device=model.device)[None] % model.config.get_text_config().vocab_size
+    ids = torch.arange(16, device=model.device)[None] % model_shape(model.config).vocab_size
     with record_experts(model) as chosen:
-        expected = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        expected = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
     if len(chosen) == len(routers) and all(indices.dtype is torch.int64 for indices in chosen):
         try:
             replay_experts(model, torch.stack(chosen, 1).to(torch.int32).cpu().numpy())
-            found = model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+            found = decoder_of(model)(input_ids=ids, use_cache=False).last_hidden_state
         finally:
             replay_experts(model, None)
         if torch.allclose(found, expected, rtol=_TOLERANCE, atol=_TOLERANCE):

@@ -23,10 +23,11 @@ from attrs import evolve, frozen
 
 from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, ExportError, TrainingDiverged
+from areal_actors.models import model_shape
 from areal_actors.training.advantages import supervised_advantages
 from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_updates
 from areal_actors.training.capture import CaptureGate, CaptureWatch
-from areal_actors.training.config import Centre, KlPlace, Layout, TrainerConfig
+from areal_actors.training.config import ROUNDING_NATS, Centre, KlPlace, Layout, TrainerConfig
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import guarded
@@ -63,7 +64,8 @@ class PolicyTrainer(TrainedPolicy):
     The trainer takes ownership of the model: its weights become float32, and it stays in evaluation mode, since a ratio
     of probabilities under two different dropout masks is meaningless. With ``config.lora``, it puts an adapter into the
     model and freezes the rest, which it keeps in the data type of the passes. ``reference`` is a frozen model for KL
-    penalties, which it keeps in that type, too; with an adapter, it is the model without the adapter by default.
+    penalties, which it keeps in that type, too; with an adapter, it is the model at the start of the run by default, as
+    ``lora.path`` says.
     ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
     the limit of the model. ``phases`` replace ``config`` by the settings of each phase; by default all steps are of one
     phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
@@ -91,10 +93,6 @@ class PolicyTrainer(TrainedPolicy):
     def follow(self, phase: Phase) -> None:
         """Take the settings, the objective and the custom functions of ``phase``."""
         super().follow(phase)
-        is_supervised = phase.name is PhaseName.SFT
-        # Nothing sampled the rows of supervised steps, so there is no policy that a ratio could be taken to.
-        self._centre = Centre.POLICY if is_supervised else self.config.objective.resolve_centre(self._num_updates)
-        self._objective = self._given_objective or create_phase_objective(phase)
         self._estimator = load_estimator(self.config.advantages)
         self._metrics = load_metrics(self.config.metrics)
         self.expect_engine(dtype=self.engine_dtype)
@@ -102,9 +100,17 @@ class PolicyTrainer(TrainedPolicy):
     def expect_engine(self, *, dtype: str) -> None:
         """Set the engine's data type, which bounds how far its log-probabilities may be from the trainer's."""
         self.engine_dtype = dtype
+        formats = {dtype, str(self._dtype).removeprefix("torch.")}
+        rounding = ROUNDING_NATS["float32" if formats == {"float32"} else "bfloat16"]
+        objective, is_supervised = self.config.objective, self.phase.name is PhaseName.SFT
+        # Nothing sampled the rows of supervised steps, so there is no policy that a ratio could be taken to.
+        self._centre = (
+            Centre.POLICY if is_supervised else objective.resolve_centre(self._num_updates, rounding=rounding)
+        )
+        self._objective = self._given_objective or create_phase_objective(self.phase, rounding=rounding)
         self.gate = CaptureGate.create(
             self.config.capture,
-            vocab_size=self.model.config.vocab_size,
+            vocab_size=model_shape(self.model.config).vocab_size,
             engine_dtype=dtype,
             trainer_dtype=str(self._dtype).removeprefix("torch."),
         )
@@ -138,19 +144,21 @@ class PolicyTrainer(TrainedPolicy):
             self.gate.check_groups(groups, version=self.version, max_staleness=max_staleness)
         self._num_updates_before = self._optimizer.num_updates
         rows, num_zero_variance, penalty = self._prepare(groups)
-        custom = measure(self._metrics, StepInputs(version=self.version, groups=tuple(groups), rows=tuple(rows)))
+        # The others are only counted, in denominators.
+        trained = [row for row in rows if row.trajectory.num_trained_tokens]
+        custom = measure(self._metrics, StepInputs(version=self.version, groups=tuple(groups), rows=tuple(trained)))
         watch = None
         if self.config.capture.enabled:
             # Restored sessions carry version numbers of an earlier process, whose weights of that number may have been
             # others.
             restored = {episode.session for group in groups for episode in group.episodes if episode.is_restored}
             watch = self.gate.watch(version=self.version)
-            watch.expect([row for row in rows if row.trajectory.session not in restored])
+            watch.expect([row for row in trained if row.trajectory.session not in restored])
         if recorder is not None:
-            recorder.expect(groups, rows)
+            recorder.expect(groups, trained)
         data = describe_data(
             groups,
-            rows,
+            trained,
             version=self.version,
             num_zero_variance_groups=num_zero_variance,
             num_greedy_tokens=sum(map(num_greedy_tokens, groups)),
@@ -197,7 +205,8 @@ class PolicyTrainer(TrainedPolicy):
         num_zero = sum(found.has_zero_variance for found in advantages)
         rows = create_rows(penalised, advantages, self.config)
         for row in rows:
-            if self.config.router_replay and row.trajectory.routed_experts is None:
+            is_trained = row.trajectory.num_trained_tokens > 0
+            if self.config.router_replay and is_trained and row.trajectory.routed_experts is None:
                 raise ExportError(
                     f"trainer.router_replay is on, but no experts were recorded for a row of session "
                     f"{row.trajectory.session}. The embedded engine records them; for rows of other engines and of "
@@ -214,8 +223,8 @@ class PolicyTrainer(TrainedPolicy):
             # Other weights choose other experts, as the reference did when it was trained.
             reference = self._score_rows(self._reference, rows, replays=False)
         elif self.adapter is not None and kl.coefficient > 0:
-            # The base model is the reference: no second copy.
-            with self.adapter.disabled():
+            # The model at the start of the run is the reference: no second copy of the base.
+            with self.adapter.at_start():
                 reference = self._score_rows(self._scorer, rows, replays=False)
         if reference is not None:
             rows = [evolve(row, reference=found) for row, found in zip(rows, reference, strict=True)]
@@ -341,14 +350,20 @@ class PolicyTrainer(TrainedPolicy):
     def _pack(self, rows: Sequence[TrainingRow], chosen: Sequence[int]) -> list[Pack]:
         """Return forward passes of the rows ``chosen``.
 
-        Raises ``ConfigError`` for rows in a tree that are longer than the model's attention window: a workflow may make
-        rows longer than the engine's context, on which the check at the start is based.
+        Raises ``ConfigError`` for rows in a tree that are longer than the model's attention window, and for rows that
+        are longer than its rotation is fixed for: a workflow may make rows longer than the engine's context, on which
+        the checks at the start are based.
         """
+        longest = max((row.trajectory.num_tokens for row in rows), default=0)
+        if self._row_limit is not None and longest > self._row_limit:
+            raise ConfigError(
+                f"A row has {longest} tokens, and beyond {self._row_limit} {type(self.model).__name__} rotates all "
+                "rows of a pass by its longest one; leave out or shorten such rows."
+            )
         if self.config.layout is Layout.FLAT:
             pack = pack_flat if all(map(has_planned_attention, self._models)) else pack_padded
             return self._replayed(pack(rows, chosen, max_tokens=self.config.max_packed_tokens))
         window = None if has_planned_attention(self.model) else attention_window(self.model.config)
-        longest = max((row.trajectory.num_tokens for row in rows), default=0)
         if window is not None and longest > window:
             raise ConfigError(
                 f"layout: tree computes full attention, and {type(self.model).__name__} attends to the last {window} "

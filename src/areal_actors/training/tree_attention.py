@@ -33,6 +33,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
 from areal_actors.lib.transfers import to_device
+from areal_actors.models import model_shape
 from areal_actors.training.packing import Segment, node_depths, subtree_ends
 
 __all__ = [
@@ -73,9 +74,7 @@ def planned_attention(model: Any) -> str | None:
         return None
     if model.device.type == "cpu":
         return SEGMENT_ATTENTION
-    text = model.config.get_text_config()
-    head_dim = int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
-    return BLOCK_ATTENTION if head_dim >= _MIN_HEAD_DIM else None
+    return BLOCK_ATTENTION if model_shape(model.config).head_dim >= _MIN_HEAD_DIM else None
 
 
 def has_planned_attention(model: Any) -> bool:

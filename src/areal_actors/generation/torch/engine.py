@@ -57,6 +57,7 @@ from areal_actors.generation.torch.worker import (
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.lib.threads import NUM_CHECKS, describe_place
+from areal_actors.models import model_shape
 
 __all__ = ["EnginePlan", "TorchEngine", "plan_engine"]
 
@@ -138,7 +139,7 @@ class TorchEngine:
                 known = open_known(directory, shape, dtype=dtype, device=device)
                 if known is not None:
                     return known
-            forward = create_forward(own_copy(model, dtype, device))
+            forward = create_forward(own_copy(model, dtype, device), max_length=self._info.context_length)
             if directory is not None and isinstance(forward, LlamaForward):
                 keep_shape(directory, device, forward.shape)
             return forward
@@ -392,7 +393,8 @@ def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
         else:
             settings = model.config
         name = str(getattr(settings, "name_or_path", "") or type(model).__name__)
-        vocab_size, limit = settings.vocab_size, getattr(settings, "max_position_embeddings", None)
+        found = model_shape(settings)
+        vocab_size, limit = found.vocab_size, found.max_positions
     limit = limit or config.max_length
     return EngineInfo(
         name="torch",
@@ -456,11 +458,8 @@ class EnginePlan:
 def plan_engine(model: Any, config: TorchEngineConfig, *, device_type: str) -> EnginePlan:
     """Predict what an embedded engine needs for ``model`` when all its slots are full."""
     dtype: torch.dtype = getattr(torch, choose_dtype(config.dtype, device_type))
-    text = model.config.get_text_config()
-    heads = text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // heads
-    num_kv_heads = getattr(text, "num_key_value_heads", None) or heads
-    per_token = 2 * text.num_hidden_layers * num_kv_heads * head * dtype.itemsize
+    shape = model_shape(model.config)
+    per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * dtype.itemsize
     return EnginePlan(
         weights=sum(weight.numel() for weight in model.parameters()) * dtype.itemsize,
         cache=config.max_concurrent * config.max_length * per_token,

@@ -25,12 +25,13 @@ from attrs import define, frozen
 from torch.nn.functional import linear, silu
 
 from areal_actors.domain import Experts
-from areal_actors.errors import ModelError
+from areal_actors.errors import ArealError, ModelError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch.attention import DecodeLayout, KeyValues, Span, StepAttention, plan_alone
 from areal_actors.lib.checkpoint_tensors import LazyTensors, read_checkpoint
 from areal_actors.lib.routers import find_routers
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.models import model_shape, require_fixed_rotation
 
 __all__ = [
     "FlatBatch",
@@ -77,20 +78,34 @@ class Forward(Protocol):
         ...
 
 
-def create_forward(model: Any) -> Forward:
+def create_forward(model: Any, *, max_length: int | None = None) -> Forward:
     """Return the fastest path that computes the same as ``model``, a transformers causal LM, and take the model over.
 
+    Sequences have up to ``max_length`` tokens; ``None`` means as many as the model has positions.
+
     Raises:
+        ConfigError: tokens of sequences of this length depend on other sequences in a step.
         ModelError: the model cannot be run on a flat batch.
     """
+    max_length = max_length or model_shape(model.config).max_positions
     # Verify in float32, on a copy if needed: in bfloat16, rounding alone moves single log-probabilities by more than
     # some mistakes would.
     is_single = model.get_input_embeddings().weight.dtype is torch.float32
     # The copy is freed when the choice returns: the second forward must not be built next to it.
-    return _choose_path(model if is_single else copy.deepcopy(model).float())(model)
+    single = model if is_single else copy.deepcopy(model).float()
+    try:
+        return _choose_path(single, max_length)(model)
+    except ArealError:
+        raise
+    except Exception as error:
+        # Models of transformers fail in many ways on a plain pass over a few tokens.
+        raise ModelError(
+            f"{type(model).__name__} cannot be run by the embedded engine: a pass over a few tokens failed with "
+            f"{type(error).__name__}: {error}. Serve it with an inference server instead."
+        ) from error
 
 
-def _choose_path(model: Any) -> Callable[[Any], Forward]:
+def _choose_path(model: Any, max_length: int | None) -> Callable[[Any], Forward]:
     device = model.get_input_embeddings().weight.device
     vocab_size = model.get_input_embeddings().weight.shape[0]
     # Two short sequences; a generator of our own, so that the caller's random numbers do not change.
@@ -103,6 +118,8 @@ def _choose_path(model: Any) -> Callable[[Any], Forward]:
             _log.debug("lean_path_is_used", deviation=deviation, allowed=TOLERANCE)
             return LlamaForward.of
         reason = f"the lean path's log-probabilities differ by {deviation:.2g}, of {TOLERANCE:g} allowed"
+    # The lean path has fixed frequencies.
+    require_fixed_rotation(model, max_length=max_length)
     deviation = _deviation(GenericForward(model), expected)
     # NaN is too large as well.
     if not deviation <= TOLERANCE:
@@ -205,13 +222,14 @@ class LlamaShape:
     def of(cls, model: Any) -> LlamaShape:
         """Return the shape of a transformers model that ``LlamaForward`` accepts."""
         config, rotary, attention = model.config, model.model.rotary_emb, model.model.layers[0].self_attn
+        sizes = model_shape(config)
         return cls(
-            vocab_size=config.vocab_size,
-            context_length=getattr(config, "max_position_embeddings", None),
+            vocab_size=sizes.vocab_size,
+            context_length=sizes.max_positions,
             num_layers=len(model.model.layers),
-            num_heads=config.num_attention_heads,
-            num_kv_heads=config.num_key_value_heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            num_heads=sizes.num_heads,
+            num_kv_heads=sizes.num_kv_heads,
+            head_dim=sizes.head_dim,
             eps=config.rms_norm_eps,
             is_tied=model.lm_head.weight is model.model.embed_tokens.weight,
             has_biases=attention.q_proj.bias is not None,
@@ -243,7 +261,7 @@ class LlamaForward:
     def accepts(model: Any) -> bool:
         """Return whether this path should compute the same as ``model``; the probe at opening makes sure."""
         config = model.config
-        windows = getattr(config, "layer_types", None) or ()
+        windows = model_shape(config).layer_types
         return (
             type(model).__name__ in _ARCHITECTURES
             and config.hidden_act == "silu"
@@ -440,6 +458,16 @@ def _attend(
 _MAX_NAMED = 5
 
 
+def _is_same(state: Mapping[str, torch.Tensor], first: str, second: str) -> bool:
+    """Whether two weights of a snapshot are one tensor, or are equal."""
+    if second not in state:
+        return True  # that it is missing is a problem of its own
+    pair = [state.like(name) if isinstance(state, LazyTensors) else state[name] for name in (first, second)]
+    is_shared = pair[0] is pair[1] or (pair[0].data_ptr() == pair[1].data_ptr() != 0)
+    # Without numbers, they are two because the trainer has two.
+    return is_shared or (not pair[0].is_meta and torch.equal(state[first], state[second]))
+
+
 def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], aliases: Mapping[str, str]) -> None:
     """Copy the snapshot's weights into ``parameters``, cast to their dtype and device.
 
@@ -466,6 +494,8 @@ def load_snapshot(snapshot: Snapshot, parameters: Mapping[str, torch.Tensor], al
             problems.append(f"{name} is not a floating-point tensor")
         elif value.shape != target.shape:
             problems.append(f"{name} is {tuple(value.shape)}, not {tuple(target.shape)}")
+        elif name in aliases and not _is_same(state, name, aliases[name]):
+            problems.append(f"{name} is not {aliases[name]}, to which the engine's model ties it")
     if problems:
         shown = "; ".join(problems[:_MAX_NAMED])
         more = f"; and {len(problems) - _MAX_NAMED} more" if len(problems) > _MAX_NAMED else ""

@@ -2,8 +2,12 @@
 
 Before the lean path is used for a model, it is compared with the model itself (``forward.create_forward``), for which
 transformers has to be imported and the model built: 4 s of CPU time for a model of a few megabytes. The outcome depends
-on the configuration, the code and the device, not on the numbers in the weights, so it is kept in the cache directory:
-the shape of each model for which the lean path was right. An engine that finds it reads the weights and serves.
+on the configuration, the names, shapes and formats of the weights, the code and the device, so it is kept in the cache
+directory under a digest of these: the shape of each model for which the lean path was right. An engine that finds it
+reads the weights and serves.
+
+One thing depends on the numbers: transformers ties a head to the embeddings, unless the files hold both and they
+differ. A model whose files hold a head that its configuration may tie is therefore never known.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 
 from areal_actors.generation.torch.forward import LlamaForward, LlamaShape
 from areal_actors.lib.atomic_write import atomic_write
+from areal_actors.lib.checkpoint_tensors import weight_files
 from areal_actors.models import cache_directory
 
 __all__ = ["find_shape", "keep_shape", "open_known"]
@@ -36,12 +41,14 @@ def find_shape(model: Path, device: str) -> LlamaShape | None:
     """Return the shape of the model in the directory ``model``, if the lean path computes it on ``device``."""
     try:
         path = _path(model, device)
+        if path is None:
+            return None
         content, digest = path.read_text(encoding="utf-8").splitlines()
         if digest != _digest(path, content):
             return None  # a file that was damaged, or is that of another model
         found = json.loads(content)
         return LlamaShape(**found | {"frequencies": tuple(found["frequencies"])})
-    except (OSError, ValueError, TypeError, KeyError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
         return None
 
 
@@ -50,8 +57,10 @@ def keep_shape(model: Path, device: str, shape: LlamaShape) -> None:
 
     A cache that cannot be written is left as it is: the next engine tries the model again.
     """
-    with suppress(OSError):
+    with suppress(OSError, ValueError, KeyError, AttributeError, SafetensorError):
         path = _path(model, device)
+        if path is None:
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         content = json.dumps(asdict(shape))
         atomic_write(path, f"{content}\n{_digest(path, content)}\n")
@@ -63,15 +72,8 @@ def open_known(model: Path, shape: LlamaShape, *, dtype: torch.dtype, device: st
     Returns ``None`` if they are not simply its weights by their names. transformers then reads or refuses them.
     """
     try:
-        index, names = model / "model.safetensors.index.json", {"model.safetensors"}
-        if index.is_file():
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        files: dict[str, Any] = {}
-        for name in sorted(names):
-            file: Any = safe_open(model / name, framework="pt")
-            files |= dict.fromkeys(file.keys(), file)
-        weights = _StoredWeights(files, dtype, device)
-        if {*shape.weights()} != weights.keys() - ({"lm_head.weight"} if shape.is_tied else set()):
+        weights = _StoredWeights(_open_files(model), dtype, device)
+        if {*shape.weights()} != {*weights}:
             return None
         return LlamaForward(shape, weights)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError):
@@ -103,9 +105,28 @@ def _digest(path: Path, content: str) -> str:
     return sha256(f"{path.name}\n{content}".encode()).hexdigest()
 
 
-def _path(model: Path, device: str) -> Path:
+def _open_files(model: Path) -> dict[str, Any]:
+    """Return the open file of each tensor, by its name."""
+    files: dict[str, Any] = {}
+    for name in weight_files(model):
+        file: Any = safe_open(model / name, framework="pt")
+        files |= dict.fromkeys(file.keys(), file)
+    return files
+
+
+def _path(model: Path, device: str) -> Path | None:
+    """Return the file of the model in the cache; ``None`` if it is not kept there."""
     settings = (model / "config.json").read_bytes()
-    return cache_directory() / "lean" / f"{sha256(_fingerprint(device).encode() + settings).hexdigest()[:32]}.json"
+    files = _open_files(model)
+    is_untied = json.loads(settings).get("tie_word_embeddings") is False
+    # transformers puts an adapter that lies there into the model.
+    if ("lm_head.weight" in files and not is_untied) or (model / "adapter_config.json").exists():
+        return None
+    content = sha256(_fingerprint(device).encode() + settings)
+    for name in sorted(files):
+        tensor = files[name].get_slice(name)
+        content.update(f"{name} {tensor.get_dtype()} {tensor.get_shape()}\n".encode())
+    return cache_directory() / "lean" / f"{content.hexdigest()[:32]}.json"
 
 
 @cache

@@ -1,0 +1,101 @@
+"""The sizes of a causal language model, read from its transformers configuration.
+
+Configurations name them differently, and lack some: GPT-2 has no ``intermediate_size``, Gemma 4 one ``head_dim`` for
+each kind of layer, and Nemotron H a width for its experts only. Everything else asks here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from attrs import frozen
+
+from areal_actors.errors import ModelError
+
+__all__ = ["ModelShape", "model_shape"]
+
+_WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "d_ff", "inner_hidden_size")
+_DEFAULT_WIDTH = 4
+"""The width of a feed-forward part by that of the layer, where a configuration leaves it to the model, as GPT-2's."""
+
+
+@frozen(kw_only=True)
+class ModelShape:
+    """Sizes of a model; where layers differ, the largest.
+
+    ``width`` is that of the feed-forward part that one token goes through: of all experts that it is sent to.
+    ``max_positions`` and ``window``, which is how many tokens back attention reaches, are ``None`` if nothing limits
+    them, and ``layer_types`` is empty if the configuration does not tell layers apart.
+    """
+
+    vocab_size: int
+    num_layers: int
+    hidden: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    width: int
+    num_experts_per_token: int | None
+    max_positions: int | None
+    window: int | None
+    layer_types: tuple[str, ...]
+
+
+def model_shape(config: Any) -> ModelShape:
+    """Return the sizes of the text model that ``config``, a transformers configuration, describes.
+
+    Raises ``ModelError`` if it lacks what every such model has.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    text = config.get_text_config(decoder=True)
+    # Reading these from the configuration itself raises an error, which is no AttributeError.
+    differing = getattr(text, "per_layer_attributes", None) or ()
+
+    def read(name: str) -> Any:
+        if name not in differing:
+            return getattr(text, name, None)
+        try:
+            return [getattr(layer, name, None) for layer in text.per_layer_config]
+        except (ValueError, TypeError, StrictDataclassError) as error:
+            raise ModelError(f"{type(text).__name__} cannot be read layer by layer: {error}") from error
+
+    def find(*names: str) -> int | None:
+        return next((size for name in names if (size := _largest(read(name)))), None)
+
+    vocab_size = find("vocab_size")
+    num_layers = find("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
+    hidden = find("hidden_size", "n_embd", "d_model")
+    if vocab_size is None or num_layers is None or hidden is None:
+        raise ModelError(
+            f"{type(text).__name__} does not say how many tokens its model knows, how many layers it has, or how wide "
+            "they are; it is not the configuration of a causal language model that can be trained or sampled here."
+        )
+    # Models without attention have no heads: one, as wide as the layer.
+    num_heads = find("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads") or 1
+    num_experts = find("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "experts_per_token")
+    width = find("moe_intermediate_size") if num_experts else None
+    width = width or find(*_WIDTHS) or _DEFAULT_WIDTH * hidden
+    return ModelShape(
+        vocab_size=vocab_size,
+        num_layers=num_layers,
+        hidden=hidden,
+        num_heads=num_heads,
+        num_kv_heads=find("num_key_value_heads", "num_kv_heads", "n_head_kv") or num_heads,
+        head_dim=find("head_dim", "global_head_dim", "kv_channels") or max(hidden // num_heads, 1),
+        width=(num_experts or 1) * width,
+        num_experts_per_token=num_experts,
+        max_positions=find("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"),
+        window=find("sliding_window"),
+        layer_types=tuple(read("layer_types") or ()),
+    )
+
+
+def _largest(value: Any) -> int | None:
+    """Return a size, the largest of several, or ``None`` for anything else."""
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return max((size for item in value if (size := _largest(item))), default=None)
+    return int(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

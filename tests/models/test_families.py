@@ -1,0 +1,64 @@
+"""Models of every family are trained and sampled, or refused in one sentence; ``nox -s families`` tries all."""
+
+from __future__ import annotations
+
+import pytest
+from huggingface_hub.errors import StrictDataclassError
+from tests.models.families import TYPES, create_tiny_config, create_tiny_model, try_model
+from transformers import BertConfig, BertLMHeadModel, Gemma4TextConfig, GPT2Config, MambaConfig, Qwen2MoeConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from areal_actors.errors import ModelError
+from areal_actors.models import model_shape
+from areal_actors.training.config import TrainerConfig
+from areal_actors.training.trainer import PolicyTrainer
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("model_type", TYPES)
+def test_sizes_of_every_configuration_are_read_or_it_is_refused(model_type):
+    """Configurations lack attributes, name them differently, or have one for each layer."""
+    try:
+        config = CONFIG_MAPPING[model_type]()
+        config.get_text_config(decoder=True)
+    except (ValueError, KeyError, ImportError, TypeError, AttributeError, NotImplementedError, StrictDataclassError):
+        pytest.skip("transformers has no default of it")
+    try:
+        shape = model_shape(config)
+    except ModelError:
+        return  # a refusal names the configuration
+    sizes = (shape.vocab_size, shape.num_layers, shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim)
+    assert all(isinstance(size, int) and size > 0 for size in (*sizes, shape.width))
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        (GPT2Config(n_embd=32, n_layer=3, n_head=4, n_positions=64), {"width": 128, "head_dim": 8, "num_layers": 3}),
+        (Qwen2MoeConfig(num_experts_per_tok=2, moe_intermediate_size=16), {"width": 32, "num_experts_per_token": 2}),
+        (MambaConfig(hidden_size=32), {"num_heads": 1, "head_dim": 32, "max_positions": None}),
+        (Gemma4TextConfig(head_dim=8, global_head_dim=16), {"head_dim": 16}),
+    ],
+)
+def test_sizes_have_defaults(config, expected):
+    """A width that the model decides, experts, no heads, and the larger of two heads."""
+    shape = model_shape(config)
+    assert {name: getattr(shape, name) for name in expected} == expected
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "model_type", ["gpt2", "opt", "gpt_bigcode", "gemma4_text", "llama4_text", "modernbert-decoder", "rembert", "bloom"]
+)
+def test_models_of_a_family_are_trained_and_sampled_or_refused(model_type):
+    """Each of these ended in an error of Python or torch."""
+    results = try_model(create_tiny_model(model_type))
+    assert not [result for result in results.values() if result.startswith("!")]
+
+
+def test_model_that_sees_later_tokens_is_refused():
+    """An encoder with a head has logits for each token, which know the next ones."""
+    config = create_tiny_config("bert")
+    assert isinstance(config, BertConfig)
+    with pytest.raises(ModelError, match="BertLMHeadModel attends to later tokens"):
+        PolicyTrainer(BertLMHeadModel(config), TrainerConfig())

@@ -29,7 +29,6 @@ from areal_actors.domain import (
     AnswerStarted,
     Attempt,
     Chunk,
-    Completion,
     CompletionRequest,
     Delta,
     EngineInfo,
@@ -309,7 +308,11 @@ async def _read(turn: PendingRequest, streams: Streams) -> None:
     choices = [(choice, chunks) for choice, chunks in zip(turn.choices, streams, strict=True) if not choice.is_ended]
     for choice, chunks in choices:
         async for chunk in chunks:
-            choice.feed(chunk)
+            # A turn that was adopted may have stopped before.
+            if not choice.has_stopped:
+                choice.feed(chunk)
+            if choice.has_stopped:
+                break
         choice.flush()
     for choice, _ in choices:
         check_complete(turn, choice)
@@ -427,6 +430,7 @@ class RequestPlanner:
                 grammar=grammar,
                 routing_key=session.id,
                 is_streamed=is_streaming,
+                has_reasoning=self._renderer.has_reasoning and not is_raw(request),
             )
             for name, key in zip(names, keys, strict=True)
         )
@@ -553,8 +557,12 @@ def engine_request(
     grammar: Grammar | None = None,
     routing_key: str = "",
     is_streamed: bool = True,
+    has_reasoning: bool = False,
 ) -> EngineRequest:
     """Return the engine's request for one choice, limited to the room that the prompt leaves.
+
+    If the answer may contain thinking (``has_reasoning``), the engine is not given the stop strings: it would find them
+    in the thinking. ``Choice`` finds them instead, and sampling ends with the token that completes one.
 
     Raises:
         ContextLengthExceeded: there is no room for a single token.
@@ -566,6 +574,9 @@ def engine_request(
         raise ContextLengthExceeded(num_tokens=wanted, max_tokens=context_length)
     if sampling.max_new_tokens > room:
         sampling = evolve(sampling, max_new_tokens=room)
+    if has_reasoning and sampling.stop:
+        # Tokens that are delivered late would be sampled in vain.
+        sampling, is_streamed = evolve(sampling, stop=()), True
     return EngineRequest(
         id=request_id,
         prompt=plan.token_ids,
@@ -598,10 +609,12 @@ class Choice:
         self._tree = tree
         self._renderer = renderer
         self._call_ids = call_ids
-        self._is_raw = plan.request.prompt is not None or bool(plan.request.prompt_ids)
-        self._streamed: list[Delta] = []
-        """The deltas that the client has received."""
-        self._parser: StreamParser | None = self._open_parser(is_eager=True) if is_streaming else None
+        self._is_raw = is_raw(plan.request)
+        self._stop = plan.request.sampling.stop
+        self._said: list[Delta] = []
+        """The deltas so far; of a stream, those that the client has received."""
+        # An answer that is neither streamed nor searched for stop strings is parsed at once, when it is complete.
+        self._parser = self._open_parser(is_eager=is_streaming) if is_streaming or self._stop else None
         self._chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
@@ -610,11 +623,11 @@ class Choice:
         self.answer: Answer | None = None
         """The answer, once complete."""
 
-    def _open_parser(self, *, is_eager: bool = False) -> StreamParser:
+    def _open_parser(self, *, is_eager: bool) -> StreamParser:
         request = self._plan.request
         return self._renderer.open_stream(
             tools=_callable_tools(request),
-            stop=request.sampling.stop,
+            stop=self._stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
             is_plain=self._is_raw,
@@ -622,13 +635,25 @@ class Choice:
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
-        """Store a chunk; return the deltas that the client may see."""
+        """Store a chunk; return the deltas that the client may see.
+
+        If it completes a stop string, it is the last chunk. Tokens that were sampled after the stop string and arrived
+        with it are kept, as all sampled tokens are.
+        """
+        deltas: Sequence[Delta] = ()
+        if self._parser is not None and len(chunk.token_ids):
+            deltas = self._parser.feed(chunk.token_ids)
+        if self.has_stopped:
+            chunk = evolve(chunk, finish=FinishReason.STOP)
         self._chunks.append(chunk)
         if self.trace is not None:
             self.trace.note_chunk(self.index)
-        if self._parser is None or len(chunk.token_ids) == 0:
-            return ()
-        return self._note(self._parser.feed(chunk.token_ids))
+        return self._note(deltas)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string has ended the answer, so that no chunk follows."""
+        return self._parser is not None and self._parser.stop_sequence is not None
 
     def flush(self) -> Sequence[Delta]:
         """Return the deltas that the parser held back, once no chunk follows. A second call returns nothing."""
@@ -645,7 +670,7 @@ class Choice:
                 for delta in deltas
                 if not (isinstance(delta, ToolCallStarted | ToolArgumentsDelta) and delta.index > 0)
             ]
-        self._streamed += deltas
+        self._said += deltas
         if self.index:
             deltas = [evolve(delta, choice=self.index) for delta in deltas]
         return deltas
@@ -668,12 +693,11 @@ class Choice:
         sampled, request = join_chunks(self._chunks), self._plan.request
         if self._is_flushed:
             # The message is the one that the client has received, so that its echo is recognised.
-            message = join_deltas(self._streamed)
+            message = join_deltas(self._said)
         else:
             message = self._renderer.parse(
                 sampled.token_ids,
                 tools=_callable_tools(request),
-                stop=request.sampling.stop,
                 template_kwargs=request.template_kwargs,
                 call_ids=self._call_ids,
                 is_plain=self._is_raw,
@@ -694,7 +718,7 @@ class Choice:
             message=message,
             completion=completion,
             usage=usage,
-            stop_sequence=self._stop_sequence(completion),
+            stop_sequence=None if self._parser is None else self._parser.stop_sequence,
         )
         self._prepared = interaction, answer
         return self._prepared
@@ -726,16 +750,10 @@ class Choice:
             error=error,
         )
 
-    def _stop_sequence(self, completion: Completion) -> str | None:
-        """Return the stop string that ended the text. Without a stream, the text is parsed again to find it."""
-        if not self._plan.request.sampling.stop:
-            return None
-        parser = self._parser
-        if parser is None:
-            parser = self._open_parser()
-            parser.feed(completion.token_ids)
-            parser.finish()
-        return parser.stop_sequence
+
+def is_raw(request: CompletionRequest) -> bool:
+    """Return whether the request continues a text or ids, so that all of its answer is text."""
+    return request.prompt is not None or bool(request.prompt_ids)
 
 
 def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-import orjson
 from attrs import frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.lib.exact_json import dump_json, load_json
+from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.fields import (
     CHAT_TEMPLATE_KWARGS,
     DEFAULT_MAX_TOKENS,
@@ -81,12 +82,18 @@ It changes with each request and is not meant for the model.
 
 
 def format_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that clients expect. ``parse_anthropic_conversation`` reads it back."""
-    try:
-        value = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        value = None
-    return value if isinstance(value, dict) else {UNPARSED: arguments}
+    """Return a call's arguments as the object that clients expect. ``parse_anthropic_conversation`` reads it back.
+
+    It is the object that a stream adds up to. Text that is not the beginning of an object is under ``UNPARSED``; so is
+    an object that breaks off, next to the members that arrived.
+    """
+    prefix = JsonPrefix()
+    certain = prefix.feed(arguments.strip() or "{}")
+    if not certain or (prefix.is_complete and prefix.pending):
+        return {UNPARSED: arguments}
+    whole = certain if prefix.is_complete else certain + prefix.complete(UNPARSED, arguments)
+    value: dict[str, Any] = load_json(whole.encode())
+    return value
 
 
 def sign_thought(thought: str) -> str:
@@ -208,7 +215,7 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
                 # The text of a call that is not a JSON object comes back as it was sampled; see ``format_input``.
                 text = unparsed if isinstance(unparsed := arguments.get(UNPARSED), str) else None
                 if text is None:
-                    text = orjson.dumps(arguments).decode()
+                    text = dump_json(arguments).decode()
                 calls.append(ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=text))
             case "thinking":
                 thoughts.append(_string(block, "thinking", at))
@@ -315,7 +322,8 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "stop_sequences",
             STOP_SEQUENCES,
-            "up to 16 strings; the text ends before the first of them, which stop_sequence names",
+            "up to 16 strings; the text ends before the first of them, which stop_sequence names; not searched in the "
+            "thinking",
             default=(),
         ),
         honoured(

@@ -203,7 +203,7 @@ CHAT = Wire(
 
 
 def _receive_items(answer: Answer) -> list[Json]:
-    items: list[Json] = json.loads(json.dumps(format_output(answer, has_logprobs=False, decode=None)))
+    items: list[Json] = json.loads(json.dumps(format_output(answer, has_logprobs=False, token_bytes=None)))
     return items
 
 

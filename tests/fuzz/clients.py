@@ -9,11 +9,11 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import orjson
 from attrs import evolve
 from tests.fuzz.words import Client, Entry, Reply, Wire, refuse_number, rename
 
 from areal_actors.domain import ChatMessage, ToolCall
+from areal_actors.lib.exact_json import load_json
 from areal_actors.proxy.dialects.base import Dialect
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
@@ -24,7 +24,7 @@ __all__ = ["CLIENTS"]
 
 def _payloads(events: bytes) -> list[Wire]:
     lines = events.split(b"\n")
-    return [orjson.loads(line[6:]) for line in lines if line.startswith(b"data: ") and line != b"data: [DONE]"]
+    return [load_json(line[6:]) for line in lines if line.startswith(b"data: ") and line != b"data: [DONE]"]
 
 
 # --------------------------------------------------------------------------------------------------------- chat

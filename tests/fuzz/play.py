@@ -1,7 +1,7 @@
 """One session after another: random clients talk to a real session manager in front of a recording engine.
 
-All of a session follows from its number and the seed. What it checks is in ``areal_actors.testing.exactness`` (tokens)
-and in ``links`` (parents).
+All of a session follows from its number and the seed. What it checks is in ``areal_actors.testing.exactness`` (tokens),
+in ``links`` (parents), and in ``agreement`` (what the clients of a protocol read).
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ from typing import Any
 import anyio
 import orjson
 from attrs import define, evolve, field, frozen
+from tests.fuzz.agreement import find_disagreements
 from tests.fuzz.clients import CLIENTS
 from tests.fuzz.links import Asked, Links
 from tests.fuzz.moves import Talk, begin, choose_move, compact
 from tests.fuzz.recording import ORDER, Order, RecordingEngine
 from tests.fuzz.words import Reply, Wire
-from tests.fuzz.writing import Writer
+from tests.fuzz.writing import STOPS, Writer
 
 from areal_actors.cache import export_trajectories
 from areal_actors.cache.export import STYLES
 from areal_actors.direct.in_process import InlineRef
-from areal_actors.domain import Attempt, Credential, FinishReason, Interaction, InteractionStatus, SessionRecord
+from areal_actors.domain import Answer, Attempt, Credential, FinishReason, Interaction, InteractionStatus, SessionRecord
 from areal_actors.errors import ContextLengthExceeded, EngineError, RenderError, Unavailable
 from areal_actors.generation.actor import GenerationActor
+from areal_actors.lib.exact_json import dump_json
 from areal_actors.messages import (
     CollectSession,
     Complete,
@@ -198,7 +200,7 @@ class _Session:
         """Now and then something else is asked for."""
         rng = self._rng
         stops = "stop_sequences" if "system" in body or self.outcome.protocol == "messages" else "stop"
-        ways: list[Wire] = [{stops: ["Observation:", "漢"]}, {"store": False}, {"seed": 7}, {"temperature": 0.5}]
+        ways: list[Wire] = [{stops: list(STOPS)}, {"store": False}, {"seed": 7}, {"temperature": 0.5}]
         ways += [{"stop_token_ids": [rng.randrange(384)]}]
         if self.outcome.protocol == "chat":
             ways += [{"n": 2}, {"n": 3}]
@@ -262,12 +264,21 @@ class _Session:
         credential = self._credential
         if not parsed.is_stream:
             message = Complete(credential=credential, request=parsed.request, attempt=attempt)
-            return self._client.read(_sent(dialect.format_answers(parsed, await sessions.ask(message))))
+            answers = await sessions.ask(message)
+            self._compare(parsed, answers)
+            return self._client.read(_sent(dialect.format_answers(parsed, answers)))
         wording = dialect.open_stream(parsed)
         asking = StreamComplete(credential=credential, request=parsed.request, attempt=attempt)
         async with sessions.stream(asking) as items:
-            events = [wording.feed(item) async for item in items]
-        return self._client.read_stream(b"".join([*events, wording.finish()]))
+            said = [item async for item in items]
+        self._compare(parsed, [item for item in said if isinstance(item, Answer)])
+        return self._client.read_stream(b"".join([*map(wording.feed, said), wording.finish()]))
+
+    def _compare(self, parsed: Any, answers: Sequence[Answer]) -> None:
+        renderer = FAMILIES[self._stage.family].create_renderer()
+        for answer in answers:
+            self.outcome.violations += find_disagreements(self._client, parsed, answer, renderer)
+            self.outcome.counts["compared"] += 1
 
     async def _send_again(self, body: Wire, attempt: Attempt, replies: Sequence[Reply]) -> None:
         """A retry reads the same answer, and leaves no turn."""
@@ -345,4 +356,4 @@ def _dumped(body: Wire) -> bytes:
 
 def _sent(document: Any) -> Any:
     """As it arrives."""
-    return json.loads(orjson.dumps(document))
+    return json.loads(dump_json(document))

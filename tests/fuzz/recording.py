@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing, asynccontextmanager
 from contextvars import ContextVar
 from random import Random
 
@@ -83,9 +83,11 @@ class RecordingEngine:
         """Sample what the order of the asking task has written."""
         order = ORDER.get()
         log = self._logs[request.id] = _Log(request.prompt)
-        yield self._sample(order, self._cut(order.write(request)), log)
+        # The consumer stops reading at a stop string.
+        async with aclosing(self._sample(order, self._cut(order.write(request)), log)) as chunks:
+            yield chunks
 
-    async def _sample(self, order: Order, chunks: list[Chunk], log: _Log) -> AsyncIterator[Chunk]:
+    async def _sample(self, order: Order, chunks: list[Chunk], log: _Log) -> AsyncGenerator[Chunk]:
         for number, chunk in enumerate(chunks):
             if order.has_pauses:
                 await anyio.lowlevel.checkpoint()

@@ -36,6 +36,7 @@ _BLOCK = 40
 _REPORT_SECONDS = 10.0
 _COLUMNS = {
     "turns": "turns",
+    "compared": "compared",
     "linked": "linked",
     "extended": "extended",
     "sampled": "sampled",

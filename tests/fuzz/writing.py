@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from functools import cache, lru_cache
@@ -14,13 +15,21 @@ from tests.fuzz.recording import Writing
 from areal_actors.domain import EngineRequest, FinishReason
 from areal_actors.testing.families import Family
 
-__all__ = ["Writer", "arguments", "words"]
+__all__ = ["STOPS", "Writer", "arguments", "words"]
 
 WORDS = (
     *("alpha", "beta", "Gamma", "delta ", "\n", "\n\n", "  ", "\t", "é漢🙂", "e\u0301", "\u2028", "\xa0", "'s", "a"),
     *('{"a": 1}', "{", "}", "[", '"', "\\", "\\u00e9", "<", ">", "</", "<think>", "</think>", "<tool_call>", "\n- "),
     *("</tool_call>", "[TOOL_CALLS]", "Observation:", "<|im_end|>", "<|eot_id|>", "</s>", "functions.look", "0.5"),
 )
+STOPS = ("Observation:", "漢")
+"""Stop strings of some requests, which are among the words."""
+ODDITIES = (
+    *('"\\ud83d"', '"x\\uDE00y"', '"\\ud83d\\ude00"', '"\\ud83d\\ud83d\\ude00"', "98765432109876543210", "-0", "1E5"),
+    *("NaN", "1e400", "9" * 400, "[1,]", '{"k": 1, "k": 2}', '"\\u00e9"', "[" * 99 + "]" * 99, "[" * 101 + "]" * 101),
+)
+"""Values in JSON that not all readers take, or that lose something in careless hands."""
+_KEYS = ('"arguments"', '"parameters"', '"args"', '"input"', '"function"', '"param"')
 PLAIN = 9
 """The first so many of them are harmless."""
 _IDS = ("abcDEF123", "abcDEF124")
@@ -94,6 +103,8 @@ class Writer:
             ids = rng.choices(range(self._spelling.size), k=rng.randrange(12))
         else:
             ids = self._respell(self._encode(self._text()))
+            if ids and rng.random() < 0.03:
+                del ids[rng.randrange(len(ids))]  # perhaps a part of a character
         return self._end(ids, request)
 
     def _encode(self, text: str) -> list[int]:
@@ -114,9 +125,25 @@ class Writer:
         if "[TOOL_CALLS][" in text and rng.random() < 0.5:
             # Models of the family write ids, and the same ones again.
             text = text.removesuffix("}]") + f', "id": "{rng.choice(_IDS)}"}}]'
+        if rng.random() < 0.1:
+            text = self._make_odd(text)
         if rng.random() < 0.08:
             text = self._damage(text)
         return text
+
+    def _make_odd(self, text: str) -> str:
+        """Values that strict readers refuse, arguments under another key or in a string."""
+        rng = self._rng
+        if rng.random() < 0.5:
+            text = re.sub(
+                r'(?<=[:=\n>]) ?("x"|"z"|1|true|null|True|None)(?=[],})\n<])', lambda _: rng.choice(ODDITIES), text
+            )
+        if rng.random() < 0.3:
+            for key in _KEYS[:2]:
+                text = text.replace(key, rng.choice(_KEYS))
+        if rng.random() < 0.3:
+            text = re.sub(r'(?<=": )\{.*\}(?=\})', lambda found: json.dumps(found[0]), text)
+        return text.replace('"a"', rng.choice(('"a"', '"\\ud800"', '"\\u0061"')))
 
     def _num_calls(self) -> int:
         return self._rng.choice((0, 1, 1, 1, 2, 3)) if self._tools or self._rng.random() < 0.05 else 0

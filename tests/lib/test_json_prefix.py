@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,16 @@ def test_what_is_not_an_object_stops_at_the_same_place(text, data):
         ("[1]", ""),
         ('{"a": "\\x"}', '{"a": "'),
         ('{"a": {"b": [1, {}]}} x', '{"a": {"b": [1, {}]}}'),
+        ('{"a": 1٣}', '{"a": '),
+        ('{"a": 1e400}', '{"a": '),
+        ('{"a": ' + "9" * 400 + "}", '{"a": '),
+        ('{"a": 98765432109876543210}', '{"a": 98765432109876543210}'),
+        (r'{"a": "\ud83d', '{"a": "'),
+        (r'{"a": "\ud83d\ude', '{"a": "'),
+        (r'{"a": "\ud83d\ude00', r'{"a": "\ud83d\ude00'),
+        (r'{"a": "\ud83d\u00', r'{"a": "\ufffd'),
+        (r'{"a": "\ud83dx', r'{"a": "\ufffdx'),
+        (r'{"a": "\ude00', r'{"a": "\ufffd'),
     ],
 )
 def test_the_certain_part(text, certain):
@@ -72,3 +83,19 @@ def test_an_unfinished_object_can_be_completed(text):
     certain = prefix.feed("{" + text)
     if not prefix.is_complete:
         assert json.loads(certain + prefix.complete("rest", "a\n"))["rest"] == "a\n"
+
+
+halves = st.sampled_from([r"\ud83d", r"\uDE00", r"\\", r"\u00e9", r"\n", "x", "ud83d", "\ud83d", "é"])
+
+
+@given(parts=st.lists(halves, max_size=8), data=st.data())
+def test_halves_of_surrogate_pairs_are_replaced(parts, data):
+    """However the text is cut, it is as long as before, the same for strict readers, and whole pairs stay."""
+    text = '{"a": "' + "".join(parts) + '"}'
+    passed = "".join(map(JsonPrefix().feed, [text]))
+    prefix = JsonPrefix()
+
+    assert passed == "".join(prefix.feed(piece) for piece in cut(data, text))
+    assert (len(passed), prefix.is_complete) == (len(text), True)
+    lenient = json.loads(text)["a"]
+    assert orjson.loads(passed)["a"] == "".join("\ufffd" if "\ud800" <= char < "\ue000" else char for char in lenient)

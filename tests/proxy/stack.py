@@ -46,13 +46,17 @@ class Stack:
 
 @asynccontextmanager
 async def open_stack(
-    *answers: Sequence[int], is_gated: bool = False, proxy: ProxyConfig | None = None
+    *answers: Sequence[int],
+    is_gated: bool = False,
+    proxy: ProxyConfig | None = None,
+    model: Renderer | None = None,
 ) -> AsyncIterator[Stack]:
-    """Open everything; the engine samples ``answers`` one after another."""
-    engine = EchoEngine(script_answers(*answers), is_gated=is_gated, vocab_size=renderer().vocab_size)
+    """Open everything; the engine samples ``answers`` one after another. ``model`` renders, by default the tiny one."""
+    model = model or renderer()
+    engine = EchoEngine(script_answers(*answers), is_gated=is_gated, vocab_size=model.vocab_size)
     limits = CapacityLimits(max_concurrent=4, batch_size=4)
     config = InferenceConfig(limits=limits, proxy=proxy or ProxyConfig())
-    async with open_actors(config, engine=engine, renderer=renderer()) as inference:
+    async with open_actors(config, engine=engine, renderer=model) as inference:
         endpoint = inference.endpoint
         async with OpenAIProxyClient(endpoint.url, admin_key=endpoint.admin_key) as session:
             yield Stack(session=session, engine=engine, sessions=inference.sessions)

@@ -26,7 +26,11 @@ from areal_actors.domain import (
 from areal_actors.errors import Unavailable
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 
-DIALECT = ChatDialect(model="policy", clock=lambda: 1700000000.5, decode=lambda ids: "é"[: len(ids)] if ids[0] else "�")
+DIALECT = ChatDialect(
+    model="policy",
+    clock=lambda: 1700000000.5,
+    token_bytes=lambda ids, **_: [b"\xc3\xa9" if i else b"\xc3" for i in ids],
+)
 BODY = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -75,6 +79,7 @@ def test_a_text_answer_has_every_key_that_strict_clients_need():
             "completion_tokens": 2,
             "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 4},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
 
@@ -114,7 +119,7 @@ def test_siblings_are_counted_once_for_their_prompt_and_named_each():
 
 
 def test_logprobs_are_the_captured_ones():
-    """One entry per sampled token; a part of a character has no bytes."""
+    """One entry per sampled token; a part of a character has the bytes of that part."""
     tops = ((TopLogprob(token_id=1, logprob=-0.1),), ())
     document = _completion_of(
         _answer(ChatMessage(role="assistant", content="é"), tops=tops), logprobs=True, top_logprobs=1
@@ -124,7 +129,7 @@ def test_logprobs_are_the_captured_ones():
         {
             "token": "�",
             "logprob": -0.5,
-            "bytes": None,
+            "bytes": [0xC3],
             "top_logprobs": [{"token": "é", "logprob": -0.1, "bytes": [0xC3, 0xA9]}],
         },
         {"token": "é", "logprob": 0.0, "bytes": [0xC3, 0xA9], "top_logprobs": []},

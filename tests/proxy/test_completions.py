@@ -38,7 +38,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2?|openai
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 _DOCS = Path(__file__).parents[2] / "docs" / "http.md"
-DIALECT = CompletionsDialect(model="policy", clock=lambda: 1700000000.5, decode=lambda ids: "abc"[ids[0]])
+DIALECT = CompletionsDialect(
+    model="policy", clock=lambda: 1700000000.5, token_bytes=lambda ids, **_: [b"abc"[i : i + 1] for i in ids]
+)
 
 
 # ---------------------------------------------------------------------------------------------------- requests
@@ -173,6 +175,7 @@ def test_an_answer_has_every_key_that_strict_clients_need():
             "completion_tokens": 2,
             "total_tokens": 7,
             "prompt_tokens_details": {"cached_tokens": 4},
+            "completion_tokens_details": {"reasoning_tokens": 0},
         },
     }
     assert _document_of(_answer("ab"), logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] is None

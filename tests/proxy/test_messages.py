@@ -115,6 +115,7 @@ def test_an_answer_has_every_key_that_strict_clients_need():
             "output_tokens": 2,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": 0,
+            "output_tokens_details": {"thinking_tokens": 0},
         },
     }
 

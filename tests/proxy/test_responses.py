@@ -33,7 +33,10 @@ from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.dialects.responses.request import parse_input
 from areal_actors.proxy.failures import describe_failure
 
-DIALECT = ResponsesDialect(clock=lambda: 1700000000.5, decode=lambda ids: "".join("é�abcdef"[i] for i in ids))
+DIALECT = ResponsesDialect(
+    clock=lambda: 1700000000.5,
+    token_bytes=lambda ids, **_: [(*["é".encode(), b"\xc3"], *(char.encode() for char in "abcdef"))[i] for i in ids],
+)
 STARTED = AnswerStarted(interaction=InteractionId("resp_1"))
 EVENTS = TypeAdapter(ResponseStreamEvent)
 TOOL = {"type": "function", "name": "add", "description": None, "parameters": {"type": "object"}, "strict": True}
@@ -306,7 +309,7 @@ def test_an_answer_that_was_cut():
 
 
 def test_log_probabilities():
-    """One entry per sampled token; part of a character has no bytes, which here must be a list all the same."""
+    """One entry per sampled token; a part of a character has the bytes of that part."""
     tops = ((TopLogprob(token_id=1, logprob=-2.0),), ())
     response = _response_of(_answer(ChatMessage(role="assistant", content="é"), tops=tops), top_logprobs=1)
 
@@ -315,9 +318,9 @@ def test_log_probabilities():
             "token": "é",
             "logprob": -0.5,
             "bytes": [195, 169],
-            "top_logprobs": [{"token": "�", "logprob": -2.0, "bytes": []}],
+            "top_logprobs": [{"token": "�", "logprob": -2.0, "bytes": [195]}],
         },
-        {"token": "�", "logprob": -0.5, "bytes": [], "top_logprobs": []},
+        {"token": "�", "logprob": -0.5, "bytes": [195], "top_logprobs": []},
     ]
 
 

@@ -12,10 +12,11 @@ from tests.rendering import templates
 from tests.rendering.conversations import TOOL, hostile_texts, renderer_of, sample, say, write_call
 from tokenizers import processors
 
-from areal_actors.domain import ChatMessage, ToolCall
+from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
 from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
+from areal_actors.testing.families import FAMILIES
 
 names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
 stops = st.lists(st.sampled_from(["x", "ab", "abc", "bc", "\n\n", "</tool_call>", "é", ""]), max_size=2)
@@ -245,3 +246,23 @@ def test_after_a_raw_prompt_all_is_text(parts, cut):
     assert message == join_deltas(deltas)
     assert "".join(parts).replace("<|im_start|>", "") == message.content
     assert (None, ()) == (message.reasoning, message.tool_calls)
+
+
+@pytest.mark.parametrize("number", ["98765432109876543210", "-1.5", "1e400", "0.1"])
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_the_numbers_of_a_call_are_those_of_the_client(family, number):
+    """Integers of any length; a number that is infinite as a float is refused if it cannot be shown."""
+    call = ToolCall(id="call_0", name="f", arguments=f'{{"a": {number}}}')
+    messages = [
+        ChatMessage(role="user", content="hi"),
+        ChatMessage(role="assistant", tool_calls=(call,)),
+        ChatMessage(role="tool", content="ok", tool_call_id="call_0"),
+    ]
+    renderer = FAMILIES[family].create_renderer()
+    try:
+        prompt = renderer.decode(renderer.render(messages, tools=[Tool(name="f")]))
+    except RenderError:
+        # Arguments with such a number are passed on as text, which templates that go through the arguments refuse.
+        assert number == "1e400"
+    else:
+        assert number in prompt

@@ -153,6 +153,26 @@ def test_byte_level_decoding_is_the_tokenizer_s(ids):
     assert vocabulary.backend.decode(known, skip_special_tokens=False) == vocabulary.decode(ids)
 
 
+@pytest.mark.parametrize("name", ["bytes", "sentence piece", "llama", "gemma", "metaspace"])
+@given(
+    texts=st.lists(st.sampled_from(["▁hello", "▁", "x", "é", "<s>"]) | st.characters(codec="utf-8"), max_size=9),
+    cut=st.integers(0, 20),
+)
+def test_the_bytes_of_tokens_join_to_the_text(name, texts, cut):
+    """Also where a token is a part of a character, and however the ids come in chunks."""
+    vocabulary = {"bytes": create_byte_level(), "sentence piece": create_sentence_piece(), **VOCABULARIES}[name]
+    sampled = []
+    for text in texts:
+        token_id = None if name == "bytes" else vocabulary.backend.token_to_id(text)
+        of_bytes = [vocabulary.backend.token_to_id(f"<0x{byte:02X}>") for byte in text.encode()]
+        is_spelled = token_id is None and None not in of_bytes and name != "metaspace"
+        sampled += of_bytes if is_spelled else vocabulary.encode(text) if token_id is None else [token_id]
+    joined = vocabulary.token_bytes(sampled)
+
+    assert b"".join(joined).decode() == vocabulary.decode(sampled)
+    assert joined == vocabulary.token_bytes(sampled[:cut]) + vocabulary.token_bytes(sampled[cut:], is_start=not cut)
+
+
 @pytest.mark.parametrize("create", [create_byte_level, create_sentence_piece])
 @pytest.mark.parametrize("text", ["hello hello", "😀😀é", "x€", "日本語 hello"])
 def test_characters_come_whole(create, text):

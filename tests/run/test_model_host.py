@@ -38,7 +38,7 @@ class Opener:
             raise self.failures[model.name]
         try:
             async with ActorSystem.open(name=model.name) as system:
-                yield ModelStack(sessions=await system.spawn(ScriptedSessions()), decode=str)
+                yield ModelStack(sessions=await system.spawn(ScriptedSessions()), token_bytes=list)
         finally:
             self.log.append(f"close {model.name}")
 

@@ -23,6 +23,7 @@ from areal_actors.messages import (
     Progress,
     Rollouts,
     RowsTrained,
+    RunEnded,
     RunProblem,
     SessionArchived,
     StepFinished,
@@ -40,6 +41,10 @@ class Notebook(Actor[Progress]):
 
     @PhaseChanged.handler
     async def phase(self, message: PhaseChanged) -> None:
+        self.news.append(message)
+
+    @RunEnded.handler
+    async def end(self, message: RunEnded) -> None:
         self.news.append(message)
 
     @EpisodeFinished.handler

@@ -9,11 +9,11 @@ from typing import Any
 
 import anyio
 import httpx
-import orjson
 
 from areal_actors.client.attribution import unattributed
 from areal_actors.client.http import RetryPolicy, create_http_client, lent_client, send_with_retries
 from areal_actors.errors import ArealError
+from areal_actors.lib.exact_json import dump_json, load_json
 
 __all__ = ["ControlCalls", "end_block"]
 
@@ -66,7 +66,7 @@ class ControlCalls:
         to ``undo``. Raises what ``send_with_retries`` raises.
         """
         url = f"{self.root}/{path}"
-        content = orjson.dumps({name: value for name, value in (body or {}).items() if value is not None})
+        content = dump_json({name: value for name, value in (body or {}).items() if value is not None})
         headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
         # This request carries its own key, which that of a surrounding session must not replace.
         with unattributed():
@@ -86,7 +86,7 @@ class ControlCalls:
 
 
 def _parse(response: httpx.Response) -> dict[str, Any]:
-    reply: dict[str, Any] = orjson.loads(response.content)
+    reply: dict[str, Any] = load_json(response.content)
     return reply
 
 

@@ -95,7 +95,7 @@ class DirectSession:
             capacity=capacity,
             generation=generation,
             config=config,
-            decode=renderer.decode,
+            token_bytes=renderer.token_bytes,
         )
 
     async def app(self, scope: MutableMapping[str, Any], receive: Any, send: Any) -> None:

@@ -60,7 +60,7 @@ class ModelStack:
     """An open model."""
 
     sessions: Ref[Sessions]
-    decode: Callable[[Sequence[int]], str]
+    token_bytes: Callable[..., Sequence[bytes]]
 
 
 OpenModel = Callable[[TrainedModel], AbstractAsyncContextManager[ModelStack]]
@@ -133,7 +133,9 @@ class ModelHost(Actor[Models]):
                 raise Unavailable(f"The model {model.name} has stopped: {error}; try again.") from error
             try:
                 yield ModelInUse(
-                    sessions=stack.sessions, credential=Credential(session=opened.session), decode=stack.decode
+                    sessions=stack.sessions,
+                    credential=Credential(session=opened.session),
+                    token_bytes=stack.token_bytes,
                 )
                 await anyio.sleep_forever()
             finally:

@@ -28,7 +28,7 @@ class ModelInUse:
 
     sessions: Ref[Sessions]
     credential: Credential
-    decode: Callable[[Sequence[int]], str]
+    token_bytes: Callable[..., Sequence[bytes]]
 
 
 @frozen(kw_only=True)

@@ -243,11 +243,13 @@ class DescribeAnswer(Message[Sessions, StoredAnswer]):
 class HideAnswer(Message[Sessions, InteractionId]):
     """Hide an answer from ``DescribeAnswer``, and raise as it does. Hidden answers are continued and trained as others.
 
-    This is not written to the journal: an answer is visible again after a restart.
+    Without ``is_trained``, it is withheld from training, because no client has received it. This is not written to the
+    journal: an answer is visible again after a restart.
     """
 
     credential: Credential
     interaction: InteractionId
+    is_trained: bool = True
 
 
 @frozen(kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 from socket import socket
@@ -25,6 +25,7 @@ from areal_actors.messages import (
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.app import create_app
 from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.dialects.base import TokenBytes
 from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.handover import Handover
 from areal_actors.proxy.metrics import ReadRun
@@ -54,7 +55,7 @@ class ProxyServer(Actor[Serving]):
         accounts: Ref[Accounts] | None = None,
         models: Ref[Models] | None = None,
         config: ProxyConfig | None = None,
-        decode: Callable[[Sequence[int]], str] | None = None,
+        token_bytes: TokenBytes | None = None,
         model: str = "policy",
         listener: socket | None = None,
         read_run: ReadRun | None = None,
@@ -76,7 +77,7 @@ class ProxyServer(Actor[Serving]):
             accounts=accounts,
             models=models,
             config=evolve(config, admin_key=self._admin_key),
-            decode=decode,
+            token_bytes=token_bytes,
             model=model,
             traffic=self._traffic,
             read_run=read_run,

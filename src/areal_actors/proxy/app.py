@@ -10,7 +10,7 @@ import math
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from functools import partial
 from hashlib import blake2b
 from time import perf_counter
@@ -24,9 +24,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, Credential, StreamItem
-from areal_actors.errors import InvalidRequest, QuotaExceeded
+from areal_actors.domain import AnswerStarted, Attempt, Credential, InteractionId, StreamItem
+from areal_actors.errors import ArealError, InvalidRequest, QuotaExceeded
 from areal_actors.kernel import BufferedStream, Ref
+from areal_actors.lib.exact_json import dump_json
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -34,6 +35,7 @@ from areal_actors.messages import (
     CountTokens,
     Exports,
     Generation,
+    HideAnswer,
     Intake,
     Models,
     Sessions,
@@ -49,7 +51,7 @@ from areal_actors.proxy.access import (
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
-from areal_actors.proxy.dialects.base import Dialect, Parsed, join_items
+from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes, join_items
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
@@ -167,7 +169,7 @@ class CompletionEndpoint:
             if chosen is None:
                 await self.serve(exchange, credential, attempt, parsed, usage)
                 return
-            there = evolve(self, dialect=self.dialect.decoding_with(chosen.decode), sessions=chosen.sessions)
+            there = evolve(self, dialect=self.dialect.decoding_with(chosen.token_bytes), sessions=chosen.sessions)
             # No retry evidence: the borrowed session is opened for this request only, so it has no earlier attempt.
             await there.serve(exchange, chosen.credential, None, parsed, usage)
 
@@ -192,7 +194,20 @@ class CompletionEndpoint:
             answers = await exchange.until_disconnect(lambda: self.sessions.ask(asked))
             if usage is not None:
                 usage.count_all(answers)
-            await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
+            try:
+                document = dump_json(self.dialect.format_answers(parsed, answers))
+            except Exception:
+                await self._withhold(credential, [answer.interaction for answer in answers])
+                raise
+            await exchange.send_document(200, document)
+
+    async def _withhold(self, credential: Credential, interactions: Sequence[InteractionId]) -> None:
+        """Keep answers from training that the client does not receive, because they could not be formatted."""
+        for interaction in interactions:
+            # The failure to format is the error to report. One that has not been completed is never trained.
+            with suppress(ArealError):
+                hidden = HideAnswer(credential=credential, interaction=interaction, is_trained=False)
+                await self.sessions.ask(hidden)
 
     async def _stream(
         self, exchange: Exchange, message: StreamComplete, parsed: Parsed, usage: RequestUsage | None
@@ -201,7 +216,7 @@ class CompletionEndpoint:
 
         The status is sent with the first event, so that a failure before that has its own status code.
         """
-        formatter = self.dialect.open_stream(parsed)
+        formatter = _WatchedStream(self.dialect.open_stream(parsed))
         # The events that announce an answer wait for its first token. Until then the engine can still refuse it, and
         # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
         announced = b""
@@ -232,9 +247,15 @@ class CompletionEndpoint:
 
         try:
             await exchange.until_disconnect(pump, quiet_seconds=self.config.keep_alive_seconds)
+            last = formatter.finish()
+        except Exception:
+            # The session may be ahead of the proxy, and have completed the answer.
+            if formatter.has_failed:
+                await self._withhold(message.credential, formatter.interactions)
+            raise
         finally:
             self.streams.discard(exchange)
-        await exchange.send_events(announced + formatter.finish(), is_last=True)
+        await exchange.send_events(announced + last, is_last=True)
 
     async def _next_items(self, items: AsyncIterator[StreamItem], sent_at: float) -> Sequence[StreamItem]:
         """Return the items of a stream that are sent together, after others were sent at this time; none at its end."""
@@ -251,6 +272,32 @@ class CompletionEndpoint:
         async for item in items:
             return (item,)
         return ()
+
+
+class _WatchedStream:
+    """The formatter of a stream, the interactions of its answers, and whether it has raised an exception."""
+
+    def __init__(self, formatter: AnswerStream) -> None:
+        self._formatter = formatter
+        self.fail = formatter.fail
+        self.interactions: list[InteractionId] = []
+        self.has_failed = False
+
+    def feed(self, item: StreamItem) -> bytes:
+        """Return the events of one item."""
+        if isinstance(item, AnswerStarted):
+            self.interactions.append(item.interaction)
+        self.has_failed = True
+        events = self._formatter.feed(item)
+        self.has_failed = False
+        return events
+
+    def finish(self) -> bytes:
+        """Return the events that end a successful stream."""
+        self.has_failed = True
+        events = self._formatter.finish()
+        self.has_failed = False
+        return events
 
 
 async def _read(
@@ -415,7 +462,7 @@ def create_app(
     accounts: Ref[Accounts] | None = None,
     models: Ref[Models] | None = None,
     config: ProxyConfig | None = None,
-    decode: Callable[[Sequence[int]], str] | None = None,
+    token_bytes: TokenBytes | None = None,
     model: str = "policy",
     traffic: Traffic | None = None,
     read_run: ReadRun | None = None,
@@ -431,7 +478,7 @@ def create_app(
         accounts: knows users and their keys; without it there are no users.
         models: lends trained models to requests that name one.
         config: settings; without an ``admin_key``, a random key is generated and not shown anywhere.
-        decode: converts token ids to text for ``logprobs``, e.g. a renderer's ``decode``.
+        token_bytes: converts token ids for ``logprobs`` and counts, e.g. a renderer's ``token_bytes``.
         model: the model name in answers to clients that name no model.
         traffic: tracks the requests in flight, so that the caller can drain them.
         read_run: reads numbers of the run for ``/metrics``; without it, they are left out.
@@ -449,19 +496,19 @@ def create_app(
     limit, inert, honour_store = config.default_max_tokens, config.inert_parameters, config.honour_store
     chat = ChatDialect(
         model=model,
-        decode=decode,
+        token_bytes=token_bytes,
         default_max_tokens=limit,
         inert=inert,
         honours_store=honour_store.chat,
     )
     responses = ResponsesDialect(
         model=model,
-        decode=decode,
+        token_bytes=token_bytes,
         default_max_tokens=limit,
         inert=inert,
         honours_store=honour_store.responses,
     )
-    messages = MessagesDialect(model=model, default_max_tokens=limit, inert=inert)
+    messages = MessagesDialect(model=model, token_bytes=token_bytes, default_max_tokens=limit, inert=inert)
     shared: dict[str, Any] = {
         "sessions": sessions,
         "authenticator": authenticator,
@@ -469,7 +516,9 @@ def create_app(
         "access": access,
         "selection": selection,
     }
-    stored = StoredResponses(sessions=sessions, authenticator=authenticator, access=access, model=model)
+    stored = StoredResponses(
+        sessions=sessions, authenticator=authenticator, access=access, model=model, token_bytes=token_bytes
+    )
     turns, items = PrefixCache("messages"), PrefixCache("input")
     count = TokenCountEndpoint(dialect=messages, prefixes=turns, **shared)
     count_items = TokenCountEndpoint(
@@ -511,7 +560,7 @@ def create_app(
     page = RoutesPage(document=document.document)
     operations = {
         "chat/completions": complete(chat, prefixes=PrefixCache("messages")),
-        "completions": complete(CompletionsDialect(model=model, decode=decode, inert=inert)),
+        "completions": complete(CompletionsDialect(model=model, token_bytes=token_bytes, inert=inert)),
         "responses": complete(responses, resolve=stored.resolve, prefixes=items),
         "responses/input_tokens": Operation(handle=count_items, has_session=True),
         "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),

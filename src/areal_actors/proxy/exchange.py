@@ -23,7 +23,6 @@ from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import anyio
-import orjson
 from attrs import define, field, frozen
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Match
@@ -31,6 +30,7 @@ from starlette.routing import BaseRoute, Match
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
+from areal_actors.lib.exact_json import dump_json
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.connections import ON_DISCONNECT, TAKE_BODY
@@ -471,8 +471,8 @@ class Exchange:
         self._names = (*self._names, (name, value))
 
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
-        """Answer with one JSON document; numpy arrays become lists."""
-        await self.send_document(status, orjson.dumps(payload, option=orjson.OPT_SERIALIZE_NUMPY), headers)
+        """Answer with one JSON document; see ``dump_json``."""
+        await self.send_document(status, dump_json(payload), headers)
 
     async def send_document(
         self, status: int, body: bytes, headers: Iterable[Header] = (), *, content_type: bytes = b"application/json"

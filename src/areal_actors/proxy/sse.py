@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-import orjson
+from areal_actors.lib.exact_json import dump_json
 
 __all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "format_event", "format_named_event"]
 
@@ -34,7 +34,7 @@ def format_named_event(name: str, payload: Any) -> bytes:
 
 
 def _format_line(payload: Any) -> bytes:
-    line = orjson.dumps(payload)
+    line = dump_json(payload)
     if not line.isascii():
         for separator, escaped in _SEPARATORS.items():
             line = line.replace(separator, escaped)

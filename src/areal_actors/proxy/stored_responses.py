@@ -15,6 +15,7 @@ from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.kernel import Ref
 from areal_actors.messages import DescribeAnswer, HideAnswer, Sessions, StoredAnswer
 from areal_actors.proxy.access import Authenticator, UserAccess, read_key
+from areal_actors.proxy.dialects.base import TokenBytes
 from areal_actors.proxy.dialects.fields import wrong
 from areal_actors.proxy.dialects.responses.stored import (
     find_references,
@@ -39,6 +40,7 @@ class StoredResponses:
     authenticator: Authenticator
     access: UserAccess
     model: str = "policy"
+    token_bytes: TokenBytes | None = None
 
     async def resolve(self, body: Mapping[str, Any], credential: Credential) -> Mapping[str, Any]:
         """Return the body of a request with items in the place of the references in its input.
@@ -66,7 +68,7 @@ class StoredResponses:
     async def retrieve_or_delete(self, exchange: Exchange) -> None:
         """Answer with the response, or hide it from further requests that name it; it is trained nevertheless."""
         if exchange.method == "GET":
-            await exchange.send_json(200, format_stored_response(await self._find(exchange), model=self.model))
+            await exchange.send_json(200, self._format(await self._find(exchange)))
             return
         # Not deleted from the session: an answer that the agent acted upon belongs to its episode.
         hidden = HideAnswer(credential=await self._credential(exchange), interaction=InteractionId(exchange.item))
@@ -83,6 +85,9 @@ class StoredResponses:
             raise wrong("limit", f"a number from 1 to {_MAX_ITEMS}", limit)
         items = format_input_items(await self._find(exchange))
         await exchange.send_json(200, page_of(items, order=order, after=query.get("after"), limit=int(limit)))
+
+    def _format(self, stored: StoredAnswer) -> dict[str, Any]:
+        return format_stored_response(stored, model=self.model, token_bytes=self.token_bytes)
 
     async def _find(self, exchange: Exchange) -> StoredAnswer:
         message = DescribeAnswer(credential=await self._credential(exchange), interaction=InteractionId(exchange.item))

@@ -45,6 +45,10 @@ class StreamParser(Protocol):
     The deltas join to the same message however the ids are chunked.
     """
 
+    def begin(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
+        """Return the deltas of a beginning that the client has written, in which stop strings are not searched."""
+        ...
+
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
         """Return the deltas that are certain after these ids.
 
@@ -86,6 +90,11 @@ class Renderer(Protocol):
     @property
     def vocab_size(self) -> int:
         """The largest id of the tokenizer plus one."""
+        ...
+
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers may contain thinking, in which stop strings do not count."""
         ...
 
     def render(
@@ -162,7 +171,7 @@ class Renderer(Protocol):
         Args:
             token_ids: the sampled ids.
             tools: the tools that were offered; without any, the answer is not searched for tool calls.
-            stop: stop strings; the text ends before the first of them.
+            stop: stop strings; the text ends before the first of them that is outside of the thinking.
             template_kwargs: those of the prompt.
             call_ids: creates the ids of tool calls; random ones by default.
             is_plain: everything is content, including reasoning and calls, as after a raw prompt.
@@ -216,5 +225,14 @@ class Renderer(Protocol):
         """Return the plain text of ids, special tokens included.
 
         Never raises; ids outside the vocabulary are skipped.
+        """
+        ...
+
+    def token_bytes(self, token_ids: Ints | Sequence[int], *, is_start: bool = True) -> Sequence[bytes]:
+        """Return the bytes that each of these sampled tokens adds to the text of an answer.
+
+        A token may begin or end within a character, and joined bytes are UTF-8. Special tokens are spelled out; ids
+        outside the vocabulary have no bytes. With ``is_start``, the first token begins the answer, which matters to
+        tokenizers that drop the white space there.
         """
         ...

@@ -190,9 +190,10 @@ def choose_format(name: str, formats: Mapping[str, FormatT], *, template: str, p
 
 
 class AnswerStream:
-    """A ``StreamParser`` made of stages.
+    """A ``StreamParser`` made of stages: text, thinking, stop strings, calls.
 
-    ``hidden`` are ids that clients do not see: end tokens and other special tokens.
+    ``hidden`` are ids that clients do not see: end tokens and other special tokens. Stop strings count outside of the
+    thinking, which is no text that the client asked for; in a call they count, because engines cannot tell it apart.
     """
 
     def __init__(
@@ -210,30 +211,43 @@ class AnswerStream:
         self._reasoning = reasoning
         self._tools = tools
 
+    def begin(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
+        """Return the deltas of a beginning that the client has written, in which stop strings are not searched."""
+        wanted, self._stop = self._stop, _StopStrings(())
+        deltas = self.feed(token_ids)
+        self._stop = wanted
+        return deltas
+
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
         """Return the deltas that are certain after these ids."""
         shown = as_list(token_ids)
         # Most chunks contain no hidden id, and then the list is used as it is.
         if not self._hidden.isdisjoint(shown):
             shown = [*filterfalse(self._hidden.__contains__, shown)]
-        text = self._stop.feed(self._detokenizer.feed(shown))
-        return self._call_tools(self._reasoning.feed(text)) if text else ()
+        text = self._detokenizer.feed(shown)
+        return self._read(self._reasoning.feed(text)) if text else ()
 
     def finish(self) -> tuple[Delta, ...]:
         """Return what was held back."""
-        text = self._stop.feed(self._detokenizer.finish()) + self._stop.finish()
-        rest = (*self._reasoning.feed(text), *self._reasoning.finish())
-        return (*self._call_tools(rest), *self._tools.finish())
+        text = self._detokenizer.finish()
+        said = self._read((*self._reasoning.feed(text), *self._reasoning.finish()))
+        return (*said, *self._tools.feed(self._stop.finish()), *self._tools.finish())
 
     @property
     def stop_sequence(self) -> str | None:
         """The stop string at which the text ended, or ``None``."""
         return self._stop.found
 
-    def _call_tools(self, deltas: Iterable[Delta]) -> tuple[Delta, ...]:
+    def _read(self, deltas: Iterable[Delta]) -> tuple[Delta, ...]:
         said: list[Delta] = []
         for delta in deltas:
-            said += self._tools.feed(delta.text) if isinstance(delta, TextDelta) else (delta,)
+            if self._stop.found is not None:
+                break
+            if isinstance(delta, TextDelta):
+                said += self._tools.feed(self._stop.feed(delta.text))
+            else:
+                # No stop string begins before the thinking and ends behind it.
+                said += (*self._tools.feed(self._stop.finish()), delta)
         return tuple(said)
 
 
@@ -259,7 +273,8 @@ class _StopStrings:
         return certain
 
     def finish(self) -> str:
-        return self._buffer
+        rest, self._buffer = self._buffer, ""
+        return rest
 
 
 def join_deltas(deltas: Iterable[Delta]) -> ChatMessage:

@@ -90,6 +90,11 @@ class TemplateRenderer:
         """The largest id of the tokenizer plus one."""
         return self.vocabulary.size
 
+    @property
+    def has_reasoning(self) -> bool:
+        """Whether answers may contain thinking."""
+        return self.reasoning_format is not None
+
     def render(
         self,
         messages: Sequence[ChatMessage],
@@ -339,6 +344,10 @@ class TemplateRenderer:
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
         """Decode ids; see ``Renderer.decode``."""
         return self.vocabulary.decode(token_ids)
+
+    def token_bytes(self, token_ids: Ints | Sequence[int], *, is_start: bool = True) -> list[bytes]:
+        """Return the bytes of each token; see ``Renderer.token_bytes``."""
+        return self.vocabulary.token_bytes(token_ids, is_start=is_start)
 
     def _is_open(self, form: ReasoningFormat, options: Mapping[str, Any]) -> bool:
         """Return whether prompts with these options end inside the reasoning; cached."""

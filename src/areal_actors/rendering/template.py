@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 import string
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,7 +126,7 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
             if not spelling.has_text_arguments:
                 # A client can send JSON that is nested deeply enough to exceed the recursion limit.
                 with suppress(ValueError, RecursionError):
-                    arguments = json.loads(call.arguments)
+                    arguments = json.loads(call.arguments, parse_float=_parse_finite)
             function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
             calls.append({"id": guard(call.id), "type": "function", "function": guard_all(function, guard)})
         plain["tool_calls"] = calls
@@ -137,6 +138,14 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     if message.name is not None:
         plain["name"] = guard(message.name)
     return plain
+
+
+def _parse_finite(literal: str) -> float:
+    """Return a number that a template can print. ``1e400`` would become ``Infinity``."""
+    number = float(literal)
+    if math.isinf(number):
+        raise ValueError(literal)
+    return number
 
 
 def to_plain_tool(tool: Tool, *, guard: Guard) -> dict[str, Any]:

@@ -369,6 +369,16 @@ class Vocabulary:
         detokenizer = self.open_detokenizer()
         return detokenizer.feed(as_list(token_ids)) + detokenizer.finish()
 
+    def token_bytes(self, token_ids: Ints | Sequence[int], *, is_start: bool = True) -> list[bytes]:
+        """Return the bytes of each token of an answer; see ``Renderer.token_bytes``."""
+        ids = as_list(token_ids)
+        pieces = [self._bytes_of[token_id] for token_id in ids]
+        if is_start and ids and not isinstance(self.backend.decoder, decoders.ByteLevel):
+            # Decoders of the SentencePiece kind drop the space in front of the first token.
+            alone = self._decode(ids[:1])
+            pieces[0] = pieces[0] if _REPLACEMENT in alone else alone.encode()
+        return pieces
+
     def open_detokenizer(self) -> Detokenizer:
         """Return a detokenizer for one answer."""
         if isinstance(self.backend.decoder, decoders.ByteLevel):
@@ -383,6 +393,10 @@ class Vocabulary:
         token = self.backend.id_to_token(token_id)
         if token is None:
             return b""
+        if not isinstance(self.backend.decoder, decoders.ByteLevel):
+            if _BYTE_TOKEN.fullmatch(token) and self._decode([token_id]) != token:
+                return bytes([int(token[3:5], 16)])
+            return self._decode_after(token_id).encode()
         # Added tokens are stored as plain text, not in the byte-level alphabet.
         if token_id in self.special or not all(char in _BYTE_OF for char in token):
             return token.encode()
@@ -393,9 +407,12 @@ class Vocabulary:
         token = self.backend.id_to_token(token_id)
         if token is None or _BYTE_TOKEN.fullmatch(token):
             return ""
-        # The token is decoded twice in a row because the decoder drops the space of the first token.
-        piece = self._decode([token_id, token_id])[len(self._decode([token_id])) :]
+        piece = self._decode_after(token_id)
         return "" if piece.endswith(_REPLACEMENT) else piece
+
+    def _decode_after(self, token_id: int) -> str:
+        # The token is decoded twice in a row because the decoder drops the space of the first token.
+        return self._decode([token_id, token_id])[len(self._decode([token_id])) :]
 
 
 def as_list(token_ids: Ints | Sequence[int]) -> list[int]:

@@ -612,7 +612,7 @@ async def spawn_proxy(
         accounts=actors.accounts,
         models=models,
         config=config.proxy,
-        decode=renderer.decode,
+        token_bytes=renderer.token_bytes,
         listener=listener,
         read_run=read_run,
         handover=handover,
@@ -637,7 +637,7 @@ async def open_model(config: InferenceConfig, model: TrainedModel) -> AsyncItera
     ):
         generation = await spawn_generation(system, engine)
         sessions = await _spawn_session_manager(system, config, renderer=renderer, generation=generation)
-        yield ModelStack(sessions=sessions, decode=renderer.decode)
+        yield ModelStack(sessions=sessions, token_bytes=renderer.token_bytes)
 
 
 # ---------------------------------------------------------------------------------------------------- engine

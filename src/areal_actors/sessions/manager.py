@@ -573,6 +573,8 @@ class SessionManager(Actor[Sessions]):
                         yield SampledTokens(chunk=chunk, choice=choice.index)
                     for delta in choice.feed(chunk):
                         yield delta
+                    if choice.has_stopped:
+                        break
                 for delta in choice.flush():
                     yield delta
                 check_complete(turn, choice)
@@ -602,7 +604,10 @@ class SessionManager(Actor[Sessions]):
         stored = await self.describe_answer(
             DescribeAnswer(credential=message.credential, interaction=message.interaction)
         )
-        self._extras[self._resolve(message.credential).id].hidden.add(stored.interaction.id)
+        session = self._resolve(message.credential)
+        self._extras[session.id].hidden.add(stored.interaction.id)
+        if not message.is_trained:
+            session.tree.withhold(stored.interaction.id)
         return stored.interaction.id
 
     @CountTokens.handler

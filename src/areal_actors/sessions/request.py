@@ -31,7 +31,6 @@ from areal_actors.domain import (
     Attempt,
     ChatMessage,
     Chunk,
-    Completion,
     CompletionRequest,
     Delta,
     EngineInfo,
@@ -313,7 +312,11 @@ async def _read(turn: PendingRequest, streams: Streams) -> None:
     choices = [(choice, chunks) for choice, chunks in zip(turn.choices, streams, strict=True) if not choice.is_ended]
     for choice, chunks in choices:
         async for chunk in chunks:
-            choice.feed(chunk)
+            # A turn that was adopted may have stopped before.
+            if not choice.has_stopped:
+                choice.feed(chunk)
+            if choice.has_stopped:
+                break
         choice.flush()
     for choice, _ in choices:
         check_complete(turn, choice)
@@ -437,6 +440,7 @@ class RequestPlanner:
                 grammar=grammar,
                 routing_key=session.id,
                 is_streamed=is_streaming,
+                has_reasoning=self._renderer.has_reasoning and not is_raw(request),
             )
             for name, key in zip(names, keys, strict=True)
         )
@@ -563,8 +567,12 @@ def engine_request(
     grammar: Grammar | None = None,
     routing_key: str = "",
     is_streamed: bool = True,
+    has_reasoning: bool = False,
 ) -> EngineRequest:
     """Return the engine's request for one choice, limited to the room that the prompt leaves.
+
+    If the answer may contain thinking (``has_reasoning``), the engine is not given the stop strings: it would find them
+    in the thinking. ``Choice`` finds them instead, and sampling ends with the token that completes one.
 
     Raises:
         ContextLengthExceeded: there is no room for a single token.
@@ -576,6 +584,9 @@ def engine_request(
         raise ContextLengthExceeded(num_tokens=wanted, max_tokens=context_length)
     if sampling.max_new_tokens > room:
         sampling = evolve(sampling, max_new_tokens=room)
+    if has_reasoning and sampling.stop:
+        # Tokens that are delivered late would be sampled in vain.
+        sampling, is_streamed = evolve(sampling, stop=()), True
     return EngineRequest(
         id=request_id,
         prompt=plan.token_ids,
@@ -608,15 +619,18 @@ class Choice:
         self._tree = tree
         self._renderer = renderer
         self._call_ids = call_ids
-        self._is_raw = plan.request.prompt is not None or bool(plan.request.prompt_ids)
-        self._streamed: list[Delta] = []
-        """The deltas of the answer so far, with the beginning that the client wrote."""
+        self._is_raw = is_raw(plan.request)
+        self._stop = plan.request.sampling.stop
+        self._said: list[Delta] = []
+        """The deltas so far, with the beginning that the client wrote; of a stream, those that the client has."""
         self._num_unsent = 0 if plan.request.begun is None else len(self._parse(as_ints([])).content or "")
         """Characters of that beginning that the client does not receive."""
         self._parser: StreamParser | None = None
-        if is_streaming:
-            self._parser, self._streamed = self._open_parser(is_eager=True)
-            self._num_unsent -= sum(len(delta.text) for delta in self._streamed if isinstance(delta, TextDelta))
+        # An answer that is neither streamed nor searched for stop strings is parsed at once, when it is complete.
+        if is_streaming or self._stop:
+            self._parser = self._open_parser(is_eager=is_streaming)
+            self._said += self._parser.begin(plan.beginning)
+            self._num_unsent -= sum(len(delta.text) for delta in self._said if isinstance(delta, TextDelta))
         self._chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
@@ -625,18 +639,16 @@ class Choice:
         self.answer: Answer | None = None
         """The answer, once complete."""
 
-    def _open_parser(self, *, is_eager: bool = False) -> tuple[StreamParser, list[Delta]]:
-        """Return a parser that has read the beginning of the answer, and the deltas of it."""
-        request, beginning = self._plan.request, self._plan.beginning
-        parser = self._renderer.open_stream(
+    def _open_parser(self, *, is_eager: bool) -> StreamParser:
+        request = self._plan.request
+        return self._renderer.open_stream(
             tools=_callable_tools(request),
-            stop=request.sampling.stop,
+            stop=self._stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
             is_plain=self._is_raw,
             is_eager=is_eager,
         )
-        return parser, list(parser.feed(beginning)) if len(beginning) else []
 
     def _parse(self, token_ids: Ints) -> ChatMessage:
         """Return the message of the beginning of the answer and the sampled ids."""
@@ -644,20 +656,31 @@ class Choice:
         return self._renderer.parse(
             np.concatenate([beginning, token_ids]) if len(beginning) else token_ids,
             tools=_callable_tools(request),
-            stop=request.sampling.stop,
             template_kwargs=request.template_kwargs,
             call_ids=self._call_ids,
             is_plain=self._is_raw,
         )
 
     def feed(self, chunk: Chunk) -> Sequence[Delta]:
-        """Store a chunk; return the deltas that the client may see."""
+        """Store a chunk; return the deltas that the client may see.
+
+        If it completes a stop string, it is the last chunk. Tokens that were sampled after the stop string and arrived
+        with it are kept, as all sampled tokens are.
+        """
+        deltas: Sequence[Delta] = ()
+        if self._parser is not None and len(chunk.token_ids):
+            deltas = self._parser.feed(chunk.token_ids)
+        if self.has_stopped:
+            chunk = evolve(chunk, finish=FinishReason.STOP)
         self._chunks.append(chunk)
         if self.trace is not None:
             self.trace.note_chunk(self.index)
-        if self._parser is None or len(chunk.token_ids) == 0:
-            return ()
-        return self._note(self._parser.feed(chunk.token_ids))
+        return self._note(deltas)
+
+    @property
+    def has_stopped(self) -> bool:
+        """Whether a stop string has ended the answer, so that no chunk follows."""
+        return self._parser is not None and self._parser.stop_sequence is not None
 
     def flush(self) -> Sequence[Delta]:
         """Return the deltas that the parser held back, once no chunk follows. A second call returns nothing."""
@@ -678,7 +701,7 @@ class Choice:
             evolve(delta, id=self._tree.issue_call_id(delta.id)) if isinstance(delta, ToolCallStarted) else delta
             for delta in deltas
         ]
-        self._streamed += deltas
+        self._said += deltas
         if self._num_unsent > 0:
             deltas = list(self._skip(deltas))
         if self.index:
@@ -714,7 +737,7 @@ class Choice:
         sampled, request = join_chunks(self._chunks), self._plan.request
         if self._is_flushed:
             # The message is the one that the client has received, so that its echo is recognised.
-            message = join_deltas(self._streamed)
+            message = join_deltas(self._said)
         else:
             message = self._parse(sampled.token_ids)
             if not request.parallel_tool_calls:
@@ -736,7 +759,7 @@ class Choice:
             message=message if request.begun is None else self._without_beginning(message),
             completion=completion,
             usage=usage,
-            stop_sequence=self._stop_sequence(completion),
+            stop_sequence=None if self._parser is None else self._parser.stop_sequence,
         )
         self._prepared = interaction, answer
         return self._prepared
@@ -777,16 +800,10 @@ class Choice:
             error=error,
         )
 
-    def _stop_sequence(self, completion: Completion) -> str | None:
-        """Return the stop string that ended the text. Without a stream, the text is parsed again to find it."""
-        if not self._plan.request.sampling.stop:
-            return None
-        parser = self._parser
-        if parser is None:
-            parser, _ = self._open_parser()
-            parser.feed(completion.token_ids)
-            parser.finish()
-        return parser.stop_sequence
+
+def is_raw(request: CompletionRequest) -> bool:
+    """Return whether the request continues a text or ids, so that all of its answer is text."""
+    return request.prompt is not None or bool(request.prompt_ids)
 
 
 def _callable_tools(request: CompletionRequest) -> tuple[Tool, ...]:

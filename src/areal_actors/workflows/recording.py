@@ -8,8 +8,8 @@ what is answered again.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from hashlib import blake2b
 from typing import Any, TypeVar, cast
 
@@ -84,14 +84,19 @@ class RecordedGeneration(Ref[Generation]):
             completion = recorded[0].interaction.completion
             assert completion is not None
             chunks = split_completion(completion, num_cached_tokens=recorded[0].num_cached_tokens)
-            yield cast("AsyncIterator[Item]", _iterate(chunks))
+            # The reader may stop at a stop string.
+            async with aclosing(_iterate(chunks)) as repeated:
+                yield cast("AsyncIterator[Item]", repeated)
             return
-        async with self._generation.stream(message, buffer_size=buffer_size) as arriving:
-            yield cast("AsyncIterator[Item]", self._record(message.request, digest, arriving))
+        async with (
+            self._generation.stream(message, buffer_size=buffer_size) as arriving,
+            aclosing(self._record(message.request, digest, arriving)) as recording,
+        ):
+            yield cast("AsyncIterator[Item]", recording)
 
     async def _record(
         self, request: EngineRequest, digest: str, arriving: AsyncIterator[Chunk]
-    ) -> AsyncIterator[Chunk]:
+    ) -> AsyncGenerator[Chunk]:
         chunks: list[Chunk] = []
         order, self._num_asked = self._num_asked, self._num_asked + 1
         async for chunk in arriving:
@@ -145,6 +150,6 @@ class RecordedGeneration(Ref[Generation]):
         return tuple(evolve(each, is_restored=each.is_restored or is_restored) for each in (first, *episodes[1:]))
 
 
-async def _iterate(chunks: tuple[Chunk, ...]) -> AsyncIterator[Chunk]:
+async def _iterate(chunks: tuple[Chunk, ...]) -> AsyncGenerator[Chunk]:
     for chunk in chunks:
         yield chunk

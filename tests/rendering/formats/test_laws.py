@@ -6,6 +6,7 @@ import json
 from functools import cache
 from itertools import count
 
+import orjson
 import pytest
 from hypothesis import assume, find, given
 from hypothesis import strategies as st
@@ -297,6 +298,117 @@ def test_an_eager_parser_loses_no_text_and_starts_calls_once(form, text):
     assert text.count("é") <= shown.count("é")
     if not message.tool_calls:
         assert text == message.content
+
+
+# -------------------------------------------------------------------------------------------------- odd arguments
+
+STRANGE = st.sampled_from(
+    [
+        *['"\\ud83d"', '"\\uDE00 x"', '"\\ud83d\\ude00"', '"\\ud83d\\ud83d\\ude00"', '"\\ude00\\ud83d"', '"\\\\ud83d"'],
+        *[
+            "98765432109876543210",
+            "-98765432109876543210",
+            "9" * 300,
+            "1.0",
+            "-0",
+            "-0.0",
+            "1E5",
+            "1e-7",
+            "2e308",
+            "1٣",
+        ],
+        *["NaN", "-Infinity", "1e400", "01", "9" * 5000, '"a\tb"', '"\x1f"', "[1,]", '{"k": 1, "k": 2}', "tru", "'a'"],
+        *["[" * depth + "]" * depth for depth in (97, 98, 99, 100, 101)],
+        *["[" * depth + "1" + "]" * depth for depth in (97, 98, 99, 100, 101)],
+        *['"é\u2028"', '""', "{}", "[]", '"\\/"', '"\\x"', '"\\u12"'],
+    ]
+)
+strange_objects = st.lists(
+    st.tuples(st.sampled_from(['"a"', '"b"', '"\\ud800"', '"\\u00e9"']), STRANGE), min_size=1, max_size=3
+).map(lambda pairs: "{" + ", ".join(f"{key}: {value}" for key, value in pairs) + "}")
+
+
+def write_strangely(form, text, *, is_quoted):
+    """A call whose arguments are this text, whatever it is; in a string if the family writes them under a key."""
+    written = form.format_call(ToolCall(id="call_0", name="f", arguments='{"a": 1}'))
+    is_under_key = '"name"' in written
+    if '{"a": 1}' not in written:
+        # Values between tags, or as literals of Python.
+        written = form.format_call(ToolCall(id="call_0", name="f", arguments='{"a": "é0"}'))
+        return written.replace("'é0'", text).replace("é0", text)
+    return written.replace('{"a": 1}', json.dumps(text) if is_quoted and is_under_key else text)
+
+
+@every_format
+@given(text=strange_objects, is_quoted=st.booleans(), data=st.data())
+def test_odd_arguments_are_strict_json_and_the_same_in_a_stream(form, text, is_quoted, data):
+    """A call that is read is strict JSON, whether it is read at once or while it is written, and all of it is UTF-8."""
+    written = write_strangely(form, text, is_quoted=is_quoted)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(written)), max_size=8)))
+    pieces = [written[a:b] for a, b in zip([0, *cuts], [*cuts, len(written)], strict=True)]
+    message, streamed = parse(form, written), join_deltas(read_eagerly(form, *pieces))
+
+    for name, argument_text in said(message):
+        assert name == "f"
+        assert isinstance(orjson.loads(argument_text), dict)
+    if message.tool_calls:
+        assert streamed == message
+    for said_text in (message.content or "", streamed.content or "", *map("".join, said(message) + said(streamed))):
+        said_text.encode()
+
+
+JSON_CALLS = ("hermes", "llama-json", "mistral")
+"""Formats that write a call as an object which has its name."""
+
+
+@pytest.mark.parametrize("name", JSON_CALLS)
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(f'{{"name": "f", "{key}": {{"a": "x"}}}}' for key in ("arguments", "parameters", "args", "input")),
+        *(f'{{"{key}": {{"a": "x"}}, "name": "f"}}' for key in ("arguments", "parameters", "args", "input")),
+        '{"name": "f", "parameters": "{\\"a\\": \\"x\\"}"}',
+        '{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}',
+        '{"id": "1", "function": {"arguments": "{\\"a\\": \\"x\\"}", "name": "f"}}',
+        '{"name": "f", "id": "1", "type": "function", "arguments": {"a": "x"}}',
+    ],
+)
+def test_arguments_are_read_under_every_usual_key(name, body):
+    """The key is that of another API; the call is the same, at once and in a stream."""
+    form = TOOL_FORMATS[name]
+    written = form.format_call(ToolCall(id="call_0", name="g", arguments="{}"))
+    written = written.replace(written[written.index("{") : written.rindex("}") + 1], body)
+
+    for message in (parse(form, written), join_deltas(read_eagerly(form, *written))):
+        assert [("f", {"a": "x"})] == [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
+
+
+@every_format
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "f", "param": {"a": "x"}}',
+        '{"name": "f", "a": "x"}',
+        '{"name": "f", "arguments": {}, "parameters": {"a": "x"}}',
+        '{"name": "f", "arguments": null, "parameters": {"a": "x"}}',
+        '{"name": "f", "arguments": {}, "arguments": {"a": "x"}}',
+        '{"tool": "f", "arguments": {"a": "x"}}',
+        '{"function": "f", "arguments": {"a": "x"}}',
+        '{"function": {"name": "f"}, "arguments": {"a": "x"}}',
+        '{"name": "f", "arguments": [{"a": "x"}]}',
+        '[{"name": "f", "arguments": {"a": "x"}}]',
+        'f({"a": "x"})',
+        'f\n{"a": "x"}',
+    ],
+)
+def test_a_call_is_never_made_without_the_arguments_that_were_written(form, body):
+    """Either they are the arguments of the call, or the agent reads them in the text."""
+    for opening, closing in [(marker, "") for marker in form.markers] + [("", ""), ("<tool_call>", "</tool_call>")]:
+        written = f"{opening}\n<function=f>{body}</function>\n{closing}" if "qwen" in str(type(form)) else ""
+        for text in (f"{opening}{body}{closing}", written):
+            for message in (parse(form, text), join_deltas(read_eagerly(form, *text))):
+                shown = (message.content or "") + "".join(arguments for _, arguments in said(message))
+                assert text.count('"x"') == shown.count('"x"')
 
 
 EAGER = [name for name in TOOL_FORMATS if name not in ("pythonic", "mistral")]

@@ -7,8 +7,11 @@ of several dialects share.
 
 from __future__ import annotations
 
+import codecs
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, Self, TypeGuard, TypeVar, cast
 
 from attrs import evolve, field, frozen
@@ -39,10 +42,11 @@ __all__ = [
     "TEXT_SCHEMA",
     "USAGE_SCHEMA",
     "AnswerStream",
-    "Decode",
     "Dialect",
     "OpenAIDialect",
     "Parsed",
+    "TokenBytes",
+    "count_reasoning",
     "create_abort_error",
     "format_logprobs",
     "has_cut_call",
@@ -50,8 +54,13 @@ __all__ = [
     "split_begun",
 ]
 
-Decode = Callable[[Sequence[int]], str]
-"""A function that returns the text of token ids."""
+
+class TokenBytes(Protocol):
+    """A function that returns the bytes of each token of an answer, such as a renderer's ``token_bytes``."""
+
+    def __call__(self, token_ids: Sequence[int], *, is_start: bool = True) -> Sequence[bytes]:
+        """Return the bytes of each token; with ``is_start``, the first one begins the answer."""
+        ...
 
 
 def split_begun(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, ...], ChatMessage | None]:
@@ -116,7 +125,7 @@ class Dialect(Protocol[P]):
         """Return the formatter of a streamed answer."""
         ...
 
-    def decoding_with(self, decode: Decode) -> Self:
+    def decoding_with(self, token_bytes: TokenBytes) -> Self:
         """Return a copy of the dialect for a model with another tokenizer."""
         ...
 
@@ -170,18 +179,18 @@ def _continues(later: StreamItem, earlier: StreamItem) -> TypeGuard[TextDelta | 
 class OpenAIDialect:
     """The settings and the errors of OpenAI's dialects.
 
-    ``decode`` converts token ids to text for ``logprobs``; without it, ids are shown as numbers. ``model`` is the model
-    name in an answer if the client named none. ``inert`` names further parameters to accept and ignore.
+    ``token_bytes`` converts token ids for ``logprobs`` and counts; without it, ids are shown as numbers. ``model`` is
+    the model name in an answer if the client named none. ``inert`` names further parameters to accept and ignore.
     """
 
     model: str = "policy"
-    decode: Decode | None = None
+    token_bytes: TokenBytes | None = None
     inert: Collection[str] = ()
     clock: Callable[[], float] = field(default=time.time)
 
-    def decoding_with(self, decode: Decode) -> Self:
+    def decoding_with(self, token_bytes: TokenBytes) -> Self:
         """Return a copy of the dialect for a model with another tokenizer."""
-        return evolve(self, decode=decode)
+        return evolve(self, token_bytes=token_bytes)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """Return OpenAI's error body."""
@@ -203,27 +212,61 @@ def has_cut_call(answer: Answer) -> bool:
     return not (arguments.is_complete or arguments.is_broken)
 
 
-def format_logprobs(sampled: Completion | Chunk, decode: Decode | None, *, start: int = 0) -> list[dict[str, Any]]:
-    """Return one entry per sampled token from the ``start``-th on; without ``decode``, ids are shown as numbers."""
+def format_logprobs(
+    sampled: Completion | Chunk, token_bytes: TokenBytes | None, *, start: int = 0, num_earlier: int = 0
+) -> list[dict[str, Any]]:
+    """Return one entry per sampled token from the ``start``-th on, of which ``num_earlier`` came in earlier chunks.
+
+    A token may be a part of a character: its text then has U+FFFD, and its bytes are that part. The bytes of all tokens
+    join to the text. Without ``token_bytes``, ids are shown as numbers.
+    """
     tokens = sampled.token_ids.tolist()
-    logprobs = sampled.logprobs.tolist()
+    texts = token_bytes(tokens, is_start=not num_earlier) if token_bytes is not None else (None,) * len(tokens)
     tops = sampled.top_logprobs or ((),) * len(tokens)
     content = []
-    for token, logprob, top in zip(tokens[start:], logprobs[start:], tops[start:], strict=True):
-        entry = _format_token(token, logprob, decode)
-        entry["top_logprobs"] = [_format_token(other.token_id, other.logprob, decode) for other in top]
+    for index, (token, text, logprob, top) in enumerate(
+        zip(tokens, texts, sampled.logprobs.tolist(), tops, strict=True)
+    ):
+        if index < start:
+            continue
+        entry = _format_token(token, text, logprob)
+        is_first = not (num_earlier or index)
+        entry["top_logprobs"] = [
+            _format_token(
+                other.token_id,
+                None if token_bytes is None else token_bytes((other.token_id,), is_start=is_first)[0],
+                other.logprob,
+            )
+            for other in top
+        ]
         content.append(entry)
     return content
 
 
-def _format_token(token: int, logprob: float, decode: Decode | None) -> dict[str, Any]:
-    """Return one token's entry; ``bytes`` is ``null`` for a part of a character."""
-    if decode is None:
+def _format_token(token: int, text: bytes | None, logprob: float) -> dict[str, Any]:
+    if text is None:
         return {"token": f"token_id:{token}", "logprob": logprob, "bytes": None}
-    text = decode((token,))
-    # A token may end within a UTF-8 sequence; its decoded text then holds U+FFFD and its bytes are not known from it.
-    is_whole = "\ufffd" not in text
-    return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if is_whole else None}
+    return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": list(text)}
+
+
+def count_reasoning(answer: Answer, token_bytes: TokenBytes | None) -> int:
+    """Return how many of the sampled tokens there are up to the end of the thinking.
+
+    The tokens that open the thinking count, those that close it do not. Returns 0 if there is none, or if the number
+    cannot be known.
+    """
+    if not answer.message.reasoning or token_bytes is None:
+        return 0
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    pieces = [decoder.decode(piece) for piece in token_bytes(answer.completion.token_ids.tolist())]
+    text, end = "".join(pieces), 0
+    # A model may think several times; the texts are separated by an empty line, and by more in what was sampled.
+    for thought in answer.message.reasoning.split("\n\n"):
+        begin = text.find(thought, end)
+        if begin < 0:
+            return 0
+        end = begin + len(thought)
+    return bisect_left(list(accumulate(map(len, pieces))), end) + 1
 
 
 TEXT_SCHEMA: Schema = {"type": "string"}
@@ -237,6 +280,7 @@ USAGE_SCHEMA = one_object(
         "completion_tokens": COUNT_SCHEMA,
         "total_tokens": COUNT_SCHEMA,
         "prompt_tokens_details": one_object({"cached_tokens": COUNT_SCHEMA}),
+        "completion_tokens_details": one_object({"reasoning_tokens": COUNT_SCHEMA}),
     }
 )
 ENVELOPE_SCHEMA: Mapping[str, Schema] = {

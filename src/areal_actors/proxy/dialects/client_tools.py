@@ -20,6 +20,7 @@ from attrs import field, frozen
 
 from areal_actors.domain import Tool, ToolCall
 from areal_actors.errors import UnsupportedParameter
+from areal_actors.lib.exact_json import dump_json, load_json
 from areal_actors.proxy.dialects.fields import Schema, one_object, shown, without_nulls, wrong
 from areal_actors.proxy.dialects.prefixes import MessageList
 
@@ -94,7 +95,7 @@ class TypedTool:
     def format_call(self, arguments: str) -> Mapping[str, Any] | None:
         """Return the fields of a call, or ``None`` for arguments that do not fit the tool."""
         try:
-            value = orjson.loads(arguments)
+            value = load_json(arguments.encode())
         except orjson.JSONDecodeError:
             return None
         if not _fits(value, self.parameters):
@@ -109,7 +110,7 @@ class TypedTool:
             raise wrong(f"{where}.{self.key}", "an object", value)
         # What the client's types add to the call that it was sent, the model has not written.
         written = {name: each for name, each in without_nulls(value).items() if self.defaults.get(name) != each}
-        return ToolCall(id=call_id, name=self.name, arguments=orjson.dumps(written).decode())
+        return ToolCall(id=call_id, name=self.name, arguments=dump_json(written).decode())
 
 
 NEEDED: Mapping[str, tuple[str, ...]] = {
@@ -439,7 +440,7 @@ def parse_custom_tool(raw: Mapping[str, Any], where: str) -> Tool:
 
 def format_freeform(text: str) -> str:
     """Return the arguments of a call of a freeform tool with this input."""
-    return orjson.dumps({"input": text}).decode()
+    return dump_json({"input": text}).decode()
 
 
 def read_freeform(arguments: str) -> str | None:

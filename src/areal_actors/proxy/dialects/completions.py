@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate
 from typing import Any
 
 from attrs import frozen
@@ -25,8 +25,9 @@ from areal_actors.proxy.dialects.base import (
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
     USAGE_SCHEMA,
-    Decode,
     OpenAIDialect,
+    TokenBytes,
+    format_logprobs,
 )
 from areal_actors.proxy.dialects.chat.answer import CHOICE_SCHEMA, OpenAIStream, format_finish, format_usage
 from areal_actors.proxy.dialects.chat.request import ParsedChat
@@ -201,18 +202,18 @@ class CompletionsDialect(OpenAIDialect):
     def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
         """Format the finished answers; see ``format_completions``."""
         return format_completions(
-            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
+            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
         )
 
     def open_stream(self, parsed: ParsedChat) -> CompletionsStream:
         """Return the formatter of one streamed answer."""
         return CompletionsStream(
-            parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
+            parsed, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
         )
 
 
 def format_completions(
-    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
+    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, token_bytes: TokenBytes | None = None
 ) -> dict[str, Any]:
     """Return a ``text_completion`` object, whose id is that of the first choice's interaction.
 
@@ -223,7 +224,7 @@ def format_completions(
     """
     choices = []
     for index, answer in enumerate(answers):
-        logprobs = _format_logprobs(answer.completion, decode) if parsed.has_logprobs else None
+        logprobs = _format_logprobs(answer.completion, token_bytes, _Offsets()) if parsed.has_logprobs else None
         text, finish = answer.message.content or "", format_finish(answer)
         choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
         choices.append(choice | {"interaction_id": answer.interaction} if len(answers) > 1 else choice)
@@ -233,7 +234,7 @@ def format_completions(
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": format_usage(answers),
+        "usage": format_usage(answers, token_bytes),
     }
 
 
@@ -245,24 +246,23 @@ class CompletionsStream(OpenAIStream):
 
     kind = "text_completion"
 
-    def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
-        super().__init__(parsed, created=created, model=model, decode=decode)
+    def __init__(self, parsed: ParsedChat, *, created: int, model: str, token_bytes: TokenBytes | None = None) -> None:
+        super().__init__(parsed, created=created, model=model, token_bytes=token_bytes)
         self._unsent: dict[str, Any] | None = None
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the field."""
-        self._offset = 0
+        self._offsets = _Offsets()
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._envelope["id"] = self._envelope["id"] or item.interaction
             self._choices[item.interaction] = item.choice
-            self._unsent, self._num_sent, self._offset = None, 0, 0
+            self._unsent, self._num_sent, self._offsets = None, 0, _Offsets()
             return b""
         if isinstance(item, SampledTokens):
             if not len(item.chunk.token_ids):
                 return b""
-            waiting, new = self._unsent, _format_logprobs(item.chunk, self._decode, offset=self._offset)
-            self._offset += sum(map(len, new["tokens"]))
+            waiting, new = self._unsent, _format_logprobs(item.chunk, self._token_bytes, self._offsets)
             # A chunk of the engine may end within a character or a stop string; its tokens wait for the next text.
             self._unsent = (
                 new if waiting is None else {name: waiting[name] and waiting[name] + new[name] for name in new}
@@ -279,7 +279,7 @@ class CompletionsStream(OpenAIStream):
         logprobs = None
         if self._parsed.has_logprobs:
             # The answer has every token: those of a repeated answer, which has no ``SampledTokens``, as well.
-            whole = _format_logprobs(item.completion, self._decode)
+            whole = _format_logprobs(item.completion, self._token_bytes, _Offsets())
             logprobs = {name: values and values[self._num_sent :] for name, values in whole.items()}
         extra = {"interaction_id": item.interaction} if self._parsed.request.num_choices > 1 else {}
         return self._chunk(self._choices[item.interaction], "", logprobs, format_finish(item), **extra)
@@ -291,25 +291,45 @@ class CompletionsStream(OpenAIStream):
         return format_event(self._envelope | {"choices": [body]})
 
 
-def _format_logprobs(sampled: Completion | Chunk, decode: Decode | None, *, offset: int = 0) -> dict[str, Any]:
-    """Return four lists with one entry per sampled token; ``offset`` is the number of characters before the first."""
-    tokens = [_token(token, decode) for token in sampled.token_ids.tolist()]
-    logprobs = sampled.logprobs.tolist()
-    tops = sampled.top_logprobs or ((),) * len(tokens)
-    alternatives = []
-    for token, logprob, top in zip(tokens, logprobs, tops, strict=True):
-        # As in OpenAI's endpoint, the sampled token is always listed, in addition to the most probable ones.
-        alternatives.append({**{_token(other.token_id, decode): other.logprob for other in top}, token: logprob})
+class _Offsets:
+    """Where each token begins in the text, in characters."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.num_tokens = 0
+        self._num_characters = 0
+
+    def add(self, token: bytes) -> int:
+        """Return the offset of the next token. Tokens that share a character begin where it begins."""
+        offset = self._num_characters
+        self._num_characters += len(self._decoder.decode(token))
+        self.num_tokens += 1
+        return offset
+
+
+def _format_logprobs(sampled: Completion | Chunk, token_bytes: TokenBytes | None, offsets: _Offsets) -> dict[str, Any]:
+    """Return four lists with one entry per sampled token, after those that ``offsets`` has counted."""
+    entries = format_logprobs(sampled, token_bytes, num_earlier=offsets.num_tokens)
+    # As in OpenAI's endpoint, the sampled token is always listed, in addition to the most probable ones.
+    alternatives = [{_name(it): it["logprob"] for it in (*entry["top_logprobs"], entry)} for entry in entries]
     return {
-        "tokens": tokens,
-        "token_logprobs": logprobs,
+        "tokens": [_name(entry) for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
         "top_logprobs": alternatives if sampled.top_logprobs else None,
-        "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
+        "text_offset": [
+            offsets.add(entry["token"].encode() if entry["bytes"] is None else bytes(entry["bytes"]))
+            for entry in entries
+        ],
     }
 
 
-def _token(token: int, decode: Decode | None) -> str:
-    return f"token_id:{token}" if decode is None else decode((token,))
+def _name(entry: Mapping[str, Any]) -> str:
+    r"""Return the text of a token, or its bytes as ``bytes:\xf0\x9f`` if it is a part of a character."""
+    raw, text = entry["bytes"], str(entry["token"])
+    if raw is None or text.encode() == bytes(raw):
+        return text
+    # As OpenAI's endpoint writes them. Their texts would be equal, and each has an entry of its own.
+    return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 ANSWERS: Mapping[str, Schema] = {

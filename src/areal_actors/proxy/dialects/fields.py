@@ -27,6 +27,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.domain import Sampling
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.lib.exact_json import load_json
 from areal_actors.lib.shown_values import show_value
 
 __all__ = [
@@ -434,7 +435,7 @@ STREAM = honoured("stream", FLAG, "server-sent events as tokens are sampled", de
 STOP = honoured(
     "stop",
     Kind({"type": ["string", "array", "null"], **_STOPS}, _read_stop),
-    "up to 16 strings; the text ends before the first of them",
+    "up to 16 strings; the text ends before the first of them; not searched in the thinking",
     default=(),
 )
 STOP_SEQUENCES: Kind[tuple[str, ...]] = Kind({"type": ["array", "null"], **_STOPS}, _read_stop)
@@ -613,23 +614,29 @@ def create_sampling(
 
 
 def parse_json(text: bytes, what: str, *, param: str | None = None) -> Any:
-    """Parse ``text``; errors refer to it as ``what``.
+    """Parse ``text``, with integers of any size as they are; errors refer to it as ``what``.
 
     Raises:
         InvalidRequest: it is not valid JSON, or nested too deeply to be written again.
     """
     try:
-        value = orjson.loads(text)
+        value = load_json(text)
     except orjson.JSONDecodeError as error:
         raise InvalidRequest(f"{what} is not valid JSON: {error.msg} (line {error.lineno}).", param=param) from None
+    except RecursionError:
+        raise _too_deep(what, param) from None
     # Counting brackets is fast, and most bodies have fewer of them than the limit, so the value is rarely walked.
     depth, level = 0, [value] if text.count(b"{") + text.count(b"[") > _MAX_DEPTH else []
     while level := [each for each in level if isinstance(each, dict | list)]:
         depth += 1
         if depth > _MAX_DEPTH:
-            raise InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
+            raise _too_deep(what, param)
         level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
     return value
+
+
+def _too_deep(what: str, param: str | None) -> InvalidRequest:
+    return InvalidRequest(f"{what} is nested more than {_MAX_DEPTH} levels deep; flatten it.", param=param)
 
 
 def parse_object(body: bytes) -> dict[str, Any]:

@@ -70,7 +70,7 @@ class Hermes:
 
 def _read_call(source: Source) -> Reading[tuple[Call, ...]]:
     yield from source.require(_OPEN)
-    source.begin_object("arguments")
+    source.begin_object()
     call = parse_call((yield from read_object(source)))
     if not (yield from source.expect(_CLOSE)) and not source.is_at_end:
         raise NoCall

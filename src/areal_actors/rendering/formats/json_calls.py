@@ -2,6 +2,9 @@
 
 The arguments of a call that is written as JSON keep the model's spelling. Text that is nested more deeply than any
 template could print is not a call.
+
+Models write the arguments under the key of whatever API they have seen most, so all of these keys are read in every
+family. An object that has other data instead, or arguments under two keys, is not a call.
 """
 
 from __future__ import annotations
@@ -13,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from areal_actors.domain import Grammar, JsonText, OneOf, Repeated, Tool
-from areal_actors.rendering.formats.reading import Call, NoCall, Reading, Source, check_name
+from areal_actors.lib.json_prefix import MAX_DEPTH, MAX_DIGITS, mend_surrogates
+from areal_actors.rendering.formats.reading import ARGUMENT_KEYS, Call, NoCall, Reading, Source, check_name
 
 __all__ = [
     "MAX_DEPTH",
@@ -28,7 +32,8 @@ __all__ = [
     "read_object",
 ]
 
-MAX_DEPTH = 100
+_OTHER_KEYS = frozenset({"name", "id", "type", "index"})
+"""Keys of a call that has no arguments."""
 _BETWEEN = re.compile(r"[\s\d.,:+\-eEtrufalsn]*")
 """Everything in JSON outside of strings and brackets: numbers, ``true``, ``false``, ``null`` and punctuation."""
 _IN_STRING = re.compile(r'[^"\\\x00-\x1f]*')
@@ -54,39 +59,50 @@ def read_object(source: Source) -> Reading[str]:
     return source.text[start : source.at]
 
 
-def parse_call(text: str, *, keys: Sequence[str] = ("arguments",), is_bare_allowed: bool = True) -> Call:
-    """Return the call that a JSON object represents, with the arguments under one of ``keys`` as the model wrote them.
+def parse_call(text: str, *, is_bare_allowed: bool = True) -> Call:
+    """Return the call that a JSON object represents, with the arguments as the model wrote them.
 
-    Missing arguments are an empty object if ``is_bare_allowed``. If the arguments are a string, it must contain a JSON
-    object, whose text is used.
+    Without arguments and any other data, they are an empty object if ``is_bare_allowed``. If the arguments are a
+    string, it must contain a JSON object, whose text is used. OpenAI's nested form is read as well, which has name and
+    arguments under ``function``.
 
     Raises:
         NoCall: the object does not represent a call.
     """
-    values = decode_object(text)
-    key = next((key for key in keys if key in values), None)
-    if key is None and not is_bare_allowed:
+    # The arguments may be as deep as they may be without the object around them.
+    values, pairs = decode_object(text, max_depth=MAX_DEPTH + 1), _read_pairs(text)
+    if len(values) < len(pairs):
         raise NoCall
+    texts = dict(pairs)
+    if isinstance(values.get("function"), dict) and values.keys() <= {"function", *_OTHER_KEYS} - {"name"}:
+        return parse_call(texts["function"], is_bare_allowed=is_bare_allowed)
     name = check_name(values.get("name"))
-    if key is None:
+    keys = [key for key in ARGUMENT_KEYS if key in values]
+    if not keys and is_bare_allowed and values.keys() <= _OTHER_KEYS:
         return Call(name=name, arguments="{}")
-    value = values[key]
+    if len(keys) != 1:
+        raise NoCall
+    value = values[keys[0]]
     if isinstance(value, str):
         decode_object(value)
         return Call(name=name, arguments=value)
     if not isinstance(value, dict):
         raise NoCall
-    # The model's own text, whose last value under the key counts: encoding it again would change its spelling.
-    arguments = ""
+    return Call(name=name, arguments=texts[keys[0]])
+
+
+def _read_pairs(text: str) -> list[tuple[str, str]]:
+    """Return the keys of an object, each with the text of its value: encoding it again would change its spelling."""
+    pairs: list[tuple[str, str]] = []
     at = _skip_space(text, _skip_space(text, 0) + 1)
     while text[at] != "}":
-        found, at = _JSON.raw_decode(text, at)
+        key, at = _JSON.raw_decode(text, at)
         start = _skip_space(text, _skip_space(text, at) + 1)
         _, end = _JSON.raw_decode(text, start)
-        arguments = text[start:end] if found == key else arguments
+        pairs.append((key, text[start:end]))
         at = _skip_space(text, end)
         at = _skip_space(text, at + 1) if text[at] == "," else at
-    return Call(name=name, arguments=arguments)
+    return pairs
 
 
 def _skip_space(text: str, at: int) -> int:
@@ -100,34 +116,44 @@ def _skip_space(text: str, at: int) -> int:
 
 def _parse_finite(text: str) -> float:
     number = float(text)
-    if not math.isfinite(number):
+    if not math.isfinite(number) or len(text) > MAX_DIGITS:
         raise ValueError(f"{text} is not a number in JSON")
     return number
 
 
+def _parse_int(text: str) -> int:
+    # Some readers refuse an integer that is infinite as a float.
+    _parse_finite(text)
+    return int(text)
+
+
 # Python accepts ``NaN``, ``Infinity`` and numbers that overflow to infinity, which JSON does not have.
-_JSON = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_finite)
+_JSON = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_finite, parse_int=_parse_int)
 
 
-def decode_json(text: str) -> Any:
-    """Return the value of strict JSON. Raises ``NoCall`` for any other text and for deep nesting."""
+def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
+    """Return the value of strict JSON. Raises ``NoCall`` for any other text and for deep nesting.
+
+    An object is accepted if and only if ``JsonPrefix`` finds it complete, so that a call which is read while it is
+    written is the same call.
+    """
     try:
         value = _JSON.decode(text)
     except (ValueError, RecursionError):
         raise NoCall from None
     # Level by level instead of recursively, so that deep input cannot exceed the recursion limit.
     level = [value]
-    for _ in range(MAX_DEPTH):
-        nested = [item for item in level if isinstance(item, dict | list) and item]
+    for _ in range(max_depth + 1):
+        nested = [item for item in level if isinstance(item, dict | list)]
         if not nested:
             return value
         level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
     raise NoCall
 
 
-def decode_object(text: str) -> dict[str, Any]:
+def decode_object(text: str, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
     """Return the value of ``text`` if it is a JSON object. Raises ``NoCall`` otherwise."""
-    value = decode_json(text)
+    value = decode_json(text, max_depth=max_depth)
     if not isinstance(value, dict):
         raise NoCall
     return value
@@ -145,20 +171,10 @@ def is_json(text: str) -> bool:
 def encode_arguments(values: Mapping[str, Any]) -> str:
     """Return the JSON text of arguments that were not written as JSON.
 
-    Lone surrogates, which UTF-8 cannot encode, are escaped. The text of fewer arguments is a beginning of the text of
-    more, so that arguments can be emitted one by one.
+    The text of fewer arguments is a beginning of the text of more, so that arguments can be emitted one by one.
     """
-    pairs = (f"{_encode(key)}: {_encode(value)}" for key, value in values.items())
-    return f"{{{', '.join(pairs)}}}"
-
-
-def _encode(value: Any) -> str:
-    text = json.dumps(value, ensure_ascii=False)
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return json.dumps(value)
-    return text
+    pairs = (f"{json.dumps(k, ensure_ascii=False)}: {json.dumps(v, ensure_ascii=False)}" for k, v in values.items())
+    return mend_surrogates(f"{{{', '.join(pairs)}}}")
 
 
 def grammar_of_arguments(tool: Tool) -> JsonText:

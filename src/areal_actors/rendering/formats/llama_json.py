@@ -79,9 +79,9 @@ def _read_call(source: Source, *, opening: str = "") -> Reading[tuple[Call, ...]
         yield from source.require(opening)
     if opening == ";":
         yield from source.expect(_TAG)
-    source.begin_object("parameters", "arguments")
+    source.begin_object()
     text = yield from read_object(source)
-    return (parse_call(text, keys=("parameters", "arguments"), is_bare_allowed=False),)
+    return (parse_call(text, is_bare_allowed=False),)
 
 
 _SYNTAX = CallSyntax(

@@ -19,6 +19,7 @@ from attrs import evolve, frozen
 
 from areal_actors.domain import Exactly, Grammar, InOrder, Tool, ToolCall
 from areal_actors.rendering.formats.json_calls import (
+    MAX_DEPTH,
     decode_object,
     format_signatures,
     grammar_of_arguments,
@@ -104,7 +105,7 @@ def _read_calls(source: Source) -> Reading[tuple[Call, ...]]:
     is_over = False
     while not is_over:
         text = yield from read_object(source)
-        calls.append(_identify(parse_call(text), decode_object(text).get("id")))
+        calls.append(_identify(parse_call(text), decode_object(text, max_depth=MAX_DEPTH + 1).get("id")))
         is_over = (yield from source.require(",", "]")) == "]"
     return tuple(calls)
 

@@ -49,7 +49,8 @@ class QwenCoder(TaggedFormat):
         name = yield from _read_name(source)
         known = parameters_of(tools, name)
         values: dict[str, Any] = {}
-        source.begin_call(name, arguments="{")
+        if (yield from source.sees(_PARAMETER)):
+            source.begin_call(name, arguments="{")
         while (yield from source.require(_PARAMETER, _END_FUNCTION)) == _PARAMETER:
             key = yield from _read_name(source)
             text = yield from source.until(_END_PARAMETER, before=(_PARAMETER, _END_FUNCTION))

@@ -15,10 +15,11 @@ from typing import TypeAlias, TypeVar
 
 from attrs import evolve, field, frozen
 
-from areal_actors.lib.json_prefix import JsonPrefix
+from areal_actors.lib.json_prefix import JsonPrefix, mend_surrogates
 from areal_actors.rendering.base import Delta, TextDelta, ToolArgumentsDelta, ToolCallStarted
 
 __all__ = [
+    "ARGUMENT_KEYS",
     "Call",
     "CallParser",
     "CallSyntax",
@@ -35,6 +36,8 @@ T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]
 """A generator that pauses for more text and returns its result."""
 
+ARGUMENT_KEYS = ("arguments", "parameters", "args", "input")
+"""Hermes, Qwen, Mistral and OpenAI write the first, Llama the second, Anthropic the last."""
 _MAX_WORD = 1000
 """Limit in characters of a name or a number; longer text is neither."""
 _MAX_WASTE = 1_000_000
@@ -44,8 +47,11 @@ All text after that is content, so that the running time does not grow quadratic
 """
 _SPACE = re.compile(r"\s*")
 _END = re.compile(r"\s*\Z")
-_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?P<key>\w+)"\s*:\s*(?=\{)')
-"""Matches an object up to its arguments, if the name comes first, as all models are trained to write it."""
+_NAMED = re.compile(r'\s*\{\s*"name"\s*:\s*(?P<name>"(?:[^"\\\x00-\x1f]|\\.)*")\s*,\s*"(?P<key>\w+)"\s*:\s*(?=\{\s*")')
+"""Matches an object up to its arguments, if the name comes first, as all models are trained to write it.
+
+Empty arguments are not matched: the actual ones may follow under another key.
+"""
 
 
 class NoCall(Exception):
@@ -80,14 +86,13 @@ class Begun:
     """A call that is being read, for a parser that emits calls before they are complete.
 
     Its arguments are the text from ``start``, or ``arguments`` if the model does not write them as JSON. Without a
-    ``name``, the text from ``start`` is an object that has the name, followed by the arguments under one of ``keys``.
+    ``name``, the text from ``start`` is an object that has the name, followed by the arguments.
     """
 
     name: str | None
     start: int
     arguments: str | None = None
     id: str | None = None
-    keys: tuple[str, ...] = ()
 
     def locate(self, text: str) -> Begun | None:
         """Return the call with its name and the place of its arguments, or ``None`` if they have not arrived."""
@@ -98,7 +103,7 @@ class Begun:
             start = space.end() if space else self.start
             return evolve(self, start=start) if text.startswith("{", start) else None
         found = _NAMED.match(text, self.start)
-        if found is None or found["key"] not in self.keys:
+        if found is None or found["key"] not in ARGUMENT_KEYS:
             return None
         try:
             return Begun(name=check_name(json.loads(found["name"])), start=found.end())
@@ -127,9 +132,9 @@ class Source:
         """Announce the call that is being read. Its arguments are JSON text from here on, or ``arguments`` so far."""
         self.begun = Begun(name=name, start=self.at, arguments=arguments, id=call_id)
 
-    def begin_object(self, *keys: str) -> None:
-        """Announce an object with a name and then, under one of ``keys``, the arguments of a call."""
-        self.begun = Begun(name=None, start=self.at, keys=keys)
+    def begin_object(self) -> None:
+        """Announce an object with a name and then, under one of ``ARGUMENT_KEYS``, the arguments of a call."""
+        self.begun = Begun(name=None, start=self.at)
 
     def forget(self) -> None:
         """Discard the text that has been read."""
@@ -349,7 +354,8 @@ class CallParser:
             next(reading)
         except StopIteration as stop:
             self._reading = None
-            calls: tuple[Call, ...] = stop.value
+            # Text that was quoted as a string may have any characters, and escapes any code points.
+            calls = tuple(evolve(call, arguments=mend_surrogates(call.arguments)) for call in stop.value)
             if self._started is not None:
                 call, *further = calls
                 if call.name != self._started.name or not call.arguments.startswith(self._emitted):

@@ -33,8 +33,9 @@ from areal_actors.proxy.dialects.base import (
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
     USAGE_SCHEMA,
-    Decode,
     OpenAIDialect,
+    TokenBytes,
+    count_reasoning,
     create_abort_error,
     format_logprobs,
     has_cut_call,
@@ -77,16 +78,18 @@ class ChatDialect(OpenAIDialect):
     def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
         """Format the finished answers; see ``format_chat_answer``."""
         return format_chat_answer(
-            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode
+            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
         )
 
     def open_stream(self, parsed: ParsedChat) -> ChatStream:
         """Return the formatter of one streamed answer."""
-        return ChatStream(parsed, created=int(self.clock()), model=parsed.model or self.model, decode=self.decode)
+        return ChatStream(
+            parsed, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
+        )
 
 
 def format_chat_answer(
-    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, decode: Decode | None = None
+    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, token_bytes: TokenBytes | None = None
 ) -> dict[str, Any]:
     """Return a ``chat.completion`` object, whose id is that of the first choice's interaction.
 
@@ -106,7 +109,7 @@ def format_chat_answer(
             message["tool_calls"] = [_format_call(call, parsed.forms) for call in calls]
         logprobs = None
         if parsed.has_logprobs:
-            logprobs = {"content": format_logprobs(answer.completion, decode), "refusal": None}
+            logprobs = {"content": format_logprobs(answer.completion, token_bytes), "refusal": None}
         choice = {
             "index": index,
             "message": message,
@@ -122,7 +125,7 @@ def format_chat_answer(
         "created": created,
         "model": model,
         "choices": choices,
-        "usage": format_usage(answers),
+        "usage": format_usage(answers, token_bytes),
     }
 
 
@@ -144,20 +147,25 @@ class OpenAIStream:
 
     kind: ClassVar[str]
 
-    def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None) -> None:
+    def __init__(self, parsed: ParsedChat, *, created: int, model: str, token_bytes: TokenBytes | None = None) -> None:
         self._parsed = parsed
-        self._decode = decode
+        self._token_bytes = token_bytes
         self._envelope: dict[str, Any] = {"id": "", "object": self.kind, "created": created, "model": model}
         self._choices: dict[InteractionId, int] = {}
         self._answers: list[Answer] = []
         self._num_sent = 0
         """Tokens of the present choice whose log-probabilities were sent."""
+        self._num_seen = 0
+        """Tokens of the present choice that have arrived."""
 
     def finish(self) -> bytes:
         """Return the usage, if the client asked for it, and the end marker."""
         if not self._parsed.include_usage:
             return DONE
-        return format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers)}) + DONE
+        return (
+            format_event(self._envelope | {"choices": [], "usage": format_usage(self._answers, self._token_bytes)})
+            + DONE
+        )
 
     def fail(self, failure: Failure) -> bytes:
         """Return an event that OpenAI's SDKs raise as an ``APIError``."""
@@ -206,8 +214,8 @@ class ChatStream(OpenAIStream):
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, parsed: ParsedChat, *, created: int, model: str, decode: Decode | None = None) -> None:
-        super().__init__(parsed, created=created, model=model, decode=decode)
+    def __init__(self, parsed: ParsedChat, *, created: int, model: str, token_bytes: TokenBytes | None = None) -> None:
+        super().__init__(parsed, created=created, model=model, token_bytes=token_bytes)
         self._headless: set[int] = set()
         self._unsent: list[dict[str, Any]] = []
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the list."""
@@ -220,10 +228,11 @@ class ChatStream(OpenAIStream):
             self._envelope["id"] = self._envelope["id"] or item.interaction
             self._choices[item.interaction] = item.choice
             self._headless.add(item.choice)
-            self._unsent, self._num_sent = [], 0
+            self._unsent, self._num_sent, self._num_seen = [], 0, 0
             return b""
         if isinstance(item, SampledTokens):
-            self._unsent += format_logprobs(item.chunk, self._decode)
+            self._unsent += format_logprobs(item.chunk, self._token_bytes, num_earlier=self._num_seen)
+            self._num_seen += len(item.chunk.token_ids)
             return b""
         if isinstance(item, Answer):
             index = self._choices[item.interaction]
@@ -236,7 +245,7 @@ class ChatStream(OpenAIStream):
             head = self._end_calls(index) + self._head(index, has_text=True)
             if self._parsed.has_logprobs:
                 # The answer has every token: those of a repeated answer, which has no ``SampledTokens``, as well.
-                content = format_logprobs(item.completion, self._decode, start=self._num_sent)
+                content = format_logprobs(item.completion, self._token_bytes, start=self._num_sent)
                 extra["logprobs"] = {"content": content, "refusal": None}
             return head + self._chunk(index, {}, finish_reason, **extra)
         return self._send(item)
@@ -311,7 +320,7 @@ def format_finish(answer: Answer) -> str:
     return "tool_calls" if answer.message.tool_calls and not has_cut_call(answer) else "stop"
 
 
-def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
+def format_usage(answers: Sequence[Answer], token_bytes: TokenBytes | None) -> dict[str, Any]:
     """Return token counts over all choices; their common prompt counts once."""
     prompt = answers[0].usage.prompt_tokens if answers else 0
     completion = sum(answer.usage.completion_tokens for answer in answers)
@@ -320,6 +329,7 @@ def format_usage(answers: Sequence[Answer]) -> dict[str, Any]:
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": answers[0].usage.cached_tokens if answers else 0},
+        "completion_tokens_details": {"reasoning_tokens": sum(count_reasoning(a, token_bytes) for a in answers)},
     }
 
 

@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
-import orjson
 from attrs import field, frozen
 
 from areal_actors.domain import ChatMessage, CompletionRequest, Grammar, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.lib.exact_json import dump_json
 from areal_actors.proxy.dialects.base import split_begun
 from areal_actors.proxy.dialects.client_tools import (
     CUSTOM_TOOL,
@@ -197,7 +197,7 @@ def parse_call(function: Mapping[str, Any], where: str, call_id: str) -> ToolCal
     if not isinstance(name, str) or not name:
         raise wrong(f"{where}.name", "a string that is not empty", name)
     if isinstance(arguments, dict):
-        arguments = orjson.dumps(arguments).decode()
+        arguments = dump_json(arguments).decode()
     if not isinstance(arguments, str | None):
         raise wrong(f"{where}.arguments", "a JSON text", arguments)
     return ToolCall(id=call_id, name=name, arguments=arguments or "")

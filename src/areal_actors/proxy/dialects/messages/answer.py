@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Self
 
-import orjson
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.domain import (
     UNPARSED_ARGUMENTS,
@@ -25,12 +24,14 @@ from areal_actors.domain import (
     ToolArgumentsDelta,
     ToolCallStarted,
 )
+from areal_actors.lib.exact_json import dump_json
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.base import (
     COUNT_SCHEMA,
     MAYBE_TEXT_SCHEMA,
     TEXT_SCHEMA,
-    Decode,
+    TokenBytes,
+    count_reasoning,
     create_abort_error,
     has_cut_call,
 )
@@ -57,6 +58,7 @@ class MessagesDialect:
     """The Messages dialect. ``model`` is the model name in an answer if the client named none."""
 
     model: str = "policy"
+    token_bytes: TokenBytes | None = None
     default_max_tokens: int = DEFAULT_MAX_TOKENS
     inert: Collection[str] = ()
 
@@ -66,22 +68,22 @@ class MessagesDialect:
 
     def format_answers(self, parsed: ParsedMessages, answers: Sequence[Answer]) -> dict[str, Any]:
         """Format the one answer; see ``format_anthropic_answer``."""
-        return format_anthropic_answer(answers[0], model=parsed.model or self.model)
+        return format_anthropic_answer(answers[0], model=parsed.model or self.model, token_bytes=self.token_bytes)
 
     def open_stream(self, parsed: ParsedMessages) -> MessageStream:
         """Return the formatter of one streamed answer."""
-        return MessageStream(model=parsed.model or self.model)
+        return MessageStream(model=parsed.model or self.model, token_bytes=self.token_bytes)
 
-    def decoding_with(self, decode: Decode) -> Self:  # noqa: ARG002
-        """Return ``self``: Messages never shows the text of single tokens."""
-        return self
+    def decoding_with(self, token_bytes: TokenBytes) -> Self:
+        """Return a copy of the dialect for a model with another tokenizer."""
+        return evolve(self, token_bytes=token_bytes)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """Return Anthropic's error body."""
         return format_anthropic_failure(failure)
 
 
-def format_anthropic_answer(answer: Answer, *, model: str) -> dict[str, Any]:
+def format_anthropic_answer(answer: Answer, *, model: str, token_bytes: TokenBytes | None = None) -> dict[str, Any]:
     """Return a ``message`` object, whose id is that of the interaction.
 
     Raises:
@@ -94,7 +96,7 @@ def format_anthropic_answer(answer: Answer, *, model: str) -> dict[str, Any]:
         "model": model,
         "content": format_blocks(answer.message),
         **_format_end(answer),
-        "usage": _format_usage(answer.usage.prompt_tokens, answer.usage.completion_tokens),
+        "usage": _format_usage_of(answer, token_bytes),
     }
 
 
@@ -130,7 +132,12 @@ def _format_end(answer: Answer) -> dict[str, Any]:
     return {"stop_reason": "max_tokens" if is_cut else "end_turn", "stop_sequence": None}
 
 
-def _format_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
+def _format_usage_of(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, Any]:
+    usage = answer.usage
+    return _format_usage(usage.prompt_tokens, usage.completion_tokens, count_reasoning(answer, token_bytes))
+
+
+def _format_usage(prompt_tokens: int, completion_tokens: int, thinking_tokens: int = 0) -> dict[str, Any]:
     """Return token counts. ``input_tokens`` is the whole prompt, as ``count_tokens`` counts it."""
     return {
         "input_tokens": prompt_tokens,
@@ -139,6 +146,7 @@ def _format_usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
         "cache_creation_input_tokens": 0,
         "cache_read_input_tokens": 0,
         "output_tokens": completion_tokens,
+        "output_tokens_details": {"thinking_tokens": thinking_tokens},
     }
 
 
@@ -154,8 +162,9 @@ class MessageStream:
     when its block closes, as ``format_input`` wraps it; an object that breaks off is completed, and also has the text.
     """
 
-    def __init__(self, *, model: str) -> None:
+    def __init__(self, *, model: str, token_bytes: TokenBytes | None = None) -> None:
         self._model = model
+        self._token_bytes = token_bytes
         self._num_blocks = 0
         self._open: str | None = None
         self._streamed: list[str] = []
@@ -180,7 +189,7 @@ class MessageStream:
                 return _event("message_start", message=message)
             case Answer():
                 delta = _format_end(item)
-                usage = _format_usage(item.usage.prompt_tokens, item.usage.completion_tokens)
+                usage = _format_usage_of(item, self._token_bytes)
                 closing = self._close()
                 # An empty answer still has one text block; see ``format_blocks``.
                 if not item.message.content and not item.message.tool_calls:
@@ -235,7 +244,7 @@ class MessageStream:
             last = self._delta({"type": "signature_delta", "signature": sign_thought(text)})
         elif self._open == _TOOL_USE:
             if not self._has_input:
-                last = self._grow_input(orjson.dumps(format_input(text)).decode())
+                last = self._grow_input(dump_json(format_input(text)).decode())
             elif not self._input.is_complete:
                 # Clients parse the whole input when the block ends, so that one that broke off must be JSON as well.
                 last = self._grow_input(self._input.complete(UNPARSED_ARGUMENTS, text))
@@ -267,6 +276,7 @@ _USAGE = one_object(
         "cache_creation_input_tokens": COUNT_SCHEMA,
         "cache_read_input_tokens": COUNT_SCHEMA,
         "output_tokens": COUNT_SCHEMA,
+        "output_tokens_details": one_object({"thinking_tokens": COUNT_SCHEMA}),
     }
 )
 ANSWERS: Mapping[str, Schema] = {

@@ -15,11 +15,12 @@ from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
 
-import orjson
 from attrs import frozen
 
 from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.lib.exact_json import dump_json, load_json
+from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.base import split_begun
 from areal_actors.proxy.dialects.client_tools import ANTHROPIC_TOOLS, find_typed_tool, refuse_tool
 from areal_actors.proxy.dialects.fields import (
@@ -90,12 +91,18 @@ It changes with each request and is not meant for the model.
 
 
 def format_input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that clients expect. ``parse_anthropic_conversation`` reads it back."""
-    try:
-        value = orjson.loads(arguments or "{}")
-    except orjson.JSONDecodeError:
-        value = None
-    return value if isinstance(value, dict) else {UNPARSED_ARGUMENTS: arguments}
+    """Return a call's arguments as the object that clients expect. ``parse_anthropic_conversation`` reads it back.
+
+    It is the object that a stream adds up to. Text that is not the beginning of an object is under
+    ``UNPARSED_ARGUMENTS``; so is an object that breaks off, next to the members that arrived.
+    """
+    prefix = JsonPrefix()
+    certain = prefix.feed(arguments.strip() or "{}")
+    if not certain or (prefix.is_complete and prefix.pending):
+        return {UNPARSED_ARGUMENTS: arguments}
+    whole = certain if prefix.is_complete else certain + prefix.complete(UNPARSED_ARGUMENTS, arguments)
+    value: dict[str, Any] = load_json(whole.encode())
+    return value
 
 
 def sign_thought(thought: str) -> str:
@@ -227,7 +234,7 @@ def _read_input(value: Any, where: str) -> str:
         raise wrong(where, "an object", value)
     # The text of a call that is not a JSON object comes back as it was sampled; see ``format_input``.
     unparsed = value.get(UNPARSED_ARGUMENTS)
-    return unparsed if isinstance(unparsed, str) else orjson.dumps(value).decode()
+    return unparsed if isinstance(unparsed, str) else dump_json(value).decode()
 
 
 def _blocks(value: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
@@ -349,7 +356,8 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "stop_sequences",
             STOP_SEQUENCES,
-            "up to 16 strings; the text ends before the first of them, which stop_sequence names",
+            "up to 16 strings; the text ends before the first of them, which stop_sequence names; not searched in the "
+            "thinking",
             default=(),
         ),
         honoured(

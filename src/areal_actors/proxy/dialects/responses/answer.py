@@ -5,7 +5,6 @@ Every key that the SDK's model requires is present, including those that only st
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,14 +24,14 @@ from areal_actors.domain import (
     TextDelta,
     ToolArgumentsDelta,
     ToolCallStarted,
-    Usage,
 )
 from areal_actors.proxy.dialects.base import (
     COUNT_SCHEMA,
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
-    Decode,
     OpenAIDialect,
+    TokenBytes,
+    count_reasoning,
     create_abort_error,
     format_logprobs,
     has_cut_call,
@@ -73,7 +72,9 @@ class ResponsesDialect(OpenAIDialect):
             Unavailable: the engine aborted it.
         """
         (answer,) = answers
-        output = format_output(answer, has_logprobs=parsed.has_logprobs, decode=self.decode, forms=parsed.forms)
+        output = format_output(
+            answer, has_logprobs=parsed.has_logprobs, token_bytes=self.token_bytes, forms=parsed.forms
+        )
         return self._envelope(parsed).end(answer, output, completed=int(self.clock()))
 
     def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
@@ -82,7 +83,7 @@ class ResponsesDialect(OpenAIDialect):
 
     def _envelope(self, parsed: ParsedResponse) -> _Envelope:
         model = parsed.model or self.model
-        return _Envelope(parsed=parsed, created=int(self.clock()), model=model, decode=self.decode)
+        return _Envelope(parsed=parsed, created=int(self.clock()), model=model, token_bytes=self.token_bytes)
 
 
 @frozen(kw_only=True)
@@ -92,7 +93,7 @@ class _Envelope:
     parsed: ParsedResponse
     created: int
     model: str
-    decode: Decode | None = None
+    token_bytes: TokenBytes | None = None
 
     def begin(self, interaction: InteractionId) -> dict[str, Any]:
         """Return the response as it is while the answer is in progress."""
@@ -104,12 +105,7 @@ class _Envelope:
         formatted = self._format(answer.interaction, "incomplete" if cut else "completed", output)
         formatted["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
         formatted["completed_at"] = None if cut else completed
-        num_reasoning, decode, reasoning = 0, self.decode, answer.message.reasoning
-        tokens = answer.completion.token_ids.tolist()
-        if reasoning and decode is not None and reasoning in decode(tokens):
-            # A text that is in the decoded prefix is in every longer one too, so bisection finds the first such prefix.
-            num_reasoning = bisect_left(range(len(tokens)), True, key=lambda count: reasoning in decode(tokens[:count]))
-        formatted["usage"] = format_usage(answer.usage, num_reasoning=num_reasoning)
+        formatted["usage"] = format_usage(answer, self.token_bytes)
         return formatted
 
     def fail(self, interaction: InteractionId, output: list[dict[str, Any]], failure: Failure) -> dict[str, Any]:
@@ -149,13 +145,14 @@ def _is_cut(answer: Answer) -> bool:
     return finish is FinishReason.LENGTH
 
 
-def format_usage(usage: Usage, *, num_reasoning: int = 0) -> dict[str, Any]:
-    """Return token counts; ``num_reasoning`` of the sampled tokens are reasoning, 0 if the number is not known."""
+def format_usage(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, Any]:
+    """Return token counts."""
+    usage = answer.usage
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": num_reasoning},
+        "output_tokens_details": {"reasoning_tokens": count_reasoning(answer, token_bytes)},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
     }
 
@@ -167,7 +164,7 @@ def format_output(
     answer: Answer,
     *,
     has_logprobs: bool,
-    decode: Decode | None,
+    token_bytes: TokenBytes | None,
     forms: Mapping[str, CallForm] | None = None,
 ) -> list[dict[str, Any]]:
     """Return the items of a whole answer: reasoning, a message, calls. An empty answer becomes an empty message.
@@ -179,7 +176,7 @@ def format_output(
     if message.reasoning:
         items.append(_format_reasoning(format_item_id("rs", 0, interaction), message.reasoning))
     if message.content or not message.tool_calls:
-        logprobs = _format_output_logprobs(answer.completion, decode) if has_logprobs else []
+        logprobs = _format_output_logprobs(answer.completion, token_bytes) if has_logprobs else []
         items.append(_format_text(format_item_id("msg", 0, interaction), message.content or "", logprobs))
     for index, call in enumerate(message.tool_calls):
         item_id = format_item_id("fc", index, interaction)
@@ -225,12 +222,14 @@ def _format_call(
     return {"id": item_id, "type": kind, "call_id": call_id, **fields, "status": status}
 
 
-def _format_output_logprobs(sampled: Completion | Chunk, decode: Decode | None) -> list[dict[str, Any]]:
+def _format_output_logprobs(
+    sampled: Completion | Chunk, token_bytes: TokenBytes | None, *, num_earlier: int = 0
+) -> list[dict[str, Any]]:
     """Return one entry per sampled token."""
-    entries = format_logprobs(sampled, decode)
+    entries = format_logprobs(sampled, token_bytes, num_earlier=num_earlier)
     for entry in entries:
         for token in (entry, *entry["top_logprobs"]):
-            # Unlike in chat completions, ``bytes`` must be a list here; it is empty for a part of a character.
+            # Unlike in chat completions, ``bytes`` must be a list here; it is empty if only ids are known.
             token["bytes"] = token["bytes"] or []
     return entries
 
@@ -294,6 +293,8 @@ class ResponseStream:
         self._num_events = 0
         self._unsent: list[dict[str, Any]] = []
         """Log-probabilities that wait for a delta of text."""
+        self._num_seen = 0
+        """Tokens that have arrived."""
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
@@ -305,7 +306,8 @@ class ResponseStream:
         elif isinstance(item, Answer):
             self._end(item)
         elif isinstance(item, SampledTokens):
-            self._unsent += _format_output_logprobs(item.chunk, self._envelope.decode)
+            self._unsent += _format_output_logprobs(item.chunk, self._envelope.token_bytes, num_earlier=self._num_seen)
+            self._num_seen += len(item.chunk.token_ids)
         else:
             self._grow(item)
         return self._take()
@@ -348,8 +350,8 @@ class ResponseStream:
             self._grow(ToolArgumentsDelta(index=index, text=_missing(self._calls[index].text, call.arguments)))
         if not self._calls and not self._streamed_text("msg"):
             self._open("msg")
-        has_logprobs, decode = self._envelope.parsed.has_logprobs, self._envelope.decode
-        logprobs = _format_output_logprobs(answer.completion, decode) if has_logprobs else []
+        has_logprobs, token_bytes = self._envelope.parsed.has_logprobs, self._envelope.token_bytes
+        logprobs = _format_output_logprobs(answer.completion, token_bytes) if has_logprobs else []
         for item in self._items:
             is_last = item is self._items[-1]
             self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)

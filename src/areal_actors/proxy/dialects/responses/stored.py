@@ -12,7 +12,7 @@ from typing import Any
 from areal_actors.domain import Answer, FinishReason, InteractionId, Usage
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.messages import StoredAnswer
-from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
+from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA, TokenBytes
 from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
@@ -42,7 +42,7 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
     Raises:
         InvalidRequest: an id that is not that of an item of ``answers``.
     """
-    outputs = (format_output(_answer(each), has_logprobs=False, decode=None) for each in answers.values())
+    outputs = (format_output(_answer(each), has_logprobs=False, token_bytes=None) for each in answers.values())
     items = {item["id"]: item for output in outputs for item in output}
     replaced: list[Any] = []
     listed = body["input"]
@@ -75,7 +75,9 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
 _SAMPLING = ("temperature", "top_p")
 
 
-def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any]:
+def format_stored_response(
+    stored: StoredAnswer, *, model: str, token_bytes: TokenBytes | None = None
+) -> dict[str, Any]:
     """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
     turn, answer = stored.interaction, _answer(stored)
     sampling = turn.sampling
@@ -89,8 +91,8 @@ def format_stored_response(stored: StoredAnswer, *, model: str) -> dict[str, Any
         "error": None,
         "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
         "model": model,
-        "output": format_output(answer, has_logprobs=False, decode=None),
-        "usage": format_usage(answer.usage),
+        "output": format_output(answer, has_logprobs=False, token_bytes=None),
+        "usage": format_usage(answer, token_bytes),
         **ECHO,
         "previous_response_id": turn.parent,
         "store": turn.is_stored,

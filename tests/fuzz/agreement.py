@@ -13,6 +13,7 @@ from tests.fuzz.words import Client, Reply
 
 from areal_actors.domain import Answer, AnswerStarted, ToolChoice
 from areal_actors.lib.exact_json import dump_json
+from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.rendering import TemplateRenderer, join_deltas
 
 __all__ = ["find_disagreements"]
@@ -22,15 +23,25 @@ def find_disagreements(client: Client, parsed: Any, answer: Answer, renderer: Te
     """What a client reads of the tokens of ``answer`` at once and token by token, where it differs or is not JSON."""
     whole = _read_whole(client, parsed, answer, renderer)
     streamed = _read_stream(client, parsed, answer, renderer)
+    # A call that breaks off at the end of the answer has incomplete arguments.
     for call in whole.message.tool_calls:
+        if _is_incomplete(call.arguments):
+            continue
         try:
             if not isinstance(orjson.loads(call.arguments), dict):
                 yield f"{answer.interaction}: the arguments {call.arguments!r:.200} are not an object"
         except ValueError as error:
             yield f"{answer.interaction}: {error} in the arguments {call.arguments!r:.200}"
-    # A stream has the beginning of a call that breaks off, whose text an answer without a stream has as its content.
+    # A stream has the beginning of a malformed call, whose text an answer without a stream has as its content.
     if len(whole.message.tool_calls) == len(streamed.message.tool_calls) and _said(whole) != _said(streamed):
         yield f"{answer.interaction}: a stream says {_said(streamed)!r:.500} instead of {_said(whole)!r:.500}"
+
+
+def _is_incomplete(arguments: str) -> bool:
+    """Return whether a JSON object has begun and breaks off."""
+    prefix = JsonPrefix()
+    prefix.feed(arguments)
+    return not (prefix.is_complete or prefix.is_broken)
 
 
 def _options(parsed: Any) -> dict[str, Any]:

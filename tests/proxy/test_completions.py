@@ -208,7 +208,8 @@ def test_whatever_is_streamed_adds_up_to_the_answer(pieces, include_usage):
     assert (done, rest) == (b"data: [DONE]", b"")
     assert "".join(choice["text"] for choice in choices) == whole["choices"][0]["text"]
     assert [choice["finish_reason"] for choice in choices] == [None] * len(pieces) + ["stop"]
-    assert ([chunk["usage"] for chunk in chunks if "usage" in chunk] == [whole["usage"]]) is include_usage
+    assert ["usage" in chunk for chunk in chunks] == [include_usage] * len(chunks)
+    assert ([chunk["usage"] for chunk in chunks if chunk.get("usage")] == [whole["usage"]]) is include_usage
     assert {chunk["id"] for chunk in chunks} == {"cmpl-1"}
 
 

@@ -190,8 +190,8 @@ class Renderer(Protocol):
     ) -> StreamParser:
         """Return a parser for one answer as it arrives; its deltas join to the message that ``parse`` returns.
 
-        With ``is_eager``, calls are emitted while they are read. A call that breaks off after its arguments have begun
-        is then a call with incomplete arguments, where ``parse`` returns its text as content.
+        With ``is_eager``, calls are emitted while they are read. A call that turns out to be malformed after its
+        arguments have begun is then a call with incomplete arguments, where ``parse`` returns its text as content.
         """
         ...
 

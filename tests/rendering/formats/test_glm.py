@@ -72,8 +72,6 @@ def test_white_space_of_text_is_kept():
         "<tool_call>f\n<arg_key></arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
         "<tool_call>f\n<arg_key>a</arg_key>\n</tool_call>",
         "<tool_call>f\n<arg_key>a\n<arg_value>1</arg_value>\n</tool_call>",
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</tool_call>",
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\nwords</tool_call>",
         "<tool_call>f" + 2 * "\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>" + "\n</tool_call>",
     ],
 )

@@ -129,7 +129,6 @@ def test_text_without_a_header_is_content():
         "<|channel|>commentary to=python<|message|>x",
         "<|start|>user<|message|>x",
         "<|start|>assistant",
-        f"{TO_A}{{",
         f"{TO_A}x",
         TO_A,
         f"{TO_A}[1]",

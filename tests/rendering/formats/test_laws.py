@@ -285,6 +285,21 @@ def test_an_eager_parser_reads_the_same_calls(form, data):
 
 
 @every_format
+@given(data=st.data())
+def test_a_call_that_is_cut_off_is_the_same_in_a_stream(form, data):
+    """The answer ends anywhere within calls, by its length or by a stop string: the client reads the same call."""
+    calls = [
+        ToolCall(id=f"call{index:05}", name="f", arguments='{"a": "some words", "b": [1, {}]}') for index in (0, 1)
+    ]
+    written = "so " + "\n".join(map(form.format_call, calls))
+    text = written[: data.draw(st.integers(0, len(written)))]
+    whole, streamed = parse(form, text), join_deltas(read_eagerly(form, *text))
+
+    assert said(whole) == said(streamed)
+    assert (whole.content or "") == (streamed.content or "")
+
+
+@every_format
 @given(text=answers)
 def test_an_eager_parser_loses_no_text_and_starts_calls_once(form, text):
     """Whatever breaks off: each call is started once, in order, and text that no format has for itself remains."""

@@ -83,7 +83,6 @@ def test_either_form_is_read(form):
         '[{"name": "a"}}',
         "a[ARGS]",
         "a[ARGS]1",
-        "a[ARGS]{",
         "a[ARGS]{1}",
         "a b[ARGS]{}",
         "[ARGS]{}",

@@ -272,8 +272,9 @@ class CallParser:
     """An ``AnswerParser`` that alternates between text, until a call opens, and a call, until it ends.
 
     With ``is_eager``, a call is emitted while it is read: its name as soon as its arguments begin, then its arguments
-    as they arrive. A complete call is the same either way. A call that turns out to be broken after its beginning was
-    emitted remains a call, with the arguments up to the fault; without ``is_eager`` its text is content.
+    as they arrive. A complete call is the same either way, and so is one that breaks off at the end of the answer: it
+    has incomplete arguments. A call that turns out to be malformed after its beginning was emitted remains a call, with
+    the arguments up to the fault; without ``is_eager`` its text is content.
     """
 
     def __init__(self, syntax: CallSyntax, call_ids: Callable[[], str]) -> None:
@@ -373,6 +374,9 @@ class CallParser:
             self._is_fresh = self._is_after_call = True
         except NoCall:
             self._reading = None
+            if self._source.is_over:
+                # The answer was cut. Its client reads the same with and without a stream.
+                self._emit_begun()
             if self._started is not None:
                 self._break_off(self._started)
                 return True

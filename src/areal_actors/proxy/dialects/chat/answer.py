@@ -151,6 +151,9 @@ class OpenAIStream:
         self._parsed = parsed
         self._token_bytes = token_bytes
         self._envelope: dict[str, Any] = {"id": "", "object": self.kind, "created": created, "model": model}
+        if parsed.include_usage:
+            # As OpenAI has it: null in all chunks but the last.
+            self._envelope["usage"] = None
         self._choices: dict[InteractionId, int] = {}
         self._answers: list[Answer] = []
         self._num_sent = 0
@@ -425,7 +428,7 @@ ANSWERS: Mapping[str, Schema] = {
                     "logprobs",
                 )
             ),
-            "usage": USAGE_SCHEMA,
+            "usage": {"anyOf": [{"type": "null"}, USAGE_SCHEMA]},
         },
         "usage",
         additionalProperties=False,

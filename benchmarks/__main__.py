@@ -42,7 +42,6 @@ NAMES = (
         "broadcasts",
         "tokens",
     ),
-    "opcodes",
     *(
         "page",
         "connections",

@@ -13,7 +13,6 @@ import gc
 import itertools
 import os
 import socket
-import sys
 import time
 import tracemalloc
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -21,7 +20,6 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
 from typing import Any
 
 import anyio
@@ -45,7 +43,7 @@ from areal_actors.proxy.server import bind, serve, url_of
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, spawn_generation, spawn_session_actors
 
-__all__ = ["ADMIN_KEY", "FACTORIES", "OPCODES", "Factory", "serve_as_the_proxy", "served", "tell_cpu"]
+__all__ = ["ADMIN_KEY", "FACTORIES", "Factory", "serve_as_the_proxy", "served", "tell_cpu"]
 
 ADMIN_KEY = "sk-benchmark"
 _NUM_STREAMED = 200
@@ -71,29 +69,6 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-class OpcodeCounter:
-    """Counts the bytecode instructions that the thread executes which starts it."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def start(self) -> None:
-        """Begin with every function that is called from now on."""
-        sys.settrace(self._trace)
-
-    def _trace(self, frame: FrameType, event: str, _: object) -> Callable[..., Any]:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        self.count += event == "opcode"
-        return self._trace
-
-
-OPCODES = OpcodeCounter()
-
-
-async def _tell_opcodes(_: Request) -> Response:
-    return PlainTextResponse(str(OPCODES.count))
-
-
 def _questions(engine: NullEngine | None = None) -> list[Route]:
     """What the benchmarks ask of every server."""
 
@@ -103,7 +78,6 @@ def _questions(engine: NullEngine | None = None) -> list[Route]:
     return [
         Route("/cpu", tell_cpu),
         Route("/memory", _tell_memory),
-        Route("/opcodes", _tell_opcodes),
         Route("/first_tokens", tell_first_tokens),
     ]
 

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import anyio
 import orjson
-from benchmarks.floors import ADMIN_KEY, FACTORIES, OPCODES
+from benchmarks.floors import ADMIN_KEY, FACTORIES
 from benchmarks.null_engine import SETUPS
 
 from areal_actors.lib import loops
@@ -165,8 +165,6 @@ def serve(name: str, setup: str) -> None:
     async def run() -> None:
         async with FACTORIES[name](SETUPS[setup]) as urls:
             with tuned_gc():  # as in a process of ours; the floors have it, too
-                if "BENCHMARK_OPCODES" in os.environ:
-                    OPCODES.start()
                 print(json.dumps(urls), flush=True)
                 await anyio.to_thread.run_sync(sys.stdin.read)
 

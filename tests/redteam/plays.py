@@ -71,7 +71,9 @@ async def attack_arena(arena: Arena, attacker: Attacker, span: range, before: St
         statuses[answer.status_code] += 1
         # ``GET /v1/v1/keys/..`` is the start page, which is public; no route that rewards or ends answers a page.
         is_page = attack.method == "GET" and answer.headers.get("content-type", "").startswith("text/html")
-        if answer.is_success and not attack.is_replay and not is_page:
+        # ``OPTIONS`` tells the methods of a route, and does nothing.
+        is_harmless = is_page or attack.method == "OPTIONS"
+        if answer.is_success and not attack.is_replay and not is_harmless:
             successes.append(f"{number}: {attack} was answered {answer.status_code} {answer.text[:200]}")
         is_last = number == span[-1]
         if (is_last or number % _BLOCK == _BLOCK - 1) and (now := await arena.state()) != before:

@@ -78,7 +78,10 @@ async def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path):
 )
 async def test_what_becomes_of_a_submission_is_told_apart(tmp_path, script, kind):
     """Taken, refused, or nobody knows: only a refusal may be taken for one."""
-    found = await commands(tmp_path, timeout_seconds=0.5, sbatch=f"cat >/dev/null; {script}").submit((), "x")
+    timeout_seconds = 0.5 if "sleep" in script else 30.0
+    found = await commands(tmp_path, timeout_seconds=timeout_seconds, sbatch=f"cat >/dev/null; {script}").submit(
+        (), "x"
+    )
 
     assert kind is type(found)
 

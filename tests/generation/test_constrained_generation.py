@@ -23,7 +23,7 @@ from areal_actors.domain import (
     Tool,
     as_ints,
 )
-from areal_actors.errors import EngineError, UnsupportedParameter
+from areal_actors.errors import UnsupportedParameter
 from areal_actors.generation.base import EngineRequest
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.models.built_in import create_tiny_tokenizer
@@ -140,8 +140,16 @@ async def test_that_new_weights_go_on_under_the_same_grammar(create_llama):
 async def test_that_a_grammar_which_cannot_go_on_ends_its_own_generation_only(create_llama):
     """A vocabulary without the letters that must come: an error that says so, and the engine lives on."""
     async with TorchEngine.open(CONFIG, model=create_llama(100), tokenizer=tokenizer().backend_tokenizer) as engine:
-        with pytest.raises(EngineError, match="grammar cannot be satisfied"):
+        with pytest.raises(UnsupportedParameter, match="cannot be constrained to this form: no token"):
             await answer(engine, ask(0, Exactly(text="{é}")))
+        assert (await answer(engine, ask(1, max_new_tokens=5)))[0]
+
+
+async def test_an_expression_that_is_too_large_is_refused(create_llama):
+    """It compiles, and the lexer gives up behind the first characters: the request's fault, not the engine's."""
+    async with open_engine(create_llama) as engine:
+        with pytest.raises(UnsupportedParameter, match="cannot be constrained to this form: lexer error"):
+            await answer(engine, ask(0, MatchingRegex(pattern="a{1000000}"), max_new_tokens=64))
         assert (await answer(engine, ask(1, max_new_tokens=5)))[0]
 
 

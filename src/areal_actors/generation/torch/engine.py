@@ -357,7 +357,8 @@ class _Stream:
             await self._news.wait()
         if not self._pending and self._last is not None and self._last.error is not None:
             self.is_over = True
-            raise EngineError(str(self._last.error)) from self._last.error.__cause__
+            # A new object of the same kind: several generations may share the error.
+            raise type(self._last.error)(str(self._last.error)) from self._last.error.__cause__
         tokens, first = Tokens(), self._pending[0] if self._pending else self._last
         assert first is not None
         while self._pending and self._pending[0].version == first.version:

@@ -24,7 +24,7 @@ import torch
 from attrs import define, evolve, field, frozen
 
 from areal_actors.domain import Experts, FinishReason
-from areal_actors.errors import EngineError, ModelError
+from areal_actors.errors import ArealError, EngineError, ModelError, UnsupportedParameter
 from areal_actors.generation.base import EngineStatistics, PauseMode, Snapshot
 from areal_actors.generation.torch.attention import (
     DecodeLayout,
@@ -395,14 +395,15 @@ class Worker:
                     self._undelivered[generation] = None
         self._count(sampled_tokens=num_sampled)
 
-    def _explain(self, generation: Generation, version: int) -> EngineError:
+    def _explain(self, generation: Generation, version: int) -> ArealError:
         """Return an error that explains why no token could be sampled."""
-        name = f"Generation {generation.request.id}"
         if generation.constraint is not None and not generation.constraint.allowed().any():
-            return EngineError(f"{name}: its grammar cannot be satisfied ({generation.constraint.failure}).")
+            # The request's fault, which a client should not repeat: some forms turn out too large as they are followed.
+            reason = generation.constraint.failure
+            return UnsupportedParameter(f"Answers cannot be constrained to this form: {reason}.")
         return EngineError(
-            f"{name}: the model's logits are not finite under version {version}; the weights have diverged. "
-            "Load sound weights."
+            f"Generation {generation.request.id}: the model's logits are not finite under version {version}; the "
+            "weights have diverged. Load sound weights."
         )
 
     def _finish(self, generation: Generation, reason: FinishReason | None, error: Exception | None = None) -> None:

@@ -45,9 +45,6 @@ NAMES = (
     *(
         "page",
         "connections",
-        "forwarding",
-        "dialects",
-        "guards",
         "proxy",
         "proxies",
         "memory",

@@ -171,7 +171,14 @@ def test_the_format_is_described_to_the_model(form):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"name": ""}, {"format": {"type": "x"}}, {"format": {"type": "grammar"}}, {"format": 3}]
+    "wrong",
+    [
+        {"name": ""},
+        {"format": {"type": "x"}},
+        {"format": {"type": "grammar"}},
+        {"format": {"type": "grammar", **GRAMMAR, "syntax": ["lark"]}},
+        {"format": 3},
+    ],
 )
 def test_a_malformed_freeform_tool_is_refused_by_its_place(wrong):
     """With the field."""

@@ -157,7 +157,9 @@ def test_an_aborted_answer_is_none():
 
 
 json_objects = st.dictionaries(st.text(max_size=3), st.integers(-5, 5) | st.text(max_size=3), max_size=3)
-arguments = json_objects.map(lambda value: orjson.dumps(value).decode()) | st.sampled_from(["", "[1]", "{", "NaN"])
+arguments = json_objects.map(lambda value: orjson.dumps(value).decode()) | st.sampled_from(
+    ["", "[1]", "{", "NaN", '{"a": "x ', '{"a": 1, ', '{"a": "b"} ', ' {"a"']
+)
 
 
 @st.composite

@@ -124,10 +124,9 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
             # An object, which most templates print as JSON, or text if the arguments are not an object.
             arguments: object = call.arguments
             if not spelling.has_text_arguments:
-                # A client can send JSON that is nested deeply enough to exceed the recursion limit.
-                with suppress(ValueError, RecursionError):
-                    arguments = json.loads(call.arguments, parse_float=_parse_finite)
-            function = {"name": call.name, "arguments": arguments if isinstance(arguments, dict) else call.arguments}
+                parsed = _parse_object(call.arguments)
+                arguments = call.arguments if parsed is None else parsed
+            function = {"name": call.name, "arguments": arguments}
             calls.append({"id": guard(call.id), "type": "function", "function": guard_all(function, guard)})
         plain["tool_calls"] = calls
     # Templates differ in the name of this key, so all names that the template may read are set.
@@ -138,6 +137,15 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     if message.name is not None:
         plain["name"] = guard(message.name)
     return plain
+
+
+def _parse_object(text: str) -> dict[str, Any] | None:
+    """Return the object that a template can print, or ``None`` if the arguments of a call are none."""
+    # A client can send JSON that is nested deeply enough to exceed the recursion limit.
+    with suppress(ValueError, RecursionError):
+        value = json.loads(text, parse_float=_parse_finite)
+        return value if isinstance(value, dict) else None
+    return None
 
 
 def _parse_finite(literal: str) -> float:
@@ -320,16 +328,9 @@ def _adapt_arguments(arguments: str, *, takes_any: bool) -> str:
     """Return the arguments of a call. Clients write in several ways that there are none."""
     if arguments.strip() in ("", "null"):
         return "{}"
-    if takes_any or _is_object(arguments):
+    if takes_any or _parse_object(arguments) is not None:
         return arguments
     return json.dumps({UNPARSED_ARGUMENTS: arguments}, ensure_ascii=False)
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
 
 
 def _results_of(messages: Sequence[ChatMessage], index: int) -> Sequence[ChatMessage]:

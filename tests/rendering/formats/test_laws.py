@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import cache
-from itertools import count
+from itertools import count, dropwhile
 
 import orjson
 import pytest
@@ -293,10 +293,14 @@ def test_a_call_that_is_cut_off_is_the_same_in_a_stream(form, data):
     ]
     written = "so " + "\n".join(map(form.format_call, calls))
     text = written[: data.draw(st.integers(0, len(written)))]
-    whole, streamed = parse(form, text), join_deltas(read_eagerly(form, *text))
+    deltas = list(read_eagerly(form, *text))
+    whole, streamed = parse(form, text), join_deltas(deltas)
 
     assert said(whole) == said(streamed)
     assert (whole.content or "") == (streamed.content or "")
+    # The white space between the text and the call belongs to the format, and does not become text after the call.
+    after = dropwhile(lambda delta: not isinstance(delta, ToolCallStarted), deltas)
+    assert not "".join(delta.text for delta in after if isinstance(delta, TextDelta)).isspace()
 
 
 @every_format

@@ -431,7 +431,7 @@ def parse_custom_tool(raw: Mapping[str, Any], where: str) -> Tool:
         # Chat completions have an object for it.
         grammar = form.get("grammar", form)
         syntax = grammar.get("syntax") if isinstance(grammar, dict) else None
-        if syntax not in _SYNTAXES or not isinstance(grammar.get("definition"), str):
+        if not isinstance(syntax, str) or syntax not in _SYNTAXES or not isinstance(grammar.get("definition"), str):
             raise wrong(f"{where}.format", "a grammar with syntax lark or regex, and definition", grammar)
         described = f"The input must match this {_SYNTAXES[syntax]}:\n{grammar['definition']}"
         description = f"{description}\n\n{described}" if description else described

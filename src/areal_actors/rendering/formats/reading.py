@@ -422,7 +422,8 @@ class CallParser:
         self._source.at = begun.start + (len(self._emitted) if begun.arguments is None else 0)
         self._num_calls += 1
         self._started = None
-        self._is_fresh = self._is_after_call = False
+        # The white space before the call belongs to the format, as before a complete one.
+        self._is_fresh, self._is_after_call = False, True
 
     def _say(self, text: str) -> None:
         """Emit content, except for the white space at its end: if a call follows, it belongs to the format."""

@@ -97,8 +97,9 @@ def format_input(arguments: str) -> dict[str, Any]:
     ``UNPARSED_ARGUMENTS``; so is an object that breaks off, next to the members that arrived.
     """
     prefix = JsonPrefix()
-    certain = prefix.feed(arguments.strip() or "{}")
-    if not certain or (prefix.is_complete and prefix.pending):
+    # White space at the end may be within a string that breaks off.
+    certain = prefix.feed(arguments.lstrip() or "{}")
+    if not certain or (prefix.is_complete and prefix.pending.strip()):
         return {UNPARSED_ARGUMENTS: arguments}
     whole = certain if prefix.is_complete else certain + prefix.complete(UNPARSED_ARGUMENTS, arguments)
     value: dict[str, Any] = load_json(whole.encode())

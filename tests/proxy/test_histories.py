@@ -138,6 +138,17 @@ async def test_an_answer_that_the_client_begins_is_continued(family: str, *, is_
     assert "The answer <|im_end|> is 42." in second
 
 
+async def test_an_answer_that_cannot_begin_in_its_place_is_refused_with_the_reason() -> None:
+    """Where a template joins it with the answer before it; nothing is sampled."""
+    begun = {"role": "assistant", "content": "The answer is "}
+    async with open_family_stack("gemma-3", ["42."]) as stack:
+        joined = await stack.post("messages", {"messages": [say("task"), begun, begun], "max_tokens": 9})
+        assert stack.prompts == []
+
+    assert joined.status_code == 400
+    assert "does not let an answer begin after the assistant message" in joined.text
+
+
 async def test_the_last_answer_is_continued_in_chats_that_say_so() -> None:
     """Otherwise it is a finished turn, as OpenAI has it; Responses have no such field."""
     begun = {"role": "assistant", "content": "The answer is "}

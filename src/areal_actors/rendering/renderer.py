@@ -180,7 +180,14 @@ class TemplateRenderer:
         # The mark keeps white space that a template would strip at the end.
         answer = ChatMessage(role="assistant", content=content + _MARK, reasoning=thought)
         whole = self.formatter.format([*messages, answer], tools=tools, options=options, has_generation_prompt=False)
-        text, found, _ = self._find_answer(prompt, whole, answer).partition(_MARK)
+        try:
+            text, found, _ = self._find_answer(prompt, whole, answer).partition(_MARK)
+        except RenderError as error:
+            # Such as one that joins the answer with the one before it, or that shows it in another turn.
+            raise RenderError(
+                f"The chat template does not let an answer begin after the {messages[-1].role} message before it; "
+                "leave the begun answer out."
+            ) from error
         if not found or not text.endswith(self.vocabulary.guard(content)):
             raise RenderError(
                 "The chat template changes the text of a begun answer; send it without white space around."

@@ -211,6 +211,10 @@ def wrong_items(num: int, seed: int) -> list[int]:
     return [1, 2]
 
 
+def none_items(num: int, seed: int) -> list[dict[str, int] | None]:
+    return [{"n": 1}, None]
+
+
 def no_items(num: int, seed: int) -> int:
     return 1
 
@@ -222,7 +226,8 @@ def no_items(num: int, seed: int) -> int:
         (wrong_arguments, r"f\.py:f\(num, seed\) does not fit the function"),
         (raises, "raised TypeError: .* is not a number of mine"),
         (raises_later, "raised LookupError: the well is dry"),
-        (wrong_items, "yields a int; each problem is a dict"),
+        (wrong_items, "yields a int as problem 0; each problem is a dict"),
+        (none_items, "yields a NoneType as problem 1; each problem is a dict"),
         (no_items, "raised TypeError: 'int' object is not iterable"),
     ],
 )
@@ -230,3 +235,17 @@ def test_functions_that_make_no_problems_are_named(target: Any, said: str) -> No
     """What does not fit is told apart from what was raised inside."""
     with pytest.raises(DatasetError, match=said):
         load(python="f.py:f", target=target)
+
+
+def test_a_dict_that_a_generator_changes_and_yields_again_is_another_problem() -> None:
+    """Each problem has the values that it had when it was yielded."""
+
+    def changing(num: int, seed: int) -> Iterator[dict[str, Any]]:
+        problem: dict[str, Any] = {"of": []}
+        for number in range(num):
+            problem["of"].append(number)
+            yield problem
+
+    problems = load(python="f.py:f", target=changing, size=3)
+
+    assert [{"of": [0]}, {"of": [0, 1]}, {"of": [0, 1, 2]}] == [dict(problem.data) for problem in problems.all()]

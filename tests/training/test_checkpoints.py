@@ -50,9 +50,10 @@ def largest_file(num_bytes: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def save_small(root, step, *, value=1.0, **kwargs):
+def save_small(root, step, *, value=1.0, counters=None, **kwargs):
     """A checkpoint of one tensor."""
-    return save_checkpoint(root, Contents(parts={"model": {"w": torch.full((4,), value)}}), step=step, **kwargs)
+    contents = Contents(parts={"model": {"w": torch.full((4,), value)}}, counters=counters or {})
+    return save_checkpoint(root, contents, step=step, **kwargs)
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path, make_model, make_agent_group):
@@ -195,7 +196,7 @@ def test_a_checkpoint_of_an_earlier_release_has_neither_number_nor_digests(tmp_p
     for step in (1, 2):
         document = save_small(tmp_path, step).path / "checkpoint.json"
         content = json.loads(document.read_text())
-        del content["number"], content["digests"]
+        del content["number"], content["digests"], content["digest"]
         document.write_text(json.dumps(content))
     assert 2 == find_latest(tmp_path).step
 
@@ -220,6 +221,54 @@ def test_damage_of_the_right_size_is_passed_over(tmp_path_factory, data):
     file.write_bytes(after)
 
     assert find_latest(root).step == (2 if after == before else 1)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.data())
+def test_a_bit_of_the_document_changes_nothing_in_silence(tmp_path_factory, data):
+    """The position in the problems and the count of steps are those that were written, or of the checkpoint before."""
+    root = tmp_path_factory.mktemp("checkpoints")
+    for step in (1, 2):
+        save_small(root, step, counters={"next": 64 * step, "share": 0.5, "of": {"a": [step]}})
+    before = find_latest(root)
+    document = before.path / "checkpoint.json"
+    content = bytearray(document.read_bytes())
+    content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
+    document.write_bytes(content)
+
+    found = find_latest(root)
+    assert found == before or found.step == 1
+
+
+@pytest.mark.parametrize(
+    "damage", [{"step": "2"}, {"step": 7}, {"number": None}, {"digests": [1]}, {"counters": None}, {"sizes": []}, []]
+)
+def test_a_document_of_an_earlier_release_is_checked_too(tmp_path, damage):
+    """It has no digest of its own; values of other types, and another step than that of its directory, are damage."""
+    save_small(tmp_path, 1)
+    document = save_small(tmp_path, 2).path / "checkpoint.json"
+    content = json.loads(document.read_text())
+    del content["digest"]
+    document.write_text(json.dumps(content | damage if damage else damage))
+
+    assert find_latest(tmp_path).step == 1
+
+
+def test_zeros_in_place_of_a_header_are_seen_without_digests(tmp_path):
+    """A checkpoint of an earlier release of which a file has no header is passed over for the one before it."""
+    save_small(tmp_path, 1)
+    broken = save_small(tmp_path, 2).path
+    content = json.loads((broken / "checkpoint.json").read_text())
+    del content["number"], content["digests"], content["digest"]
+    (broken / "checkpoint.json").write_text(json.dumps(content))
+    (broken / "model.safetensors").write_bytes(bytes((broken / "model.safetensors").stat().st_size))
+
+    # The one with a number is newer than all without one, so it is given none either.
+    first = tmp_path / "step-00000001" / "checkpoint.json"
+    content = json.loads(first.read_text())
+    del content["number"], content["digest"]
+    first.write_text(json.dumps(content))
+    assert find_latest(tmp_path).step == 1
 
 
 def test_damage_of_the_only_checkpoint_is_an_error_that_names_the_file(tmp_path, make_model):

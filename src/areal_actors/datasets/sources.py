@@ -137,7 +137,7 @@ def load_problems(
         rows = _plain_rows(str(config.verifiers.id), made)
     else:
         assert config.python is not None
-        rows = _plain_rows(config.python, _call(config.python, import_reference(config.python), config))
+        rows = _call(config.python, import_reference(config.python), config)
     end = len(rows) if config.size is None else config.start + config.size
     if config.start >= len(rows):
         after = f" from number {config.start} on" if len(rows) else ""
@@ -146,7 +146,7 @@ def load_problems(
 
 
 def _plain_rows(source: str, rows: Rows) -> Rows:
-    return [plain_row(row, f"{source}, problem {number}") for number, row in enumerate(rows)]
+    return [_made_row(source, number, row) for number, row in enumerate(rows)]
 
 
 # ------------------------------------------------------------------------------------------------------- files
@@ -289,14 +289,16 @@ def _call(reference: str, function: Any, config: DatasetConfig) -> Rows:
     except TypeError as error:
         raise DatasetError(f"{reference}({', '.join(arguments)}) does not fit the function: {error}.") from None
     try:
-        made: Any = function(**arguments)
-        rows = list(islice(made, config.num_made))
+        # Each is copied before the next is made: a generator may change and yield one dict again and again.
+        return [_made_row(reference, *made) for made in enumerate(islice(function(**arguments), config.num_made))]
     except ArealError:
         raise
     except Exception as error:
         # The user's code may raise anything.
         raise DatasetError(f"{reference} raised {type(error).__name__}: {error}") from error
-    bad = next((row for row in rows if not isinstance(row, Mapping)), None)
-    if bad is not None:
-        raise DatasetError(f"{reference} yields a {type(bad).__name__}; each problem is a dict.")
-    return rows
+
+
+def _made_row(source: str, number: int, row: Any) -> dict[str, Any]:
+    if not isinstance(row, Mapping):
+        raise DatasetError(f"{source} yields a {type(row).__name__} as problem {number}; each problem is a dict.")
+    return plain_row(row, f"{source}, problem {number}")

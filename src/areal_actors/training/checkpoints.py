@@ -6,7 +6,7 @@
         model.safetensors        float32 weights; of a run with an adapter, its directory (``lora``) instead
         optimizer.safetensors    Adam's moments
         rng.safetensors          states of torch's generators
-        checkpoint.json          step, number of the write, sizes and digests of the files above, the caller's counters
+        checkpoint.json          step, number of the write, sizes and digests of all files, the caller's counters
 
 In a gang each rank writes its rows of weights and moments, and none has the whole::
 
@@ -48,6 +48,7 @@ from areal_actors.training.stored_checkpoints import (
     OFFSET,
     OFFSETS,
     Checkpoint,
+    digest_document,
     find_checkpoints,
     find_lineage,
 )
@@ -147,6 +148,7 @@ def save_checkpoint(
             "digests": digests,
             "counters": checkpoint.counters,
         }
+        document["digest"] = digest_document(document)
         (partial / DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
     # Only now: until the new one is complete, a run resumes from these.
     kept = {found.step for found in find_lineage(root)[-num_kept:]}

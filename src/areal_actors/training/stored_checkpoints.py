@@ -3,8 +3,9 @@
 The latest checkpoint is found by listing the directory, so no pointer can be out of date. Each document has the number
 of the write: the latest is the one that was written last, which has a lower step than others if the run went on from an
 earlier step, or began again in the same directory. A directory whose document is missing, unreadable, or names sizes
-that the files do not have is incomplete and ignored. ``find_latest`` compares the digests of all files, too, and goes
-back to an earlier checkpoint where one has other contents than were written.
+that the files do not have is incomplete and ignored, as is one that does not have its own digest. ``find_latest``
+compares the digests of all files, too, and goes back to an earlier checkpoint where one has other contents than were
+written.
 
 A service that is started again reads its weights here, before it imports what trains them: this module needs torch,
 but neither ``torch.distributed`` nor transformers, which take seconds to import.
@@ -38,6 +39,7 @@ __all__ = [
     "OFFSETS",
     "Checkpoint",
     "StoredTensors",
+    "digest_document",
     "find_checkpoint",
     "find_checkpoints",
     "find_latest",
@@ -67,8 +69,18 @@ class Checkpoint:
     """The digest of each file; earlier releases wrote none."""
 
     def find_damage(self) -> str | None:
-        """Return which file has other contents than were written, or ``None``. Blocks while all files are read."""
-        return find_damage(self.path, self.digests)
+        """Return which file has other contents than were written, or ``None``. Blocks while all files are read.
+
+        Without digests only the headers of the files are read, which zeros and foreign contents do not have.
+        """
+        if self.digests:
+            return find_damage(self.path, self.digests)
+        try:
+            for path in sorted(self.path.rglob("*.safetensors")):
+                StoredTensors([path], None)
+        except CheckpointError as error:
+            return str(error).removesuffix(".")
+        return None
 
     def has(self, part: str) -> bool:
         """Return whether the checkpoint has tensors of ``part``."""
@@ -186,6 +198,12 @@ def _reading(what: object) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {error}.") from error
 
 
+def digest_document(document: Mapping[str, Any]) -> str:
+    """Return the digest of a document without the digest in it, as JSON gives it back: SHA-256 of its sorted text."""
+    content = json.loads(json.dumps({key: value for key, value in document.items() if key != "digest"}))
+    return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
 def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
     """Return all complete checkpoints in ``root``, in the order in which they were written; none without ``root``."""
     complete, _ = _scan(root)
@@ -197,22 +215,31 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
     names = sorted(root.glob("step-*"), key=lambda path: path.name) if root.is_dir() else []
     found: dict[int, Checkpoint] = {}
     incomplete: dict[Path, str] = {}
-    for path in filter(lambda path: _NAME.fullmatch(path.name), names):
+    for path in names:
+        if (name := _NAME.fullmatch(path.name)) is None:
+            continue
         try:
             document = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
+            # Documents of earlier releases have no digest.
+            if document.get("digest") not in (None, digest_document(document)):
+                incomplete[path] = f"{DOCUMENT} has other contents than were written (its digest differs)"
+                continue
             sizes = {name: (path / name).stat().st_size for name in document["sizes"]}
             if document["format"] != FORMAT or sizes != document["sizes"]:
                 incomplete[path] = "its files are not those that its document names"
                 continue
             checkpoint = Checkpoint(
                 path=path,
-                step=document["step"],
-                number=document.get("number", 0),
-                counters=document["counters"],
-                digests=document.get("digests", {}),
+                step=int(name[1]),
+                number=int(document.get("number", 0)),
+                counters=dict(document["counters"]),
+                digests=dict(document.get("digests", {})),
             )
+            if document["step"] != checkpoint.step:
+                incomplete[path] = f"its document is of step {document['step']}"
+                continue
             found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             incomplete[path] = f"it is incomplete ({error})"
     return tuple(sorted(found.values(), key=lambda one: (one.number, one.step))), incomplete
 

@@ -75,8 +75,9 @@ def test_lines_become_problems(tmp_path: Path) -> None:
         (b'{"question": ', "is not JSON"),
         (b"[1, 2]", "is a JSON list"),
         (b'{"answer": NaN}', "NaN is not JSON"),
+        (b'{"answer": -1e400}', "-1e400 is too large"),
         (b"\xff\xfe", "is not JSON"),
-        (b"[" * 100_000, "is not JSON"),
+        (b"[" * 100_000, "is nested too deep"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:

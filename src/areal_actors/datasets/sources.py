@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
@@ -164,8 +165,12 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                     continue
                 try:
                     # Python's parser keeps integers of any size, which problems of arithmetic have.
-                    row = json.loads(line.decode("utf-8-sig"), parse_constant=_refuse_constant)
-                except (ValueError, RecursionError) as error:
+                    row = json.loads(
+                        line.decode("utf-8-sig"), parse_constant=_refuse_constant, parse_float=_parse_finite
+                    )
+                except RecursionError:
+                    raise DatasetError(f"{path}, line {number} is nested too deep; flatten it.") from None
+                except ValueError as error:
                     raise DatasetError(f"{path}, line {number} is not JSON: {error}.") from None
                 if not isinstance(row, dict):
                     raise DatasetError(
@@ -179,6 +184,13 @@ def read_json_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def _refuse_constant(name: str) -> NoReturn:
     # Python's parser reads NaN and Infinity, which other readers of the same file refuse.
     raise ValueError(f"{name} is not JSON")
+
+
+def _parse_finite(literal: str) -> float:
+    # Python's parser reads 1e400 as infinity.
+    if math.isinf(number := float(literal)):
+        raise ValueError(f"{literal} is too large for a number with an exponent")
+    return number
 
 
 @frozen

@@ -109,10 +109,9 @@ async def test_a_tool_call(choice: str) -> None:
 
     assert (completion.id, 1.0) == (interaction.interaction_id, interaction.reward)
     assert choice != "none" or calls == []
-    assert choice != "required" or completion.choices[0].finish_reason == "length" or calls
-    assert all(
-        json.loads(call.function.arguments)["location"] in ("Paris", "Rome") for call in calls if choice != "auto"
-    )
+    # The arguments of a call that max_completion_tokens cuts are incomplete.
+    if choice == "required" and completion.choices[0].finish_reason != "length":
+        assert [json.loads(call.function.arguments)["location"] in ("Paris", "Rome") for call in calls] == [True]
 
 
 class MyWorkflow(RolloutWorkflow):

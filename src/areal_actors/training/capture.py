@@ -62,7 +62,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import define, evolve, field, frozen
+from attrs import Factory, define, evolve, field, frozen
 
 from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Floats, Group, Trajectory, context_digests
 from areal_actors.errors import CaptureViolation
@@ -126,13 +126,11 @@ class Comparison:
 
     reported: Doubles = field(converter=_as_doubles, eq=False)
     recomputed: Doubles = field(converter=_as_doubles, eq=False)
-    contexts: npt.NDArray[np.uint64] = field(eq=False)
+    # Where the tokens are not known, those of exactly the same value are taken for the same.
+    contexts: npt.NDArray[np.uint64] = field(
+        default=Factory(lambda self: self.recomputed.view(np.uint64), takes_self=True), eq=False
+    )
     """Digests of the tokens with their contexts. Equal ones are one observation, in one row or in several."""
-
-    @contexts.default
-    def _equal_values(self) -> npt.NDArray[np.uint64]:
-        # Where the tokens are not known, those of exactly the same value are taken for the same.
-        return self.recomputed.view(np.uint64)
 
     @property
     def differences(self) -> Doubles:

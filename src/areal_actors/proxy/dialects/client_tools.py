@@ -429,7 +429,7 @@ def parse_custom_tool(raw: Mapping[str, Any], where: str) -> Tool:
     description = said or ""
     if kind == "grammar":
         # Chat completions have an object for it.
-        grammar = form.get("grammar", form)
+        grammar: Any = form.get("grammar", form)
         syntax = grammar.get("syntax") if isinstance(grammar, dict) else None
         if not isinstance(syntax, str) or syntax not in _SYNTAXES or not isinstance(grammar.get("definition"), str):
             raise wrong(f"{where}.format", "a grammar with syntax lark or regex, and definition", grammar)

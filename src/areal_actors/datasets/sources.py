@@ -301,8 +301,9 @@ def _call(reference: str, function: Any, config: DatasetConfig) -> Rows:
     except TypeError as error:
         raise DatasetError(f"{reference}({', '.join(arguments)}) does not fit the function: {error}.") from None
     try:
+        made: Any = function(**arguments)
         # Each is copied before the next is made: a generator may change and yield one dict again and again.
-        return [_made_row(reference, *made) for made in enumerate(islice(function(**arguments), config.num_made))]
+        return [_made_row(reference, number, row) for number, row in enumerate(islice(made, config.num_made))]
     except ArealError:
         raise
     except Exception as error:

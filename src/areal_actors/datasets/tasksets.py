@@ -122,7 +122,7 @@ def task_rows(plugin: VerifiersPlugin, num: int | None, *, num_made: int) -> lis
     taskset = load_taskset(plugin)
     limit = num if num is not None or taskset.bounded else num_made
     try:
-        tasks = list(islice(taskset, limit))
+        tasks: list[Any] = list(islice(taskset, limit))
     except Exception as failure:
         # A taskset is the user's code, and many download data.
         raise DatasetError(f"The taskset {plugin.id} raised {type(failure).__name__}: {failure}") from failure

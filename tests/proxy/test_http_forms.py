@@ -215,11 +215,12 @@ async def test_a_body_is_read_in_its_charset(content_type, charset):
     assert "Grüße" in answer.json()["choices"][0]["message"]["content"]
 
 
-async def test_an_unknown_charset_is_refused_by_name():
-    """A body that cannot be read is not guessed at."""
+@pytest.mark.parametrize("charset", ["klingon", "unicode_escape", "idna", "utf-7", "rot13"])
+async def test_an_unknown_charset_is_refused_by_name(charset):
+    """A body that cannot be read is not guessed at; codecs of Python that are no charsets would change its text."""
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
-        headers = {"content-type": "application/json; charset=klingon"}
+        headers = {"content-type": f"application/json; charset={charset}"}
         answer = await http.post(f"{session.base_url}/chat/completions", content=b"{}", headers=headers)
 
     assert answer.status_code == 400
-    assert "klingon" in answer.json()["error"]["message"]
+    assert charset in answer.json()["error"]["message"]

@@ -73,6 +73,8 @@ _CUT_SECONDS = 1.0
 _MAX_KNOWN_PATH = 256
 _INFLATED = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """Encodings of bodies that are accepted, with the window that tells ``zlib`` their format."""
+_CHARSETS = ("utf-16", "utf-32", "iso8859", "cp125", "gb", "big5", "shift_jis", "euc_")
+"""Beginnings of Python's names of charsets; others, such as ``unicode_escape``, would change what a body says."""
 READ = ("GET", "HEAD")
 """The methods of operations that change nothing."""
 _STOPPING = "The proxy is stopping; ask again when it is back."
@@ -380,7 +382,7 @@ class Exchange:
             raw = _decompress(raw, encoding, max_bytes)
         elif b"charset" not in content_type:
             return raw.removeprefix(codecs.BOM_UTF8)
-        # Who passes the request on sends the body as it is returned.
+        # The headers describe the body that is returned, which another process may be sent.
         described = {b"content-encoding", b"content-type"}
         others = (each for each in self.scope["headers"] if each[0] not in described)
         self.scope["headers"] = [*others, (b"content-type", b"application/json")]
@@ -539,12 +541,14 @@ def _to_utf8(body: bytes, content_type: bytes) -> bytes:
     named = next((value for name, _, value in parameters if name.strip() == b"charset"), b"")
     charset = named.strip().strip(b"\"'").decode("latin-1") or "utf-8"
     try:
-        codec = codecs.lookup(charset)
-        if codec.name in ("utf-8", "ascii"):
+        name = codecs.lookup(charset).name
+        if name in ("utf-8", "ascii"):
             return body.removeprefix(codecs.BOM_UTF8)
-        return body.decode(charset).encode()
+        if name.startswith(_CHARSETS):
+            return body.decode(charset).encode()
     except (LookupError, UnicodeError):
-        raise InvalidRequest(f"The body cannot be read in the charset {charset!r}; send it in UTF-8.") from None
+        pass  # refused below, as what is no charset is
+    raise InvalidRequest(f"The body cannot be read in the charset {charset!r}; send it in UTF-8.")
 
 
 def start_companion(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:

@@ -181,7 +181,8 @@ def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
     met = [(name, turn) for name, turn in recorded if episode_of(name) in turns]
     assert met
     assert [] == [turn for name, turn in met if turn not in turns[episode_of(name)]]
-    assert 0 < row["turns_replayed"] <= len(met)
+    # The journal may hold turns that had not reached its tables when they were read: they are given again, too.
+    assert len(met) <= row["turns_replayed"] <= sum(map(len, turns.values()))
     assert 0 == row["episodes_diverged"]
     verified = verify_run(run_dir)
     assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences

@@ -78,6 +78,7 @@ from areal_actors.run.job import (
     warn_of_length,
     warn_of_singletons,
 )
+from areal_actors.run.loop import train
 from areal_actors.run.plan import REPLICA, Finder, needs_weights
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
@@ -432,6 +433,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
                 progress=await find(Progress, "progress"),
             ),
             plan=config.plan,
+            loop=train,
             checkpoints=directory.checkpoints,
             counters=job.counters,
             captures=directory.captures,

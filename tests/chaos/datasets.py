@@ -47,7 +47,7 @@ from areal_actors.dashboard.records import read_records
 from areal_actors.domain import DataPosition, GroupQueued, Problem, StepLeased
 from areal_actors.journal import SqliteJournal
 from areal_actors.rollouts.group_journal import RestoredQueue, restore_queue
-from areal_actors.run.job import sampling_digest
+from areal_actors.run.directory import sampling_digest
 from areal_actors.training.actor import parse_position
 from areal_actors.training.stored_checkpoints import find_latest
 

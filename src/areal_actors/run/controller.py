@@ -68,7 +68,8 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.handover import Handover, open_handover
 from areal_actors.rendering import Renderer
 from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane, open_proxies
-from areal_actors.run.job import load_rendering, no_checkpoint
+from areal_actors.run.directory import no_checkpoint
+from areal_actors.run.job import load_rendering
 from areal_actors.run.openers import RoleContext, open_role
 from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, RunPlan
 from areal_actors.run.reporting import create_reporter

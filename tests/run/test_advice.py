@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from areal_actors.training.advice import doubtful_settings, inert_settings
+from areal_actors.run.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import (
     Activations,
     AdvantageConfig,
@@ -73,7 +73,7 @@ def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting)
         (TrainerConfig(device="cpu", optimizer=OptimizerConfig(offload=OffloadTo.CPU)), "optimizer.offload"),
         (TrainerConfig(optimizer=OptimizerConfig(name=OptimizerName.SGD, beta1=0.5)), "optimizer.beta1"),
         (TrainerConfig(publish_bucket_mib=7), "publish_bucket_mib"),
-        (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations offload"),
+        (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations"),
     ],
 )
 def test_other_settings_that_cannot_act_are_named(config, setting):
@@ -103,7 +103,7 @@ def test_the_form_of_an_adapter_matters_to_servers_alone():
     merged = TrainerConfig(lora=LoraConfig(serving=LoraServing.MERGED))
     (sentence,) = inert_settings(merged, has_servers=False)
 
-    assert sentence.startswith("lora.serving merged has no effect: the embedded engine")
+    assert sentence.startswith("lora.serving has no effect: the embedded engine")
     assert inert_settings(merged) == inert_settings(TrainerConfig(lora=LoraConfig()), has_servers=False) == []
 
 

@@ -17,6 +17,7 @@ from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.rollouts.runner import ResumeEpisodes
+from areal_actors.training.advantages import formula_of
 from areal_actors.training.config import (
     ROUNDING_NATS,
     Activations,
@@ -49,14 +50,6 @@ __all__ = [
 
 _log = get_logger(__name__)
 
-_UNDIVIDED = (Normalisation.DR_GRPO, Normalisation.RLOO, Normalisation.NONE)
-_GROUP_RELATIVE = (
-    Normalisation.GRPO,
-    Normalisation.DR_GRPO,
-    Normalisation.RLOO,
-    Normalisation.GROUP_MEAN_BATCH_STD,
-)
-
 
 def compares_members(config: AdvantageConfig) -> bool:
     """Return whether advantages compare an episode with others of its group; in a group of one, they are all zero.
@@ -64,7 +57,7 @@ def compares_members(config: AdvantageConfig) -> bool:
     The units row and turn_depth compare rows and turns of one episode with one another, too.
     """
     is_across = config.unit in (StatisticsUnit.TURN_KIND, StatisticsUnit.EPISODE)
-    return is_across and config.normalisation in _GROUP_RELATIVE
+    return is_across and isinstance(config.normalisation, Normalisation) and formula_of(config).has_group_baseline
 
 
 def advise(config: RunConfig, *, is_service: bool) -> list[str]:
@@ -156,8 +149,9 @@ def _of_penalties(config: TrainerConfig) -> Iterator[Inert]:
         yield reason, "objective.overlong.buffer_tokens", "objective.overlong.scale"
     if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
         yield f"objective.aggregation is {objective.aggregation}", "objective.fixed_length"
-    if config.advantages.normalisation in _UNDIVIDED:
-        yield f"normalisation {config.advantages.normalisation} does not divide", "advantages.std_floor"
+    advantages = config.advantages
+    if isinstance(advantages.normalisation, Normalisation) and not formula_of(advantages).divides:
+        yield f"normalisation {advantages.normalisation} does not divide", "advantages.std_floor"
 
 
 def _of_training(config: TrainerConfig, has_servers: bool) -> Iterator[Inert]:  # noqa: FBT001 - as the caller names it

@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from areal_actors.domain import Snapshot
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.kernel import Actor, ActorSystem, OwnThread
 from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
@@ -22,7 +21,6 @@ from areal_actors.training import gang_actors
 from areal_actors.training.config import TrainerConfig
 from areal_actors.training.gang import Gang
 from areal_actors.training.gang_actors import GangPolicy
-from areal_actors.training.publication import MemoryPublisher
 
 pytestmark = pytest.mark.anyio
 
@@ -89,20 +87,6 @@ async def led(*members: Member, step: object = "statistics", limit: float | None
         ranks = [await system.spawn(member, name=f"rank-{number}") for number, member in enumerate(members, start=1)]
         where = tuple(f"process {number}" for number in range(len(ranks)))
         yield GangPolicy(policy, thread, GangMembers(ranks=tuple(ranks), whereabouts=where))
-
-
-async def test_all_ranks_are_asked_for_the_same_in_the_same_order(tmp_path):
-    """A step, the weights and a checkpoint, each passed on to every rank; the first one's answer is the answer."""
-    members = Member(), Member()
-    async with led(*members) as policy:
-        found = await policy.train_step([], max_staleness=3)
-        snapshot = await policy.publish(MemoryPublisher())
-        await policy.save(tmp_path, counters={}, num_kept=1)
-
-    wanted = [TrainAlong(groups=(), max_staleness=3), GatherWeights(), SaveShards(directory=tmp_path)]
-    assert ("statistics", [], 3) == found
-    assert Snapshot(version=7, state={"w": 1}) == snapshot
-    assert [wanted, wanted] == [member.asked for member in members]
 
 
 async def test_a_lost_rank_is_named():

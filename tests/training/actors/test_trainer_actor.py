@@ -424,20 +424,6 @@ async def test_a_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_pa
     assert (2, True) == (summary.steps, summary.is_finished)
 
 
-async def test_a_run_that_was_finished_is_not_trained_further(tmp_path: Path):
-    """Resuming it saves nothing twice and ends at once."""
-    async with open_school(tmp_path) as school:
-        await school.deliver(0, 1, 2, 3)
-        await school.training.ask(AwaitTraining())
-    policy = create_policy()
-    counters = policy.restore(tmp_path)
-    async with open_school(tmp_path, policy=policy, counters=counters) as resumed:
-        summary = await resumed.training.ask(AwaitTraining())
-
-    assert (2, True) == (summary.steps, summary.is_finished)
-    assert [] == resumed.saved
-
-
 async def expect_crash(school_or_error: type[Exception], opening: Any, *positions: int) -> Exception:
     with pytest.raises(ExceptionGroup) as crash:
         async with opening as school:
@@ -479,9 +465,3 @@ async def test_weights_that_the_engine_does_not_serve_end_the_run(tmp_path: Path
     error = await expect_crash(EngineError, open_school(tmp_path, engine=StubbornEngine()), 0, 1)
 
     assert "serves version 0 after loading version 1" in str(error)
-
-
-def test_positions_are_read_back_from_counters():
-    """Also from none, as a fresh run has."""
-    assert DataPosition() == parse_position(None) == parse_position({})
-    assert DataPosition(next=5, pending=(2,)) == parse_position({"position": {"next": 5, "pending": [2]}})

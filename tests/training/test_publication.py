@@ -14,7 +14,7 @@ from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.training.config import PublishBy
-from areal_actors.training.publication import DiskPublisher, create_publisher
+from areal_actors.training.publication import DiskPublisher, MemoryPublisher, create_publisher
 
 
 @define
@@ -59,6 +59,16 @@ async def test_both_ways_give_the_engine_the_same_weights(tmp_path: Path, make_m
     )
 
 
+def test_what_is_lent_is_shared():
+    """Nothing is copied."""
+    model = torch.nn.Linear(2, 2)
+    snapshot = MemoryPublisher().publish(Policy(model, 3))
+
+    assert (3, None) == (snapshot.version, snapshot.path)
+    assert snapshot.state is not None
+    assert model.weight.data_ptr() == snapshot.state["weight"].data_ptr()
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe", "olmoe"])
 def test_an_engine_can_be_started_from_what_was_published(tmp_path: Path, make_model, kind: str):
     """It is a model's directory, in the dtype that it says."""
@@ -85,6 +95,17 @@ def test_the_last_versions_are_kept(tmp_path: Path, make_model):
         publisher.publish(policy)
 
     assert ["notes", "version-00000002", "version-00000003"] == sorted(path.name for path in tmp_path.iterdir())
+
+
+def test_a_version_may_be_published_again(tmp_path: Path, make_model):
+    """The weights are the new ones."""
+    policy, publisher = make_policy(make_model), DiskPublisher(root=tmp_path)
+    publisher.publish(policy)
+    snapshot = publisher.publish(make_policy(make_model, seed=2))
+    assert snapshot.path is not None
+    loaded = AutoModelForCausalLM.from_pretrained(snapshot.path)
+
+    assert torch.equal(make_model(seed=2).get_input_embeddings().weight, loaded.get_input_embeddings().weight)
 
 
 def test_a_disk_that_refuses_is_named(tmp_path: Path, make_model):

@@ -6,12 +6,13 @@ code could otherwise be made shorter by making it harder to read.
 
 Two rows are traced in a run of the ``tiny`` model (``--untraced`` leaves them out):
 
-* *Named forms* are attrs classes of the project, outside of ``kernel``, ``lib`` and an engine's own step. A class counts
-  if an instance that carries a completion is made between the first request and the end of the training step. An
-  instance carries one if it holds token ids (a sequence or an array of integers) or messages, at most three levels down.
-* *Rooms entered again* are returns to a file of ``proxy/`` that had been left. The walk is the sequence of files in which
-  functions are entered, from the endpoint of the chat completion until the message ``Complete`` is made. Its returns
-  are its stays less its files.
+* *Named forms* are attrs classes of the project, outside of ``kernel``, ``lib`` and an engine's own step. A class
+  counts if an instance that carries a completion is made between the first request and the end of the training step.
+  An instance carries one if it holds token ids (a sequence or an array of integers) or messages, at most three levels
+  down.
+* *Rooms entered again* are returns to a file of ``proxy/`` that had been left. The walk is the sequence of files in
+  which functions are entered, from the endpoint of the chat completion until the message ``Complete`` is made. Its
+  returns are its stays less its files.
 
 The files of a recipe are the distinct paths of source files that the paragraph "A new scheduler" (and so on) of
 CONTRIBUTING.md names, with ``.py`` or ``.toml``, outside of ``tests/`` and ``docs/``.
@@ -53,7 +54,7 @@ _RECIPE = re.compile(
 _SOURCE_FILE = re.compile(r"`([\w./*{},<>-]+\.(?:py|toml))`")
 _NONE = "-"
 _SHOWN = re.compile(r"^[#\s]*\w+:.*  # ", re.MULTILINE)
-_VAGUE = re.compile(r"\b(nobody|nobodys|whoever|somebody)\b|_(?:nobodys?|whoever|somebody)(?=_|\b)", re.IGNORECASE)
+_VAGUE = re.compile(r"(?:\b|_)(nobodys?|whoever|somebody)(?:\b|_)", re.IGNORECASE)
 
 
 @frozen(kw_only=True)

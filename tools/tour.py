@@ -18,7 +18,8 @@ from xml.sax.saxutils import escape
 import anyio
 import click
 from attrs import frozen
-from benchmarks.shape import PACKAGE, Tracer, is_entry
+
+from tools.shape import PACKAGE, Tracer, is_entry
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "tour.md"

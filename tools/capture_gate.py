@@ -1,4 +1,4 @@
-"""How often the capture gate stops honest runs, and which faults it stops: ``python -m benchmarks.capture_gate``.
+"""How often the capture gate stops honest runs, and which faults it stops: ``python -m tools.capture_gate``.
 
 Each run is a real engine and a real trainer of one model, several steps: sample, train, load the new weights. The jobs
 are the ``tiny`` model with its logits scaled, which sets the entropy. A seed draws weights, prompts and rewards.

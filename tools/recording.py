@@ -2,7 +2,7 @@
 
 ::
 
-    python -m benchmarks.recording [REPOSITORY]
+    python -m tools.recording [REPOSITORY]
 
 runs the commands of README in an empty home directory, with a clone of this repository or of ``REPOSITORY``, and writes
 ``docs/recording.md``. It fails if a command fails or if the reward of the training does not rise.
@@ -109,7 +109,7 @@ def format_page(
         *(f"| `{one.command}` | {_seconds(one.seconds)} | {_seconds(one.cpu_seconds)} |" for one in recorded),
         f"| all | {_seconds(total)} | {_seconds(cpu)} |",
         "",
-        "`python -m benchmarks.recording` in a clone runs the commands again and writes this page. Long outputs are",
+        "`python -m tools.recording` in a clone runs the commands again and writes this page. Long outputs are",
         "cut.",
     ]
     for one in recorded:

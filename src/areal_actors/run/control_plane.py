@@ -64,9 +64,14 @@ from areal_actors.run.forwarding import forwarding
 from areal_actors.run.plan import PlacedRole
 from areal_actors.run.supervise import WorkerSupervisor, first_specs
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
-from areal_actors.schedulers.config import LocalConfig, RestartsConfig, RoleConfig, SchedulerConfig, SchedulerType
-from areal_actors.schedulers.local import LocalScheduler
-from areal_actors.schedulers.slurm import SlurmScheduler
+from areal_actors.schedulers.config import (
+    LocalConfig,
+    RestartsConfig,
+    RoleConfig,
+    SchedulerConfig,
+    SchedulerType,
+    open_scheduler,
+)
 
 __all__ = [
     "ControlPlane",
@@ -233,11 +238,7 @@ async def _open_scheduler(
     controller: ControllerAddress,
 ) -> AsyncIterator[Scheduler]:
     wanted = first_specs(placed, controller=controller)
-    if config.type is SchedulerType.SLURM:
-        async with SlurmScheduler.open(config.slurm, directory=directory, wanted=wanted) as slurm:
-            yield slurm
-        return
-    async with LocalScheduler.open(config.local, logs=logs) as scheduler:
+    async with open_scheduler(config, directory=directory, logs=logs) as scheduler:
         if wanted:
             # All roles have to fit at the same time, since each waits for the others.
             scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)

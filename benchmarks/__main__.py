@@ -33,7 +33,6 @@ NAMES = (
         "kernel",
         "remote",
         "replicas",
-        "streams",
         "cache",
         "journal",
         "rendering",

@@ -25,7 +25,7 @@ from areal_actors.domain import (
     SampleKey,
 )
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.generation.router import GenerationRouter
+from areal_actors.generation.replicas import ReplicaSet
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import AddReplica, Generate, Generation
 
@@ -127,7 +127,7 @@ async def _cpu_us(is_routed: bool, num_chunks: int, num_streams: int, rounds: in
 async def _open(system: ActorSystem, is_routed: bool, num_chunks: int) -> Ref[Generation]:  # noqa: FBT001
     if not is_routed:
         return await system.spawn(GenerationActor(Tape(num_chunks)))
-    router = await system.spawn(GenerationRouter())
+    router = await system.spawn(ReplicaSet())
     for number in range(_NUM_REPLICAS):
         ref = await system.spawn(GenerationActor(Tape(num_chunks)))
         await router.ask(AddReplica(name=str(number), ref=ref))

@@ -21,7 +21,7 @@ from benchmarks.simulation.vocabulary import create_word_renderer
 
 from areal_actors.domain import Problem, Snapshot
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.generation.router import GenerationRouter
+from areal_actors.generation.replicas import ReplicaSet
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.messages import (
@@ -156,7 +156,7 @@ async def open_service(scenario: Scenario, meter: Meter | None, *, renderer: Ren
             await spawn(GenerationActor(_engine(scenario, renderer, index, meter)), "generation", f"generation-{index}")
             for index in range(scenario.num_engines)
         ]
-        generation = await spawn(GenerationRouter(), "router")
+        generation = await spawn(ReplicaSet(), "router")
         for index, engine in enumerate(engines):
             await generation.ask(AddReplica(name=f"generation-{index}", ref=engine))
         capacity = await spawn(CapacityGranter(CapacityState(limits=_limits(scenario))), "capacity")

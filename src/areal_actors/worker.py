@@ -18,12 +18,11 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import anyio
 from anyio import to_thread
@@ -31,9 +30,9 @@ from anyio import to_thread
 from areal_actors.config import RunConfig, load_config
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
-from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.kernel import Ref
 from areal_actors.kernel.failure import error_to_data, leaves, root_cause
-from areal_actors.kernel.remote import Peer, ReconnectingConnection, connect, listen, reconnecting
+from areal_actors.kernel.remote import ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib import loops
 from areal_actors.lib.gc_tuning import relax_gc, tuned_gc
@@ -44,7 +43,6 @@ from areal_actors.messages import (
     AwaitTraining,
     Directory,
     FetchRoleSpec,
-    Generation,
     KeepLease,
     Report,
     ReportFailure,
@@ -239,21 +237,13 @@ async def _open_finder(
     bootstrap: Bootstrap, spec: RoleSpec, config: RunConfig, controller: ReconnectingConnection
 ) -> AsyncIterator[Finder]:
     """Connect to the workers that the role depends on, and yield a finder of actors there and in the controller."""
-    from areal_actors.generation.rerouting import DirectGeneration
     from areal_actors.run.control_plane import connect_to_worker
-    from areal_actors.run.plan import ACTOR_ROLES, REPLICA, dependencies_of
+    from areal_actors.run.plan import ACTOR_ROLES, dependencies_of
 
     directory = controller.ref(Directory, "directory")
     connections: dict[Role, ReconnectingConnection] = {}
-    own: dict[str, Ref[Any]] = {}
-
-    def dial(address: str) -> AbstractAsyncContextManager[Peer]:
-        # A name of its own for each connection: an engine outlives attempts, whose workers count incarnations anew.
-        return connect(address, secret=bootstrap.secret, node=f"{bootstrap.name}-{uuid4().hex[:8]}")
 
     async def find(protocol: type[P], name: str, /) -> Ref[P]:
-        if name in own:
-            return cast("Ref[P]", own[name])
         role = ACTOR_ROLES[name]
         is_local = role is None or role in spec.local_roles
         return (controller if is_local or role is None else connections[role]).ref(protocol, name)
@@ -269,11 +259,6 @@ async def _open_finder(
                     incarnation=max(bootstrap.life, 1),
                 )
                 connections[role] = await stack.enter_async_context(connecting)
-        # Tokens of engines in other workers come from there, and do not pass through the controller.
-        if Role.GENERATION not in (*spec.local_roles, spec.role):
-            system = await stack.enter_async_context(ActorSystem.open(name=bootstrap.name))
-            direct = DirectGeneration(controller.ref(Generation, "generation"), dial, actor=REPLICA)
-            own["generation"] = await system.spawn(direct, name="generation")
         yield find
 
 

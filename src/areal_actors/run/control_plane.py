@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -192,18 +192,11 @@ def connect_to_worker(
     secret: bytes,
     node: str,
     incarnation: int = 1,
-    note_address: Callable[[str], Awaitable[None]] | None = None,
 ) -> AbstractAsyncContextManager[ReconnectingConnection]:
-    """Connect to the worker of this name, wherever its current incarnation listens; ``directory`` knows the address.
-
-    ``note_address`` is given the address before each attempt to connect.
-    """
+    """Connect to the worker of this name, wherever its current incarnation listens; ``directory`` knows the address."""
 
     async def locate() -> str:
-        address = (await directory.ask(AwaitReady(worker=worker))).address
-        if note_address is not None:
-            await note_address(address)
-        return address
+        return (await directory.ask(AwaitReady(worker=worker))).address
 
     return reconnecting(locate, secret=secret, target=worker, node=node, incarnation=incarnation)
 

@@ -2,7 +2,7 @@
 
 A generation consists of one or several *attempts* at the server. An attempt also ends because another client ended it
 there, or because the next one samples under another adapter; the next attempt continues after the tokens already known.
-If the server is lost, the generation fails with ``EngineError``, and the replica set (``router``) continues it at
+If the server is lost, the generation fails with ``EngineError``, and the replica set (``replicas``) continues it at
 another server. A server's stream is read only when the consumer asks for a chunk. ``Attribution`` determines which
 weights sampled a token.
 
@@ -47,8 +47,8 @@ from areal_actors.generation.base import (
     StopScanner,
     validate_request,
 )
-from areal_actors.generation.router import EngineSet, RouterConfig
-from areal_actors.generation.routing import ReroutableGeneration
+from areal_actors.generation.replicas import EngineSet, ReplicaSetConfig
+from areal_actors.generation.resumable import ResumableGeneration
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
 from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
@@ -192,7 +192,7 @@ class ServerEngine:
             raise InvalidRequest(
                 f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
             )
-        generation = ReroutableGeneration(request, context_length=self._info.context_length)
+        generation = ResumableGeneration(request, context_length=self._info.context_length)
         run = self._running[request.id] = ServerGeneration(generation)
         self._counters["prompt_tokens"] += len(request.prompt)
         try:
@@ -655,7 +655,7 @@ async def open_server_engines(
                     engines={engine.server.url: engine for engine in engines},
                     snapshot=Snapshot(version=weights.version, path=weights.path),
                     admission=ServerAdmission(publisher, loaded, tuple(receivers)),
-                    config=RouterConfig(
+                    config=ReplicaSetConfig(
                         wait_seconds=config.start_timeout_seconds,
                         max_attempts=config.max_failures,
                         # A pause, a broadcast and a load from disk may take as long as an update each.
@@ -679,7 +679,7 @@ async def open_server_engines(
 class ServerGeneration:
     """A generation, and its current attempt at a server."""
 
-    generation: ReroutableGeneration
+    generation: ResumableGeneration
     attempt_id: str | None = None
     """Request id of the current attempt at its server."""
     adapter: str | None = None

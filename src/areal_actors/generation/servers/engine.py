@@ -232,7 +232,7 @@ class ServerEngine:
     async def resume(self) -> None:
         """Continue sampling."""
         self._is_paused = self._server.is_paused = False
-        self._server.progress.restart(anyio.current_time())
+        self._server.restart_clock()
         async with self._control:
             if not self._is_paused and self._server.is_ready:
                 await self._command(self._dialect.resume(self._server.control))
@@ -309,7 +309,7 @@ class ServerEngine:
             if not self._is_paused and server.is_ready:
                 await self._command(self._dialect.resume(server.control))
             server.is_loading = False
-            self._server.progress.restart(anyio.current_time())
+            server.restart_clock()
             server.changed.notify()
 
     async def _load_adapter(self, weights: Weights) -> None:
@@ -402,7 +402,7 @@ class ServerEngine:
             _log.info("server_serves", url=server.url, version=weights.version)
         finally:
             server.may_be_outdated = server.is_loading = False
-            self._server.progress.restart(anyio.current_time())
+            server.restart_clock()
             server.changed.notify()
 
     async def _pause_server(self) -> None:
@@ -469,7 +469,7 @@ class ServerEngine:
         name = None if adapter is None else adapter.name
         request = run.begin_attempt(adapter=name, decode=self._decode)
         has_ended = was_abort_repeated = False
-        self._begin(run, request)
+        self._begin(run)
         try:
             opening = self._dialect.generate(server.generating, request, routing_key=routing_key, adapter=name)
             async with AsyncExitStack() as stack:
@@ -505,12 +505,10 @@ class ServerEngine:
 
     async def _next_delta(self, attempt_id: str, deltas: AsyncIterator[Delta]) -> Delta | None:
         """Return the next tokens of an attempt; ``None`` at the end of its stream."""
-        progress = self._server.progress
-        progress.wait(attempt_id, now=anyio.current_time())
+        self._server.await_tokens(attempt_id)
         delta = await self._server.until_silent(anext(deltas, None))
         if delta is not None:
-            num_tokens, num_cached = len(delta.token_ids), delta.num_cached_tokens
-            progress.note_tokens(attempt_id, num_tokens=num_tokens, num_cached=num_cached, now=anyio.current_time())
+            self._server.note_tokens(attempt_id)
         return delta
 
     async def _sample_one(self) -> None:
@@ -526,17 +524,14 @@ class ServerEngine:
                     pass
             _log.info("server_samples_again", url=server.url)
             server.stalled_since = None
-            server.progress.excuse()
+            server.stall_seconds *= 2
             return
         raise EngineError(f"{server.url} answers health checks, but has not sampled a token within {seconds:g} s.")
 
-    def _begin(self, run: ServerGeneration, request: EngineRequest) -> None:
-        """Count an attempt that begins with ``request``."""
-        now = anyio.current_time()
+    def _begin(self, run: ServerGeneration) -> None:
+        """Count an attempt that begins."""
         if not self._placed:
-            self._busy_since = now
-        num_tokens, has_grammar = len(request.prompt), request.grammar is not None
-        self._server.progress.begin(request.id, num_tokens=num_tokens, has_grammar=has_grammar, now=now)
+            self._busy_since = anyio.current_time()
         self._placed.add(run)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] += 1
@@ -547,7 +542,7 @@ class ServerEngine:
             self._finished_seconds += self._busy_seconds
         self._placed.remove(run)
         assert run.attempt_id is not None
-        self._server.progress.end(run.attempt_id)
+        self._server.end_attempt(run.attempt_id)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] -= 1
         self._server.changed.notify()

@@ -380,7 +380,7 @@ def slurm(session: nox.Session) -> None:
         named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
         session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
         return
-    names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
+    names = ("nodes", "controllers", "limits", "training", "gangs")
     tests = [str(directory / f"{name}.py") for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 

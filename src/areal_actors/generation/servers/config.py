@@ -59,14 +59,11 @@ class ServerConfig:
     hang_timeout_seconds: float = field(default=90.0, validator=gt(0))
     """A server that was started here, has served, and has not answered health checks for this long is killed and
     started again."""
-    stall_timeout_seconds: float = field(default=6.0, validator=gt(0))
+    stall_timeout_seconds: float = field(default=60.0, validator=gt(0))
     """A server that has sampled before, and then has requests but sends no token of any of them for this long, has
     stalled even if it answers health checks: its requests continue at other servers, and it gets no others until it
-    has sampled a token. The time is longer if three times what its prompts and the next tokens should take, at the
-    speed measured so far, is longer. Time in which it is paused or loads weights does not count."""
-    progress_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """The longest time that a server may send no token, whatever its prompts. A server that was started here and
-    samples nothing for this long is killed and started again."""
+    has sampled a token. After twice this long, one that was started here is killed and started again. Longer than the
+    longest prompt takes. Time in which it is paused or loads weights does not count."""
     stream_interval: int = field(default=32, validator=ge(1))
     """Tokens per event of answers that no client streams; each event costs 40 µs on its way. A lost server loses the
     tokens of an incomplete event, which another one samples again."""

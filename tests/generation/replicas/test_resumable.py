@@ -1,4 +1,4 @@
-"""What the router decides without waiting: the rest of a cut generation, the choice of a replica, sums of counters."""
+"""Pure parts of the replica set: the rest of a cut generation, the choice of a replica, sums of counters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from tests.stacks.replica_stack import START, count, request
 
 from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, Exactly, FinishReason
 from areal_actors.errors import EngineError, Unavailable
-from areal_actors.generation.router import CounterTotals
-from areal_actors.generation.routing import Attempt, Replica, ReroutableGeneration, SessionAffinity, choose, find_delay
+from areal_actors.generation.replicas import Attempt, Counters, Replica, choose
+from areal_actors.generation.resumable import ResumableGeneration
 from areal_actors.messages import ReplicaState
 
 INFO = EngineInfo(
@@ -32,7 +32,7 @@ def chunk(ids, *, version: int = 0, finish: FinishReason | None = None, num_cach
 
 
 class Anywhere:
-    """Nothing is asked here."""
+    """A ref that is never asked."""
 
 
 def replica(name: str, *, version: int = 0, state: ReplicaState = ReplicaState.SERVING, running: int = 0) -> Replica:
@@ -44,10 +44,10 @@ def replica(name: str, *, version: int = 0, state: ReplicaState = ReplicaState.S
 
 
 @given(pieces=st.lists(st.lists(st.integers(1, 3), max_size=4), min_size=1, max_size=5), left=st.integers(1, 5))
-def test_whoever_goes_on_makes_the_same_answer(pieces: list[list[int]], left: int):
+def test_resumed_generation_asks_for_the_rest(pieces: list[list[int]], left: int):
     """However often a generation is cut: each next request asks for what is left, after all that was sampled."""
     num_tokens = sum(map(sum, pieces)) + left
-    generation = ReroutableGeneration(request(num_tokens))
+    generation = ResumableGeneration(request(num_tokens))
     names, keys = set(), set()
     for piece in pieces:
         asked = generation.next_request()
@@ -65,26 +65,23 @@ def test_whoever_goes_on_makes_the_same_answer(pieces: list[list[int]], left: in
     assert generation.find_finish() is None
 
 
-def test_failures_in_a_row_end_a_generation_and_progress_forgives_them():
-    """Three without a token are too many; a token in between starts the count again, and delays grow with it."""
-    generation = ReroutableGeneration(request())
+def test_generation_fails_after_failures_in_a_row():
+    """A token in between starts the count again."""
+    generation = ResumableGeneration(request())
     for _ in range(2):
         for _ in range(2):
-            generation.report_failure("a")
-            generation.check_movable("a", None, "no memory", max_failures=3)
-        assert (0.0, 0.2) == (find_delay(generation.next_place(), "ab"), find_delay(generation.next_place(), "a"))
+            assert generation.end_attempt("a", None, "no memory", is_failure=True, max_failures=3) is None
         generation.add(chunk([11]))
-    assert 0.0 == find_delay(generation.next_place(), "a")
-    for _ in range(3):
-        generation.report_failure("a")
+    for _ in range(2):
+        generation.end_attempt("a", None, "no memory", is_failure=True, max_failures=3)
     with pytest.raises(EngineError, match=r"failed 3 times in a row, after 2 tokens, at a.*no memory"):
-        generation.check_movable("a", None, "no memory", max_failures=3)
+        generation.end_attempt("a", None, "no memory", is_failure=True, max_failures=3)
 
 
 @pytest.mark.parametrize("is_failure", [True, False])
-def test_an_attempt_that_was_left_continues_unless_all_tokens_are_known(*, is_failure: bool):
+def test_unfinished_attempt_continues_unless_all_tokens_are_known(*, is_failure: bool):
     """A move on purpose is not a failure; a replica that is lost after the last token does not cost the answer."""
-    generation = ReroutableGeneration(request(2))
+    generation = ResumableGeneration(request(2))
     generation.add(chunk([11], version=3))
     assert generation.end_attempt("a", None, "gone", is_failure=is_failure, max_failures=2) is None
     assert generation.failed_at == ({"a"} if is_failure else set())
@@ -96,9 +93,9 @@ def test_an_attempt_that_was_left_continues_unless_all_tokens_are_known(*, is_fa
     assert generation.is_over
 
 
-def test_a_generation_ends_with_the_context():
+def test_generation_is_limited_to_the_context():
     """Its replica was lost when the context was full: another one would refuse the whole of it as a prompt."""
-    generation = ReroutableGeneration(request(), context_length=5)
+    generation = ResumableGeneration(request(), context_length=5)
     asked = generation.next_request()
     generation.add(chunk([11, 12, 13]))
 
@@ -106,18 +103,18 @@ def test_a_generation_ends_with_the_context():
     assert FinishReason.LENGTH is generation.find_finish()
 
 
-def test_a_constrained_generation_moves_only_before_its_first_token():
+def test_constrained_generation_moves_only_before_its_first_token():
     """Engines start a grammar at its beginning; the client is asked to repeat the request."""
-    generation = ReroutableGeneration(request(grammar=Exactly(text="yes")))
+    generation = ResumableGeneration(request(grammar=Exactly(text="yes")))
     generation.check_movable("a", None, "gone", max_failures=3)
     generation.add(chunk([11]))
     with pytest.raises(Unavailable, match="may be repeated"):
         generation.check_movable("a", None, "gone", max_failures=3)
 
 
-def test_what_was_not_asked_for_is_no_cached_prompt():
-    """The first chunk says how much of the prompt was cached; after a move, nobody knows."""
-    generation = ReroutableGeneration(request())
+def test_cached_tokens_are_reported_for_the_first_attempt_only():
+    """After a move, the prompt contains sampled tokens."""
+    generation = ResumableGeneration(request())
 
     assert 2 == generation.add(chunk([11], num_cached=2)).num_cached_tokens
     assert 0 == generation.add(chunk([12], num_cached=3)).num_cached_tokens
@@ -127,7 +124,7 @@ SHAPES = st.tuples(st.integers(0, 3), st.sampled_from(ReplicaState), st.integers
 
 
 @given(shapes=st.lists(SHAPES, max_size=6), version=st.integers(0, 3), data=st.data())
-def test_the_choice_is_one_that_may_serve(shapes: list[tuple[int, ReplicaState, int]], version: int, data):
+def test_chosen_replica_may_serve_and_is_least_loaded(shapes: list[tuple[int, ReplicaState, int]], version: int, data):
     """It serves, with new enough weights; the pinned one if it may, else no other is loaded less."""
     herd = [
         replica(str(number), version=own, state=state, running=running)
@@ -152,22 +149,13 @@ def test_the_choice_is_one_that_may_serve(shapes: list[tuple[int, ReplicaState, 
     assert chosen.load == min(one.load for one in fresh)
 
 
-def test_who_was_silent_for_longest_is_forgotten_first():
-    """Pins are bounded; being asked for keeps one. The empty key is nobody's."""
-    affinity = SessionAffinity(2)
-    for key in ("x", "y", "x", "", "z"):
-        affinity.pin(key, f"at {key}")
-
-    assert ["at x", None, "at z", None] == [affinity.find(key) for key in ("x", "y", "z", "")]
-
-
 LIVES = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 9), st.booleans()), max_size=20)
 
 
 @given(lives=LIVES)
-def test_sums_are_of_all_lives(lives: list[tuple[str, int, bool]]):
+def test_counters_sum_all_incarnations(lives: list[tuple[str, int, bool]]):
     """What replicas sampled in all, in whichever lives; it never falls."""
-    totals, now, sampled, last = CounterTotals(), {"a": 0, "b": 0}, 0, 0
+    totals, now, sampled, last = Counters(), {"a": 0, "b": 0}, 0, 0
     for name, num_tokens, is_born_again in lives:
         if is_born_again:
             now[name] = 0
@@ -182,8 +170,8 @@ def test_sums_are_of_all_lives(lives: list[tuple[str, int, bool]]):
         last = total.sampled_tokens
 
 
-def test_a_replica_without_facts_is_full():
-    """Nobody knows how much it takes."""
+def test_replica_with_unknown_capacity_counts_as_full():
+    """One running generation is a load of 1."""
     known, strange = replica("a", running=2), replica("b", running=2)
     strange.info = None
 

@@ -179,7 +179,7 @@ def _train(job: Job, *, staleness: int, seed: int) -> Outcome:
         "rollout.max_concurrent_rollouts": 64,
         "stop.reward": job.threshold,
         "logging.display": "none",
-        "logging.tensorboard": "false",
+        "logging.trackers": "[]",
         **job.settings,
     }
     config = load_config(EXAMPLES / job.config, [f"{key}={value}" for key, value in settings.items()])

@@ -30,7 +30,6 @@ from areal_actors.training.config import (
     OptimizerConfig,
     OptimizerName,
     OverlongConfig,
-    PublishBy,
     StatisticsUnit,
     Surrogate,
     TrainerConfig,
@@ -181,19 +180,12 @@ def _switched_off(config: TrainerConfig) -> Iterator[str]:
 
 
 def _others(config: TrainerConfig, *, has_servers: bool) -> Iterator[str]:
-    advantages, default = config.advantages, TrainerConfig()
-    if advantages.std_floor != default.advantages.std_floor and advantages.normalisation in _UNDIVIDED:
-        yield f"advantages.std_floor has no effect: normalisation {advantages.normalisation} does not divide."
     if config.activations is Activations.OFFLOAD and config.device == "cpu":
         yield "activations offload has no effect: device is cpu, whose memory is that of the host; use recompute."
     if not config.capture.enabled:
-        yield from _changed(config.capture, CaptureConfig(), "capture", ("tolerance", "max_bad_fraction"), "enabled")
+        yield from _changed(config.capture, CaptureConfig(), "capture", ("tolerance",), "enabled")
     if config.gang.num_processes == 1:
         yield from _changed(config.gang, GangConfig(), "gang", ("backend", "timeout_seconds"), "num_processes")
-    if config.publish is PublishBy.MEMORY and config.lora is None and config.publish_keep != default.publish_keep:
-        yield "publish_keep has no effect: publish is memory, and nothing is written."
-    if config.publish is not PublishBy.DISTRIBUTED and config.publish_bucket_mib != default.publish_bucket_mib:
-        yield f"publish_bucket_mib has no effect: publish is {config.publish}, not distributed."
     if config.lora is not None and config.lora.serving is not LoraConfig().serving and not has_servers:
         yield f"lora.serving {config.lora.serving} has no effect: the embedded engine always gets merged weights."
 

@@ -44,7 +44,6 @@ NAMES = (
     ),
     *(
         "page",
-        "connections",
         "proxy",
         "proxies",
         "memory",

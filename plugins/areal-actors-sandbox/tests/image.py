@@ -1,4 +1,4 @@
-"""An image for the tests of containers, from this machine's own files: ``python -m tests.sandbox.image DIRECTORY``.
+"""An image for the tests of containers, from this machine's own files: ``python image.py DIRECTORY``.
 
 It needs no registry and no network. DIRECTORY becomes the root of a file system with ``sh``, ``python3``, the programs
 of coreutils, and their libraries (56 MB). docker and podman import it as ``areal-sandbox-test``, where they run;

@@ -26,10 +26,8 @@ from attrs import define, field, frozen
 from areal_actors.errors import SandboxError, SandboxLimit
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.task_groups import open_tasks
-from areal_actors.sandbox import inside
-from areal_actors.sandbox.base import BoxRequest, Completed, Output
-from areal_actors.sandbox.config import Network
-from areal_actors.sandbox.output import Tail
+from areal_actors.sandbox import BoxRequest, Completed, Network, Output, Tail
+from areal_actors_sandbox import inside
 
 __all__ = ["Box", "Start", "code", "create_memory_file", "linux_version", "memory_file", "program"]
 

@@ -14,7 +14,7 @@ import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,11 @@ from attrs.validators import in_
 from areal_actors.errors import SandboxError
 from areal_actors.lib.child_process import BoundedLog
 from areal_actors.lib.scratch import scratch_directory
-from areal_actors.sandbox.base import BoxRequest, Sandbox
-from areal_actors.sandbox.box import Box, Start, program
-from areal_actors.sandbox.config import Network, SandboxConfig, SandboxKind
-from areal_actors.sandbox.environment import passed_environment
-from areal_actors.sandbox.system_calls import create_profile
+from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, passed_environment
+from areal_actors_sandbox.box import Box, Start, program
+from areal_actors_sandbox.system_calls import create_profile
 
-__all__ = ["ContainerSandbox"]
+__all__ = ["ContainerSandbox", "open_apptainer", "open_docker", "open_podman"]
 
 _SOCKETS = "/run/areal"
 _HOME = "/tmp"  # noqa: S108 - a path inside the box
@@ -43,9 +41,9 @@ _DISKS = ("/dev", "/dev/shm")  # noqa: S108
 _SETTINGS = ("acpi", "bus", "driver", "fs", "irq", "scsi", "sys", "sysrq-trigger")
 """Entries of /proc in which root may set the kernel of the host, even without capabilities."""
 _INSTALL = {
-    SandboxKind.DOCKER: "apt-get install docker.io, and a running dockerd",
-    SandboxKind.PODMAN: "apt-get install podman",
-    SandboxKind.APPTAINER: "see https://apptainer.org/docs/admin/latest/installation.html",
+    "docker": "apt-get install docker.io, and a running dockerd",
+    "podman": "apt-get install podman",
+    "apptainer": "see https://apptainer.org/docs/admin/latest/installation.html",
 }
 _SHOWS_MORE = re.compile(r"(APPTAINER|SINGULARITY)_(BIND|BINDPATH|MOUNT|OVERLAY|OVERLAYIMAGE)")
 """Variables by which a site shows directories in every container: a box shows those of its settings only."""
@@ -55,7 +53,7 @@ _SHOWS_MORE = re.compile(r"(APPTAINER|SINGULARITY)_(BIND|BINDPATH|MOUNT|OVERLAY|
 class ContainerSandbox:
     """Opens boxes with docker or podman, whose command lines are the same, or with apptainer."""
 
-    kind: SandboxKind = field(default=SandboxKind.DOCKER, validator=in_(_INSTALL))
+    kind: str = field(default="docker", validator=in_(_INSTALL))
     log: Path | None = None
     """File for what the program itself says."""
 
@@ -73,7 +71,7 @@ class ContainerSandbox:
             said = tried.stderr.strip()
             advice = f"\n{_ADVICE}" if "systemd not running" in said else ""
             raise SandboxError(f"{self.kind} cannot run python3 of {config.image}: {said}{advice}")
-        counted = self.kind is SandboxKind.APPTAINER and not _has_cgroups(config.image)
+        counted = self.kind == "apptainer" and not _has_cgroups(config.image)
         return f"{self.kind} ({found}) with {config.image}{', without cgroups' if counted else ''}"
 
     @asynccontextmanager
@@ -90,7 +88,7 @@ class ContainerSandbox:
 
             def prepare(channel: list[Any]) -> Start:
                 channel[0] = f"{_SOCKETS}/socket"
-                disks = _DISKS if self.kind is SandboxKind.APPTAINER else ()
+                disks = _DISKS if self.kind == "apptainer" else ()
                 channel[1]["disks"] = (request.work_directory, *request.directories, "/tmp", *disks)  # noqa: S108
                 environment = passed_environment(request.config) | {"HOME": _HOME}
                 environment.pop("PATH", None)  # that of the image
@@ -108,9 +106,14 @@ class ContainerSandbox:
         assert request.config.image is not None
         image = request.config.image
         python = ["-I", "-S", "-c"]
-        if self.kind is SandboxKind.APPTAINER:
+        if self.kind == "apptainer":
             return ["apptainer", "exec", *_apptainer_options(request, sockets), image, "python3", *python]
         return [self.kind, "run", *_docker_options(request, sockets), image, *python]
+
+
+open_docker = partial(ContainerSandbox, kind="docker")
+open_podman = partial(ContainerSandbox, kind="podman")
+open_apptainer = partial(ContainerSandbox, kind="apptainer")
 
 
 def _own_environment() -> dict[str, str]:

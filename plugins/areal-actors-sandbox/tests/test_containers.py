@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_actors.errors import SandboxError
-from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox import SandboxConfig, create_sandbox
 
 PRINT_ARGUMENTS = """#!/bin/sh
 printf '%s\\n' "$@" > "$ARGUMENTS"
@@ -29,7 +29,7 @@ def test_apptainer_is_called_as_its_manual_says(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("ARGUMENTS", str(tmp_path / "arguments"))
     monkeypatch.setenv("APPTAINER_BIND", "/scratch")  # set by the modules of many sites
     config = SandboxConfig(
-        backend=SandboxKind.APPTAINER,
+        backend="apptainer",
         image="/images/a.sif",
         cpus=2,
         memory_mib=64,
@@ -37,7 +37,7 @@ def test_apptainer_is_called_as_its_manual_says(tmp_path: Path, monkeypatch: pyt
         readable=(tmp_path,),
     )
 
-    found = create_sandbox(SandboxKind.APPTAINER).check(config)
+    found = create_sandbox("apptainer").check(config)
 
     called = (tmp_path / "arguments").read_text().splitlines()
     assert found == f"apptainer ({program}) with /images/a.sif"
@@ -59,13 +59,13 @@ def test_apptainer_without_cgroups_leaves_the_limits_to_the_box(tmp_path: Path, 
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
 
-    found = create_sandbox(SandboxKind.APPTAINER).check(SandboxConfig(backend=SandboxKind.APPTAINER, image="/b.sif"))
+    found = create_sandbox("apptainer").check(SandboxConfig(backend="apptainer", image="/b.sif"))
 
     assert found == f"apptainer ({program}) with /b.sif, without cgroups"
 
 
-@pytest.mark.parametrize("kind", [SandboxKind.DOCKER, SandboxKind.PODMAN, SandboxKind.APPTAINER])
-def test_a_missing_program_names_its_install_line(kind: SandboxKind, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("kind", ["docker", "podman", "apptainer"])
+def test_a_missing_program_names_its_install_line(kind: str, monkeypatch: pytest.MonkeyPatch):
     """The error says what to install."""
     monkeypatch.setenv("PATH", "/nowhere")
 

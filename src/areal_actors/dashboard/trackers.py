@@ -170,7 +170,7 @@ class Wandb:
                 "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
             )
         identity = run.recall("wandb").get("id") or secrets.token_hex(4)
-        own = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
+        own: dict[str, Any] = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
         # The output of the run stays its own; a second reader of the terminal would garble the display.
         quiet = wandb.Settings(console="off", silent=True)
         own |= {"dir": str(run.directory.path), "config": run.settings(), "settings": quiet}
@@ -242,7 +242,13 @@ class Trackio:
         import trackio
 
         resume = "allow" if run.recall("trackio") else "never"
-        own = {"project": run.experiment, "name": run.trial, "config": run.settings(), "resume": resume, "embed": False}
+        own: dict[str, Any] = {
+            "project": run.experiment,
+            "name": run.trial,
+            "config": run.settings(),
+            "resume": resume,
+            "embed": False,
+        }
         # Standard output belongs to the command.
         with redirect_stdout(sys.stderr):
             self._run: Any = trackio.init(**{**own, **options})

@@ -341,7 +341,7 @@ def settings(seed: int) -> dict[str, Any]:
         "engine": {"max_concurrent": 32, "max_length": 256, "dtype": "float32"},
         "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.001, "num_warmup_steps": 1}},
         "checkpoint": {"every_steps": 4},
-        "logging": {"display": "plain", "tensorboard": False},
+        "logging": {"display": "plain", "trackers": []},
     }
 
 

@@ -94,7 +94,7 @@ def running(play: Play, path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
         *(sys.executable, "-m", "areal_actors", "train", str(ROOT / "examples" / play.example)),
         *(f"total_steps={play.steps}", "rollout.group_size=4", "checkpoint.every_steps=1", "eval_dataset=null"),
         *([f"scheduler.roles={roles}"] if play.example == "tiny.yaml" else []),
-        *("scheduler.local.oversubscribe=true", "logging.tensorboard=false"),
+        *("scheduler.local.oversubscribe=true", "logging.trackers=[]"),
         *play.settings,
         *("--run-dir", str(directory)),
     ]

@@ -212,7 +212,6 @@ def test_a_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model)
         ({"lora": LoraConfig(rank=2)}, r"lora is LoraConfig\(rank=2"),
         ({"dtype": ComputeDtype.BFLOAT16}, "dtype is bfloat16 in phase 2"),
         ({"gang": GangConfig(num_processes=2)}, "gang is GangConfig"),
-        ({"publish_keep": 7}, r"publish_keep is 7 in phase 2 \(rl\) and 2 in the first one"),
     ],
 )
 def test_settings_of_the_whole_run_are_the_same_in_all_phases(make_model, settings, complaint):

@@ -151,19 +151,23 @@ def _is_installed(distribution: str) -> bool:
 
 @click.command()
 @click.argument("section", required=False)
+@click.option("--all", "is_all", is_flag=True, help="Print every setting, also those that few runs need.")
 @verbose_option
 @explains_errors
-def settings(*, section: str | None) -> None:
-    """Print every setting as commented YAML: what it must be, its default, what its section is for.
+def settings(*, section: str | None, is_all: bool) -> None:
+    """Print settings as commented YAML: what each must be, its default, what its section is for.
+
+    Without SECTION and --all, these are the settings that most runs need.
 
     \b
     Examples:
       areal-actors settings
+      areal-actors settings --all
       areal-actors settings trainer.objective
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import format_reference, settings_class
 
-    click.echo(format_reference(settings_class(section or "")), nl=False)
+    click.echo(format_reference(settings_class(section or ""), is_short=not (section or is_all)), nl=False)
 
 
 @click.command()
@@ -858,7 +862,7 @@ def cli() -> None:
     With SGLang or vLLM:
       areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
-      areal-actors settings                     every setting, its default, what it is for
+      areal-actors settings                     the settings that most runs need; --all prints every one
     """  # noqa: D301 - a real backspace tells click to keep the lines
 
 

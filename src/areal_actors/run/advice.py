@@ -31,7 +31,6 @@ from areal_actors.training.config import (
     Normalisation,
     OptimizerConfig,
     OptimizerName,
-    PublishBy,
     StatisticsUnit,
     Surrogate,
     TrainerConfig,
@@ -149,9 +148,6 @@ def _of_penalties(config: TrainerConfig) -> Iterator[Inert]:
         yield reason, "objective.overlong.buffer_tokens", "objective.overlong.scale"
     if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
         yield f"objective.aggregation is {objective.aggregation}", "objective.fixed_length"
-    advantages = config.advantages
-    if isinstance(advantages.normalisation, Normalisation) and not formula_of(advantages).divides:
-        yield f"normalisation {advantages.normalisation} does not divide", "advantages.std_floor"
 
 
 def _of_training(config: TrainerConfig, has_servers: bool) -> Iterator[Inert]:  # noqa: FBT001 - as the caller names it
@@ -164,13 +160,9 @@ def _of_training(config: TrainerConfig, has_servers: bool) -> Iterator[Inert]:  
     if config.optimizer.decay is Decay.CONSTANT:
         yield "optimizer.decay is constant", "optimizer.num_decay_steps", "optimizer.final_fraction"
     if not config.capture.enabled:
-        yield "capture.enabled is false", "capture.tolerance", "capture.max_bad_fraction"
+        yield "capture.enabled is false", "capture.tolerance"
     if config.gang.num_processes == 1:
         yield "gang.num_processes is 1", "gang.backend", "gang.timeout_seconds"
-    if config.publish is PublishBy.MEMORY and config.lora is None:
-        yield "publish is memory, and nothing is written", "publish_keep"
-    if config.publish is not PublishBy.DISTRIBUTED:
-        yield f"publish is {config.publish}, not distributed", "publish_bucket_mib"
     if config.lora is not None and not has_servers:
         yield "the embedded engine always gets merged weights", "lora.serving"
 

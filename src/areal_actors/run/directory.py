@@ -33,7 +33,6 @@ from areal_actors.errors import (
     WorkflowError,
 )
 from areal_actors.interchange import INSTALL_PARQUET, has_parquet
-from areal_actors.journal import settle
 from areal_actors.journal.sqlite import filesystem_of, is_network
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import NO_LOCKS, HeldLock, LockHeld, hold
@@ -145,7 +144,6 @@ def _has_work(directory: RunDirectory) -> bool:
             return True
         # Turns of episodes that are not over, which a resumed run would not sample again.
         for path in (directory.journal, directory.groups):
-            settle(path)
             if path.is_file():
                 with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as journal:
                     if journal.execute("SELECT EXISTS (SELECT 1 FROM sessions)").fetchone() == (1,):

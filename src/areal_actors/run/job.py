@@ -39,7 +39,7 @@ from areal_actors.models import ModelFiles, create_empty_policy, load_policy, mo
 from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
-from areal_actors.sandbox import SandboxKind, create_sandbox
+from areal_actors.sandbox import create_sandbox
 from areal_actors.training.phases import PhaseName
 from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
@@ -290,7 +290,7 @@ def prepare_agent(
             raise WorkflowError(
                 f"workflow_kwargs {sorted(kwargs)} were given with a command; make them arguments of it."
             )
-        if config.backend is not SandboxKind.NONE:
+        if config.is_isolated:
             create_sandbox(config.backend).check(config)
         return CommandAgent.open(target, pool, sandbox=config)
     if isinstance(target, VerifiersWorkflow):
@@ -299,14 +299,14 @@ def prepare_agent(
                 f"workflow_kwargs {sorted(kwargs)} were given with verifiers; make them options of the taskset or the "
                 "harness, or settings of env."
             )
-        if config.backend is not SandboxKind.NONE:
+        if config.is_isolated:
             create_sandbox(config.backend).check(config)
         create_environment(target.verifiers, config)
         if rollout.openai.mode is AgentMode.SUBPROCESS:
             arguments = {"config": target.verifiers, "sandbox": config}
             return AgentPool.open(serialize_agent(BlockingVerifiersAgent, arguments), pool)
         return VerifiersAgent.open(target.verifiers, config)
-    if config.backend is not SandboxKind.NONE:
+    if config.is_isolated:
         raise WorkflowError(
             f"rollout.openai.sandbox: {config.backend} isolates agents that are commands, and {target} runs in a "
             "Python process of the run; name it as {command: [python, file.py]}, or set rollout.openai.sandbox: none."

@@ -93,7 +93,7 @@ class Restarts:
 
     def describe(self) -> str:
         """Return the limit as text for an error message."""
-        return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts)"
+        return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts.max)"
 
 
 @frozen(kw_only=True)

@@ -28,13 +28,13 @@ from areal_actors.run.checks import try_functions
 from areal_actors.run.directory import require_packages
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agents
-from areal_actors.sandbox import SandboxKind, create_sandbox
+from areal_actors.sandbox import create_sandbox
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
 from areal_actors.workflows import CommandConfig, VerifiersWorkflow
 
 __all__ = ["examine_machine", "examine_memory"]
 
-_PACKAGES = ("torch", "transformers", "anyio", "starlette", "hypercorn")
+_PACKAGES = ("torch", "transformers", "anyio", "starlette", "uvicorn", "hypercorn")
 _OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
 """A checkpoint holds the weights, and two moments of each."""
 _OWN_FILES = 256
@@ -115,7 +115,7 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
     yield from found.findings
     with Examination("sandbox") as found:
         for sandbox in sandboxes:
-            if sandbox.backend is not SandboxKind.NONE:
+            if sandbox.is_isolated:
                 found.add(Verdict.OK, f"{create_sandbox(sandbox.backend).check(sandbox)} opens a sandbox")
     yield from found.findings
     with Examination("functions") as found:

@@ -20,7 +20,6 @@ from areal_actors.messages import (
     DescribeCapacity,
     LiftStalenessLimit,
     Permit,
-    RefundGroup,
     ReservePermit,
     SettlePermit,
     VersionAdvanced,
@@ -62,15 +61,6 @@ async def test_a_batch_is_granted_and_the_next_waits_for_new_weights() -> None:
         await ref.tell(VersionAdvanced(version=1))
         await anyio.wait_all_tasks_blocked()
         assert 1 == granted[-1].version
-
-
-async def test_a_rejected_group_is_refunded() -> None:
-    """What produced nothing to train leaves room for another."""
-    async with granter(batch_size=1) as ref:
-        permit = await ref.ask(AcquirePermit(holder="test"))
-        await ref.tell(SettlePermit(permit=permit.id, is_accepted=False))
-
-        assert permit.id != (await ref.ask(AcquirePermit(holder="test"))).id
 
 
 async def test_settling_twice_counts_once() -> None:
@@ -132,16 +122,6 @@ async def test_external_agents_reserve_and_claim_or_are_refused_at_once() -> Non
             await ref.ask(ClaimPermit(holder="session"))
 
         assert refusal.value.retry_after_seconds
-
-
-async def test_a_dropped_group_makes_room_for_another() -> None:
-    """A refund gives back what acceptance took."""
-    async with granter(batch_size=1) as ref:
-        permit = await ref.ask(AcquirePermit(holder="test"))
-        await ref.tell(SettlePermit(permit=permit.id, is_accepted=True))
-        await ref.tell(RefundGroup())
-        with anyio.fail_after(1):
-            await ref.ask(AcquirePermit(holder="test"))
 
 
 operations = st.lists(

@@ -20,13 +20,11 @@ from areal_actors.datasets import DifficultyConfig
 from areal_actors.domain import (
     DataPosition,
     Group,
-    GroupConsumed,
     GroupId,
     GroupQueued,
     JournalEvent,
     Problem,
     StepLeased,
-    VersionSaved,
 )
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.journal import MemoryJournal
@@ -311,15 +309,6 @@ def test_only_tokens_of_lost_weights_are_marked():
     assert 2 == done.group.problem.position
 
 
-def test_a_group_that_another_release_encoded_is_sampled_again():
-    """It is discarded, with what depends on it."""
-    (event,) = stored(0)
-    restored = restore_queue([evolve(event, content=b"\x01\x00\x00\x00\xff"), leased(1, 0)], settings="s", version=0)
-
-    assert ((), ()) == (restored.steps, restored.waiting)
-    assert {GroupQueued, GroupConsumed, StepLeased} == {type(event) for event in restored.void}
-
-
 async def test_members_that_were_finished_are_not_run_again():
     """The rest of their group is, by the agent; the whole is trained as if nothing had happened."""
     journal, members, slow = Killable([], kept=99), [], anyio.Event()
@@ -403,11 +392,3 @@ async def test_restored_episodes_are_reported_once():
     assert all(isinstance(news, EpisodeFinished) for news in notebook.news)
     told = [(news.problem.position, news.is_repeated) for news in notebook.news]
     assert [(0, False), (2, False), (1, False), (2, True), (1, True)] == told
-
-
-async def test_saved_versions_are_told():
-    """What they were trained with is deleted by the journal."""
-    journal = MemoryJournal()
-    await GroupJournal(journal).save(4)
-
-    assert [VersionSaved(version=4)] == journal.events

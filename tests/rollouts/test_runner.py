@@ -8,7 +8,7 @@ import anyio
 import httpx
 import numpy as np
 import pytest
-from tests.stacks.inference_stack import InferenceStack, encode, say
+from tests.stacks.inference_stack import InferenceStack, encode
 from tests.stacks.rollout_stack import Act, Episode, open_rollout_stack
 
 from areal_actors.domain import Credential, DataPosition, SessionId
@@ -27,8 +27,6 @@ from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.control_plane import DirectoryActor
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.workflows import EpisodeContext
-from areal_actors.workflows import context as workflow_context
 
 pytestmark = pytest.mark.anyio
 
@@ -208,21 +206,6 @@ async def test_the_wait_for_a_seat_is_no_time_of_the_episode():
     assert [None] * 3 == [episode.failure for episode in group.episodes]
 
 
-async def test_rewards_that_no_float_can_add_up_fail_the_episode():
-    """Each is finite; what they amount to is not."""
-
-    async def act(episode: Episode) -> dict[str, float]:
-        first = await episode.ask("what?")
-        follow_up = (*say("what?"), *say("", first.message.content)[1:], *say("and?"))
-        (second,) = await episode.inference.complete(episode.session, follow_up)
-        return {first.interaction: 3e38, second.interaction: 3e38}
-
-    async with open_rollout_stack(act) as rollout_stack:
-        (episode,) = (await rollout_stack.play()).episodes
-
-    assert "scale its rewards down" in episode.failure
-
-
 async def test_a_timeout_aborts_what_the_agent_was_waiting_for():
     """The generation of an episode that is over does not run on."""
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
@@ -237,23 +220,6 @@ async def test_a_timeout_aborts_what_the_agent_was_waiting_for():
     assert "took longer" in episode.failure
     assert (60.0, 1) == (episode.seconds, episode.num_turns)
     assert (0, 1) == (engine.statistics().waiting, engine.statistics().aborted)
-
-
-async def test_each_episode_knows_itself_only():
-    """Problem, member and purpose, also while others run beside it."""
-    seen = set()
-
-    async def act(episode: Episode) -> float:
-        await episode.ask()
-        seen.add((episode.context.task_id, episode.context.member, episode.context.is_eval))
-        return 0.0
-
-    async with open_rollout_stack(act, held_out=2) as rollout_stack:
-        await rollout_stack.play(num_episodes=2)
-        await rollout_stack.runner.ask(Evaluate(version=3))
-
-    assert {("0", 0, False), ("0", 1, False), ("0", 0, True), ("1", 0, True)} == seen
-    assert EpisodeContext() == workflow_context.get()
 
 
 async def test_members_are_sampled_with_keys_of_their_own():

@@ -14,7 +14,6 @@ from tests.stacks.rollout_stack import Episode, Notebook, open_rollout_stack, pr
 
 from areal_actors.client import create_http_client
 from areal_actors.domain import Problem
-from areal_actors.errors import ConfigError
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     DescribeCapacity,
@@ -114,14 +113,6 @@ async def test_tensors_are_rows_of_their_group():
     assert (0, 0, len(encode("42"))) == (rows[0].head_version, rows[0].tail_version, rows[0].num_trained_tokens)
 
 
-async def test_each_row_of_tensors_is_a_sample():
-    """A workflow that returns several is as good as a group of several; their members are told apart."""
-    episodes = await play(lambda engine, member: tensors(engine, member, num_rows=3), num_episodes=2)
-
-    assert [0, 2, 4, 1, 3, 5] == [episode.member for episode in episodes]
-    assert 6 == len({episode.session for episode in episodes})
-
-
 async def test_interactions_are_rows():
     """One sample of as many rows."""
     (episode,) = await play(lambda engine, _: interactions(engine, 0.25))
@@ -192,12 +183,6 @@ async def test_who_leaves_cancels_the_workflow():
         await play(lambda engine, _: tensors(engine, 1.0), engine=engine)
 
     assert (0, 1) == (engine.statistics().waiting, engine.statistics().aborted)
-
-
-async def test_a_workflow_needs_an_engine():
-    """It is a mistake of whoever composes the run."""
-    with pytest.raises(ConfigError, match="no engine for its episodes"):
-        RolloutRunner(agent=Acting(tensors), peers=None, endpoint=None, http_client=None)
 
 
 # ------------------------------------------------------------------------------------------------ training groups

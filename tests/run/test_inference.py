@@ -51,14 +51,6 @@ async def test_an_app_gets_its_rows():
     assert session.api_key not in repr(session)
 
 
-async def test_a_block_that_raises_raises_its_own_error():
-    """Whatever has stopped in the meantime: the first error is what the app sees."""
-    with pytest.raises(KeyError, match="mine"):
-        async with open_inference("tiny", CONFIG) as inference, inference.session():
-            await inference.sessions.stop()
-            raise KeyError("mine")
-
-
 @pytest.mark.parametrize(
     "name", ["open_inference", "rollouts", "session", "agent_session", "client", "system", "sqlite"]
 )
@@ -161,13 +153,6 @@ async def test_an_engine_that_hangs_ends_the_service(monkeypatch):
                 await anyio.sleep_forever()
     finally:
         is_over.set()
-
-
-async def test_a_group_that_the_block_raises_is_its_own():
-    """It may come from a task group of the app, which knows what to do with it."""
-    with pytest.raises(ExceptionGroup, match="of the app"):
-        async with open_inference("tiny", CONFIG):
-            raise ExceptionGroup("of the app", [EngineError("one"), EngineError("two")])
 
 
 async def test_nothing_is_left_behind():

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
-import threading
 from functools import partial
 
 import pytest
@@ -64,18 +62,6 @@ def test_two_runs_of_one_name_do_not_run_at_once(tmp_path, resume):
         assert resume == directory.metrics.exists()
 
 
-def test_a_file_system_without_locks_does(tmp_path, monkeypatch):
-    """Nobody can be kept out there, and nobody is refused for it."""
-
-    def refuse(*_):
-        raise OSError(errno.ENOLCK, "No locks available")
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    directory = RunDirectory(path=tmp_path / "e" / "trial")
-    with prepared_directory(configure(), directory, resume=False):
-        assert directory.config.exists()
-
-
 def test_a_run_that_could_not_begin_is_not_kept(tmp_path):
     """Trying until the configuration is right leaves one directory, and moves no other away."""
     config, directory = configure(), RunDirectory(path=tmp_path / "e" / "trial")
@@ -115,53 +101,6 @@ def test_a_start_that_is_refused_leaves_no_lock_and_no_directory(tmp_path, name,
         raise ConfigError("wrong")
 
     assert [tmp_path / "a"] == list(tmp_path.rglob("*"))
-
-
-def test_of_starts_that_fail_at_once_each_is_alone_and_nothing_is_left(tmp_path):
-    """Each makes the directories and the lock, and removes them while others are about to lock the same ones.
-
-    A directory stays if one start made it, and another one used it when the first one ended.
-    """
-    config, directory = configure(), RunDirectory(path=tmp_path / "e" / "f" / "trial")
-    inside, most, errors = [], [], []
-
-    def start() -> None:
-        for number in range(25):
-            try:
-                with prepared_directory(config, directory, resume=False):
-                    inside.append(number)
-                    most.append(len(inside))
-                    inside.remove(number)
-                    create_config({})  # raises ConfigError
-            except ConfigError as error:
-                errors.append(str(error))
-
-    threads = [threading.Thread(target=start) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-
-    assert 1 == max(most)
-    others = {error for error in errors if f"{directory.path} is in use by " not in error}
-    assert 1 == len(others)
-    assert "total_steps is missing" in others.pop()
-    assert {tmp_path / "e", tmp_path / "e" / "f"} >= set(tmp_path.rglob("*"))
-
-
-@pytest.mark.parametrize("error", [WorkflowError("Agent() raised ValueError"), KeyboardInterrupt()])
-def test_an_agent_that_cannot_start_or_an_interrupt_moves_no_run_away(tmp_path, error):
-    """The agent's process is started after the directory was prepared; nothing has begun by then."""
-    directory = RunDirectory(path=tmp_path / "e" / "trial")
-    with prepared_directory(configure(), directory, resume=False):
-        directory.metrics.write_text("{}")
-
-    with pytest.raises(type(error)), prepared_directory(configure(), directory, resume=False):
-        directory.logs.mkdir()
-        raise error
-
-    assert directory.metrics.read_text() == "{}"
-    assert ["trial"] == [path.name for path in directory.path.parent.iterdir() if path.is_dir()]
 
 
 def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
@@ -228,17 +167,6 @@ def test_the_settings_of_earlier_steps_are_kept(tmp_path, caplog):
     assert "seed: 8" in kept["config.2.yaml"]
     assert "seed: 8 -> 9" in caplog.text
     assert "of-an-admin" not in caplog.text
-
-
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
-    """With what to set."""
-    (tmp_path / "e").write_text("a file")
-    directory = RunDirectory(path=tmp_path / "e" / "trial")
-    with (
-        pytest.raises(ConfigError, match=r"e/trial cannot be written: .*fileroot"),
-        prepared_directory(configure(), directory, resume=False),
-    ):
-        pass
 
 
 def test_a_start_on_a_full_disk_may_be_repeated(tmp_path, monkeypatch):

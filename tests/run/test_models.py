@@ -8,7 +8,6 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 from attrs import evolve
 from openai import APIStatusError, AsyncOpenAI
 from tests.run.trained import NAME, QUESTION, greedy_text, serving, train
@@ -56,30 +55,6 @@ async def test_a_name_selects_weights(root: Path):
     assert expected != policy.choices[0].message.content
     assert [NAME, OTHER] == names[1:]
     assert [policy.id] == [interaction.id for interaction in record.interactions]
-
-
-async def test_every_dialect_selects(root: Path):
-    """Responses, Anthropic's messages with their count, and plain completions: all by the same name."""
-    expected = greedy_text(root / NAME / "weights")
-    async with open_inference("tiny", serving(root)) as inference, inference.session() as session:
-        url = session.base_url.removesuffix("/v1")
-        async with (
-            AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai,
-            AsyncAnthropic(base_url=url, api_key=session.api_key) as anthropic,
-        ):
-            response = await openai.responses.create(model=NAME, input=QUESTION, temperature=0, max_output_tokens=12)
-            message = await anthropic.messages.create(
-                model=NAME, messages=ASK, max_tokens=12, extra_body={"temperature": 0}
-            )
-            count = await anthropic.messages.count_tokens(model=NAME, messages=ASK)
-            raw = await openai.completions.create(model=NAME, prompt="one", temperature=0, max_tokens=4, logprobs=1)
-        record = await inference.sessions.ask(CollectSession(session=session.id))
-
-    assert expected == response.output_text == message.content[0].text
-    assert count.input_tokens == message.usage.input_tokens
-    assert raw.choices[0].logprobs.text_offset[0] == 0
-    assert len(raw.choices[0].logprobs.tokens) == raw.usage.completion_tokens
-    assert () == record.interactions
 
 
 async def test_keys_open_trained_models_too(root: Path):

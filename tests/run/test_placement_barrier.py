@@ -104,14 +104,3 @@ def test_what_can_go_on_or_holds_nothing_is_left_alone(states):
         assert not one.is_complete
         assert any(RUNNING in found for found in by_role.values())
         assert any(PENDING in found and not found & {RUNNING, UNKNOWN} for found in by_role.values())
-
-
-def test_a_run_without_workers_is_whole():
-    """And whoever has left is not counted."""
-    one = PlacementBarrier(NEEDED, seconds=1.0)
-
-    assert PlacementBarrier((), seconds=1.0).is_complete
-    with one.hold(Role.TRAINER, _Placement("trainer-0", RUNNING)), one.hold(Role.PROXY, _Placement("p", PENDING)):
-        assert {Role.PROXY} == one.waiting
-    assert not one.waiting
-    assert not one.is_complete

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -168,47 +165,6 @@ async def test_a_service_that_needs_no_key_is_asked_without_one(root: Path):
         async with engine:
             with pytest.raises(ModelError, match=r"does not offer the model .* without a key \(api_key\)"):
                 await engine.agenerate(QUESTION)
-
-
-def test_a_service_in_another_process(root: Path):
-    """A server that somebody else runs, found by the environment that agents have."""
-    code = (
-        "import sys, anyio\n"
-        "from areal_actors.run import open_inference\n"
-        "from tests.run.trained import serving\n"
-        "from pathlib import Path\n"
-        "async def main():\n"
-        "    async with open_inference('tiny', serving(Path(sys.argv[1]))) as inference:\n"
-        "        print(inference.endpoint.base_url, inference.endpoint.admin_key, flush=True)\n"
-        "        await anyio.to_thread.run_sync(sys.stdin.read)\n"
-        "anyio.run(main)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": "src:."},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            url, key = process.stdout.readline().split()
-            engine = RemoteSGLangEngine().initialize(
-                experiment_name=EXPERIMENT,
-                trial_name=TRIAL,
-                environment={"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key},
-            )
-
-            async def ask() -> str:
-                async with engine:
-                    return (await engine.agenerate(QUESTION, greedy=True, max_new_tokens=12)).text
-
-            text = anyio.run(ask)
-        finally:
-            process.communicate("")
-
-    assert greedy_text(root / NAME / "weights") == text
 
 
 def _engine_threads() -> list[threading.Thread]:

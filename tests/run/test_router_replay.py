@@ -29,7 +29,7 @@ from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.engine import open_server_engines
 from areal_actors.generation.servers.experts import RoutedLayers
 from areal_actors.generation.servers.http import create_client
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch import TorchEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.interchange.episodes import format_episode, parse_episode
@@ -184,13 +184,6 @@ async def test_forced_experts_are_taken_and_train_the_router(tmp_path: Path, act
         )
 
 
-async def test_engines_that_are_not_asked_record_nothing(tmp_path: Path):
-    """Rows take no more memory than those of a dense model."""
-    episode = await sample(save_moe("mixtral", tmp_path), dtype="float32", records=False, num_turns=1)
-
-    assert all(row.routed_experts is None for row in episode.trajectories)
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_a_run_with_replay_is_published_and_resumed(tmp_path: Path, kind: str):
     """A mixture of experts, sampled in bfloat16: the resumed step trains with replay, too."""
@@ -265,16 +258,6 @@ async def test_a_server_that_records_no_experts_is_refused(tmp_path: Path):
     ):
         with pytest.raises(EngineError, match="--enable-return-routed-experts"):
             await dialect.describe(client)
-
-
-def test_the_command_of_a_server_asks_for_experts(tmp_path: Path):
-    """Only where they are replayed."""
-    kind = KINDS[Backend.SGLANG]
-    commands = [
-        format_command(kind, ServerConfig(python="python"), model=tmp_path, port=1, records_experts=records)
-        for records in (False, True)
-    ]
-    assert [False, True] == ["--enable-return-routed-experts" in command for command in commands]
 
 
 @given(data=st.data())

@@ -320,16 +320,6 @@ def test_a_mistake_in_the_configuration_is_one_clear_message(tmp_path: Path, ove
     assert [] == [word for word in words if word not in message], message
 
 
-def test_malformed_yaml_is_one_clear_message(tmp_path: Path):
-    """With the line."""
-    path = tmp_path / "broken.yaml"
-    path.write_text("experiment_name: [tiny\nmodel: tiny\n")
-    message = complaint(CliRunner().invoke(cli, ["train", str(path)]), exit_code=2)
-
-    assert "broken.yaml" in message
-    assert "line" in message
-
-
 def test_there_must_be_a_run_to_resume(tmp_path: Path):
     """A typo in the directory does not start a run of its own."""
     message = complaint(run_here(tmp_path / "run", "--resume"), exit_code=2)

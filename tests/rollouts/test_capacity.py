@@ -82,7 +82,7 @@ async def test_an_unsettled_permit_is_taken_back() -> None:
             await ref.ask(AcquirePermit(holder="next"))
 
 
-async def test_who_leaves_the_line_passes_the_turn_on() -> None:
+async def test_a_cancelled_permit_request_does_not_block_the_next() -> None:
     """Cancelling a waiting ask neither takes a permit nor holds up those behind it."""
     granted: list[str] = []
 
@@ -110,7 +110,7 @@ async def test_who_leaves_the_line_passes_the_turn_on() -> None:
 
 
 async def test_external_agents_reserve_and_claim_or_are_refused_at_once() -> None:
-    """A reservation counts against capacity, is used by the next claim, and nobody waits."""
+    """A reservation counts against capacity, is used by the next claim, and no request waits."""
     async with granter(batch_size=2) as ref:
         assert 1 == (await ref.ask(ReservePermit())).reserved
         await ref.ask(ClaimPermit(holder="session"))

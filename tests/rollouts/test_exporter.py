@@ -1,4 +1,4 @@
-"""The exporter: groups are lent, acknowledged and forgotten, each once, whoever is cancelled or comes twice."""
+"""The exporter: groups are leased, acknowledged and forgotten once, also after cancellations and repeated requests."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ async def test_a_lease_that_was_not_acknowledged_is_offered_again():
         assert [2, 3] == positions_of(await inference.exports.ask(ask_for(2)))
 
 
-async def test_what_is_delivered_twice_is_trained_once():
+async def test_a_group_delivered_twice_is_trained_once():
     """While it waits, while it is lent, and after it was trained."""
     async with open_inference_stack() as inference:
         group = make_group(0)

@@ -266,7 +266,7 @@ def positions(groups: tuple[StoredGroup, ...]) -> list[int]:
     return [entry.group.problem.position for entry in groups]
 
 
-def test_what_a_checkpoint_contains_is_not_restored():
+def test_groups_of_the_checkpoint_are_not_restored():
     """Steps up to its version are over, and so are the problems that it counts as done."""
     events = [*stored(0), *stored(1), leased(1, 0), leased(2, 1), *stored(2)]
     restored = restore_queue(events, settings="s", version=1, is_done=lambda problem: problem.position == 0)

@@ -97,7 +97,7 @@ async def return_text(episode: Episode) -> str:
 
 async def reward_a_stranger(episode: Episode) -> dict[str, float]:
     await episode.ask()
-    return {"chatcmpl-nobody": 1.0}
+    return {"chatcmpl-unknown": 1.0}
 
 
 async def reward_nothing(episode: Episode) -> dict[str, float]:
@@ -135,7 +135,7 @@ FAILURES = [
     (return_nan, "finite"),
     (return_none, "returned None of type NoneType"),
     (return_text, "returned 1.0 of type str"),
-    (reward_a_stranger, "has no interaction chatcmpl-nobody"),
+    (reward_a_stranger, "has no interaction chatcmpl-unknown"),
     (reward_nothing, "it is empty; return a number"),
     (never_ask, "never called the model"),
     (never_ask_and_reward_nothing, "never called the model"),
@@ -192,7 +192,7 @@ async def test_a_reward_that_was_set_meanwhile_needs_no_other():
     assert (0.5, None) == (episode.reward, episode.failure)
 
 
-async def test_the_wait_for_a_seat_is_no_time_of_the_episode():
+async def test_waiting_for_an_agent_process_does_not_count_as_episode_time():
     """Three episodes on one seat take longer than one may, and none of them does."""
 
     async def act(episode: Episode) -> float:
@@ -282,7 +282,7 @@ async def test_a_group_by_hand_leaves_nothing_behind():
         assert (0, 0, []) == (view.running, view.accepted, rollout_stack.notebook.news)
 
 
-async def test_who_asked_for_a_group_may_leave():
+async def test_a_cancelled_group_request_cancels_its_episodes():
     """Its episodes are cancelled, its sessions forgotten, and nothing runs on in the engine."""
     sessions = []
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)

@@ -176,7 +176,7 @@ async def test_a_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], A
     assert [(0.5, None)] * 2 == [(episode.reward, episode.failure) for episode in others]
 
 
-async def test_who_leaves_cancels_the_workflow():
+async def test_a_cancelled_request_cancels_the_workflow():
     """Nothing runs on in the engine."""
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
     with anyio.move_on_after(1):
@@ -263,7 +263,7 @@ async def test_the_outcome_of_a_failing_member(outcome: MemberOutcome):
         assert [0.0] == [row.reward for row in first.trajectories]
 
 
-async def test_what_cannot_be_added_up_is_not_kept():
+async def test_a_partial_member_without_finite_reward_fails():
     """A member that is to be kept and has no finite reward fails as it would otherwise; the run goes on."""
 
     async def act(episode: Episode) -> dict[str, float]:

@@ -38,7 +38,7 @@ def test_a_job_that_can_run_has_nothing_wrong(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_is_wrong_is_all_said_at_once(tmp_path):
+def test_doctor_reports_all_problems_at_once(tmp_path):
     """A failed check keeps no other from being made; the exit code is 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -48,7 +48,7 @@ def test_what_is_wrong_is_all_said_at_once(tmp_path):
             f"fileroot={tmp_path}",
             "model=nonsense",
             f"proxy.port={port}",
-            f"rollout.workflow={EXAMPLE.parent}/tiny_agent.py:Nobody",
+            f"rollout.workflow={EXAMPLE.parent}/tiny_agent.py:Absent",
             "engine.device=cuda:99",
         )
     found = {each["check"]: each for each in map(json.loads, result.output.splitlines())}
@@ -56,7 +56,7 @@ def test_what_is_wrong_is_all_said_at_once(tmp_path):
     assert result.exit_code == 1
     assert {"model", "agent", "port"} <= {name for name, each in found.items() if each["verdict"] == "failed"}
     assert "nonsense" in found["model"]["detail"]
-    assert "Nobody" in found["agent"]["detail"]
+    assert "Absent" in found["agent"]["detail"]
     assert str(port) in found["port"]["detail"]
     assert found["packages"]["verdict"] == found["journal"]["verdict"] == "ok"
 

@@ -1,4 +1,4 @@
-"""Somebody's own app opens the actors inside its own loop: sessions, rewards, rows, and an end without leftovers."""
+"""An app opens the actors inside its own event loop: sessions, rewards, rows, and an end without leftovers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_an_app_gets_its_rows():
             await session.set_reward(0.5)
             await session.set_reward(1.0, interaction=answer.id)
             with pytest.raises(NotFound):
-                await session.set_reward(1.0, interaction="chatcmpl-nobody")
+                await session.set_reward(1.0, interaction="chatcmpl-unknown")
             with pytest.raises(RewardError):
                 await session.set_reward(float("nan"))
             episode = await session.export()
@@ -155,7 +155,7 @@ async def test_an_engine_that_hangs_ends_the_service(monkeypatch):
         is_over.set()
 
 
-async def test_nothing_is_left_behind():
+async def test_inference_leaves_no_thread_behind():
     """No engine thread outlives the block, also when it is cancelled."""
     with anyio.move_on_after(30) as scope:
         async with open_inference("tiny", CONFIG) as inference, inference.session():

@@ -30,7 +30,7 @@ class Ear:
 
 
 def training(*, is_over: bool = False) -> Any:
-    """As good as a ref, for whoever only tells."""
+    """Stands in for a ref that is only told."""
     return Ear(is_over=is_over)
 
 
@@ -54,7 +54,7 @@ async def test_a_training_is_told_once(*, is_over: bool) -> None:
 
 
 async def test_between_two_attempts_the_run_is_ended() -> None:
-    """There is nobody to be asked; whatever is open is closed in its order."""
+    """There is no trainer to ask; open resources are closed in order."""
     closed = []
     with pytest.raises(KeyboardInterrupt):
         async with open_interrupts() as interrupts:
@@ -69,7 +69,7 @@ async def test_between_two_attempts_the_run_is_ended() -> None:
 
 
 async def test_the_next_attempt_is_told_of_the_signal_that_the_last_one_heard() -> None:
-    """It was asked for while a trainer lived that is gone now; nobody has to ask twice."""
+    """The signal reached a trainer that is gone; it counts for the next one."""
     first, second = training(), training()
     async with open_interrupts() as interrupts:
         with pytest.raises(OSError, match="a node"):

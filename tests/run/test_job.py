@@ -109,7 +109,7 @@ def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     with prepared_directory(configure(), directory, resume=False):
         directory.metrics.write_text("{}")
-    config = evolve(configure(), dataset=DatasetConfig(huggingface="nobody/nothing", split="train"))
+    config = evolve(configure(), dataset=DatasetConfig(huggingface="absent/absent", split="train"))
 
     with pytest.raises(DatasetError, match="neither a directory here nor in the cache"):
         Trainer(config).train("examples/tiny_agent.py:TinyAgent", run_dir=directory.path)
@@ -119,7 +119,7 @@ def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("work", ["metrics.jsonl", "failures.jsonl", "checkpoints/step-1", "rollout/0/1.jsonl", None])
-def test_what_was_sampled_or_trained_is_kept(tmp_path, work):
+def test_a_failed_run_keeps_samples_and_steps(tmp_path, work):
     """Bad input that shows later ends the run, and its results stay; files without content are not results."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     with pytest.raises(WorkflowError), prepared_directory(configure(), directory, resume=False):
@@ -203,7 +203,7 @@ def test_files_that_were_in_the_directory_before_stay(tmp_path, error):
     assert (directory.path / "mine" / "notes.txt").is_file()
 
 
-def test_who_cannot_resume_is_told_of_the_run_before(tmp_path):
+def test_resume_without_checkpoint_names_the_former_run(tmp_path):
     """It was set aside by a start without --resume; to leave that out once more would not bring it back."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     assert "leave --resume out" in str(no_checkpoint(directory))

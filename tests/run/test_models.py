@@ -58,7 +58,7 @@ async def test_a_name_selects_weights(root: Path):
 
 
 async def test_keys_open_trained_models_too(root: Path):
-    """A session's key or the admin key does, nobody's does not; and strangers are not told which models there are."""
+    """A session's key and the admin key do, no key does not; models are not listed for strangers."""
     async with open_inference("tiny", serving(root)) as inference, inference.session() as session:
         url, admin = inference.endpoint.base_url, inference.endpoint.admin_key
         body = {"model": NAME, "messages": ASK, "max_tokens": 2}
@@ -69,12 +69,12 @@ async def test_keys_open_trained_models_too(root: Path):
                     ("session", {"authorization": f"Bearer {session.api_key}"}),
                     ("admin", {"authorization": f"Bearer {admin}"}),
                     ("stranger", {"authorization": "Bearer sk-stranger"}),
-                    ("nobody", {}),
+                    ("no key", {}),
                 )
             }
             listed = (await http.get(f"{url}/models")).json()["data"]
 
-    assert {"session": 200, "admin": 200, "stranger": 401, "nobody": 401} == {
+    assert {"session": 200, "admin": 200, "stranger": 401, "no key": 401} == {
         name: answer.status_code for name, answer in answers.items()
     }
     assert 1 == len(listed)

@@ -1,4 +1,4 @@
-"""Roles that wait for one another's room: nobody holds half of it for ever, and what runs is left alone."""
+"""Runs that wait for each other's resources: a partly placed run releases them, a complete one is left alone."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_runs_are_not_impatient_alike():
 
 
 @given(st.lists(st.sampled_from(list(PlacementState)), min_size=3, max_size=4))
-def test_what_can_go_on_or_holds_nothing_is_left_alone(states):
+def test_barrier_releases_only_partly_placed_runs(states):
     """A run is whole with one of each role; it gives back only what it holds while a role is known to wait."""
     one, _ = barrier(*states)
     by_role = {role: {state} for role, state in zip(NEEDED, states, strict=False)}

@@ -33,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.anyio
-async def test_the_example_at_home(root: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_remote_engine_example_runs(root: Path, monkeypatch: pytest.MonkeyPatch):
     """As people write it: initialize at once, await an answer, read its text; ``runs`` is where it looks."""
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.chdir(root.parent)
@@ -52,7 +52,7 @@ async def test_the_example_at_home(root: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.anyio
-async def test_home_and_service_agree(root: Path):
+async def test_remote_engine_answers_alike_from_disk_and_service(root: Path):
     """Greedy text is that of transformers in both places, from a question, from messages, and from ids."""
     expected = greedy_text(root / NAME / "weights")
     tokenizer = AutoTokenizer.from_pretrained(root / NAME / "weights")
@@ -101,7 +101,7 @@ async def test_many_questions_open_it_once(root: Path):
     assert (1, 0, NAME) == (num_open, num_closed, again.model)
 
 
-def test_one_object_serves_one_loop_after_another(root: Path):
+def test_remote_engine_works_in_several_event_loops(root: Path):
     """What a loop opened ends with it, closed or not; the next loop opens its own."""
     engine = RemoteSGLangEngine(AT_HOME).initialize(experiment_name=EXPERIMENT, fileroot=root)
     first = asyncio.run(engine.agenerate(QUESTION, greedy=True, max_new_tokens=4))
@@ -113,7 +113,7 @@ def test_one_object_serves_one_loop_after_another(root: Path):
 
 
 @pytest.mark.anyio
-async def test_what_is_wrong_is_said(root: Path):
+async def test_remote_engine_names_mistakes(root: Path):
     """Names, keys, addresses, prompts and settings, each by the error that fits."""
     engine = RemoteSGLangEngine(AT_HOME)
     with pytest.raises(ConfigError, match="initialize"):

@@ -340,7 +340,7 @@ def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
 BARE = {"experiment_name": "bare", "total_steps": 1, "model": "tiny"}
 
 
-def test_what_a_service_needs_not_a_run_over_a_dataset_needs(tmp_path: Path):
+def test_train_without_problems_and_agent_names_both(tmp_path: Path):
     """``train`` without problems and an agent says both at once, and what to use instead; nothing is left behind."""
     path = tmp_path / "bare.yaml"
     path.write_text(json.dumps(BARE))

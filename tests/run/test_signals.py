@@ -154,7 +154,7 @@ def test_agents_in_processes_end_with_the_run(tmp_path: Path):
         assert [] == marked(run_dir)
 
 
-def test_agents_in_processes_end_when_nobody_waits(tmp_path: Path):
+def test_agents_in_processes_end_after_a_second_interrupt(tmp_path: Path):
     """The second interrupt leaves at once; what the run had started notices, and follows."""
     run_dir = tmp_path / "run"
     with running(run_dir, "train", "total_steps=1000", "rollout.group_size=2", *SUBPROCESS) as process:
@@ -196,7 +196,7 @@ class Reader:
             again = await http.post(f"{self._url}/v1/chat/completions", json=asked, headers=own)
             self.refusals.append(again.status_code)
         except httpx.TransportError:  # the connection was closed, or is
-            self.refusals.append("nobody listens")
+            self.refusals.append("not listening")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
@@ -221,5 +221,5 @@ def test_open_streams_of_external_agents_end_properly(tmp_path: Path, number: si
         assert (0, 0) == (process.returncode, json.loads(output.splitlines()[-1])["steps"])
         assert 4 == len(reader.ends)
         assert all(end == "data: [DONE]" or "error" in end for end in reader.ends), reader.ends
-        assert set(reader.refusals) <= {503, "nobody listens"}
+        assert set(reader.refusals) <= {503, "not listening"}
         assert [] == marked(run_dir)

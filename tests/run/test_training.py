@@ -271,7 +271,7 @@ def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):
 
 
 def test_a_second_interrupt_leaves_at_once(tmp_path: Path):
-    """Whoever asks twice does not wait for a step; what was written is complete."""
+    """A second Ctrl-C does not wait for the step; written files are complete."""
     run_dir = tmp_path / "run"
     with run_elsewhere(run_dir, "total_steps=1000", "checkpoint.every_steps=1") as process:
         wait_for_step(process, run_dir, 1)

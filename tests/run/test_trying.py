@@ -58,7 +58,7 @@ def tried(where: Path, *kinds: str, words: tuple[str, ...] = ()):
     return CliRunner().invoke(cli, ["try", str(where / "job.yaml"), *words], catch_exceptions=False)
 
 
-def test_what_would_keep_a_run_from_learning_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_try_names_problems_that_prevent_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Failures with file and line, episodes without a request, equal rewards, greedy answers, a blocked event loop.
 
     Nothing is written next to the configuration.

@@ -88,7 +88,7 @@ def test_random_numbers_go_on_where_they_were(tmp_path, make_model):
     assert torch.equal(expected, torch.rand(3))
 
 
-def test_nothing_to_restore_is_none(tmp_path, make_model):
+def test_restore_without_checkpoint_returns_none(tmp_path, make_model):
     """Without a complete checkpoint a trainer stays as it is."""
     trainer = PolicyTrainer(make_model(), CONFIG)
 
@@ -103,7 +103,7 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path, make_model):
         PolicyTrainer(make_model("llama"), CONFIG).restore(tmp_path)
 
 
-def test_the_last_ones_are_kept(tmp_path):
+def test_only_the_last_checkpoints_are_kept(tmp_path):
     """Older checkpoints go when a newer one is complete."""
     for step in range(4):
         save_small(tmp_path, step, num_kept=2)
@@ -155,7 +155,7 @@ def test_incomplete_checkpoints_are_ignored(tmp_path, damage):
     st.lists(st.integers(0, 8), min_size=1, max_size=4),
     st.integers(1, 3),
 )
-def test_save_keeps_what_was_saved_whatever_an_earlier_attempt_left(tmp_path_factory, earlier, steps, num_kept):
+def test_a_checkpoint_is_kept_beside_those_of_an_abandoned_attempt(tmp_path_factory, earlier, steps, num_kept):
     """The checkpoint just written is there, is the latest, and its predecessors are not lost to later steps."""
     root = tmp_path_factory.mktemp("checkpoints")
     for step in earlier:
@@ -278,7 +278,7 @@ def test_restoring_into_another_schedule_keeps_the_count(tmp_path, make_model, m
 
 
 def test_a_file_that_cannot_be_synced_is_not_there(tmp_path, monkeypatch):
-    """Nobody knows whether it would be after a crash."""
+    """After a crash, it might be missing."""
 
     def refuse(_):
         raise OSError(errno.EIO, os.strerror(errno.EIO))

@@ -1,4 +1,4 @@
-"""Penalties in the reward: who pays, how much, and that nobody's group is changed in place."""
+"""Penalties in the reward: which tokens pay, how much, and that no group is changed in place."""
 
 from __future__ import annotations
 

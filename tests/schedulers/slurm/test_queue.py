@@ -75,7 +75,7 @@ _fields = st.text(
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 10**9), *([_fields] * 7))), noise=st.lists(st.text("ab|[]", max_size=9)))
-def test_what_is_written_is_read(rows, noise):
+def test_written_tensors_are_read_back(rows, noise):
     """Rows come back as they are, whatever lies between them."""
     lines = ["|".join(map(str, row)) for row in rows]
 

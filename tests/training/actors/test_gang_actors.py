@@ -1,4 +1,4 @@
-"""How the first rank leads the others: who is asked, whose error is raised, and for whom nobody waits.
+"""The first rank of a gang leads the others: requests, errors, and waits that end.
 
 The arithmetic of a gang is tested with real ranks in ``tests/training``, their processes in ``tests/run``.
 """
@@ -97,7 +97,7 @@ async def test_a_lost_rank_is_named():
                 await policy.train_step([], max_staleness=None)
 
 
-async def test_what_all_ranks_come_to_is_the_first_ones_error():
+async def test_an_error_that_all_ranks_raise_is_raised_once():
     """A verdict on the groups is not a failure of a rank."""
     async with led(Member(), step=TrainingDiverged("nan")) as policy:
         with pytest.raises(TrainingDiverged):
@@ -105,7 +105,7 @@ async def test_what_all_ranks_come_to_is_the_first_ones_error():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), GangError("lost")])
-async def test_nobody_waits_for_ranks_that_wait_for_us(error, monkeypatch):
+async def test_a_failure_of_the_first_rank_does_not_wait_for_the_others(error, monkeypatch):
     """After a failure of the first rank alone, the others are in the middle of a step that never ends."""
     monkeypatch.setattr(gang_actors, "_LAST_WORDS_SECONDS", 0.05)
     async with led(Member(hangs=True), step=error) as policy:

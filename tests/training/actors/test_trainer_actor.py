@@ -247,7 +247,7 @@ async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is_async):
-    """Whoever resumes from a checkpoint finds the record of its step: it was written first."""
+    """A run that resumes from a checkpoint finds the record of its step: it was written first."""
     plan = evolve(PLAN, total_steps=3, checkpoint=CheckpointConfig(every_steps=2, keep=1, is_async=is_async))
     async with open_school(tmp_path, plan) as school:
         await school.deliver(*range(6))
@@ -290,12 +290,12 @@ async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
             tasks.start_soon(wait)
             while not school.told(StepFinished):
                 await anyio.wait_all_tasks_blocked()
-            await school.training.tell(RequestStop(reason="somebody asked"))
+            await school.training.tell(RequestStop(reason="asked to stop"))
             await school.training.tell(RequestStop(reason="and again"))
         position = parse_position(find_checkpoints(tmp_path)[-1].counters["caller"])
 
     assert summaries[0] == summaries[1]
-    assert (1, False, "somebody asked") == (
+    assert (1, False, "asked to stop") == (
         summaries[0].steps,
         summaries[0].is_finished,
         summaries[0].stop_reason,
@@ -304,7 +304,7 @@ async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
 
 
 async def test_a_stop_cuts_an_evaluation_short(tmp_path: Path):
-    """Nobody who asked for an end waits for an hour of evaluation; its episodes are aborted."""
+    """A stop does not wait for an evaluation; its episodes are aborted."""
     engine = LoadingEngine(is_gated=True)
     async with open_school(tmp_path, engine=engine, held_out=2) as school:
         while engine.statistics().waiting < 2:
@@ -446,7 +446,7 @@ async def test_diverging_ends_the_run_with_the_reason(tmp_path: Path):
 
 
 async def test_waiting_too_long_for_groups_ends_the_run_with_advice(tmp_path: Path):
-    """A bound that somebody set is kept, and says which step waited for what."""
+    """The configured limit is kept, and the error says which step waited for what."""
     plan = evolve(PLAN, max_step_seconds=0.01)
     error = await expect_crash(TrainingStalled, open_school(tmp_path, plan), 0)
 

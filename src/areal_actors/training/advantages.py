@@ -90,11 +90,6 @@ class Formula:
     has_batch_baseline: bool = False
     """Whether the mean over all tokens of the step, of the same source, is subtracted."""
 
-    @property
-    def divides(self) -> bool:
-        """Whether a standard deviation divides, which ``std_floor`` bounds."""
-        return self.divides_by_group or self.divides_by_batch
-
 
 FORMULAS: Mapping[Normalisation, Formula] = {
     Normalisation.RLOO: Formula(has_group_baseline=True, is_leave_one_out=True),

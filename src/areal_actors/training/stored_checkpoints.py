@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from cattrs import structure
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from areal_actors.domain import AssignedProblem, DataPosition, DrawnProblem, PoolsState, SourcePosition
+from areal_actors.domain import DataPosition
 from areal_actors.errors import CheckpointError
 from areal_actors.lib.file_digests import find_damage
 from areal_actors.lib.telemetry import get_logger
@@ -292,29 +293,4 @@ def find_checkpoint(root: Path, step: int) -> Checkpoint:
 
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
     """Return the position in the data from a checkpoint's ``counters``, or the start without them."""
-    position = (counters or {}).get("position", {})
-    found = position.get("sources", {}).items()
-    return DataPosition(
-        **_parse_consumed(position),
-        sources={
-            name: SourcePosition(
-                **_parse_consumed(source), weight=float(source["weight"]), num_counted=int(source["num_counted"])
-            )
-            for name, source in found
-        },
-    )
-
-
-def _parse_consumed(position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that positions of a run and of a source have in common."""
-    pools = position.get("pools")
-    return {
-        "next": int(position.get("next", 0)),
-        "pending": tuple(position.get("pending", ())),
-        "pools": None
-        if pools is None
-        else PoolsState(
-            problems=tuple(DrawnProblem(**problem) for problem in pools["problems"]),
-            assigned=tuple(AssignedProblem(**assigned) for assigned in pools["assigned"]),
-        ),
-    }
+    return structure((counters or {}).get("position", {}), DataPosition)

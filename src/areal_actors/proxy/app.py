@@ -66,7 +66,6 @@ from areal_actors.proxy.exchange import (
     Meter,
     Operation,
     Operations,
-    RoutedApplication,
     Traffic,
     path_of,
 )
@@ -586,7 +585,7 @@ def create_app(
         "openapi.json": Operation(handle=document, methods=READ, is_always_open=True),
     }
     routed = Operations(operations, traffic, meter, refused=NOT_OFFERED, has_access_log=config.access_log)
-    return RoutedApplication(routed, exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
+    return Starlette(routes=[routed], exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
 
 
 def _answer_unrouted(routed: Operations, request: Request, error: Exception) -> Response:

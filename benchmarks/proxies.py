@@ -163,10 +163,10 @@ async def _open(number: int, directory: Path) -> AsyncIterator[list[str]]:
         open_proxies(
             inference.actors,
             inference.endpoint,
-            num_more=number - 1,
+            num_processes=number,
             config=directory / "config.yaml",
             logs=directory,
-            handover=inference.handover,
+            first=inference.process,
         ) as proxies,
     ):
         with anyio.fail_after(_START_SECONDS):

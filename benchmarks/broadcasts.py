@@ -46,7 +46,7 @@ from safetensors.torch import load_file
 from areal_actors.domain import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.engine import open_server_engines
-from areal_actors.generation.servers.launching import KINDS
+from areal_actors.generation.servers.launching import find_kind
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import Generation, PublishWeights, Weights
 from areal_actors.models import load_policy
@@ -197,7 +197,7 @@ async def _open(
             return keeper
 
         async with open_server_engines(
-            KINDS[Backend.SGLANG].create_dialect({}),
+            find_kind(Backend.SGLANG).create(),
             ServerConfig(),
             urls=urls,
             model=model,

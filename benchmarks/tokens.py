@@ -27,7 +27,7 @@ from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.generation import Engine
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.engine import open_server_engines
-from areal_actors.generation.servers.launching import KINDS
+from areal_actors.generation.servers.launching import find_kind
 from areal_actors.models.built_in import create_tiny
 
 _NUM_TOKENS = 1024
@@ -64,9 +64,9 @@ def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every b
 
 
 async def _measure(backend: Backend, url: str, model: Path, rounds: int) -> list[float]:
-    kind, microseconds = KINDS[backend], []
+    kind, microseconds = find_kind(backend), []
     async with open_server_engines(
-        kind.create_dialect({}),
+        kind.create(),
         ServerConfig(health_interval_seconds=60),
         urls=[url],
         model=model,

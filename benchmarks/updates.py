@@ -40,7 +40,7 @@ from benchmarks.moving import ByHand, Policy, measure_by_hand
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.engine import open_server_engines
-from areal_actors.generation.servers.launching import KINDS
+from areal_actors.generation.servers.launching import find_kind
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote import connect, listen
@@ -218,7 +218,7 @@ async def _open_server(
             return keeper
 
         opening = open_server_engines(
-            KINDS[backend].create_dialect({}),
+            find_kind(backend).create(),
             ServerConfig(),
             urls=[url],
             model=model,

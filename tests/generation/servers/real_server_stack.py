@@ -19,7 +19,7 @@ from areal_actors.domain import EngineRequest, SampleKey, Sampling, as_floats
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers import environments
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
+from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.testing.engine_contract import Subject
@@ -76,14 +76,14 @@ async def open_server_stack(
             logprobs = torch.log_softmax(policy(ids[None]).logits[0, len(prompt) - 1 : -1].float(), -1)
         return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
 
-    kind = KINDS[Backend.SGLANG]
+    kind = find_kind(Backend.SGLANG)
     added = {token.content: index for index, token in renderer.tokenizer.get_added_tokens_decoder().items()}
     async with (
         open_trainer(path, directory) as trainer,
         launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
         open_gateway(smg, launched.urls, log=directory / "gateway.log") if smg else nullcontext() as gateway_url,
         open_replicated(
-            kind.create_dialect(added),
+            kind.create(added_tokens=added),
             evolve(config, gateway_url=gateway_url),
             urls=launched.urls,
             model=path,

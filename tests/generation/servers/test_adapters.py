@@ -15,7 +15,7 @@ from areal_actors.domain.grammar import FreeText
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.testing.engine_contract import collect
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.sglang_server import open_sglang_server
@@ -70,7 +70,7 @@ async def opened(backend, model, *, num_servers=1, is_gated=False, max_adapter_r
         ]
         engine = await stack.enter_async_context(
             open_replicated(
-                KINDS[backend].create_dialect({}),
+                find_kind(backend).create(),
                 CONFIG,
                 urls=[server.url for server in servers],
                 model=model,
@@ -184,7 +184,7 @@ async def test_two_runs_share_servers(backend, model):
     """Each samples under adapters of its own, and unloads only these."""
     async with opened(backend, model) as (first, (server,), _):
         sharing = open_replicated(
-            KINDS[backend].create_dialect({}),
+            find_kind(backend).create(),
             CONFIG,
             urls=[server.url],
             model=model,
@@ -241,8 +241,9 @@ async def test_servers_opened_for_weights_refuse_adapters(model):
 
 def test_started_servers_have_room_for_adapters(model):
     """SGLang takes any rank, vLLM the next that it supports."""
+    slots = AdapterSlots(rank=12)
     commands = {
-        backend: " ".join(format_command(KINDS[backend], CONFIG, model=model, port=1, adapters=AdapterSlots(rank=12)))
+        backend: " ".join(format_command(find_kind(backend), CONFIG, model=model, port=1, adapters=slots))
         for backend in SERVERS
     }
     assert "--enable-lora --max-lora-rank 12 --max-loras-per-batch 4 --lora-target-modules all" in commands["sglang"]

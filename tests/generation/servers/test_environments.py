@@ -27,7 +27,7 @@ from areal_actors.generation.servers.environments import (
     format_plan,
     install,
 )
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 
 ROOT = Path(__file__).parents[3]
 VERSION = TRIED_VERSIONS[Backend.SGLANG]
@@ -99,7 +99,7 @@ def test_an_installed_server_is_found_and_started(installed: Path, tmp_path: Pat
     found = find_environment(Backend.SGLANG, named)
     assert found is not None
     assert (found.version, found.build) == (VERSION, Build.CUDA)
-    command = format_command(KINDS[Backend.SGLANG], named, model=Path("/m"), port=5)
+    command = format_command(find_kind(Backend.SGLANG), named, model=Path("/m"), port=5)
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert str(installed) in output
     assert '"--model-path", "/m"' in output
@@ -137,7 +137,7 @@ def test_the_cpu_build_starts_by_its_own_module(installed: Path, tmp_path: Path)
     plan = InstallPlan(backend=Backend.SGLANG, build=Build.CPU, directory=directory, commands=commands[:1])
     install(plan, announce=lambda _: None)
     config = ServerConfig(python=str(directory / "bin" / "python"))
-    command = format_command(KINDS[Backend.SGLANG], config, model=Path("/m"), port=5)
+    command = format_command(find_kind(Backend.SGLANG), config, model=Path("/m"), port=5)
     assert command[1:3] == ["-m", "areal_sglang_cpu"]
     assert command[4:6] == ["--device", "cpu"]
     failed = subprocess.run(command, capture_output=True, text=True, check=False)

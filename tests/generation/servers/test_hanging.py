@@ -25,7 +25,7 @@ from tests.generation.servers.server_stack import (
 
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
+from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.models.built_in import create_tiny
 
@@ -49,7 +49,7 @@ async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tup
         health_timeout_seconds=0.3,
         **settings,
     )
-    kind = KINDS[Backend.SGLANG]
+    kind = find_kind(Backend.SGLANG)
     with anyio.fail_after(60):
         async with (
             launch_servers(kind, config, model=model, logs=tmp_path / "logs") as launched,

@@ -17,8 +17,8 @@ from areal_actors.errors import EngineError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import (
-    KINDS,
     count_devices,
+    find_kind,
     format_command,
     launch_servers,
     split_devices,
@@ -26,7 +26,7 @@ from areal_actors.generation.servers.launching import (
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.models.built_in import create_tiny
 
-KIND = KINDS[Backend.SGLANG]
+KIND = find_kind(Backend.SGLANG)
 
 
 def test_the_command_is_the_servers_own_module_or_the_users() -> None:

@@ -18,7 +18,7 @@ from areal_actors.domain import EngineRequest, Exactly, FinishReason, PauseMode,
 from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import Delta, VersionSpan
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.testing.vllm_server import VllmServer, open_vllm_server
@@ -268,13 +268,13 @@ async def test_weights_are_checked_before_the_server_hears_of_them(tmp_path) -> 
 
 def test_a_server_is_started_as_it_is_needed() -> None:
     """The command says what the dialect insists on, and the variables open the routes that it uses."""
-    kind = KINDS[Backend.VLLM]
+    kind = find_kind(Backend.VLLM)
     command = format_command(kind, ServerConfig(python="/v/bin/python", arguments=("--x",)), model=Path("/m"), port=7)
 
     assert ["/v/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/m"] == command[:5]
     assert {"--enable-scale-out", "processed_logprobs", "7", "--x"} <= set(command)
     assert "1" == kind.environment["VLLM_SERVER_DEV_MODE"]
-    assert VllmDialect() == kind.create_dialect({})
+    assert VllmDialect() == kind.create()
     assert "vllm" == VllmDialect().name
 
 

@@ -20,7 +20,7 @@ from areal_actors.domain import FinishReason, SampleKey, Sampling
 from areal_actors.errors import InvalidRequest
 from areal_actors.generation.base import Chunk, EngineRequest, PauseMode
 from areal_actors.generation.servers.http import create_client
-from areal_actors.generation.servers.launching import KINDS, launch_servers
+from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
 
@@ -148,7 +148,7 @@ async def test_new_weights_are_sampled_from_soon(open_remote, policy, report) ->
 @pytest.mark.anyio
 async def test_what_is_refused_leaves_the_server_alive(open_remote, backend, server) -> None:
     """Ids that the model does not have, and prompts beyond its length, are refused by the server itself."""
-    dialect = KINDS[backend].create_dialect({})
+    dialect = find_kind(backend).create()
     async with open_remote() as remote:
         async with create_client(server, api_key=None, read_timeout_seconds=60.0) as client:
             wrong = [np.full(remote.info.context_length + 5, 7)]
@@ -205,9 +205,9 @@ async def test_a_killed_server_comes_back_and_nothing_is_lost(backend, config, p
     """Killed in the middle of eight answers, it is started again, gets the present weights, and the answers go on."""
     answers: dict[int, list[Chunk]] = {}
     async with (
-        launch_servers(KINDS[backend], config, model=policy.directory, logs=tmp_path) as launched,
+        launch_servers(find_kind(backend), config, model=policy.directory, logs=tmp_path) as launched,
         open_replicated(
-            KINDS[backend].create_dialect({}),
+            find_kind(backend).create(),
             config,
             urls=launched.urls,
             model=policy.directory,

@@ -1,6 +1,6 @@
 """A real SGLang server, the engine that speaks to it, and the model on our side: for the checks of it."""
 
-# ruff: noqa: ASYNC110 - nobody tells when a server has sampled enough
+# ruff: noqa: ASYNC110 - no event says that a server has sampled enough
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def ask(real: RealServer, name: str, *, num_tokens: int = 200) -> EngineRequest:
 
 
 async def wait_for_tokens(real: RealServer, number: int) -> None:
-    """Until so many were sampled; fewer than are asked for, so that somebody still runs."""
+    """Wait until so many tokens were sampled; fewer than were requested, so that a request still runs."""
     while real.engine.statistics().sampled_tokens < number:
         await anyio.sleep(0.005)
 

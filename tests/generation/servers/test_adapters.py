@@ -121,7 +121,7 @@ async def test_requests_sample_under_the_adapter_of_their_version(backend, model
     assert not servers[0].adapters  # unloaded at the end, for the next run
 
 
-async def test_a_running_request_continues_under_the_new_adapter(backend, model):
+async def test_running_request_continues_under_the_new_adapter(backend, model):
     """Its tokens have two versions, none is lost or repeated, and the former adapter is not unloaded under it."""
     async with opened(backend, model, is_gated=True) as (engine, (server,), (echo,)):
         await engine.load(snapshot(model, 1))
@@ -146,7 +146,7 @@ async def _load_and_release(engine, echo, following):
     echo.release(100)
 
 
-async def test_a_grammar_is_sampled_under_one_adapter(model):
+async def test_grammar_is_sampled_under_one_adapter(model):
     """It cannot be taken up in the middle, so its adapter stays until it has ended."""
     async with opened(Backend.SGLANG, model, is_gated=True) as (engine, (server,), (echo,)):
         await engine.load(snapshot(model, 1))
@@ -167,7 +167,7 @@ async def test_a_grammar_is_sampled_under_one_adapter(model):
         assert {chunk.version for chunk in found} == {1}
 
 
-async def test_a_server_that_comes_back_is_given_the_adapter(model):
+async def test_returning_server_gets_the_adapter(model):
     """Before requests go there, and without loading weights."""
     async with opened(Backend.SGLANG, model) as (engine, (server,), _):
         await engine.load(snapshot(model, 1))
@@ -219,7 +219,7 @@ async def test_servers_of_another_base_are_refused(backend, model, tmp_path):
     assert f"serves {tmp_path / 'other'}, and the adapter is one of {model}" in told
 
 
-async def test_a_refused_adapter_changes_nothing(backend, model):
+async def test_refused_adapter_changes_nothing(backend, model):
     """Neither the version nor the adapter of the next requests."""
     async with opened(backend, model, num_servers=2) as (engine, servers, _):
         await engine.load(snapshot(model, 1))

@@ -183,7 +183,7 @@ def open_remote(backend, config, policy, server, tmp_path) -> Callable:
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Says a figure to whoever watches."""
+    """Print a figure."""
 
     def say(text: str) -> None:
         with capsys.disabled():

@@ -59,7 +59,7 @@ def test_worker_starts_servers(tmp_path):
     """An inference server is started by the worker that generates, learns of every version, and ends with it."""
     command = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    servers = json.dumps({"command": command, "environment": environment, "health_interval_seconds": 0.5})
+    servers = json.dumps({"command": command, "environment": environment})
     play = Play(roles=("generation",), steps=2, settings=("rollout.backend=sglang", f"sglang={servers}", *FLOAT32))
     outcome = perform(play, tmp_path)
 

@@ -506,7 +506,7 @@ class DirectoryActor(Actor[Directory]):
             patience = min(_PATIENCE * lease, math.inf if hang is None else hang)
             now = anyio.current_time()
             if now - (entry.heard_at or 0.0) >= patience and patience == hang:
-                return f"It serves, but has not answered for {hang:g} s (scheduler.hang_seconds)."
+                return f"It serves, but has not answered for {hang:g} s."
             if now - (entry.heard_at or 0.0) >= patience:
                 return f"It has not been heard of for longer than its lease of {lease:g} s."
             pause = patience / _CHECKS

@@ -371,7 +371,6 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         renderer=config.renderer,
         proxy=proxy,
         sessions=config.sessions,
-        capacity=config.capacity,
         export=config.rollout.export,
         queue=config.queue,
         advantages=config.trainer.advantages,

@@ -18,6 +18,7 @@ from attrs import Attribute, field, fields, frozen
 from attrs.validators import ge, gt, optional
 
 from areal_actors.domain import Role
+from areal_actors.lib.settings import COMMON, constant
 from areal_actors.schedulers.base import Resources, Scheduler
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
@@ -62,7 +63,7 @@ class RoleConfig:
     """The interpreter, if it is not that of the run; areal_actors must be installed in it as well."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables added to those that the process inherits."""
-    working_directory: Path | None = None
+    working_directory: Path | None = constant(None)
 
     @property
     def resources(self) -> Resources:
@@ -105,7 +106,7 @@ class RestartsConfig:
 
     max: int = field(default=5, validator=ge(0))
     """Replacements within the window: for each proxy, for each engine, and for all other workers together."""
-    window_seconds: float = field(default=3600.0, validator=gt(0))
+    window_seconds: float = constant(3600.0)
 
 
 @frozen(kw_only=True)
@@ -126,7 +127,7 @@ class LocalConfig:
 class SchedulerConfig:
     """Settings for placing the roles of a run."""
 
-    type: SchedulerType = SchedulerType.LOCAL
+    type: SchedulerType = field(default=SchedulerType.LOCAL, metadata=COMMON)
     """local starts child processes; slurm submits a job for each worker, on a file system shared with its nodes."""
     roles: RolesConfig = field(factory=RolesConfig)
     restarts: RestartsConfig = field(factory=RestartsConfig)
@@ -136,11 +137,11 @@ class SchedulerConfig:
     """How long roles may hold resources while other roles of the run wait for theirs. After that, all of them release
     their resources and ask again later; otherwise two runs that want more than there is would wait for each other
     indefinitely."""
-    stop_seconds: float = field(default=3.0, validator=ge(0))
+    stop_seconds: float = constant(3.0)
     """How long a worker may take to exit when it is asked to."""
     lease_seconds: float = field(default=60.0, validator=gt(0))
     """A worker that has not reached the controller for this long exits, and is replaced."""
-    hang_seconds: float = field(default=30.0, validator=gt(0))
+    hang_seconds: float = constant(30.0)
     """A worker on this machine that serves but has not answered for this long is killed and replaced. One that was
     stopped by a signal (SIGSTOP) is killed after 5 s. On a cluster, where a network may be away for a while, the lease
     decides."""

@@ -13,6 +13,8 @@ from pathlib import Path
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
+from areal_actors.lib.settings import constant
+
 __all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig", "ServerSections"]
 
 
@@ -62,15 +64,15 @@ class ServerConfig:
     """How long a server may take until it answers."""
     publish_directory: Path | None = None
     """Directory for weights, which the servers see under the same path; null: in the run directory."""
-    update_timeout_seconds: float = field(default=600.0, validator=gt(0))
+    update_timeout_seconds: float = constant(600.0)
     """How long a server may take to load weights, or to pause."""
-    read_timeout_seconds: float = field(default=3600.0, validator=gt(0))
+    read_timeout_seconds: float = constant(3600.0)
     """How long a server may send nothing during an answer; it does while weights are loaded."""
-    health_interval_seconds: float = field(default=2.0, validator=gt(0))
+    health_interval_seconds: float = constant(2.0)
     """Interval between health checks."""
-    health_timeout_seconds: float = field(default=3.5, validator=gt(0))
+    health_timeout_seconds: float = constant(3.5)
     """How long a health check may take. After two that took longer, requests continue at other servers."""
-    hang_timeout_seconds: float = field(default=90.0, validator=gt(0))
+    hang_timeout_seconds: float = constant(90.0)
     """A server that was started here, has served, and has not answered health checks for this long is killed and
     started again."""
     stall_timeout_seconds: float = field(default=60.0, validator=gt(0))
@@ -78,10 +80,10 @@ class ServerConfig:
     stalled even if it answers health checks: its requests continue at other servers, and it gets no others until it
     has sampled a token. After twice this long, one that was started here is killed and started again. Longer than the
     longest prompt takes. Time in which it is paused or loads weights does not count."""
-    stream_interval: int = field(default=32, validator=ge(1))
+    stream_interval: int = constant(32)
     """Tokens per event of answers that no client streams; each event costs 40 µs on its way. A lost server loses the
     tokens of an incomplete event, which another one samples again."""
-    max_failures: int = field(default=3, validator=ge(1))
+    max_failures: int = constant(3)
     """A generation fails after this many attempts in a row without a new token."""
 
 

@@ -27,7 +27,7 @@ from areal_actors.generation.servers.environments import (
     format_plan,
     install,
 )
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 
 ROOT = Path(__file__).parents[3]
 VERSION = TRIED_VERSIONS[Backend.SGLANG]
@@ -66,7 +66,7 @@ def _plan(directory: Path, build: Build = Build.CUDA) -> InstallPlan:
     return create_plan(Backend.SGLANG, build, directory, uv=None)
 
 
-def test_the_versions_are_those_of_the_extras() -> None:
+def test_versions_are_those_of_the_extras() -> None:
     """One number in the project file, in the plan and in the requirements of the CPU build."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     requirements = Path(areal_actors.__file__).parent / "generation" / "servers" / "requirements"
@@ -78,7 +78,7 @@ def test_the_versions_are_those_of_the_extras() -> None:
 @pytest.mark.parametrize("uv", [None, "/usr/bin/uv"])
 @pytest.mark.parametrize("build", Build)
 @pytest.mark.parametrize("backend", TRIED_VERSIONS)
-def test_a_plan_makes_an_environment_and_installs_the_tried_version_in_it(backend, build, uv, tmp_path: Path) -> None:
+def test_plan_makes_an_environment_and_installs_the_tried_version_in_it(backend, build, uv, tmp_path: Path) -> None:
     """By uv or by pip of this Python; never into this Python."""
     plan = create_plan(backend, build, tmp_path / "servers", uv=uv)
     lines = format_plan(plan).splitlines()
@@ -93,13 +93,13 @@ def test_a_plan_makes_an_environment_and_installs_the_tried_version_in_it(backen
     assert backend is not Backend.VLLM or any(line.endswith(" pip") for line in lines)
 
 
-def test_an_installed_server_is_found_and_started(installed: Path, tmp_path: Path) -> None:
+def test_installed_server_is_found_and_started(installed: Path, tmp_path: Path) -> None:
     """By the setting that the command prints, or by default where the command puts it by default."""
     named = ServerConfig(python=str(installed / "bin" / "python"))
     found = find_environment(Backend.SGLANG, named)
     assert found is not None
     assert (found.version, found.build) == (VERSION, Build.CUDA)
-    command = format_command(KINDS[Backend.SGLANG], named, model=Path("/m"), port=5)
+    command = format_command(find_kind(Backend.SGLANG), named, model=Path("/m"), port=5)
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert str(installed) in output
     assert '"--model-path", "/m"' in output
@@ -114,14 +114,14 @@ def test_an_installed_server_is_found_and_started(installed: Path, tmp_path: Pat
     assert by_default.python == default / "bin" / "python"
 
 
-def test_the_scripts_of_an_environment_name_its_final_directory(installed: Path) -> None:
+def test_scripts_of_an_environment_name_its_final_directory(installed: Path) -> None:
     """It is made under another name, which pip writes into them."""
     assert f"#!{installed}/bin/python" in (installed / "bin" / "sglang").read_text()
     assert ".partial" not in (installed / "bin" / "activate").read_text()
     assert [path.name for path in installed.parent.iterdir() if "partial" in path.name] == []
 
 
-def test_a_repeated_installation_does_nothing(installed: Path) -> None:
+def test_repeated_installation_does_nothing(installed: Path) -> None:
     """A supervisor may run it at each start. Another build needs --force, and another directory is never replaced."""
     said: list[str] = []
     install(_plan(installed), announce=said.append)
@@ -130,21 +130,21 @@ def test_a_repeated_installation_does_nothing(installed: Path) -> None:
         install(_plan(installed, Build.CPU), announce=said.append)
 
 
-def test_the_cpu_build_starts_by_its_own_module(installed: Path, tmp_path: Path) -> None:
+def test_cpu_build_starts_by_its_own_module(installed: Path, tmp_path: Path) -> None:
     """SGLang needs names on a CPU that a file of this library supplies."""
     directory = tmp_path / "sglang"
     commands = _plan(directory).commands
     plan = InstallPlan(backend=Backend.SGLANG, build=Build.CPU, directory=directory, commands=commands[:1])
     install(plan, announce=lambda _: None)
     config = ServerConfig(python=str(directory / "bin" / "python"))
-    command = format_command(KINDS[Backend.SGLANG], config, model=Path("/m"), port=5)
+    command = format_command(find_kind(Backend.SGLANG), config, model=Path("/m"), port=5)
     assert command[1:3] == ["-m", "areal_sglang_cpu"]
     assert command[4:6] == ["--device", "cpu"]
     failed = subprocess.run(command, capture_output=True, text=True, check=False)
     assert "No module named 'torch'" in failed.stderr
 
 
-def test_a_foreign_directory_is_refused_and_kept(tmp_path: Path) -> None:
+def test_foreign_directory_is_refused_and_kept(tmp_path: Path) -> None:
     """Also with --force: only what the command made is replaced."""
     (tmp_path / "sglang").mkdir()
     (tmp_path / "sglang" / "thesis.tex").write_text("years")
@@ -162,7 +162,7 @@ def test_nothing_is_left_of_an_installation_that_fails(index: Path, tmp_path: Pa
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_installation_leaves_no_environment_under_its_name(
+def test_interrupted_installation_leaves_no_environment_under_its_name(
     number: signal.Signals, index: Path, tmp_path: Path
 ) -> None:
     """After Ctrl-C nothing is left; after kill -9, the next installation removes what was."""

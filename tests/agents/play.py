@@ -22,7 +22,7 @@ from attrs import define, field, frozen
 from areal_actors.domain import Chunk, EngineRequest
 from areal_actors.errors import CapacityExhausted
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.exactness import Recorded
+from areal_actors_testing.exactness import Recorded
 
 __all__ = ["Call", "Cue", "Fault", "Kind", "PlayEngine", "Script", "Turn", "read_cue"]
 

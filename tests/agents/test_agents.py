@@ -28,7 +28,7 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
 )
-from areal_actors.testing.exactness import Recorded
+from areal_actors_testing.exactness import Recorded
 
 PROGRAMS = load_programs()
 ENVIRONMENTS = Path(__file__).parents[2] / ".nox" / ".cache" / "agents"

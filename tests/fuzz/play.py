@@ -1,6 +1,6 @@
 """One session after another: random clients talk to a real session manager in front of a recording engine.
 
-All of a session follows from its number and the seed. What it checks is in ``areal_actors.testing.exactness`` (tokens),
+All of a session follows from its number and the seed. What it checks is in ``areal_actors_testing.exactness`` (tokens),
 in ``links`` (parents), and in ``agreement`` (what the clients of a protocol read).
 """
 
@@ -44,13 +44,13 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.sessions.manager import SessionManager
-from areal_actors.testing.exactness import (
+from areal_actors_testing.exactness import (
     Recorded,
     find_prompt_violations,
     find_return_violations,
     find_row_violations,
 )
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 __all__ = ["Outcome", "Stage", "open_stage"]
 

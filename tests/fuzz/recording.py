@@ -14,7 +14,7 @@ from attrs import define, field
 
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, FinishReason, PauseMode, Snapshot
 from areal_actors.errors import EngineError
-from areal_actors.testing.exactness import Recorded
+from areal_actors_testing.exactness import Recorded
 
 __all__ = ["ORDER", "Order", "RecordingEngine", "Writing"]
 

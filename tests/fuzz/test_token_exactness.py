@@ -19,13 +19,13 @@ from tests.fuzz.tokens import format_table, main
 
 from areal_actors.cache import export_trajectories
 from areal_actors.domain import ChatMessage, Completion, FinishReason, Interaction, InteractionStatus, SessionRecord
-from areal_actors.testing.exactness import (
+from areal_actors_testing.exactness import (
     Recorded,
     find_prompt_violations,
     find_return_violations,
     find_row_violations,
 )
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 
 async def play(family: str, protocol: str, number: int, max_steps: int = 24, seed: int = 0) -> Outcome:

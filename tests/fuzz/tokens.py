@@ -25,7 +25,7 @@ from attrs import frozen
 from tests.fuzz.clients import CLIENTS
 from tests.fuzz.play import Outcome, Stage, open_stage
 
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 __all__ = ["main", "run"]
 

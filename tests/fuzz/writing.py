@@ -13,7 +13,7 @@ from attrs import frozen
 from tests.fuzz.recording import Writing
 
 from areal_actors.domain import EngineRequest, FinishReason
-from areal_actors.testing.families import Family
+from areal_actors_testing.families import Family
 
 __all__ = ["STOPS", "Writer", "arguments", "words"]
 

@@ -11,8 +11,8 @@ from tests.gradients.table import DEFAULT, Question, Table, estimators
 
 from areal_actors.cache.export import STYLES
 from areal_actors.cache.rewards import RULES, Unrewarded
-from areal_actors.testing.gradients import SHAPES, Bias
 from areal_actors.training.config import Aggregation, Normalisation, StatisticsUnit
+from areal_actors_testing.gradients import SHAPES, Bias
 
 __all__ = ["PAGE", "format_page"]
 
@@ -43,7 +43,7 @@ approximated. The page and its [numbers](gradients.json) are written by `nox -s 
 is biased.
 
 ```python
-from areal_actors.testing.gradients import SHAPES, Estimator, measure
+from areal_actors_testing.gradients import SHAPES, Estimator, measure
 
 bias = measure(SHAPES["sub-agent decides"], Estimator(), group_size=4)
 assert bias.is_right and bias.angle < 0.1

@@ -11,8 +11,8 @@ from attrs import evolve
 
 from areal_actors.cache import Unrewarded
 from areal_actors.domain import Group, Trajectory
-from areal_actors.testing.gradients import Estimator, Rule
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
+from areal_actors_testing.gradients import Estimator, Rule
 
 __all__ = ["SYSTEMS"]
 

@@ -13,8 +13,8 @@ from tests.gradients.rules import SYSTEMS
 
 from areal_actors.cache.export import STYLES
 from areal_actors.cache.rewards import RULES, Unrewarded
-from areal_actors.testing.gradients import EXACT, SHAPES, Bias, Enumeration, Estimator, Shape
 from areal_actors.training.config import AdvantageConfig, Aggregation, Normalisation, StatisticsUnit
+from areal_actors_testing.gradients import EXACT, SHAPES, Bias, Enumeration, Estimator, Shape
 
 __all__ = [
     "DEFAULT",

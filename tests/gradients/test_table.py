@@ -6,7 +6,7 @@ import pytest
 from tests.gradients.page import PAGE, format_page
 from tests.gradients.table import DEFAULT, FILE, compute, list_violations, names_of, parse_table, questions
 
-from areal_actors.testing.gradients import SHAPES
+from areal_actors_testing.gradients import SHAPES
 
 TABLE = parse_table(FILE.read_text(encoding="utf-8"))
 SMALL = [question for question in questions() if question.group_size == 2 and question.discount == 1]

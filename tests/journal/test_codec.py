@@ -16,8 +16,8 @@ from areal_actors.domain import GroupQueued, TurnEnded
 from areal_actors.errors import JournalError
 from areal_actors.journal.codec import TABLES, encode
 from areal_actors.journal.migrations import migrate
-from areal_actors.testing.journal_contract import create_start, create_turn
-from areal_actors.testing.journal_events import events, json_values
+from areal_actors_testing.journal_contract import create_start, create_turn
+from areal_actors_testing.journal_events import events, json_values
 
 
 @pytest.fixture(scope="module")

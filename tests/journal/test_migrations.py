@@ -11,7 +11,7 @@ from areal_actors.domain import GroupId, GroupQueued, SessionId
 from areal_actors.errors import JournalError
 from areal_actors.journal import SqliteJournal
 from areal_actors.journal.migrations import APPLICATION_ID, MIGRATIONS, migrate
-from areal_actors.testing.journal_contract import create_session
+from areal_actors_testing.journal_contract import create_session
 
 VERSION_1 = Path(__file__).with_name("version_1.sql")
 """What ``.dump`` said of a journal of version 1. It is never written anew: it stands for files that people have."""

@@ -19,7 +19,7 @@ from areal_actors.domain import GroupId, GroupQueued, SessionStarted
 from areal_actors.errors import JournalError
 from areal_actors.journal import JournalConfig, JournalSync, SqliteJournal, find_logs, sqlite
 from areal_actors.journal.migrations import MIGRATIONS
-from areal_actors.testing.journal_contract import create_session, create_start, create_turn
+from areal_actors_testing.journal_contract import create_session, create_start, create_turn
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from areal_actors.kernel import Ref
 from areal_actors.kernel.remote import Peer
 from areal_actors.messages import AddReplica, Generation
 from areal_actors.run.inference import spawn_generation
-from areal_actors.testing.remote import pretend_remote
+from areal_actors_testing.remote import pretend_remote
 
 
 @define

@@ -40,7 +40,7 @@ from areal_actors.messages import (
     ResumeGeneration,
 )
 from areal_actors.run.inference import spawn_generation
-from areal_actors.testing.remote import pretend_remote
+from areal_actors_testing.remote import pretend_remote
 
 pytestmark = pytest.mark.anyio
 

@@ -22,7 +22,7 @@ from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
 from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
-from areal_actors.testing.engine_contract import Subject
+from areal_actors_testing.engine_contract import Subject
 
 CPU_SERVER = Path(environments.__file__).with_name("sglang_cpu.py")
 ARGUMENTS = (

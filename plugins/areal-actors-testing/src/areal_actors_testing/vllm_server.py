@@ -36,7 +36,7 @@ from areal_actors.generation.base import Engine
 from areal_actors.generation.servers.vllm import ABORT_PREFIX, GENERATE, LOGPROBS_MODE, OLDEST
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve, url_of
-from areal_actors.testing.sglang_server import read_rank
+from areal_actors_testing.sglang_server import read_rank
 
 __all__ = ["Failure", "VllmServer", "open_vllm_server"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from areal_actors.testing.gradients.enumeration import Play, Script, Shape, Turn
+from areal_actors_testing.gradients.enumeration import Play, Script, Shape, Turn
 
 __all__ = ["SHAPES"]
 

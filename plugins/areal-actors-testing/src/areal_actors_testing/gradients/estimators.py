@@ -38,7 +38,7 @@ from areal_actors.training.config import AdvantageConfig, Aggregation, Normalisa
 
 __all__ = ["EXACT", "Bias", "Enumeration", "Estimator", "Rule", "measure"]
 
-from areal_actors.testing.gradients.enumeration import Doubles, Played, Shape
+from areal_actors_testing.gradients.enumeration import Doubles, Played, Shape
 
 Rule = Callable[[Group], Sequence[npt.NDArray[Any]]]
 """Maps a group to the advantages [T] of its rows, in the order of episodes and rows."""

@@ -2,7 +2,7 @@
 
 ::
 
-    from areal_actors.testing.gradients import SHAPES, Estimator, measure
+    from areal_actors_testing.gradients import SHAPES, Estimator, measure
 
     measure(SHAPES["sub-agent decides"], Estimator(), group_size=4)   # Bias(scale=…, cosine=…)
 
@@ -12,9 +12,9 @@ compares it with the true gradient, and ``shapes`` has the agents of the publish
 
 from __future__ import annotations
 
-from areal_actors.testing.gradients.enumeration import Play, Shape, Turn, enumerate_episodes
-from areal_actors.testing.gradients.estimators import EXACT, Bias, Enumeration, Estimator, Rule, measure
-from areal_actors.testing.gradients.shapes import SHAPES
+from areal_actors_testing.gradients.enumeration import Play, Shape, Turn, enumerate_episodes
+from areal_actors_testing.gradients.estimators import EXACT, Bias, Enumeration, Estimator, Rule, measure
+from areal_actors_testing.gradients.shapes import SHAPES
 
 __all__ = [
     "EXACT",

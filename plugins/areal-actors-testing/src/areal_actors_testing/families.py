@@ -54,7 +54,7 @@ class Family:
     @property
     def template(self) -> str:
         """The Jinja source of the chat template."""
-        path = resources.files("areal_actors.testing") / "chat_templates" / f"{self.name}.jinja"
+        path = resources.files("areal_actors_testing") / "chat_templates" / f"{self.name}.jinja"
         return path.read_text(encoding="utf-8")
 
     def create_renderer(self) -> TemplateRenderer:

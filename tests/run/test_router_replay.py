@@ -37,10 +37,10 @@ from areal_actors.models import load_policy, resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.inference import InferenceConfig, open_actors
-from areal_actors.testing.sglang_server import open_sglang_server
 from areal_actors.training.config import Activations, TrainerConfig
 from areal_actors.training.router_replay import record_experts
 from areal_actors.training.trainer import PolicyTrainer
+from areal_actors_testing.sglang_server import open_sglang_server
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}

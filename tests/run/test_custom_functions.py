@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from tests.placement.play import Play, perform
+from tools.placement.play import Play, perform
 
 from areal_actors.__main__ import cli
 from areal_actors.config import load_config, save_config

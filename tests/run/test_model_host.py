@@ -17,7 +17,7 @@ from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelSta
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import ListModels, ModelInUse, Models, UseModel
 from areal_actors.models import Catalogue
-from areal_actors.testing.serving import ScriptedSessions
+from areal_actors_testing.serving import ScriptedSessions
 
 pytestmark = pytest.mark.anyio
 

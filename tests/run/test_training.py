@@ -156,7 +156,7 @@ def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """Its agents start over, and are given the turns that they had: by their ids, and token by token in the rows."""
-    run_dir, agent = tmp_path / "run", ROOT / "tests" / "chaos" / "tool_agent.py"
+    run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
     # No episode ends before the kill, however late the poll below sees its turns.
     gate = tmp_path / "gate"
     monkeypatch.setenv("AREAL_TEST_GATE", str(gate))
@@ -190,7 +190,7 @@ def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
 
 def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
     """Its sessions continue in its successor; the trained rows have the turns from before the kill."""
-    run_dir, agent = tmp_path / "run", ROOT / "tests" / "chaos" / "tool_agent.py"
+    run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
     options = (
         f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
         f"rollout.workflow={agent}:ToolAgent",

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from areal_actors.errors import EngineError
-from areal_actors.testing.sglang_server import join_group, leave_group, receive_tensors
 from areal_actors.training import weight_store
 from areal_actors.training.weight_store import BroadcastGroup, address_towards
+from areal_actors_testing.sglang_server import join_group, leave_group, receive_tensors
 
 NUM_NUMBERS = 5_000_000
 """More than what a connection takes without anybody who reads."""
@@ -25,7 +25,7 @@ NUM_NUMBERS = 5_000_000
 BODY = {"names": ["a", "b"], "dtypes": ["float32", "bfloat16"], "shapes": [[3], [2, 2]]}
 PEER = f"""
 import sys
-from areal_actors.testing.sglang_server import join_group, receive_tensors
+from areal_actors_testing.sglang_server import join_group, receive_tensors
 
 rank, size = int(sys.argv[1]), int(sys.argv[2])
 for port in sys.argv[3:]:

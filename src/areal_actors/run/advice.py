@@ -87,7 +87,8 @@ def inert_settings(config: TrainerConfig, *, has_servers: bool = True) -> list[s
     ``has_servers`` is false for a run whose engine is the embedded one.
     """
     found = []
-    for reason, *names in (*_of_the_surrogate(config), *_of_penalties(config), *_of_training(config, has_servers)):
+    training = _of_training(config, has_servers=has_servers)
+    for reason, *names in (*_of_the_surrogate(config), *_of_penalties(config), *training):
         for name in names:
             path, _, setting = name.rpartition(".")
             if _is_changed(attrgetter(path)(config) if path else config, setting):
@@ -150,7 +151,7 @@ def _of_penalties(config: TrainerConfig) -> Iterator[Inert]:
         yield f"objective.aggregation is {objective.aggregation}", "objective.fixed_length"
 
 
-def _of_training(config: TrainerConfig, has_servers: bool) -> Iterator[Inert]:  # noqa: FBT001 - as the caller names it
+def _of_training(config: TrainerConfig, *, has_servers: bool) -> Iterator[Inert]:
     if config.device == "cpu":
         yield "device is cpu, and the moments are in the memory of the host already", "optimizer.offload"
         if config.activations is Activations.OFFLOAD:

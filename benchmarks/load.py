@@ -22,8 +22,8 @@ from benchmarks.floors import ADMIN_KEY, FACTORIES
 from benchmarks.null_engine import SETUPS
 
 from areal_actors.lib import loops
-from areal_actors.lib.gc_tuning import tuned_gc
 from areal_actors.lib.loops import EventLoop
+from areal_actors.lib.process_limits import tuned_gc
 
 __all__ = ["Connection", "converse", "live", "server_process", "serving"]
 

@@ -28,7 +28,7 @@ from benchmarks.null_engine import SETUPS, NullEngine
 
 from areal_actors.config import create_config, save_config
 from areal_actors.journal import SqliteJournal
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.messages import OpenSession
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.control_plane import open_proxies

@@ -23,7 +23,7 @@ from areal_actors.domain import Problem, Snapshot
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.generation.router import GenerationRouter
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.messages import (
     AcknowledgeLease,
     AddReplica,

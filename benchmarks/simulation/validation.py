@@ -28,7 +28,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.proxy import ProxyConfig, create_app
 
 __all__ = ["Figures", "format_comparison", "validate"]

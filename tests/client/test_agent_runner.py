@@ -13,10 +13,9 @@ import pytest
 
 from areal_actors.client import AgentRunner, RetryPolicy
 from areal_actors.client.agent_runner import (
+    BatchProgress,
     BatchResult,
     ItemResult,
-    PlainBatchProgress,
-    create_batch_progress,
     parse_outcome,
 )
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, Unauthorized
@@ -243,10 +242,10 @@ async def test_progress_and_summary(stream):
     assert "mean reward 0.500, 2 retries, 1 failed" in text
 
 
-def test_plain_lines_are_few():
-    """One every ten seconds, whatever finishes meanwhile; a batch that was stopped says so."""
+def test_batch_progress_prints_a_line_every_ten_seconds():
+    """A batch that was stopped says so."""
     now, shown = [0.0], io.StringIO()
-    progress = PlainBatchProgress(shown, clock=lambda: now[0])
+    progress = BatchProgress(stream=shown, clock=lambda: now[0])
     progress.open(50)
     for index in range(50):
         now[0] += 1
@@ -259,10 +258,10 @@ def test_plain_lines_are_few():
     assert shown.getvalue().endswith("50 items done, then it stopped\n")
 
 
-def test_silence():
-    """Nothing is written for those who want nothing."""
+def test_quiet_batch_progress_prints_nothing():
+    """Not even failures."""
     shown = io.StringIO()
-    progress = create_batch_progress(is_quiet=True, stream=shown)
+    progress = BatchProgress(is_quiet=True, stream=shown)
     progress.open(None)
     progress.note_result(ItemResult(index=0, item=None, num_attempts=1, error=KeyError("x")))
     progress.close(BatchResult(results=(), seconds=1.0))
@@ -270,8 +269,8 @@ def test_silence():
     assert "" == shown.getvalue()
 
 
-def test_outcomes():
-    """Completion ids are text, and errors name who returned what."""
+def test_outcome_that_is_no_reward_names_its_function():
+    """Completion ids are text, and errors name the function and the value."""
     assert {"a": 1.0} == parse_outcome({"a": True}, name="agent")
     with pytest.raises(EpisodeError, match=r"agent returned a value that is not a reward.*not by int 3"):
         parse_outcome({3: 1.0}, name="agent")

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 
 
 def test_the_collector_is_as_it_was_after_the_block():

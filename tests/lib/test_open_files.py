@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from areal_actors.lib.open_files import open_files_limit
+from areal_actors.lib.process_limits import open_files_limit
 
 SHOW = "import resource; print(resource.getrlimit(resource.RLIMIT_NOFILE)[0])"
 LOWER = (
@@ -23,13 +23,13 @@ def run(code: str) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="macOS calls a limit infinite and refuses it")
 def test_a_command_may_open_what_the_system_allows():
     """The soft limit becomes the hard one."""
-    raising = "from areal_actors.lib.open_files import raise_open_files_limit; raise_open_files_limit()"
+    raising = "from areal_actors.lib.process_limits import raise_open_files_limit; raise_open_files_limit()"
 
     assert run(f"{LOWER}\n{raising}\n{SHOW}") == open_files_limit()
 
 
 def test_importing_the_library_changes_no_limit():
     """A program that embeds it has its own."""
-    embedding = "import areal_actors.run, areal_actors.proxy, areal_actors.lib.open_files"
+    embedding = "import areal_actors.run, areal_actors.proxy, areal_actors.lib.process_limits"
 
     assert run(f"{LOWER}\n{embedding}\n{SHOW}") == 128

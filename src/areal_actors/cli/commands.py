@@ -35,7 +35,7 @@ from areal_actors.cli.explaining import (
 from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError, RunDirectoryError
-from areal_actors.lib.gc_tuning import relax_gc
+from areal_actors.lib.process_limits import relax_gc
 
 if TYPE_CHECKING:
     from areal_actors.config import RunConfig
@@ -268,7 +268,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "train")
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run import train as run_training
 
     raise_open_files_limit()
@@ -304,7 +304,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 
     loaded, admin_key = load_config(config, overrides), _read_admin_key(os.environ)
     _say_loading(loaded, "serve")
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
 
@@ -347,7 +347,7 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
         loaded = evolve(loaded, host=evolve(loaded.host, admin_key=admin_key))
     if loaded.logging.display != "none":
         click.echo(f"{loaded.experiment_name}: starting the host; services load {loaded.model} on first use", err=True)
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run.host import run_host
 
     raise_open_files_limit()
@@ -371,7 +371,7 @@ def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
       areal-actors serve b.yaml sessions.service_name=b proxy.port=8002
       areal-actors entry a=http://127.0.0.1:8001 b=http://127.0.0.1:8002
     """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.service.entry.server import parse_backends, run_entry
 
     raise_open_files_limit()
@@ -423,7 +423,7 @@ def evaluate(
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "evaluate", model=model)
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run.evaluation import evaluate as run_evaluation
     from areal_actors.run.evaluation import format_evaluation
 

@@ -89,8 +89,7 @@ class Loop:
     now: Callable[[], float]
     """The loop's clock, in seconds."""
     wait_until: Callable[[Signal, float], Awaitable[None]]
-    """Wait until a signal is set, or the loop's clock shows a time. On trio, up to a quarter of the wait earlier, if
-    others end then, because timers there are expensive."""
+    """Wait until a signal is set, or the loop's clock shows a time."""
     effective_deadline: Callable[[], float]
     """The nearest deadline of the cancel scopes around the running task; infinite if there is none."""
     call_soon: Callable[[Callable[[], object]], object]
@@ -160,13 +159,13 @@ def _trio_loop() -> Loop:
     # Imported here, as trio is.
     import trio
 
-    from areal_actors.lib.trio_signals import ParkedSignal, SharedTimers
+    from areal_actors.lib.trio_signals import ParkedSignal, wait_until
 
     return Loop(
         new_signal=ParkedSignal,
         new_scope=cast("Callable[..., Scope]", trio.CancelScope),
         now=trio.current_time,
-        wait_until=cast("Callable[[Signal, float], Awaitable[None]]", SharedTimers().wait_until),
+        wait_until=cast("Callable[[Signal, float], Awaitable[None]]", wait_until),
         effective_deadline=trio.current_effective_deadline,
         call_soon=trio.lowlevel.current_trio_token().run_sync_soon,
     )

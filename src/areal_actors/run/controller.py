@@ -41,7 +41,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
 from areal_actors.lib.change_signal import ChangeSignal
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (

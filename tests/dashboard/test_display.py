@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
-from areal_actors.dashboard.curve import LearningCurve, draw_curve
-from areal_actors.dashboard.display import render
-from areal_actors.dashboard.state import format_seconds, sparkline
+from areal_actors.dashboard.display import format_seconds, render, sparkline
+from areal_actors.dashboard.report import LearningCurve, draw_curve
 from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
 
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from areal_actors.__main__ import cli
 from areal_actors.config import create_config, load_config, save_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.record import (
+from areal_actors.dashboard.run_record import (
     ReplicaCount,
     RunRecord,
     RunStatus,

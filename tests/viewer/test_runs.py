@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.stacks.run_files import step, write_lines, write_run
 
-from areal_actors.dashboard import RunDirectory, summarize_run
-from areal_actors.dashboard.metrics import RunSummarizer
+from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import format_record, rewrite_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.viewer import FailureFilter, GroupFilter, find_runs, view_run
@@ -35,50 +33,6 @@ def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps
         cursor = answer["cursor"]
 
     assert [step(number) for number in range(num_steps)] == found
-
-
-METRICS = st.fixed_dictionaries(
-    {"reward": st.none() | st.floats(0, 1), "eval_reward": st.none() | st.floats(0, 1)},
-    optional={
-        "episodes": st.integers(0, 9),
-        "failed_episodes": st.integers(0, 9),
-        "groups": st.integers(0, 9),
-        "zero_variance_groups": st.integers(0, 9),
-        "truncated_turns": st.integers(0, 9),
-        "trained_episodes": st.integers(0, 9),
-        "trained_turns_mean": st.floats(0, 3),
-        "trained_tokens": st.integers(0, 9),
-        "greedy_tokens": st.integers(0, 9),
-        "source/a/reward": st.floats(0, 1),
-        "loss": st.just("text"),  # of a damaged record
-    },
-)
-
-
-@given(pieces=st.lists(st.lists(METRICS, max_size=12), max_size=4), is_replaced=st.booleans())
-def test_a_summary_of_what_was_added_is_that_of_the_whole_file(tmp_path_factory, pieces, is_replaced):
-    """Also if the file was replaced since, by fewer steps or by more."""
-    directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
-    summarizer, number = RunSummarizer(directory), 0
-    for index, piece in enumerate(pieces):
-        if is_replaced and index == 2:
-            rewrite_records(directory.metrics, lambda record: record["step"] < 4)
-        with directory.metrics.open("a") as file:
-            for metrics in piece:
-                number += 1
-                file.write(json.dumps(step(number) | metrics) + "\n")
-        assert summarize_run(directory) == summarizer.summarize()
-
-
-def test_a_summary_reads_each_record_once(directory):
-    """A page that is open over a run of days must not read its whole history at each step."""
-    summarizer = RunSummarizer(directory)
-    assert 3 == summarizer.summarize().steps
-    with directory.metrics.open("r+b") as file:
-        file.write(b"x")  # what was read before is not read again
-    with directory.metrics.open("a") as file:
-        file.write(json.dumps(step(4)) + "\n")
-    assert (4, 0.1) == (summarizer.summarize().steps, summarizer.summarize().reward_first)
 
 
 def test_a_replaced_file_is_read_from_its_beginning(directory):
@@ -198,49 +152,25 @@ def test_groups_are_filtered_over_all_versions(directory, wanted, tasks):
     assert not found["is_cut"]
 
 
-def test_a_group_is_read_again_only_when_it_has_changed(directory):
-    """Otherwise each second of an open page would read all texts of a version."""
-    run = view_run(directory)
-    path = directory.rollouts / "1" / "0.jsonl"
-    before = path.stat()
-    assert [0.0, 1.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
-
-    path.write_text(path.read_text().replace('"reward": 1.0', '"reward": 9.0'))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert [0.0, 1.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
-    with path.open("a") as file:
-        file.write('{"reward": 2.0}\n')
-    assert [0.0, 9.0, 2.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
-
-
-def test_rows_say_why_no_step_trained_them(directory):
-    """Of the file, only what was added and the records of the group's version are read, also if it is replaced."""
+def test_rows_of_a_group_say_why_no_step_trained_them(directory):
+    """``untrained.jsonl`` is read anew, because a resumed run replaces it; its last line may be growing."""
     run = view_run(directory)
 
-    def reasons(version: int = 1) -> list[str | None]:
-        return [row["untrained"] for row in run.read_group("rollout", version, "0")]
+    def reasons() -> list[str | None]:
+        return [row["untrained"] for row in run.read_group("rollout", 1, "0")]
 
-    def record(version: int, task: str, member: int, reason: str) -> str:
+    def record(version: int, member: int, reason: str) -> str:
         return format_record(
-            {"task_id": task, "sample_idx": member, "version": version, "head_version": 9, "reason": reason}
+            {"task_id": "0", "sample_idx": member, "version": version, "head_version": 9, "reason": reason}
         )
 
     assert reasons() == [None, None]
-    directory.untrained.write_text(
-        record(0, "0", 0, "too_old") + record(1, "0", 1, "too_old") + record(1, '"version":7', 0, "too_old")
-    )
-    assert reasons() == [None, "too_old"]
-    with directory.untrained.open("r+") as file:  # those of other versions are not read again
-        file.write("?" * (len(record(0, "0", 0, "too_old")) - 1))
-    late = record(1, "0", 0, "run_ended")
-    with directory.untrained.open("a") as file:
-        file.write(record(2, "0", 0, "run_ended") + late[:9])
+    late = record(1, 0, "run_ended")
+    directory.untrained.write_text(record(0, 0, "too_old") + record(1, 1, "too_old") + late[:9])
     assert reasons() == [None, "too_old"]
     with directory.untrained.open("a") as file:
         file.write(late[9:])
     assert reasons() == ["run_ended", "too_old"]
-    rewrite_records(directory.untrained, lambda one: one["version"] == 1 and one["sample_idx"] == 1)
-    assert reasons() == [None, "too_old"]
     directory.untrained.unlink()
     assert reasons() == [None, None]
 

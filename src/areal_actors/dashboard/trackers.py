@@ -40,6 +40,7 @@ from attrs import frozen
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import load_object
+from areal_actors.dashboard.reporter import Listener
 from areal_actors.domain import EVAL_SCOPE, RunStatus
 from areal_actors.errors import ConfigError
 from areal_actors.kernel import Message
@@ -170,7 +171,7 @@ class Wandb:
                 "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
             )
         identity = run.recall("wandb").get("id") or secrets.token_hex(4)
-        own = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
+        own: dict[str, Any] = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
         # The output of the run stays its own; a second reader of the terminal would garble the display.
         quiet = wandb.Settings(console="off", silent=True)
         own |= {"dir": str(run.directory.path), "config": run.settings(), "settings": quiet}
@@ -323,13 +324,11 @@ def create_trackers(trackers: Mapping[str, Mapping[str, Any]], run: TrackedRun) 
 # ------------------------------------------------------------------------------------------------------- writer
 
 
-class TrackerWriter:
+class TrackerWriter(Listener):
     """A listener that passes the numbers of a run to a tracker, on a thread.
 
     ``num_lost`` counts the records that the tracker did not take.
     """
-
-    is_essential = False
 
     def __init__(
         self, name: str, open_tracker: Callable[[], Tracker], *, close_seconds: float = _CLOSE_SECONDS

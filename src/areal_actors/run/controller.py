@@ -31,8 +31,8 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.dashboard.report import write_report
+from areal_actors.dashboard.run_record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.router import GenerationRouter, RouterConfig

@@ -21,7 +21,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
-from areal_actors.dashboard import RunDirectory, RunGauges
+from areal_actors.dashboard import RunDirectory, read_gauges
 from areal_actors.domain import Role, Snapshot
 from areal_actors.errors import JournalError
 from areal_actors.generation.servers.config import Backend
@@ -330,7 +330,7 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
             renderer=context.renderer,
             generation=generation,
             listener=None if spec.fd_socket is None else await receive_fd(spec.fd_socket),
-            read_run=RunGauges(context.directory),
+            read_run=partial(read_gauges, context.directory),
             handover=handover,
         )
         yield Opened(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))

@@ -28,14 +28,14 @@ from attrs import asdict, define, evolve, field, frozen
 
 from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.record import (
+from areal_actors.dashboard.records import load_object
+from areal_actors.dashboard.run_record import (
     ReplicaCount,
     RunStatus,
     read_record,
     read_replicas,
     write_replicas,
 )
-from areal_actors.dashboard.records import load_object
 from areal_actors.domain import Role
 from areal_actors.errors import ArealError, ConfigError, RunDirectoryError, SchedulerError
 from areal_actors.lib.atomic_write import atomic_write

@@ -285,8 +285,8 @@ def test_components_get_their_part():
 
     config = create_config(MINIMAL | {"rollout": rollout, "batch_size": 5}, directory=Path("/work"))
 
-    assert config.rollout.runner.group_size == 3
-    assert config.rollout.export.discount == 0.9
+    assert config.rollout.group_size == 3
+    assert config.rollout.export.turn_discount == 0.9
     assert (config.plan.total_steps, config.plan.batch_size, config.plan.max_staleness) == (3, 5, 2)
     assert (config.limits.batch_size, config.limits.max_staleness) == (5, 2)
     assert config.run_directory.path.parts[-2:] == ("sums", "trial")

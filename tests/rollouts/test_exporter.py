@@ -109,7 +109,7 @@ async def test_a_session_is_exported_as_often_as_one_asks():
 
 async def test_an_unknown_session_or_style_is_refused_by_name():
     """The exporter's asker reads what was wrong, and the exporter lives on."""
-    async with open_inference_stack(export=ExportConfig(discount=0.0)) as inference:
+    async with open_inference_stack(export=ExportConfig(turn_discount=0.0)) as inference:
         with pytest.raises(NotFound, match="nobody"):
             await inference.exports.ask(ExportSession(session=SessionId("nobody")))
         session = (await inference.open()).session

@@ -169,7 +169,7 @@ def test_functions_become_tools() -> None:
         ),
     ],
 )
-def test_what_cannot_be_checked_is_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_bfcl_refuses_uncheckable_answers(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     """Before the first episode, with the line."""
     path = tmp_path / "simple.json"
     path.write_text(json.dumps(row), encoding="utf-8")

@@ -17,7 +17,7 @@ from areal_actors.viewer import FailureFilter, GroupFilter, find_runs, view_run
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8), num_steps=st.integers(0, 6))
-def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps):
+def test_growing_metrics_are_read_once(tmp_path_factory, cuts, num_steps):
     """However the writer's bytes are cut into pieces, a reader between them gets each record once, in order."""
     directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
     run = view_run(directory)
@@ -35,7 +35,7 @@ def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps
     assert [step(number) for number in range(num_steps)] == found
 
 
-def test_a_replaced_file_is_read_from_its_beginning(directory):
+def test_replaced_metrics_are_read_from_the_beginning(directory):
     """A resumed run removes the records of the steps that it repeats."""
     run = view_run(directory)
     cursor = run.read_metrics("")["cursor"]
@@ -49,12 +49,12 @@ def test_a_replaced_file_is_read_from_its_beginning(directory):
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "1:2", "::", "0:99999999", "-1:-5"])
-def test_any_cursor_gets_an_answer(directory, cursor):
+def test_metrics_accept_any_cursor(directory, cursor):
     """What a browser sends is not trusted."""
     assert 3 == len(view_run(directory).read_metrics(cursor)["records"])
 
 
-def test_the_description_of_a_run_has_no_keys(directory):
+def test_run_description_has_no_secrets(directory):
     """The settings are shown with their secrets shortened."""
     description = view_run(directory).describe()
 
@@ -63,7 +63,7 @@ def test_the_description_of_a_run_has_no_keys(directory):
     assert "0123456789abcdefghij" not in json.dumps(description, default=str)
 
 
-def test_failures_are_counted_by_kind_and_show_no_keys(directory):
+def test_failures_are_counted_by_kind_without_secrets(directory):
     """The first traceback of each kind is kept, with what looks like a key shortened."""
     first, second = view_run(directory).list_failures()
 
@@ -89,19 +89,19 @@ def test_failures_are_counted_by_kind_and_show_no_keys(directory):
         ({"source": ""}, [2, 1]),
     ],
 )
-def test_failures_are_filtered_before_they_are_counted(directory, wanted, counts):
+def test_failures_are_filtered(directory, wanted, counts):
     """By text, kind, purpose, versions and source."""
     assert counts == [kind["count"] for kind in view_run(directory).list_failures(FailureFilter(**wanted))]
 
 
-def test_the_newest_failures_of_a_kind_are_named(directory):
+def test_failures_name_the_newest_of_each_kind(directory):
     """So that a reader finds their groups and conversations."""
     kind = view_run(directory).list_failures()[0]
 
     assert [("4", 2), ("4", 1)] == [(one["task_id"], one["version"]) for one in kind["newest"]]
 
 
-def test_conversations_are_found_by_their_text(directory):
+def test_sessions_are_searched_by_text(directory):
     """The newest is first; a search looks into messages and tokens, in any case."""
     run = view_run(directory)
 
@@ -112,7 +112,7 @@ def test_conversations_are_found_by_their_text(directory):
     assert run.read_session(2) is None
 
 
-def test_groups_list_the_rewards_of_each_problem(directory):
+def test_groups_list_rewards_by_problem(directory):
     """Problems are in numerical order; rows say how far they are above the mean of their group."""
     run = view_run(directory)
 
@@ -140,7 +140,7 @@ def test_groups_list_the_rewards_of_each_problem(directory):
         ({"source": "hard"}, []),
     ],
 )
-def test_groups_are_filtered_over_all_versions(directory, wanted, tasks):
+def test_groups_are_filtered_over_versions(directory, wanted, tasks):
     """By text, equal rewards, the range of their mean and the source; the newest version is first."""
     path = directory.rollouts / "2" / "easy-3.jsonl"
     path.parent.mkdir()
@@ -176,12 +176,12 @@ def test_rows_of_a_group_say_why_no_step_trained_them(directory):
 
 
 @pytest.mark.parametrize("task", ["../../metrics", "..", "", "/etc/passwd", "0/../0"])
-def test_no_file_outside_the_rollouts_is_read(directory, task):
+def test_group_reads_no_file_outside_the_rollouts(directory, task):
     """A task is a number, never a path."""
     assert [] == view_run(directory).read_group("rollout", 1, task)
 
 
-def test_a_signature_changes_with_each_part(directory):
+def test_signature_changes_with_each_part(directory):
     """The page reads again only what has changed."""
     run = view_run(directory)
     before = run.signature()
@@ -205,7 +205,7 @@ def test_runs_are_found_below_a_directory(tmp_path: Path, monkeypatch):
     assert 2 == len(find_runs([tmp_path / "runs", tmp_path / "runs" / "a"]))
 
 
-def test_a_path_without_runs_is_named(tmp_path: Path):
+def test_path_without_runs_is_refused(tmp_path: Path):
     """An empty directory, and one that does not exist."""
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunDirectoryError, match=path.name):

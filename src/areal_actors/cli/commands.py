@@ -32,7 +32,6 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
-from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError, RunDirectoryError
 from areal_actors.lib.process_limits import relax_gc
@@ -57,7 +56,6 @@ __all__ = [
     "models",
     "report",
     "runs",
-    "scale",
     "serve",
     "settings",
     "slurm",
@@ -516,47 +514,6 @@ def runs(*, paths: tuple[Path, ...], is_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.argument("sizes", nargs=-1, required=True, metavar="ROLE=NUMBER...")
-@click.option("--wait", "wait_seconds", type=click.FloatRange(min=0), help="Wait until so many serve, in seconds.")
-@click.option("--json", "is_json", is_flag=True, help="One JSON object in place of the text.")
-@verbose_option
-@explains_errors
-def scale(*, run_dir: Path, sizes: tuple[str, ...], wait_seconds: float | None, is_json: bool) -> None:
-    """Change how many engines or proxies a run has while it goes on.
-
-    RUN_DIR is the directory of a run with scheduler.roles.generation or proxy. Engines that are added get the current
-    weights before they serve. The requests of those that are removed continue at the others, from the next token. The
-    number is kept when the run is resumed.
-
-    \b
-    Examples:
-      areal-actors scale runs/sums/trial generation=4
-      areal-actors scale runs/sums/trial generation=4 proxy=2 --wait 600
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from attrs import asdict
-
-    from areal_actors.run.scaling import parse_sizes, scale_run, wait_scaled
-
-    wanted = parse_sizes(sizes)
-    scaled = scale_run(run_dir, wanted)
-    if wait_seconds is not None:
-        wait_scaled(run_dir, wanted, seconds=wait_seconds)
-    if is_json:
-        click.echo(json.dumps({role: asdict(one) for role, one in scaled.items()}))
-        return
-    for role, one in scaled.items():
-        if one.wanted == one.before:
-            click.echo(f"{role}: {one.wanted} already.")
-        elif wait_seconds is not None:
-            click.echo(f"{role}: {one.wanted} serve.")
-        elif one.wanted > one.before:
-            click.echo(f"{role}: {one.before} -> {one.wanted}. The new ones are starting.")
-        else:
-            click.echo(f"{role}: {one.before} -> {one.wanted}. The others leave when their requests have moved.")
-
-
-@click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN_DIR]...", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, show_default=True, help="Port to listen on; 0 takes any free one.")
@@ -869,7 +826,6 @@ class _Commands(click.Group):
         host,
         entry,
         runs,
-        scale,
         verify,
         view,
         report,
@@ -877,7 +833,6 @@ class _Commands(click.Group):
         models,
         settings,
         doctor,
-        server,
         keys,
         tasks,
         slurm,
@@ -902,9 +857,7 @@ def cli() -> None:
       areal-actors serve examples/serve.yaml
       areal-actors host examples/serve.yaml     the same for many users, each with a separate model
     While a run goes on:
-      areal-actors scale runs/<experiment>/<trial> generation=4
     With SGLang or vLLM:
-      areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
       areal-actors settings                     the settings that most runs need; --all prints every one
     """  # noqa: D301 - a real backspace tells click to keep the lines

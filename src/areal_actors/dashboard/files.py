@@ -5,8 +5,6 @@
     runs/<experiment>/<trial>/
       config.yaml        every setting, written out
       run.json           whether it is running, finished, interrupted or failed, and why it ended
-      replicas.json      how many workers of a role there are, if they can be scaled
-      scale/             requests of areal-actors scale that are not answered yet
       admin.key          of a service: its admin key, readable by its owner only
       metrics.jsonl      one JSON object per step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
@@ -67,10 +65,6 @@ class RunDirectory:
     """Configuration with every setting written out."""
     record = _Entry("run.json")
     """The state of the run, and why it ended."""
-    replicas = _Entry("replicas.json")
-    """How many workers there are of the roles that can be scaled."""
-    scale_requests = _Entry("scale")
-    """Requests to scale a role that the controller has not answered yet."""
 
     @property
     def lock(self) -> Path:

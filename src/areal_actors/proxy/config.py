@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
@@ -9,7 +11,14 @@ from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy.dialects.blocks import UnsupportedBlocks
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS
 
-__all__ = ["HonourStore", "ProxyConfig", "UnsupportedBlocks"]
+__all__ = ["HonourStore", "HttpServer", "ProxyConfig", "UnsupportedBlocks"]
+
+
+class HttpServer(StrEnum):
+    """The library that serves HTTP on asyncio. On trio it is Hypercorn."""
+
+    UVICORN = "uvicorn"
+    HYPERCORN = "hypercorn"
 
 
 @frozen(kw_only=True)
@@ -31,6 +40,8 @@ class ProxyConfig:
     """Port to listen on; 0 takes any free port."""
     public_host: str | None = None
     """Name under which agents reach this machine, if it differs from ``host``."""
+    server: HttpServer = HttpServer.UVICORN
+    """The library that serves HTTP on asyncio; on trio it is always Hypercorn."""
     num_processes: int = field(default=1, validator=ge(1))
     """Number of processes that share the port, each with a proxy and sessions; engine and trainer stay in the first."""
     admin_key: str | None = field(default=None, repr=False, metadata=COMMON)

@@ -1,24 +1,36 @@
 """Settings for the scheduler: which roles of a run have processes of their own, their resources, and who starts them.
 
 A role that is not configured runs in the controller process; without any configured role, everything does.
+``open_scheduler`` opens the scheduler of the configured type. Another type is a row of ``SchedulerType`` and of
+``_SCHEDULERS``, and a field of ``SchedulerConfig`` with the name of the type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import Attribute, field, fields, frozen
 from attrs.validators import ge, gt, optional
 
 from areal_actors.domain import Role
 from areal_actors.lib.settings import COMMON, constant
-from areal_actors.schedulers.base import Resources
+from areal_actors.schedulers.base import Resources, Scheduler
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
-__all__ = ["LocalConfig", "RestartsConfig", "RoleConfig", "RolesConfig", "SchedulerConfig", "SchedulerType"]
+__all__ = [
+    "LocalConfig",
+    "RestartsConfig",
+    "RoleConfig",
+    "RolesConfig",
+    "SchedulerConfig",
+    "SchedulerType",
+    "open_scheduler",
+]
 
 
 class SchedulerType(StrEnum):
@@ -28,6 +40,13 @@ class SchedulerType(StrEnum):
     """Child processes on this machine."""
     SLURM = "slurm"
     """Jobs of a cluster."""
+
+
+_SCHEDULERS = {
+    SchedulerType.LOCAL: "areal_actors.schedulers.local:LocalScheduler",
+    SchedulerType.SLURM: "areal_actors.schedulers.slurm:SlurmScheduler",
+}
+"""The class of each type, imported when it is opened."""
 
 
 @frozen(kw_only=True)
@@ -132,3 +151,13 @@ class SchedulerConfig:
     host resolves for itself."""
     local: LocalConfig = field(factory=LocalConfig)
     slurm: SlurmConfig = field(factory=SlurmConfig)
+
+
+def open_scheduler(config: SchedulerConfig, *, directory: Path, logs: Path) -> AbstractAsyncContextManager[Scheduler]:
+    """Open the scheduler of a run in ``directory``. Workers on this machine write their output to ``logs``.
+
+    Raises ``SchedulerError`` on entering if workers cannot be started here.
+    """
+    module, _, name = _SCHEDULERS[config.type].partition(":")
+    opened = getattr(import_module(module), name).open(getattr(config, config.type), directory=directory, logs=logs)
+    return cast("AbstractAsyncContextManager[Scheduler]", opened)

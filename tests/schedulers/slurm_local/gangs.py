@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.schedulers.slurm_local.cluster import Cluster, why_no_namespaces
-from tests.schedulers.slurm_local.training import TINY, cluster, jobs, nodes, steps, training, wait_until
+from tests.schedulers.slurm_local.training import TINY, cluster, nodes, steps, training, wait_until
 
 __all__ = ["cluster"]
 
@@ -74,7 +74,7 @@ def test_two_nodes_train_as_one_process_does(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_gang_fails_as_one_and_goes_on(cluster, tmp_path, lost):
+def test_gang_fails_as_one_and_goes_on(cluster, tmp_path, lost):
     """The node of one of its processes dies: the whole gang is placed anew; no step is missing or made twice."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -94,7 +94,7 @@ def test_a_gang_fails_as_one_and_goes_on(cluster, tmp_path, lost):
     assert list(range(1, 13)) == steps(directory)
 
 
-def test_a_killed_process_of_a_gang_is_named_and_replaced(cluster, tmp_path):
+def test_killed_process_of_a_gang_is_named_and_replaced(cluster, tmp_path):
     """The trainer says which one it has lost, and where; the job ends as one, and another one goes on."""
     directory = tmp_path / "run"
     with training(cluster, directory, *SETTINGS, *GANG, "total_steps=8") as run:
@@ -107,28 +107,6 @@ def test_a_killed_process_of_a_gang_is_named_and_replaced(cluster, tmp_path):
     assert 8 == summary["steps"]
     assert list(range(1, 9)) == steps(directory)
     assert "Rank 1 of the 2 processes that train together failed (task 1 of job" in said.replace("\n0: ", "")
-
-
-@pytest.mark.parametrize("is_whole", [True, False], ids=["all let go", "one hangs"])
-def test_a_gang_is_kept_as_one_or_not_at_all(cluster, tmp_path, is_whole):
-    """The controller is killed and started again. If all processes let go of it, their job goes on."""
-    directory = tmp_path / "run"
-    settings = (*SETTINGS, *GANG, "total_steps=6", "scheduler.slurm.rejoin_seconds=60")
-    with training(cluster, directory, *settings) as run:
-        wait_until(run, lambda: len(steps(directory)) >= 2 and len(trainer_nodes(cluster)) == 2)
-        run.kill()
-    (before,) = (job for name, job in jobs(cluster, "RUNNING").items() if "trainer" in name)
-    if not is_whole:
-        for process in ranks(directory):
-            process.suspend()
-    with training(cluster, directory, *settings, "--resume") as run:
-        wait_until(run, lambda: len(steps(directory)) >= 4)
-        during = [job for name, job in jobs(cluster, "RUNNING").items() if "trainer" in name]
-        summary = finish(run)
-
-    assert 6 == summary["steps"]
-    assert list(range(1, 7)) == steps(directory)
-    assert is_whole == (during == [before])
 
 
 def ranks(directory: Path) -> list[psutil.Process]:

@@ -1,4 +1,8 @@
-"""Settings for inference servers: where they run, or how they are started. Imports neither HTTP libraries nor torch."""
+"""Settings for inference servers: where they run, or how they are started. Imports neither HTTP libraries nor torch.
+
+Another kind of server is a member of ``Backend``, a section of ``ServerSections`` with the same name, and a module of
+this package with that name (``dialect``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from attrs.validators import ge, gt, le
 
 from areal_actors.lib.settings import constant
 
-__all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig"]
+__all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig", "ServerSections"]
 
 
 class Backend(StrEnum):
@@ -21,6 +25,16 @@ class Backend(StrEnum):
     """The embedded engine, in this process."""
     SGLANG = "sglang"
     VLLM = "vllm"
+
+    @property
+    def receives_broadcasts(self) -> bool:
+        """Whether its servers can be sent weights over the network."""
+        return self is Backend.SGLANG
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether it reports the experts of each token."""
+        return self is not Backend.VLLM
 
 
 @frozen(kw_only=True)
@@ -35,9 +49,8 @@ class ServerConfig:
     """A file that contains only the API key of the servers at urls."""
     num_servers: int = field(default=1, validator=ge(1))
     """Servers to start, each with a copy of the model and its share of the GPUs of the machine."""
-    python: str | None = None
-    """The Python in which the server is installed; never that of this process, because their packages conflict. null:
-    that of areal-actors server install, or else python."""
+    python: str = "python"
+    """The Python in which the server is installed; never that of this process, because their packages conflict."""
     command: tuple[str, ...] = ()
     """Program and first arguments, replacing python -m and the server's module."""
     arguments: tuple[str, ...] = ()
@@ -61,19 +74,24 @@ class ServerConfig:
     hang_timeout_seconds: float = constant(90.0)
     """A server that was started here, has served, and has not answered health checks for this long is killed and
     started again."""
-    stall_timeout_seconds: float = constant(6.0)
+    stall_timeout_seconds: float = field(default=60.0, validator=gt(0))
     """A server that has sampled before, and then has requests but sends no token of any of them for this long, has
     stalled even if it answers health checks: its requests continue at other servers, and it gets no others until it
-    has sampled a token. The time is longer if three times what its prompts and the next tokens should take, at the
-    speed measured so far, is longer. Time in which it is paused or loads weights does not count."""
-    progress_timeout_seconds: float = constant(120.0)
-    """The longest time that a server may send no token, whatever its prompts. A server that was started here and
-    samples nothing for this long is killed and started again."""
+    has sampled a token. After twice this long, one that was started here is killed and started again. Longer than the
+    longest prompt takes. Time in which it is paused or loads weights does not count."""
     stream_interval: int = constant(32)
     """Tokens per event of answers that no client streams; each event costs 40 µs on its way. A lost server loses the
     tokens of an incomplete event, which another one samples again."""
     max_failures: int = constant(3)
     """A generation fails after this many attempts in a row without a new token."""
+
+
+@frozen(kw_only=True)
+class ServerSections:
+    """The settings of each kind of server, in a section with its name."""
+
+    sglang: ServerConfig = field(factory=ServerConfig)
+    vllm: ServerConfig = field(factory=ServerConfig)
 
 
 @frozen(kw_only=True)

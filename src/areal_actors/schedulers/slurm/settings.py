@@ -163,10 +163,6 @@ class SlurmConfig:
     """A job counts as lost after this time without a line in the queue and without an exit record."""
     preflight_seconds: float = constant(60.0)
     """How long a job tries to reach the controller before it releases its node."""
-    rejoin_seconds: float = field(default=300.0, validator=ge(0))
-    """How long a job that has lost its controller keeps its nodes for the next one, which is the same run started again
-    with --resume. Must be longer than two steps of the trainer. 0: the job ends when its lease expires, and the next
-    controller submits another one."""
 
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:

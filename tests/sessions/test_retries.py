@@ -20,7 +20,7 @@ from areal_actors.domain import (
     ToolArgumentsDelta,
     ToolCallStarted,
 )
-from areal_actors.errors import EngineError, IdempotencyMismatch, SessionEnded
+from areal_actors.errors import EngineError, SessionEnded, Unprocessable
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.messages import CollectSession, Complete, EndSession, NoteRefusal, OpenSession, SetReward
 from areal_actors.sessions.manager import SessionManager
@@ -285,7 +285,7 @@ async def test_a_key_names_a_request():
         elsewhere = await call(inference, other, "complete", Attempt(fingerprint="g", idempotency_key="k"))
 
     assert first.ids == again.ids != elsewhere.ids
-    assert isinstance(wrong.error, IdempotencyMismatch)
+    assert isinstance(wrong.error, Unprocessable)
     assert 422 == wrong.error.status
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from areal_actors.domain import Attempt, InteractionId
-from areal_actors.errors import IdempotencyMismatch
+from areal_actors.errors import Unprocessable
 from areal_actors.sessions.retries import MAX_REMEMBERED, RETRY_SECONDS, RetryCache
 
 ANSWERS = ("any answers",)
@@ -139,7 +139,7 @@ def test_a_key_names_one_request():
     """Whatever the number; with another body it is an error, and the first request is not disturbed."""
     client = Client()
     first = client.send(key="k")
-    with pytest.raises(IdempotencyMismatch, match="another request"):
+    with pytest.raises(Unprocessable, match="another request"):
         client.send(key="k", fingerprint="b")
 
     assert client.send(key="k") is client.send(2, key="k") is first

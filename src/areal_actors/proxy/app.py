@@ -51,13 +51,12 @@ from areal_actors.proxy.access import (
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
+from areal_actors.proxy.dialects import ROUTES
 from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes, join_items
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
-from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
-from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.fields import parse_object
-from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
+from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import (
     READ,
@@ -72,7 +71,6 @@ from areal_actors.proxy.failures import Failure, format_anthropic_failure, forma
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
 from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_document, describe_routes
-from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.stored_responses import StoredResponses
 
 __all__ = [
@@ -111,7 +109,6 @@ class CompletionEndpoint:
     config: ProxyConfig
     meter: Meter
     access: UserAccess
-    keep_alive: bytes = KEEP_ALIVE
     resolve: Resolve | None = None
     """Replaces references to stored items in a body, for a dialect that has them."""
     streams: set[Exchange] = field(factory=set)
@@ -210,7 +207,7 @@ class CompletionEndpoint:
         # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
         announced = b""
         exchange.fail_stream = lambda failure: announced + formatter.fail(failure)
-        exchange.keep_alive = self.keep_alive
+        exchange.keep_alive = self.dialect.keep_alive
 
         async def pump() -> None:
             nonlocal announced
@@ -485,22 +482,17 @@ def create_app(
     access = UserAccess(sessions=sessions, accounts=accounts)
     selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()
-    limit, inert, honour_store = config.default_max_tokens, config.inert_parameters, config.honour_store
-    chat = ChatDialect(
-        model=model,
-        token_bytes=token_bytes,
-        default_max_tokens=limit,
-        inert=inert,
-        honours_store=honour_store.chat,
-    )
-    responses = ResponsesDialect(
-        model=model,
-        token_bytes=token_bytes,
-        default_max_tokens=limit,
-        inert=inert,
-        honours_store=honour_store.responses,
-    )
-    messages = MessagesDialect(model=model, token_bytes=token_bytes, default_max_tokens=limit, inert=inert)
+    honours_store = {"chat/completions": config.honour_store.chat, "responses": config.honour_store.responses}
+    dialects = {
+        route.operation: route.dialect(
+            model=model,
+            token_bytes=token_bytes,
+            default_max_tokens=config.default_max_tokens,
+            inert=config.inert_parameters,
+            honours_store=honours_store.get(route.operation, True),
+        )
+        for route in ROUTES
+    }
     shared: dict[str, Any] = {
         "sessions": sessions,
         "authenticator": authenticator,
@@ -511,18 +503,19 @@ def create_app(
     stored = StoredResponses(
         sessions=sessions, authenticator=authenticator, access=access, model=model, token_bytes=token_bytes
     )
-    count = TokenCountEndpoint(dialect=messages, **shared)
-    count_items = TokenCountEndpoint(
-        dialect=responses,
-        resolve=stored.resolve,
-        envelope={"object": "response.input_tokens"},
-        **shared,
-    )
-
+    # Responses refer to stored answers.
+    resolvers: dict[str, dict[str, Any]] = {"responses": {"resolve": stored.resolve}}
     streams: set[Exchange] = set()
 
-    def complete(dialect: Any, **more: Any) -> Operation:
-        endpoint = CompletionEndpoint(dialect=dialect, meter=meter, streams=streams, **shared, **more)
+    def complete(operation: str, dialect: Any) -> Operation:
+        endpoint = CompletionEndpoint(
+            dialect=dialect, meter=meter, streams=streams, **shared, **resolvers.get(operation, {})
+        )
+        return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
+
+    def count(operation: str, **envelope: Any) -> Operation:
+        dialect: Any = dialects[operation]
+        endpoint = TokenCountEndpoint(dialect=dialect, envelope=envelope, **shared, **resolvers.get(operation, {}))
         return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
 
     control = ControlEndpoints(
@@ -546,17 +539,14 @@ def create_app(
         accounts=accounts,
         read_run=read_run,
     )
-    document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))
+    document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     page = RoutesPage(document=document.document)
     operations = {
-        "chat/completions": complete(chat),
-        "completions": complete(CompletionsDialect(model=model, token_bytes=token_bytes, inert=inert)),
-        "responses": complete(responses, resolve=stored.resolve),
-        "responses/input_tokens": Operation(handle=count_items, has_session=True),
+        **{operation: complete(operation, dialect) for operation, dialect in dialects.items()},
+        "responses/input_tokens": count("responses", object="response.input_tokens"),
         "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),
         "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=READ, has_session=True),
-        "messages": complete(messages, keep_alive=PING),
-        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
+        "messages/count_tokens": count("messages"),
         "grant_capacity": Operation(handle=control.grant_capacity),
         "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),
         "rl/start_session": Operation(handle=control.start_session, methods=("POST", "GET")),

@@ -39,7 +39,6 @@ from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
-from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
 from areal_actors.journal.recovery import UnfinishedWork
@@ -679,15 +678,15 @@ async def _open_servers(
     decode: Decode,
     find_weights: FindWeights | None,
 ) -> AsyncIterator[EngineSet]:
+    from areal_actors.generation.servers.dialect import RoutedLayers
     from areal_actors.generation.servers.engine import open_server_engines
-    from areal_actors.generation.servers.experts import RoutedLayers
-    from areal_actors.generation.servers.launching import launch_servers
+    from areal_actors.generation.servers.launching import find_kind, launch_servers
 
-    kind, config = KINDS[served.backend], served.config
+    kind, config = find_kind(served.backend), served.config
     # Servers need the added tokens for grammars that contain special tokens.
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
-    routed_layers = RoutedLayers.of(files) if served.records_experts else None
+    recording = {"routed_layers": RoutedLayers.of(files)} if served.records_experts else {}
     async with AsyncExitStack() as stack:
         urls, launched = config.urls, None
         if not urls:
@@ -704,9 +703,7 @@ async def _open_servers(
             )
             urls = launched.urls
         opening = open_server_engines(
-            kind.create_dialect(
-                added_tokens, stream_interval=served.config.stream_interval, routed_layers=routed_layers
-            ),
+            kind.create(added_tokens=added_tokens, stream_interval=config.stream_interval, **recording),
             config,
             urls=urls,
             model=files,

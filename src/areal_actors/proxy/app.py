@@ -225,7 +225,7 @@ class CompletionEndpoint:
                             is_waiting = False
                             self.streams.add(exchange)
                             seconds = perf_counter() - exchange.started_at
-                            self.meter.first_token_seconds[exchange.operation].observe(seconds)
+                            self.meter.first_token_seconds.labels(exchange.operation).observe(seconds)
                         events, announced = events + announced + formatter.feed(item), b""
                     if events:
                         sent_at = anyio.current_time()

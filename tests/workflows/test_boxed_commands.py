@@ -239,6 +239,7 @@ FAULTS = {
 }
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(("script", "limits", "reason"), FAULTS.values(), ids=FAULTS.keys())
 async def test_a_fault_ends_its_episode_with_the_reason(script, limits, reason):
@@ -249,6 +250,7 @@ async def test_a_fault_ends_its_episode_with_the_reason(script, limits, reason):
         assert 1.0 == await agent.run(0, **NOWHERE)
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 async def test_nothing_is_left_of_an_episode():
     """A command that leaves daemons and much output ends; so do its daemons."""
     marker = f"{os.getpid()}.{time.monotonic_ns()}"

@@ -49,7 +49,7 @@ def format_reference(cls: type) -> str:
 
 def _lines(cls: type, *, indent: str) -> Iterator[str]:
     explanations = _explanations(cls)
-    for name, setting in settings_of(cls).items():
+    for name, setting in settings_of(cls, with_plugins=False).items():
         # A kind that also takes text is described by its own words, which explain the section's settings, too.
         takes_text = any(getattr(member, "__supertype__", member) is str for member in get_args(setting.type))
         sections = sections_of(setting.type)

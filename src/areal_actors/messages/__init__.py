@@ -2,9 +2,6 @@
 
 ::
 
-    Host ──borrows──▶ Hosting (a process for each trial, everything below in it)
-      │ asks
-      ▼
     Accounts
       ▲ asks                               ┌──asks──▶ Weights (next to Training)
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
@@ -111,14 +108,6 @@ from areal_actors.messages.generation import (
     ReplicaView,
     ReservePlace,
     ResumeGeneration,
-)
-from areal_actors.messages.hosting import (
-    Hosting,
-    ListServices,
-    ServiceInUse,
-    StopServices,
-    UseService,
-    UseServiceOfSession,
 )
 from areal_actors.messages.models import (
     ListModels,
@@ -268,7 +257,6 @@ __all__ = [
     "HasKeys",
     "HideAnswer",
     "HoldPlaces",
-    "Hosting",
     "IdentifyUser",
     "Intake",
     "JoinGang",
@@ -279,7 +267,6 @@ __all__ = [
     "LiftStalenessLimit",
     "ListKeys",
     "ListModels",
-    "ListServices",
     "LogNumbers",
     "ModelInUse",
     "Models",
@@ -323,7 +310,6 @@ __all__ = [
     "SaveVersion",
     "SaveWeights",
     "SendWeights",
-    "ServiceInUse",
     "Serving",
     "SessionArchived",
     "SessionClosed",
@@ -339,7 +325,6 @@ __all__ = [
     "Shards",
     "StartSession",
     "StepFinished",
-    "StopServices",
     "StoreEpisodes",
     "StoredAnswer",
     "StreamComplete",
@@ -354,8 +339,6 @@ __all__ = [
     "TrainingSummary",
     "UntrainedGroup",
     "UseModel",
-    "UseService",
-    "UseServiceOfSession",
     "VersionAdvanced",
     "WatchSessions",
     "Weights",

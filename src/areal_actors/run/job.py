@@ -53,6 +53,7 @@ from areal_actors.journal import JournalConfig, settle
 from areal_actors.journal.sqlite import filesystem_of, is_network
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import NO_LOCKS, HeldLock, LockHeld, hold
+from areal_actors.lib.plugins import PluginGroup, plugin_names
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.scratch import remove_empty
 from areal_actors.lib.telemetry import get_logger, redact_settings
@@ -69,15 +70,12 @@ from areal_actors.training.teaching import GroupTeacher
 from areal_actors.workflows import (
     Agent,
     AgentPool,
-    BlockingVerifiersAgent,
     CommandAgent,
     CommandConfig,
+    PluginWorkflow,
     PoolConfig,
     RolloutWorkflow,
-    VerifiersAgent,
-    VerifiersWorkflow,
-    check_tasks,
-    create_environment,
+    find_environment,
     placeholder_keys,
     resolve_workflow,
     serialize_agent,
@@ -538,7 +536,7 @@ def load_held_out(config: RunConfig) -> dict[str, Problems]:
 
 
 def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "", is_held_out: bool = False) -> Problems:
-    """Load the dataset of this name, and check that its task directories can run in its agent's sandbox. Blocks.
+    """Load the dataset of this name, and check that its problems can run in its agent's sandbox. Blocks.
 
     Raises ``DatasetError``, naming the setting if there are several datasets.
     """
@@ -547,7 +545,9 @@ def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "", is_he
         problems = load_problems(dataset, import_reference=import_reference, shuffle_seed=config.seed)
         rollout = config.agents.get(name, config.rollout)
         if isinstance(rollout.workflow, CommandConfig):
-            check_tasks(problems, rollout.openai.sandbox)
+            for problem in problems.all() if plugin_names(PluginGroup.PROBLEMS) else ():
+                if (environment := find_environment(problem.data)) is not None:
+                    environment.check(problem.data, rollout.openai.sandbox)
         return problems
 
 
@@ -682,19 +682,14 @@ def prepare_agent(
         if config.is_isolated:
             create_sandbox(config.backend).check(config)
         return CommandAgent.open(target, pool, sandbox=config)
-    if isinstance(target, VerifiersWorkflow):
+    if isinstance(target, PluginWorkflow):
         if kwargs:
             raise WorkflowError(
-                f"workflow_kwargs {sorted(kwargs)} were given with verifiers; make them options of the taskset or the "
-                "harness, or settings of env."
+                f"workflow_kwargs {sorted(kwargs)} were given with {target.name}; make them settings of it."
             )
         if config.is_isolated:
             create_sandbox(config.backend).check(config)
-        create_environment(target.verifiers, config)
-        if rollout.openai.mode is AgentMode.SUBPROCESS:
-            arguments = {"config": target.verifiers, "sandbox": config}
-            return AgentPool.open(serialize_agent(BlockingVerifiersAgent, arguments), pool)
-        return VerifiersAgent.open(target.verifiers, config)
+        return target.plugin.prepare(config, pool if rollout.openai.mode is AgentMode.SUBPROCESS else None)
     if config.is_isolated:
         raise WorkflowError(
             f"rollout.openai.sandbox: {config.backend} isolates agents that are commands, and {target} runs in a "

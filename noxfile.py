@@ -299,13 +299,6 @@ def redteam(session: nox.Session) -> None:
 
 
 @nox.session
-def sandbox(session: nox.Session) -> None:
-    """Run 1,000 sandboxed episodes that crash, hang, flood and leave daemons, and count what they leave (minutes)."""
-    install(session, "test")
-    session.run("python", "-m", "benchmarks.sandbox", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
-
-
-@nox.session
 def containers(session: nox.Session) -> None:
     """Run the contract of sandboxes with docker, podman and apptainer, where they run, in an image of own files."""
     install(session, "test")
@@ -337,14 +330,7 @@ def soak(session: nox.Session) -> None:
 def capture(session: nox.Session) -> None:
     """Count false alarms of the capture gate in honest runs, and the faults it stops. ``-- --json PATH``: keep all."""
     install(session, "test")
-    session.run("python", "-m", "benchmarks.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
-
-
-@nox.session
-def simulation(session: nox.Session) -> None:
-    """Simulate 10,000 sessions on 1,000 engines, and say what saturates first (minutes). ``-- validate``: check it."""
-    install(session, "test")
-    session.run("python", "-m", "benchmarks.simulation", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+    session.run("python", "-m", "tools.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
 
 
 @nox.session
@@ -402,7 +388,7 @@ def slurm(session: nox.Session) -> None:
         named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
         session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
         return
-    names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
+    names = ("nodes", "controllers", "limits", "training", "gangs")
     tests = [str(directory / f"{name}.py") for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
@@ -475,11 +461,11 @@ def gpu(session: nox.Session) -> None:
 def tour(session: nox.Session) -> None:
     """Write docs/tour.md and its picture from a traced run (seconds). ``-- --check`` compares, and writes nothing."""
     install(session)
-    session.run("python", "-m", "benchmarks.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
 def shape(session: nox.Session) -> None:
     """Measure how hard the source is to read: file hops, single use, import cycles. ``-- --examples`` lists them."""
     install(session)
-    session.run("python", "-m", "benchmarks.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})

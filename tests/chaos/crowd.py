@@ -35,8 +35,8 @@ from tests.chaos.play import free_port, settings
 from tests.chaos.processes import ADMIN_KEY, Child, Failed, marked, spawn
 
 from areal_actors.interchange import find_dumps, read_rows
-from areal_actors.journal import settle
-from areal_actors.journal.codec import unpack_ints
+from areal_actors.journal.tables import decode_row
+from areal_actors.kernel.remote.codec import Codec
 
 MIN_TURNS, MAX_TURNS = 3, 10
 FIRST_RETRY_SECONDS, MAX_RETRY_SECONDS = 0.5, 8.0
@@ -259,22 +259,23 @@ def compare(run: Path, crowd: Crowd, compared: Counter[str]) -> Iterator[str]:
 
     The tables are read, since ``SqliteJournal.read`` leaves out sessions that were trained.
     """
-    settle(run / "journal.sqlite")
+    codec = Codec()
     with sqlite3.connect(run / "journal.sqlite") as journal:
-        rows = journal.execute("SELECT interaction, status, output, token_ids, reward FROM turns").fetchall()
+        rows = journal.execute("SELECT messages, output, record FROM turns").fetchall()
         # What was said of a turn after it had ended replaces what it had then.
-        rewards = {name: reward for name, _, _, _, reward in rows if reward is not None}
+        turns = [decode_row(codec, "turns", *row).interaction for row in rows]
+        rewards = {turn.id: turn.reward for turn in turns if turn.reward is not None}
         rewards |= dict(journal.execute("SELECT interaction, reward FROM rewards"))
         ended = {session for (session,) in journal.execute("SELECT session FROM endings")}
         trained = journal.execute(
             "SELECT s.session FROM group_sessions s JOIN consumed c ON c.group_id = s.group_id WHERE c.is_trained"
         ).fetchall()
-    kept = {name: (output, tokens) for name, status, output, tokens, _ in rows if status == "completed"}
+    kept = {turn.id: turn for turn in turns if turn.status == "completed"}
     for name, text in crowd.turns.items():
         compared["turns with the journal"] += 1
         if name not in kept:
             yield f"not in the journal: turn {name}"
-        elif (found := json.loads(kept[name][0])[0].get("content") or "") != text:
+        elif (found := kept[name].output.content or "") != text:
             yield f"otherwise in the journal: turn {name}: {found!r} instead of {text!r}"
     for name, reward in crowd.rewards.items():
         compared["rewards with the journal"] += 1
@@ -287,13 +288,13 @@ def compare(run: Path, crowd: Crowd, compared: Counter[str]) -> Iterator[str]:
     exported = read_exports(run / "rows")
     told = {session: turns for session, turns in crowd.sessions.items() if session in crowd.ends}
     for session in {name for (name,) in trained} & told.keys():
-        turns = told[session]
+        names = told[session]
         compared["sessions with their trained rows"] += 1
-        compared["turns with their trained rows"] += len(turns)
-        compared["rewards with their trained rows"] += sum(name in crowd.rewards for name in turns)
-        returns = np.cumsum([crowd.rewards.get(name, 0.0) for name in reversed(turns)])[::-1].round(3).tolist()
-        for name, value in zip(turns, returns, strict=True):
-            want = [(unpack_ints(kept[name][1]).tolist() if name in kept else None, value)]
+        compared["turns with their trained rows"] += len(names)
+        compared["rewards with their trained rows"] += sum(name in crowd.rewards for name in names)
+        returns = np.cumsum([crowd.rewards.get(name, 0.0) for name in reversed(names)])[::-1].round(3).tolist()
+        for name, value in zip(names, returns, strict=True):
+            want = [(kept[name].completion.token_ids.tolist() if name in kept else None, value)]
             if exported[name] != want:
                 yield f"trained otherwise than told: turn {name} of {session}: {exported[name]} instead of {want}"
 

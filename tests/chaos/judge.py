@@ -17,7 +17,9 @@ from typing import Any
 from attrs import field, frozen
 from tests.chaos.ledger import Line, read_ledger
 
-from areal_actors.journal import settle
+from areal_actors.domain import InteractionStatus, TurnEnded
+from areal_actors.journal.tables import decode_row
+from areal_actors.kernel.remote.codec import Codec
 
 __all__ = ["Evidence", "Verdict", "judge", "read_evidence", "surviving"]
 
@@ -232,8 +234,8 @@ def _wrong_files(evidence: Evidence, steps: Sequence[Step], trained: Mapping[str
 def read_evidence(directory: Path) -> Evidence:
     """What a play has left in its directory."""
     run = directory / "run"
+    codec = Codec()
     ledgers = [line for path in sorted(directory.glob("*.ledger")) for line in read_ledger(path)]
-    settle(run / "journal.sqlite")
     connection = sqlite3.connect(f"file:{run / 'journal.sqlite'}?mode=ro", uri=True)
     connection.row_factory = sqlite3.Row
     try:
@@ -244,7 +246,12 @@ def read_evidence(directory: Path) -> Evidence:
             metrics=tuple(_records(run / "metrics.jsonl")),
             dumps=_dumps(run / "rollout"),
             sessions={row["session"]: dict(row) for row in ask("SELECT session, group_id FROM sessions")},
-            turns={(row["session"], row["interaction"]): _turn(row) for row in ask("SELECT * FROM turns")},
+            turns={
+                (row["session"], row["interaction"]): _turn(
+                    decode_row(codec, "turns", row["messages"], row["output"], row["record"])
+                )
+                for row in ask("SELECT * FROM turns")
+            },
             rewards=_rewards(connection),
             endings={row["session"]: bool(row["is_final"]) for row in ask("SELECT * FROM endings")},
             forgotten=frozenset(row["session"] for row in ask("SELECT session FROM forgotten")),
@@ -267,10 +274,13 @@ def _dumps(root: Path) -> Mapping[tuple[int, int], int]:
     return Counter((int(row["task_id"]), int(row["sample_idx"])) for row in rows)
 
 
-def _turn(row: sqlite3.Row) -> tuple[str, str]:
-    output = json.loads(row["output"]) if row["output"] and row["status"] == "completed" else []
-    text = (output[0].get("content") or "") if output else "(not completed)"
-    return text, blake2b(row["token_ids"] or b"", digest_size=8).hexdigest()
+def _turn(event: Any) -> tuple[str, str]:
+    assert isinstance(event, TurnEnded)
+    turn = event.interaction
+    is_completed = turn.status is InteractionStatus.COMPLETED and turn.output is not None
+    text = (turn.output.content or "") if is_completed else "(not completed)"
+    tokens = b"" if turn.completion is None else turn.completion.token_ids.astype("<i4").tobytes()
+    return text, blake2b(tokens, digest_size=8).hexdigest()
 
 
 def _rewards(connection: sqlite3.Connection) -> dict[tuple[str, str], float]:

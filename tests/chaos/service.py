@@ -182,38 +182,26 @@ def _wrap_engine(witness: Witness, engine: Any) -> None:
 
 
 def _wrap_journal(witness: Witness, store: Any) -> None:
-    encode, append = store.encode, store.append
-    kinds: set[Point] = set()
-    turns: list[tuple[str, str]] = []
+    write = store.write
 
-    def encoding(self: Any, facts: Sequence[Any]) -> Any:
-        kinds.update(KINDS[name] for fact in facts if (name := type(fact).__name__) in KINDS)
-        # A turn whose client was killed is written as well, as one that was aborted. It has no answer to give again.
-        turns.extend(
-            ("recorded" if fact.interaction.status == "completed" else "aborted", fact.interaction.id)
-            for fact in facts
-            if type(fact).__name__ == "TurnEnded" and fact.request is not None
-        )
-        return encode(self, facts)
-
-    def writing(self: Any, statements: Any) -> bool:
-        chosen = sorted(kinds)
-        kinds.clear()
+    def writing(self: Any, facts: Sequence[Any]) -> None:
+        kinds = sorted({KINDS[name] for fact in facts if (name := type(fact).__name__) in KINDS})
         witness.enter(Stage.COMMITTING)
-        for kind in chosen:
+        for kind in kinds:
             witness.reach(f"before {kind}")
-        is_due: bool = append(self, statements)
-        for event, turn in turns:
-            witness.note_sample(event, id=turn)
-        turns.clear()
-        for kind in chosen:
+        write(self, facts)
+        for fact in facts:
+            # A turn whose client was killed is written as well, as aborted. It has no answer to give again.
+            if type(fact).__name__ == "TurnEnded" and fact.request is not None:
+                event = "recorded" if fact.interaction.status == "completed" else "aborted"
+                witness.note_sample(event, id=fact.interaction.id)
+        for kind in kinds:
             witness.reach(f"after {kind}")
         witness.leave(Stage.COMMITTING)
-        if Point.TURN in chosen:
+        if Point.TURN in kinds:
             witness.enter(Stage.ANSWERING)
-        return is_due
 
-    store.encode, store.append = encoding, writing
+    store.write = writing
 
 
 def _wrap_trainer(witness: Witness, trainer: Any) -> None:

@@ -122,7 +122,7 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
         "rollout.openai.subproc_max_workers=2",
         "eval_dataset=null",
         "logging.display=none",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
     ]
     config = load_config(EXAMPLES / f"{name}.yaml", overrides)
     summary = Trainer(config).train(run_dir=tmp_path, backend=backend)
@@ -135,7 +135,7 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
 
 def test_the_job_of_several_sources_trains(tmp_path):
     """A step of it trains groups of both."""
-    overrides = ["total_steps=1", "eval_datasets={}", "logging.display=none", "logging.tensorboard=false"]
+    overrides = ["total_steps=1", "eval_datasets={}", "logging.display=none", "logging.trackers=[]"]
     Trainer(load_config(EXAMPLES / "sources.yaml", overrides)).train(run_dir=tmp_path)
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
 

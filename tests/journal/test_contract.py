@@ -1,4 +1,4 @@
-"""What every journal promises: the one in memory and the one in a file."""
+"""The contract of journals: in memory, in a file, and in a file on a network filesystem."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("check", JOURNAL_CHECKS, ids=lambda check: check.__name__)
-async def test_a_journal_in_memory(check):
-    """It keeps the contract, if what an earlier one remembered is given to the next."""
+async def test_memory_journal_keeps_the_contract(check):
+    """Each journal begins with the events of the one before."""
     events: list[JournalEvent] = []
 
     @asynccontextmanager
@@ -29,13 +29,13 @@ async def test_a_journal_in_memory(check):
 
 
 @pytest.mark.parametrize("check", JOURNAL_CHECKS, ids=lambda check: check.__name__)
-async def test_a_journal_in_a_file(check, tmp_path):
-    """It keeps the contract from one opening to the next."""
+async def test_sqlite_journal_keeps_the_contract(check, tmp_path):
+    """Each opening reads what the one before has written."""
     await check(lambda: SqliteJournal.open(tmp_path / "journal.sqlite"))
 
 
 @pytest.mark.parametrize("check", JOURNAL_CHECKS, ids=lambda check: check.__name__)
-async def test_a_journal_on_a_network_filesystem(check, tmp_path, monkeypatch):
-    """It keeps the contract without a write-ahead log."""
+async def test_sqlite_journal_on_a_network_filesystem_keeps_the_contract(check, tmp_path, monkeypatch):
+    """There is no write-ahead log."""
     monkeypatch.setattr(sqlite, "filesystem_of", lambda path: "nfs4")
     await check(lambda: SqliteJournal.open(tmp_path / "journal.sqlite", JournalConfig(allow_shared=True)))

@@ -1,4 +1,4 @@
-"""What nobody needs is deleted, everything else stays: against a model that is a list of events."""
+"""Data that is no longer needed is deleted, and nothing else; compared with a model that is a list of events."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
-from tests.stacks.journals import write_at_once
+from tests.stacks.journals import read_events
 
 from areal_actors.domain import (
     GroupConsumed,
@@ -32,7 +32,7 @@ DAY = 86_400.0
 
 
 class JournalMachine(RuleBasedStateMachine):
-    """A journal and the list of everything that was written to it; it is tidied and opened anew at any moment."""
+    """A journal and the list of all events that were written to it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class JournalMachine(RuleBasedStateMachine):
         shutil.rmtree(self.directory)
 
     def write(self, *events: JournalEvent) -> None:
-        self.store.append(self.store.encode(events))
+        self.store.write(events)
         self.events += events
 
     def live(self) -> list[str]:
@@ -71,7 +71,7 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data(), number=st.integers(0, 3))
     def turn(self, data, number) -> None:
-        """A turn, or one that was there already."""
+        """Write a turn, which may exist already."""
         self.write(create_turn(data.draw(st.sampled_from(self.live())), number))
 
     @precondition(lambda self: self.live())
@@ -94,7 +94,7 @@ class JournalMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.live())
     @rule(data=st.data())
     def queue(self, data) -> None:
-        """A group of some sessions, which are forgotten in the same moment, or later."""
+        """Queue a group of some sessions, which may be forgotten at once."""
         sessions = data.draw(st.lists(st.sampled_from(self.live()), min_size=1, max_size=3, unique=True))
         group = GroupId(f"g{len(self.groups)}")
         self.groups.append(group)
@@ -117,38 +117,24 @@ class JournalMachine(RuleBasedStateMachine):
         self.write(VersionSaved(version=self.version))
 
     @rule()
-    def move(self) -> None:
-        """What is in the log goes into the tables."""
-        self.store.next_log()
-        self.store.move()
-
-    @rule()
-    def next_log(self) -> None:
-        """The log continues in another file, and the former one is not moved yet."""
-        self.store.next_log()
-
-    @rule()
     def reopen(self) -> None:
-        """What was in the log only is moved by the next one."""
         self.store.close()
         self.store = self.open()
         self.check()
 
     @rule()
     def check(self) -> None:
-        """What is needed is read, in order, whether the file was tidied or not."""
-        self.move()
-        assert restorable(self.events) == restorable(self.store.read())
+        """Events that are needed are read in order, before and after others were deleted."""
+        assert restorable(read_events(self.store)) == restorable(self.events)
 
     @rule()
     def tidy(self) -> None:
-        """After all was tidied there is nothing beyond what is needed."""
-        self.move()
+        """After all deletions the tables hold exactly the needed events."""
         while self.store.has_gone:
             self.store.retire()
         needed = restorable(self.events)
 
-        assert needed == restorable(self.store.read())
+        assert restorable(read_events(self.store)) == needed
         for kind, table in TABLES.items():
             num_rows = self.store._value(f"SELECT count(*) FROM {table}")
             assert sum(isinstance(event, kind) for event in needed) == num_rows
@@ -168,56 +154,56 @@ TestJournal = JournalMachine.TestCase
 TestJournal.settings = settings(max_examples=15, stateful_step_count=25, deadline=None)
 
 
-def test_what_is_kept_for_readers_goes_after_its_time(tmp_path):
-    """With ``retention_days`` forgotten sessions stay to be queried for so long, and do not restore."""
+def test_retention_keeps_rows_for_readers_by_sql(tmp_path):
+    """Until then, forgotten sessions can be queried, and are not restored."""
     now = [0.0]
     config = JournalConfig(retention_days=2)
     store = Store.open(tmp_path / "journal.sqlite", config, now=lambda: now[0])
     group = GroupQueued(group=GroupId("g"), position=0, sessions=())
     done = GroupConsumed(group=group.group, version=1, is_trained=True)
     forgotten = SessionForgotten(session=SessionId("a"))
-    write_at_once(store, (*create_session("a"), group, done, VersionSaved(version=1), forgotten))
+    store.write((*create_session("a"), group, done, VersionSaved(version=1), forgotten))
     store.retire()
 
-    assert [VersionSaved(version=1)] == list(store.read())
-    assert 2 == store._value("SELECT count(*) FROM turns")
-    assert 1 == store._value("SELECT count(*) FROM groups")
+    assert read_events(store) == [VersionSaved(version=1)]
+    assert store._value("SELECT count(*) FROM turns") == 2
+    assert store._value("SELECT count(*) FROM groups") == 1
 
     now[0] += 2 * DAY
     store.retire()
 
-    assert 0 == store._value("SELECT count(*) FROM turns") + store._value("SELECT count(*) FROM groups")
+    assert store._value("SELECT count(*) FROM turns") + store._value("SELECT count(*) FROM groups") == 0
     store.close()
 
 
-def test_facts_that_come_too_late_do_not_stay_for_good(tmp_path):
-    """A turn of a session that was forgotten and deleted goes when the journal is opened next."""
+def test_turns_of_deleted_sessions_are_deleted_at_the_next_opening(tmp_path):
+    """They may arrive after their session was forgotten."""
     path = tmp_path / "journal.sqlite"
     store = Store.open(path, JournalConfig())
-    write_at_once(store, (create_start("a"), SessionForgotten(session=SessionId("a"))))
+    store.write((create_start("a"), SessionForgotten(session=SessionId("a"))))
     store.retire()
-    write_at_once(store, (create_turn("a", 0),))
+    store.write((create_turn("a", 0),))
     store.close()
     store = Store.open(path, JournalConfig())
 
-    assert 0 == store._value("SELECT count(*) FROM turns")
+    assert store._value("SELECT count(*) FROM turns") == 0
     store.close()
 
 
-def test_the_file_does_not_grow_without_bound(tmp_path):
-    """Pages of deleted sessions are used again; when there are many, they are given back. So is the log."""
+def test_file_shrinks_after_deletions(tmp_path):
+    """Free pages are used again, and returned to the filesystem if there are many."""
     path = tmp_path / "journal.sqlite"
     store = Store.open(path, JournalConfig())
     sizes = []
     for number in range(60):
         session = f"s{number}"
         turns = [create_turn(session, turn, num_tokens=3000) for turn in range(10)]
-        write_at_once(store, (create_start(session), *turns))
+        store.write((create_start(session), *turns))
         if number >= 20:
-            write_at_once(store, (SessionForgotten(session=SessionId(f"s{number - 20}")),))
+            store.write((SessionForgotten(session=SessionId(f"s{number - 20}")),))
             store.retire()
         sizes.append(store._value("PRAGMA page_count"))
-    write_at_once(store, [SessionForgotten(session=SessionId(f"s{number}")) for number in range(60)])
+    store.write([SessionForgotten(session=SessionId(f"s{number}")) for number in range(60)])
     while store.has_gone:
         store.retire()
     store.close()
@@ -227,15 +213,15 @@ def test_the_file_does_not_grow_without_bound(tmp_path):
     assert not path.with_name("journal.sqlite-wal").exists()
 
 
-def test_many_forgotten_sessions_go_in_several_steps(tmp_path):
-    """One step is short, so that nobody waits long; the next ones do the rest."""
+def test_many_forgotten_sessions_are_deleted_in_several_steps(tmp_path):
+    """Each step is short, because writers wait for it."""
     store = Store.open(tmp_path / "journal.sqlite", JournalConfig())
     for number in range(150):
-        write_at_once(store, (create_start(f"s{number}"), SessionForgotten(session=SessionId(f"s{number}"))))
+        store.write((create_start(f"s{number}"), SessionForgotten(session=SessionId(f"s{number}"))))
     left = []
     while store.has_gone:
         store.retire()
         left.append(store._value("SELECT count(*) FROM sessions"))
     store.close()
 
-    assert [86, 22, 0] == left
+    assert left == [86, 22, 0]

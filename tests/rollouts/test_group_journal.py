@@ -31,6 +31,7 @@ from areal_actors.domain import (
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.journal import MemoryJournal
 from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.kernel.remote.codec import Codec
 from areal_actors.messages import (
     AcknowledgeLease,
     BeginGroup,
@@ -259,8 +260,8 @@ def stored(position: int, *, version: int = 0, settings: str = "s", is_rejected:
 
 
 def leased(version: int, *positions: int) -> StepLeased:
-    empty = b"\x01\x00\x00\x00" + b"\x02\x00\x00\x00" + b"\x91\x80"
-    return StepLeased(version=version, groups=tuple(make_group(at).id for at in positions), content=empty)
+    groups = tuple(make_group(at).id for at in positions)
+    return StepLeased(version=version, groups=groups, content=Codec().to_bytes({}))
 
 
 def positions(groups: tuple[StoredGroup, ...]) -> list[int]:

@@ -70,7 +70,7 @@ def settings_of(sources: dict[str, dict[str, Any]], **settings: Any) -> dict[str
         "rollout": {"group_size": 2, "max_head_offpolicyness": 0},
         "engine": {"deterministic": True, "dtype": "float32", "num_threads": 1, "max_length": 256},
         "trainer": {"dtype": "float32"},
-        "logging": {"display": "none", "tensorboard": False, "page": False},
+        "logging": {"display": "none", "trackers": [], "page": False},
     } | settings
 
 

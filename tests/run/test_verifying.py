@@ -268,31 +268,58 @@ def test_rows_are_compared_with_the_journal(tmp_path: Path, new_talk: Any, versi
     assert found["num_restated_turns"] == (0 if version is None else 3)
 
 
+def write_again(path: Path, *events: JournalEvent) -> None:
+    """Replace turns in the journal at ``path``."""
+
+    async def write() -> None:
+        async with SqliteJournal.open(path) as journal:
+            await journal.write(*events)
+
+    anyio.run(write)
+
+
 @pytest.mark.parametrize(
-    ("change", "what"),
+    ("column", "what"),
     [
-        ("prompt_suffix = CAST(x'05000000' || substr(prompt_suffix, 5) AS BLOB)", "its ids, or those before it"),
-        ("token_ids = CAST(x'05000000' || substr(token_ids, 5) AS BLOB)", "its ids, or those before it"),
-        ("logprobs = CAST(x'000000bf' || substr(logprobs, 5) AS BLOB)", "its log-probabilities or versions"),
-        ("raw_logprobs = CAST(x'000000bf' || substr(logprobs, 5) AS BLOB)", "its log-probabilities or versions"),
-        ("head_version = 9", "its log-probabilities or versions"),
-        ("token_ids = x'05'", "cannot be read"),
+        ("prompt_suffix", "its ids, or those before it"),
+        ("token_ids", "its ids, or those before it"),
+        ("logprobs", "its log-probabilities or versions"),
+        ("raw_logprobs", "its log-probabilities or versions"),
+        ("versions", "its log-probabilities or versions"),
     ],
 )
-def test_a_changed_journal_is_found(tmp_path: Path, new_talk: Any, change: str, what: str):
+def test_changed_turn_of_the_journal_is_found(tmp_path: Path, new_talk: Any, column: str, what: str):
     """The turn is named; where the row shows the change as well, also the token with both values."""
-    write_run(tmp_path / "run", told(new_talk))
-    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection, connection:
-        connection.execute(f"UPDATE turns SET {change} WHERE interaction = 't0'")
+    events = told(new_talk)
+    write_run(tmp_path / "run", events)
+    event = events[1]
+    assert isinstance(event, TurnEnded)
+    turn, completion = event.interaction, event.interaction.completion
+    assert completion is not None
+    array = (turn.prompt_suffix if column == "prompt_suffix" else getattr(completion, column)).copy()
+    array[0] += 1
+    changed = {column: array} if column == "prompt_suffix" else {"completion": evolve(completion, **{column: array})}
+    write_again(tmp_path / "run" / "journal.sqlite", evolve(event, interaction=evolve(turn, **changed)))
     code, found = verify(tmp_path / "run")
     first = found["differences"][0]
 
     assert (code, first["turn"], first["where"]) == (1, "t0", "journal.sqlite")
     assert what in first["what"]
     in_row = [entry for entry in found["differences"] if entry["where"].startswith("step") and entry["token"]]
-    if change.startswith(("token_ids = CAST", "logprobs")):
-        assert {entry["column"] for entry in in_row} == {change.split(maxsplit=1)[0]}
+    if column in ("token_ids", "logprobs"):
+        assert {entry["column"] for entry in in_row} == {column}
         assert in_row[0]["there"] != in_row[0]["here"]
+
+
+def test_damaged_turn_of_the_journal_is_found(tmp_path: Path, new_talk: Any):
+    """The others are verified."""
+    write_run(tmp_path / "run", told(new_talk))
+    with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection, connection:
+        connection.execute("UPDATE turns SET record = x'05' WHERE interaction = 't0'")
+    code, found = verify(tmp_path / "run")
+
+    assert (code, found["differences"][0]["turn"]) == (1, "t0")
+    assert "cannot be read" in found["differences"][0]["what"]
 
 
 def test_a_reward_that_is_not_in_the_journal_is_found(tmp_path: Path, new_talk: Any):

@@ -100,7 +100,7 @@ async def test_the_generation_goes_on_while_somebody_waits(first_way: str, way: 
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
-        sendings = (FIRST, RETRY) if first_way == "stream" else (NAMED, NAMED)  # it can be adopted
+        sendings = (FIRST, RETRY)
         first = Caller(inference, session, first_way, sendings[0], num_choices=num_choices)
         again = Caller(inference, session, way, sendings[1], num_choices=num_choices)
         for caller in (first, again):
@@ -120,27 +120,6 @@ async def test_the_generation_goes_on_while_somebody_waits(first_way: str, way: 
     assert (num_choices, 0) == (len(engine.requests), engine.statistics().aborted)
 
 
-async def test_who_joined_an_unnamed_request_samples_anew_when_its_first_caller_leaves():
-    """Without a key, an answer in one piece is read by the task of its first caller, and ends with it."""
-    engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
-    async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
-        session = (await inference.open()).session
-        first, again = (Caller(inference, session, "complete", attempt) for attempt in (FIRST, RETRY))
-        for caller in (first, again):
-            tasks.start_soon(caller)
-            await anyio.wait_all_tasks_blocked()
-        engine.release(1)
-        await anyio.wait_all_tasks_blocked()
-        first.scope.cancel()
-        await anyio.wait_all_tasks_blocked()
-        engine.release(99)
-        await anyio.wait_all_tasks_blocked()
-        known = await turns(inference, session)
-
-    assert [InteractionStatus.CANCELLED, InteractionStatus.COMPLETED] == [turn.status for turn in known]
-    assert [known[1].id] == again.ids
-
-
 @pytest.mark.parametrize("first_way", WAYS)
 @pytest.mark.parametrize("order", ["first leaves first", "first leaves last"])
 async def test_the_last_one_who_leaves_aborts(first_way: str, order: str):
@@ -148,7 +127,7 @@ async def test_the_last_one_who_leaves_aborts(first_way: str, order: str):
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
-        sendings = (FIRST, RETRY) if first_way == "stream" else (NAMED, NAMED)
+        sendings = (FIRST, RETRY)
         ways = zip((first_way, "complete"), sendings, strict=True)
         callers = [Caller(inference, session, way, attempt) for way, attempt in ways]
         for caller in callers:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import anyio
 from tests.stacks.inference_stack import InferenceStack
 
@@ -48,11 +46,14 @@ class Breakable(MemoryJournal):
             super().note(*events)
 
 
-def write_at_once(store: Store, events: Iterable[JournalEvent]) -> None:
-    """Write ``events``, and move them into the tables."""
-    store.append(store.encode(tuple(events)))
-    store.next_log()
-    store.move()
+def read_events(store: Store) -> list[JournalEvent]:
+    """Return the events to restore."""
+    events: list[JournalEvent] = []
+    seq = 0
+    while page := store.read_page(seq):
+        events += [event for _, event in page]
+        seq = page[-1][0]
+    return events
 
 
 class Killed(MemoryJournal):

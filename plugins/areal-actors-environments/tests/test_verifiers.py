@@ -41,7 +41,7 @@ pytest.importorskip(
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[2] / "examples"
 TASKS = HERE / "tasks.py"
-SMALL = ("engine.max_concurrent=8", "engine.num_threads=1", "trainer.dtype=float32", "logging.tensorboard=false")
+SMALL = ("engine.max_concurrent=8", "engine.num_threads=1", "trainer.dtype=float32", "logging.trackers=[]")
 CHAT = "chat"
 
 

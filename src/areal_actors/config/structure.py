@@ -21,13 +21,13 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 import cattrs
-import cattrs.gen
 from attrs import frozen
 
 from areal_actors.config.documents import ConfigPath, plain
 from areal_actors.errors import ArealError, ConfigError
 from areal_actors.lib.plugins import PluginGroup, group_of, install_advice, load_plugin, plugin_names
 from areal_actors.lib.references import FunctionReference
+from areal_actors.lib.settings import is_constant
 from areal_actors.lib.shown_values import show_value
 
 __all__ = [
@@ -190,22 +190,16 @@ def create_converter(
     for kind in makers:
         converter.register_structure_hook(kind, structure_text)
     converter.register_unstructure_hook(Path, str)
-    converter.register_unstructure_hook_factory(
-        lambda kind: attrs.has(kind) and group_of(kind) is not None, lambda kind: _unstructure_added(converter, kind)
-    )
+    converter.register_unstructure_hook_func(attrs.has, lambda value: _unstructure_class(converter, value))
     return converter
 
 
-def _unstructure_added(converter: cattrs.Converter, cls: Any) -> Callable[[Any], dict[str, Any]]:
-    """Return a function that writes the settings of plug-ins next to those of the class."""
-    write, (name, _) = cattrs.gen.make_dict_unstructure_fn(cls, converter), group_of(cls) or ("", None)
-
-    def unstructure(value: Any) -> dict[str, Any]:
-        found: dict[str, Any] = write(value)
-        added: dict[str, Any] = found.pop(name)
-        return found | added
-
-    return unstructure
+def _unstructure_class(converter: cattrs.Converter, value: Any) -> dict[str, Any]:
+    """Write the settings of a class, and those of plug-ins next to them."""
+    own, found = settings_of(type(value), with_plugins=False), group_of(type(value))
+    added = getattr(value, found[0]) if found else {}
+    parts = {name: getattr(value, field.name) for name, field in own.items()} | added
+    return {name: converter.unstructure(part) for name, part in parts.items()}
 
 
 def resolve_path(text: str, directory: Path) -> Path:
@@ -374,7 +368,8 @@ def settings_of(cls: Any, *, with_plugins: bool = True) -> dict[str, attrs.Attri
 
 
 def _fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
-    return {field.alias or field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
+    fields = attrs.fields(attrs.resolve_types(cls))
+    return {field.alias or field.name: field for field in fields if field.init and not is_constant(field)}
 
 
 def _added_settings(group: PluginGroup) -> dict[str, attrs.Attribute[Any]]:
@@ -439,6 +434,8 @@ def _validate(cls: Any, made: Mapping[str, Any], *, given: Mapping[str, Any]) ->
     """Return the complaints of all validators of the valid parts, run on an instance that has only those."""
     partial = cls.__new__(cls)
     settings = _fields_of(cls)
+    for constant in filter(is_constant, attrs.fields(cls)):
+        object.__setattr__(partial, constant.name, constant.default)
     for name, setting in settings.items():
         if name in made:
             object.__setattr__(partial, setting.name, made[name])

@@ -25,7 +25,7 @@ from areal_actors.journal.recovery import (
     restate,
     restore_groups,
 )
-from areal_actors.journal.sqlite import SqliteJournal, count_waiting_groups, find_logs, settle
+from areal_actors.journal.sqlite import SqliteJournal, count_waiting_groups
 
 __all__ = [
     "Journal",
@@ -43,12 +43,10 @@ __all__ = [
     "SqliteJournal",
     "as_of",
     "count_waiting_groups",
-    "find_logs",
     "read_journal",
     "recover",
     "restate",
     "restore_episodes",
     "restore_groups",
-    "settle",
     "start_episode",
 ]

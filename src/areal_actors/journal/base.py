@@ -18,13 +18,6 @@ class Journal(Protocol):
         """Why nothing can be written any longer, with what to do; ``None`` while events can be written."""
         ...
 
-    def try_write(self, *events: JournalEvent) -> bool:
-        """Write ``events`` if that needs no waiting, and return whether they are durable, as after ``write``.
-
-        After ``False``, nothing was written. Raises ``JournalError`` as ``write`` does.
-        """
-        ...
-
     async def write(self, *events: JournalEvent) -> None:
         """Return when ``events`` are durable, all or none of them, with everything that was handed over before.
 
@@ -50,10 +43,6 @@ class NoJournal:
 
     failure: str | None = None
 
-    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
-        """Discard the events."""
-        return True
-
     async def write(self, *events: JournalEvent) -> None:
         """Discard the events."""
 
@@ -74,10 +63,6 @@ class MemoryJournal:
 
     def __init__(self, events: Iterable[JournalEvent] = ()) -> None:
         self.events: list[JournalEvent] = list(events)
-
-    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
-        """Store nothing, so that a subclass whose ``write`` waits need not define this."""
-        return False
 
     async def write(self, *events: JournalEvent) -> None:
         """Store the events."""

@@ -6,7 +6,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from attrs import field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import ge
 
 __all__ = ["JournalConfig", "JournalSync"]
 
@@ -34,5 +34,3 @@ class JournalConfig:
     """How long data that is no longer needed can be read by SQL; 0 deletes it at once."""
     allow_shared: bool = False
     """Whether a service's file may be on a network filesystem, where a lost lock is noticed only at the next write."""
-    max_pending: int = field(default=100_000, validator=gt(0))
-    """Maximum number of events that wait in the log; beyond it the disk is considered hung, and the journal fails."""

@@ -16,7 +16,6 @@ its beginning, and its agent is answered as before.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import TypeVar, cast
@@ -36,7 +35,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import JournalError, ProtocolError
 from areal_actors.journal import Journal, RestoredEpisodes, restore_episodes
-from areal_actors.journal.codec import pack_bytes, unpack_bytes
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Drawn
@@ -319,7 +317,7 @@ def _codec() -> Codec:
 def _encode(value: object, kind: type) -> bytes:
     """Return ``value`` in the form in which it travels between processes. Raises ``ProtocolError``."""
     codec = _codec()
-    return pack_bytes([bytes(part) for part in codec.encode([codec.to_data(value, kind, kind.__name__)])]) or b""
+    return codec.to_bytes(codec.to_data(value, kind, kind.__name__))
 
 
 T = TypeVar("T")
@@ -329,8 +327,7 @@ def _decode(content: bytes, kind: type[T]) -> T | None:
     """Return the value that was given to ``_encode``, or ``None`` if another release encoded it differently."""
     codec = _codec()
     try:
-        (data,) = codec.decode(unpack_bytes(content) or ())
-        return cast("T", codec.from_data(data, kind, kind.__name__))
-    except (ProtocolError, ValueError, struct.error) as error:
+        return cast("T", codec.from_data(codec.from_bytes(content), kind, kind.__name__))
+    except (ProtocolError, ValueError) as error:
         _log.info("group_not_readable", reason=str(error))
         return None

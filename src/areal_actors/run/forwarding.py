@@ -4,7 +4,7 @@ Agents know the controller's address only, so that a proxy may end and come back
 the connections that it had: they are closed, and clients send their requests again. New connections wait here until a
 proxy serves, as those on one machine wait in the backlog of the socket that its proxies share.
 
-Nothing of HTTP is read. ``service.entry`` reads each request, to choose the service that has its session; here any
+Nothing of HTTP is read. The entry point reads each request, to choose the service that has its session; here any
 proxy can answer for any session, and a connection is passed on for a fraction of that cost.
 """
 

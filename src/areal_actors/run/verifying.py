@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,7 +29,7 @@ from areal_actors.domain import (
     digest_tokens,
     is_turn_digest,
 )
-from areal_actors.errors import ConfigError, ExportError, RunDirectoryError
+from areal_actors.errors import ConfigError, ExportError, ProtocolError, RunDirectoryError
 from areal_actors.interchange import (
     INSTALL_PARQUET,
     DumpedRow,
@@ -39,8 +39,8 @@ from areal_actors.interchange import (
     read_rows,
     read_seal_key,
 )
-from areal_actors.journal import settle
-from areal_actors.journal.codec import TURN_COLUMNS, to_turn
+from areal_actors.journal.tables import decode_row
+from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import redact
 
 __all__ = ["Difference", "Verification", "format_verification", "verify_rows", "verify_run", "verify_turns"]
@@ -310,28 +310,25 @@ _REWARDS = "SELECT session, interaction, reward FROM rewards"
 
 
 def _read_turns(path: Path, found: Verification) -> Iterator[TurnEnded]:
-    """Yield the completed turns of a journal of any version, which may be in use."""
-    settle(path)
+    """Yield the completed turns of a journal, which may be in use."""
+    codec = Codec()
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as connection:
-            connection.row_factory = sqlite3.Row
-            known = {row["name"] for row in connection.execute("PRAGMA table_info(turns)")}
-            columns = ", ".join(name for name in TURN_COLUMNS if name in known)
-            nothing = dict.fromkeys(TURN_COLUMNS)
             # A session is deleted as a whole; turns that arrive later are removed when the journal is opened.
-            query = f"SELECT {columns} FROM turns WHERE session IN (SELECT session FROM sessions)"  # noqa: S608
+            known = "session IN (SELECT session FROM sessions)"
+            query = f"SELECT session, interaction, messages, output, record FROM turns WHERE {known}"  # noqa: S608
             # One transaction sees one state of all tables, while a service writes.
             connection.execute("BEGIN")
-            set_later = {(row[0], row[1]): row for row in connection.execute(_REWARDS)}
-            for row in connection.execute(f"{query} ORDER BY request_order"):
+            set_later = {(session, name): reward for session, name, reward in connection.execute(_REWARDS)}
+            for session, name, *row in connection.execute(f"{query} ORDER BY request_order"):
                 try:
-                    turn = to_turn(nothing | dict(row))
-                    if (reward := set_later.get((row["session"], row["interaction"]))) is not None:
-                        turn = evolve(turn, interaction=evolve(turn.interaction, reward=float(reward["reward"])))
+                    turn = cast("TurnEnded", decode_row(codec, "turns", *row))
+                    if (reward := set_later.get((session, name))) is not None:
+                        turn = evolve(turn, interaction=evolve(turn.interaction, reward=float(reward)))
                     yield turn
-                except (ValueError, TypeError, KeyError, IndexError) as error:
+                except (ValueError, TypeError, ProtocolError) as error:
                     what = f"it cannot be read: {error}"
-                    found.differences.append(Difference(where=path.name, turn=str(row["interaction"]), what=what))
+                    found.differences.append(Difference(where=path.name, turn=str(name), what=what))
     except sqlite3.Error as error:
         found.differences.append(Difference(where=path.name, what=f"it cannot be read: {error}"))
 

@@ -57,10 +57,6 @@ class EpisodeRecord:
     failure: None = field(default=None, init=False)
     """Episodes go on without their journal."""
 
-    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
-        """Write nothing, since it may have to be waited for."""
-        return False
-
     async def write(self, *events: JournalEvent) -> None:
         """Write ``events``, and record the turns among them. Never raises: the episode is then not durable."""
         await self._records.write(*events)
@@ -100,10 +96,6 @@ class RecordedJournal:
     def failure(self) -> str | None:
         """As ``Journal.failure``."""
         return self.journal.failure
-
-    def try_write(self, *events: JournalEvent) -> bool:  # noqa: ARG002 - the protocol of journals
-        """Write nothing: the recorder has to be waited for."""
-        return False
 
     async def write(self, *events: JournalEvent) -> None:
         """Write ``events``, and record the turns among them. Raises ``JournalError`` if they are not durable."""

@@ -76,9 +76,6 @@ class SessionJournal:
             Unavailable: the events are not durable, or it is unknown whether they are.
         """
         try:
-            # Most writes: a cancel scope with a time limit would take as long as writing a turn.
-            if self._journal.try_write(*events):
-                return
             # Shielded: after a cancelled write it would be unknown whether the events are durable.
             with anyio.fail_after(WRITE_SECONDS, shield=True):
                 await self._journal.write(*events)

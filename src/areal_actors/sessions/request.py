@@ -133,12 +133,6 @@ class PendingRequest:
             self.sending.is_delivered = True
 
     @property
-    def is_movable(self) -> bool:
-        """Whether another task could continue the turn."""
-        has_key = self.sending is not None and self.sending.key is not None
-        return self.is_streaming or has_key or len(self.requests) > 1
-
-    @property
     def is_awaited(self) -> bool:
         """Whether a retry has joined the turn and is still waiting."""
         return self._num_joined > 0
@@ -250,13 +244,6 @@ class RequestExecutor:
 
     async def answer(self, turn: PendingRequest) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
-        if not turn.is_movable:
-            # Most requests: one stream, which no other task can continue. The stack would take 3 % of a short one.
-            generation, (request,) = self._generation, turn.requests
-            with _Ending(turn):
-                async with generation.stream(Generate(request=request), buffer_size=0) as chunks:
-                    await _read(turn, [chunks])
-                    return await turn.complete(*turn.choices)
         async with self.sampling(turn) as streams:
             await _read(turn, streams)
             return await turn.complete(*turn.choices)
@@ -274,18 +261,13 @@ class RequestExecutor:
             for request in turn.requests:
                 # Choices are delivered one after another, so each gets a buffer for its whole answer: it must not block
                 # while it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure.
-                # An answer without streaming reads its chunks at once and needs none. Without a buffer a stream ends
-                # with the task that reads it and cannot be adopted, so only a request with an idempotency key can count
-                # on adoption.
-                size = 16 if turn.is_movable else 0
-                if len(turn.requests) > 1:
-                    size = request.sampling.max_new_tokens + 1
+                size = 16 if len(turn.requests) == 1 else request.sampling.max_new_tokens + 1
                 opening = self._generation.stream(Generate(request=request), buffer_size=size)
                 streams.append(await stack.enter_async_context(opening))
             try:
                 yield streams
             except anyio.get_cancelled_exc_class():
-                if turn.is_awaited and turn.is_movable and self.tasks is not None:
+                if turn.is_awaited and self.tasks is not None:
                     # ``pop_all`` hands the open streams to the background task, so that leaving this block does not
                     # close them.
                     self.tasks.start_soon(_finish_adopted, turn, streams, turn.adopt(), stack.pop_all(), name="adopted")

@@ -41,7 +41,7 @@ from areal_actors.domain import (
     StreamItem,
 )
 from areal_actors.errors import ActorStopped, JournalError, Unavailable, Unreachable
-from areal_actors.journal import Journal, JournalConfig, NoJournal, SqliteJournal, find_logs, read_journal
+from areal_actors.journal import Journal, JournalConfig, NoJournal, SqliteJournal, read_journal
 from areal_actors.kernel import Actor, ActorState, ActorStatistics, Address, Context, Message, Ref, StreamMessage
 from areal_actors.kernel.ref import Life
 from areal_actors.lib.change_signal import ChangeSignal
@@ -110,7 +110,7 @@ async def open_shard_journals(
     found = {int(name): path for name, path in paths.items() if name.isdigit()}
     if not is_kept:
         for path in found.values():
-            for name in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm")), *find_logs(path)):
+            for name in (path, *(path.with_name(path.name + ending) for ending in ("-wal", "-shm"))):
                 name.unlink(missing_ok=True)
         found = {}
     async with AsyncExitStack() as stack:

@@ -195,17 +195,6 @@ async def check_leaving_writes_what_was_noted(open_journal: OpenJournal) -> None
     assert await _read(open_journal) == (create_start("a"),)
 
 
-async def check_what_needs_no_waiting(open_journal: OpenJournal) -> None:
-    """``try_write`` writes everything in its order, or nothing."""
-    async with open_journal() as journal:
-        await journal.write(create_start("a"))
-        is_written = journal.try_write(create_turn("a", 0))
-        journal.note(create_turn("a", 1))
-
-    turns = (create_turn("a", 0), create_turn("a", 1)) if is_written else (create_turn("a", 1),)
-    assert await _read(open_journal) == (create_start("a"), *turns)
-
-
 async def check_concurrent_writers(open_journal: OpenJournal) -> None:
     """The events of all writers are read, those of each writer in order."""
     sessions = {name: create_session(name, 3) for name in ("a", "b", "c", "d")}
@@ -312,7 +301,6 @@ JOURNAL_CHECKS: tuple[Check, ...] = (
     check_facts_come_back_in_order,
     check_a_write_includes_earlier_notes,
     check_leaving_writes_what_was_noted,
-    check_what_needs_no_waiting,
     check_concurrent_writers,
     check_a_cancelled_write_is_written,
     check_what_is_said_again_replaces,

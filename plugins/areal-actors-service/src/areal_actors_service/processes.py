@@ -25,7 +25,6 @@ from attrs import field, frozen
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import TrialId
 from areal_actors.errors import SessionEnded, Unavailable
-from areal_actors.journal import settle
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
@@ -36,11 +35,9 @@ _log = get_logger(__name__)
 
 _LINE_BYTES = 64 * 1024
 _QUERY = """
-SELECT 1 FROM sessions s WHERE (s.session = ?1 OR s.key_digest = ?2)
+SELECT 1 FROM sessions s WHERE (s.session = ?1 OR s.key_digest = ?2 OR s.completion_digest = ?2)
     AND NOT EXISTS (SELECT 1 FROM forgotten f WHERE f.session = s.session) LIMIT 1
 """
-_COMPLETION_QUERY = _QUERY.replace("key_digest", "completion_digest")
-"""A second query, since journals written before completion keys existed have no such column."""
 
 
 @frozen(kw_only=True)
@@ -186,13 +183,11 @@ async def _run_within(scope: anyio.CancelScope, read: Callable[[], Awaitable[Non
 def _find_session(journal: Path, name: str) -> bool:
     if not journal.is_file():
         return False
-    settle(journal)
     digest = sha256(name.encode("utf-8", "surrogatepass")).digest()
     try:
         # Opened read-only, since a running service may be writing to the journal.
         with closing(sqlite3.connect(f"file:{quote(str(journal))}?mode=ro", uri=True, timeout=5.0)) as connection:
-            queries = (_QUERY, _COMPLETION_QUERY)
-            return any(connection.execute(query, (name, digest)).fetchone() is not None for query in queries)
+            return connection.execute(_QUERY, (name, digest)).fetchone() is not None
     except sqlite3.Error as error:
         _log.warning("journal_unreadable", path=str(journal), error=str(error))
         return False

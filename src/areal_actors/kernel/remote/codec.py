@@ -194,6 +194,19 @@ class Codec:
         except (ProtocolError, *_UNSENDABLE) as error:
             raise ProtocolError(f"{what} does not fit its class: {error}") from None
 
+    def to_bytes(self, data: Any) -> bytes:
+        """Return plain data of ``to_data`` in one piece, for a file. Raises ``EncodingError`` as ``encode`` does."""
+        return msgspec.msgpack.encode([bytes(part) for part in self.encode([data], "it")])
+
+    def from_bytes(self, content: bytes) -> Any:
+        """Return the data that ``to_bytes`` was given. Raises ``ProtocolError`` if ``content`` is malformed."""
+        try:
+            parts = msgspec.msgpack.decode(content, type=list[bytes])
+        except msgspec.MsgspecError as error:
+            raise ProtocolError(f"a record cannot be read: {error}") from None
+        (data,) = self.decode(parts)
+        return data
+
     # ------------------------------------------------------------------------------------------------ msgpack
 
     def _extend(self, value: Any) -> Any:

@@ -58,7 +58,7 @@ def test_parts_of_a_source_do_not_overlap(total: int, start: int, size: int) -> 
 # -------------------------------------------------------------------------------------------------------------- JSONL
 
 
-def test_lines_become_problems(tmp_path: Path) -> None:
+def test_jsonl_lines_become_problems(tmp_path: Path) -> None:
     """In order; blank lines and a byte order mark are nobody's problem; integers keep all their digits."""
     rows = [{"question": "1 + 1", "answer": 2}, {"question": "é", "answer": 12345678901234567890123}]
     text = "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
@@ -80,7 +80,7 @@ def test_lines_become_problems(tmp_path: Path) -> None:
         (b"[" * 100_000, "is nested too deep"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+def test_jsonl_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     """By its number, counted as editors count."""
     (tmp_path / "problems.jsonl").write_bytes(b'{"n": 1}\n\n' + line + b"\n")
 
@@ -88,7 +88,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
         load(tmp_path, jsonl="problems.jsonl")
 
 
-def test_files_that_are_not_there_or_empty_are_named(tmp_path: Path) -> None:
+def test_jsonl_missing_or_empty_file_is_named(tmp_path: Path) -> None:
     """A wrong path and an empty file are different mistakes."""
     with pytest.raises(DatasetError, match=r"nowhere\.jsonl cannot be read: No such file"):
         load(tmp_path, jsonl="nowhere.jsonl")
@@ -139,7 +139,7 @@ def test_a_split_must_be_one_that_is_there(saved: Path, split: str | None) -> No
         load(saved, huggingface="both", split=split)
 
 
-def test_a_directory_of_something_else_is_named(saved: Path, tmp_path: Path) -> None:
+def test_huggingface_directory_of_another_kind_is_named(saved: Path, tmp_path: Path) -> None:
     """An empty directory, and none at all."""
     for name in (".", "nowhere"):
         with pytest.raises(DatasetError, match="not a dataset that save_to_disk"):
@@ -174,7 +174,7 @@ def test_neighbouring_seeds_make_different_problems() -> None:
     ("name", "options"),
     [("no_such_task", {}), ("chain_sum", {"no_such_option": 1}), ("chain_sum", {"min_terms": 9, "max_terms": 2})],
 )
-def test_what_the_generator_refuses_is_named(name: str, options: dict[str, Any]) -> None:
+def test_generator_errors_are_named(name: str, options: dict[str, Any]) -> None:
     """The name and the options as they were given, and the generator's own words."""
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DatasetError, match=f"cannot make '{name}' with"):

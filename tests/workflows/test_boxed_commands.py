@@ -208,7 +208,7 @@ ATTACKS = {
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 @pytest.mark.parametrize("kind", ISOLATED)
-async def test_no_attack_is_rewarded(kind, attack, write, tmp_path, monkeypatch):
+async def test_grading_rewards_no_attack(kind, attack, write, tmp_path, monkeypatch):
     """A grader whose answer the agent does not have finds nothing that equals it."""
     monkeypatch.setenv("AREAL_SECRET", "SECRET-OF-THE-RUN")
     answer = write("answer.txt", "the answer\n")

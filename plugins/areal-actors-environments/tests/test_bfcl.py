@@ -46,7 +46,7 @@ WITH_CALLS = [problem for name in ("simple", "multiple", "parallel") for problem
 
 
 @given(problem=st.sampled_from(WITH_CALLS), data=st.data())
-def test_the_expected_calls_are_right_in_any_order(problem: dict[str, Any], data: st.DataObject) -> None:
+def test_bfcl_accepts_expected_calls_in_any_order(problem: dict[str, Any], data: st.DataObject) -> None:
     """And wrong if one is repeated, left out, or lacks one of its arguments."""
     calls = data.draw(st.permutations(right_calls(problem)))
 
@@ -94,7 +94,7 @@ def problem_with(schema: dict[str, Any], choices: list[Any], *, required: bool =
         ({"type": "integer"}, ["num_days"], ["num_days"], ["other", 3]),  # a variable of the question
     ],
 )
-def test_values_have_the_type_of_their_parameter(
+def test_bfcl_checks_types_of_values(
     schema: dict[str, Any], choices: list[Any], right: list[Any], wrong: list[Any]
 ) -> None:
     """An integer is a float, and nothing else is converted; texts are compared without case and punctuation."""
@@ -105,13 +105,13 @@ def test_values_have_the_type_of_their_parameter(
         assert find_fault(problem, [FunctionCall("f", {"x": value})]) == f"no call of f is right: x is {value!r}"
 
 
-def test_an_argument_may_be_left_out_if_the_answer_says_so() -> None:
+def test_bfcl_accepts_optional_arguments() -> None:
     """An empty text among its values."""
     assert find_fault(problem_with({"type": "integer"}, ["", 1], required=False), [FunctionCall("f", {})]) is None
     assert find_fault(problem_with({"type": "integer"}, [1], required=False), [FunctionCall("f", {})]) is not None
 
 
-def test_wrong_calls_are_described() -> None:
+def test_bfcl_describes_wrong_calls() -> None:
     """Another function, an argument that does not exist, and arguments that are not JSON."""
     problem = problem_with({"type": "integer"}, [1])
 
@@ -120,7 +120,7 @@ def test_wrong_calls_are_described() -> None:
     assert "its arguments are not a JSON object" in str(find_fault(problem, [FunctionCall("f", None)]))
 
 
-def test_no_call_is_right_if_no_function_helps() -> None:
+def test_bfcl_accepts_no_call_for_irrelevance() -> None:
     """Irrelevance has no answers; relevance asks for any call."""
     irrelevant, relevant = (
         {"id": name, "functions": [], "answers": []} for name in ("irrelevance_0", "live_relevance_1")
@@ -137,7 +137,7 @@ def test_no_call_is_right_if_no_function_helps() -> None:
 # --------------------------------------------------------------------------------------------------------- the format
 
 
-def test_functions_become_tools() -> None:
+def test_bfcl_converts_functions_to_tools() -> None:
     """With types of JSON Schema at every depth, names without dots, and parameters that are called type."""
     inner = {"type": "dict", "properties": {"type": {"type": "float", "description": "Its type."}}}
     schema = {"type": "dict", "properties": {"type": {"type": "tuple", "items": inner}}, "required": ["type"]}
@@ -169,7 +169,7 @@ def test_functions_become_tools() -> None:
         ),
     ],
 )
-def test_what_cannot_be_checked_is_refused(tmp_path: Path, row: dict[str, Any], message: str) -> None:
+def test_bfcl_refuses_problems_that_it_cannot_check(tmp_path: Path, row: dict[str, Any], message: str) -> None:
     """Before the first episode, with the line."""
     path = tmp_path / "simple.json"
     path.write_text(json.dumps(row), encoding="utf-8")

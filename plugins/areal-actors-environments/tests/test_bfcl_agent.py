@@ -30,7 +30,7 @@ AREAS = ['{"base": 5, "height": 12.0}', '{"base": 3, "height": 4}']
         ([], 0.0),
     ],
 )
-async def test_right_calls_are_rewarded(arguments, reward):
+async def test_function_caller_rewards_right_calls(arguments, reward):
     """The functions are offered as tools; calls that cannot be parsed are wrong, and no failure of the episode."""
     config = DatasetConfig(plugins={"bfcl": BfclFile(path="parallel.json")}, start=1, size=1)
     (problem,) = load_problems(config, import_reference=lambda _: None, directory=EXAMPLES).all()

@@ -26,7 +26,7 @@ def write(tmp_path: Path):
     return write
 
 
-def test_the_smallest_task_has_harbors_defaults(write):
+def test_task_directory_has_harbor_defaults(write):
     """An empty /app, ten minutes for the verifier, and no limit of the agent."""
     task = load_task(write())
     assert ("task", "Do it.\n", "/app", ()) == (task.name, task.instruction, task.work_directory, task.copies)
@@ -39,7 +39,7 @@ def test_the_smallest_task_has_harbors_defaults(write):
     assert (None, False) == (task.solution, task.is_relocatable)
 
 
-def test_settings_of_all_versions_are_read(write):
+def test_task_settings_of_all_versions_are_read(write):
     """Sizes as numbers or in their former form; the network by its mode or by its former flag."""
     settings = """
         version = "1.0"
@@ -92,7 +92,7 @@ CMD ["bash"]
 """
 
 
-def test_a_dockerfile_that_copies_needs_no_build(write):
+def test_dockerfile_with_copies_needs_no_build(write):
     """Its working directory, its variables, and its files in their order."""
     files = {f"environment/{name}": name for name in ("a.txt", "b.txt", "c.txt", "src/d.py")}
     path = write({"environment/Dockerfile": DOCKERFILE, **files})
@@ -111,7 +111,7 @@ def test_a_dockerfile_that_copies_needs_no_build(write):
     assert ("/data",) == task.directories
 
 
-def test_an_environment_without_a_dockerfile_is_copied(write):
+def test_environment_without_dockerfile_is_copied(write):
     """All of it, to the working directory, which task.toml may name."""
     task = load_task(write({"environment/a.txt": "a", "task.toml": "[environment]\nworkdir = '/workspace'"}))
     assert "/workspace" == task.work_directory
@@ -134,7 +134,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("line", "reason"), REFUSED.values(), ids=REFUSED.keys())
-def test_a_dockerfile_that_needs_a_build_is_refused(write, line, reason):
+def test_dockerfile_that_needs_a_build_is_refused(write, line, reason):
     """With the line, what is in it, and what to do."""
     path = write({"environment/Dockerfile": f"FROM a\n\n{line}\n", "environment/a.txt": ""})
     with pytest.raises(DatasetError, match=reason):
@@ -158,14 +158,14 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("files", "reason"), MISTAKES.values(), ids=MISTAKES.keys())
-def test_a_task_that_cannot_be_run_is_named(write, files, reason):
+def test_task_that_cannot_run_is_named(write, files, reason):
     """With the setting, its value and what was expected."""
     with pytest.raises(DatasetError, match=reason):
         load_task(write(files))
 
 
 @pytest.mark.parametrize("name", ["instruction.md", "task.toml", "tests/test.sh"])
-def test_a_missing_file_is_named(write, name):
+def test_task_with_a_missing_file_is_named(write, name):
     """Each of the three that a task needs."""
     path = write()
     (path / name).unlink()
@@ -173,7 +173,7 @@ def test_a_missing_file_is_named(write, name):
         load_task(path)
 
 
-def test_a_directory_without_tasks_is_no_dataset(write, tmp_path):
+def test_directory_without_tasks_is_refused(write, tmp_path):
     """Other directories next to tasks are left alone."""
     (tmp_path / "empty").mkdir()
     write(name="b")
@@ -185,7 +185,7 @@ def test_a_directory_without_tasks_is_no_dataset(write, tmp_path):
         find_task_directories(tmp_path / "nowhere")
 
 
-def test_variables_of_the_host_are_resolved():
+def test_task_variables_are_resolved():
     """With their defaults; a name without either is an error."""
     host = {"A": "1"}
     assert {"a": "1", "b": "-2-", "c": "$A"} == resolve_variables({"a": "${A}", "b": "-${B:-2}-", "c": "$A"}, host)

@@ -36,7 +36,7 @@ installed = pytest.mark.skipif(
 # ------------------------------------------------------------------------------------------------- forms of actions
 
 
-def test_one_text_is_said_and_all_else_are_tools():
+def test_openenv_uses_text_for_one_text_and_tools_otherwise():
     """Unless tools are wanted; fields that every action has are left out."""
     assert Form(text_field="text") == choose_form(TEXT, Actions.AUTO)
     (step,) = choose_form(NUMBER, Actions.AUTO).tools
@@ -50,7 +50,7 @@ def test_one_text_is_said_and_all_else_are_tools():
         choose_form(NUMBER, Actions.TEXT)
 
 
-def test_tools_of_a_server_are_called_by_their_names():
+def test_openenv_offers_tools_of_mcp_servers():
     """Their calls become one action of the server; those of ``step`` are the action."""
     form = choose_form({"title": "CallToolAction"}, Actions.AUTO, [TOOL])
     called = parse_call({"function": {"name": "look", "arguments": '{"at": 1}'}}, form)
@@ -64,20 +64,20 @@ def test_tools_of_a_server_are_called_by_their_names():
     ("name", "arguments", "complaint"),
     [("jump", "{}", "no tool jump; there are step"), ("step", "[1]", "not an object"), ("step", "{", "Expecting")],
 )
-def test_calls_that_do_not_fit_say_what_is_wrong(name, arguments, complaint):
+def test_openenv_explains_calls_that_do_not_fit(name, arguments, complaint):
     """In words for the model."""
     with pytest.raises(ValueError, match=complaint):
         parse_call({"function": {"name": name, "arguments": arguments}}, choose_form(NUMBER, Actions.AUTO))
 
 
-def test_observations_are_text_where_they_are_one():
+def test_openenv_describes_observations():
     """JSON elsewhere."""
     assert "Guess." == describe({"message": "Guess.", "metadata": {}, "hint": None})
     assert '{"a": 1, "b": "é"}' == describe({"a": 1, "b": "é"})
     assert "[1]" == describe({"board": [1]})
 
 
-def test_problems_are_seeds():
+def test_openenv_problems_are_seeds():
     """Another first seed makes others."""
     assert [{"seed": 5}, {"seed": 6}] == list(seeds(2, 5))
 
@@ -141,7 +141,7 @@ def on_asyncio(function):
 
 @installed
 @on_asyncio
-async def test_the_reward_is_the_sum_of_the_steps(servers):
+async def test_openenv_reward_is_the_sum_of_steps(servers):
     """Two wrong guesses and a right one, one after the other in one conversation; a call that does not fit is told."""
     answers = [guess(3), guess("seven"), guess(9), guess(7)]
     reward, record, logged = await play(OpenEnvAgent(url=servers["tools"]), answers)
@@ -155,7 +155,7 @@ async def test_the_reward_is_the_sum_of_the_steps(servers):
 
 @installed
 @on_asyncio
-async def test_text_is_an_action_where_it_fits(servers):
+async def test_openenv_accepts_text_as_action(servers):
     """What the model says is the field of the action; after the last step, the reward so far counts."""
     agent = OpenEnvAgent(url=servers["text"], max_steps=2, system_prompt="Play.")
     reward, record, logged = await play(agent, ["Is it 3?", "I say 5."])
@@ -167,7 +167,7 @@ async def test_text_is_an_action_where_it_fits(servers):
 
 @installed
 @on_asyncio
-async def test_tools_of_an_mcp_server_are_called(servers):
+async def test_openenv_calls_tools_of_an_mcp_server(servers):
     """The model is offered what the server lists, and a call that its schema refuses is told."""
     answers = [
         f"<tool_call>\n{json.dumps({'name': name, 'arguments': {'number': number}})}\n</tool_call>"
@@ -191,7 +191,7 @@ async def test_tools_of_an_mcp_server_are_called(servers):
         ("tools", [guess(13)], r"failed: RuntimeError: .*the game is broken"),
     ],
 )
-async def test_a_server_that_fails_fails_the_episode(servers, url, answers, complaint):
+async def test_openenv_server_failure_fails_the_episode(servers, url, answers, complaint):
     """One that is not there, and one that raises."""
     with pytest.raises(EpisodeError, match=complaint):
         await play(OpenEnvAgent(url=servers.get(url, url)), answers)

@@ -189,7 +189,7 @@ ATTACKS = {
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-async def test_no_attack_is_rewarded(write_task, attack):
+async def test_grading_rewards_no_attack(write_task, attack):
     """An agent that does not have the answer gets 0, and the task's files are what they were."""
     test = "cmp -s answer.txt /tests/expected && reward=1; echo ${reward:-0} > /logs/verifier/reward.txt"
     task = write_task(

@@ -25,7 +25,7 @@ def bubblewrap():
         pytest.skip(str(error))
 
 
-def test_solutions_are_checked(bubblewrap, tmp_path):
+def test_tasks_check_finds_bad_tasks(bubblewrap, tmp_path):
     """A verifier that rewards nothing, or a solution that fails, is found, with the reason."""
     for name in ("good", "generous", "unsolved"):
         shutil.copytree(EXAMPLES / "digits", tmp_path / name)

@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import anyio
 from attrs import define, field
 
-from areal_actors.domain import TrialId
 from areal_actors.errors import ArealError
+from areal_actors_service.messages import TrialId
 
 __all__ = ["ScriptedProvider", "ScriptedService"]
 

@@ -20,7 +20,7 @@ def opened(book: AccountBook, user: str = "ada", *, now: float = NOON, **claims)
     return issued
 
 
-def test_a_key_opens_until_it_expires():
+def test_key_is_valid_until_it_expires():
     """At the second that was named, it does not any more; the text is that of a key that never was."""
     book = AccountBook()
     issued = opened(book, expires_at=NOON + 10)
@@ -34,7 +34,7 @@ def test_a_key_opens_until_it_expires():
     assert len(texts) == 1
 
 
-def test_secrets_are_not_shown():
+def test_key_repr_hides_the_secret():
     """Neither a representation nor what is remembered has the key in it."""
     issued = opened(AccountBook())
 
@@ -44,7 +44,7 @@ def test_secrets_are_not_shown():
     assert digest_of(issued.secret) == issued.key.digest
 
 
-def test_what_a_second_key_does_not_name_stays():
+def test_quotas_not_named_by_a_second_key_are_kept():
     """Quotas are the user's; a new key changes what it names, for the older keys, too."""
     book = AccountBook()
     first = opened(book, experiment="e", quotas=Quotas(max_sessions=3, max_tokens_per_day=9))
@@ -57,13 +57,13 @@ def test_what_a_second_key_does_not_name_stays():
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "a\u200b", "\ud800", "x" * 201])
-def test_a_name_can_be_shown(name: str):
+def test_user_name_is_printable(name: str):
     """What is empty, invisible or endless is refused."""
     with pytest.raises(InvalidRequest):
         AccountBook().issue(Claim(user=name), NOON)
 
 
-def test_a_name_is_one_in_any_spelling():
+def test_user_name_is_normalised():
     """``é`` as one character and as two is the same letter."""
     book = AccountBook()
 
@@ -71,13 +71,13 @@ def test_a_name_is_one_in_any_spelling():
     assert "林さん" == opened(book, "林さん").user.name
 
 
-def test_a_key_is_not_born_expired():
+def test_key_that_is_expired_already_is_refused():
     """That would be a mistake of whoever asks for it."""
     with pytest.raises(InvalidRequest, match="expired"):
         AccountBook().issue(Claim(user="ada", expires_at=NOON), NOON)
 
 
-def test_requests_are_counted_by_user():
+def test_quota_counts_requests_of_all_keys_of_a_user():
     """Two keys share one minute; another user has a minute of their own."""
     book = AccountBook()
     quotas = Quotas(max_requests_per_minute=2)
@@ -92,7 +92,7 @@ def test_requests_are_counted_by_user():
     book.admit(ada, now=NOON, monotonic=60)
 
 
-def test_tokens_are_counted_by_day():
+def test_quota_counts_tokens_by_day():
     """The request that crosses the line is answered; the next one waits for midnight."""
     book = AccountBook()
     user = opened(book, quotas=Quotas(max_tokens_per_day=10)).user
@@ -106,7 +106,7 @@ def test_tokens_are_counted_by_day():
     book.admit(user, now=DAY, monotonic=0)
 
 
-def test_what_is_saved_is_counted_once():
+def test_saved_usage_is_counted_once():
     """Before it is written, while it is, and after the file was read again."""
     book = AccountBook()
     book.note_sampled("ada", 3, NOON)
@@ -121,7 +121,7 @@ def test_what_is_saved_is_counted_once():
     assert book.tokens_on("ada", 0) == 7
 
 
-def test_unknown_keys_are_named():
+def test_unknown_key_id_is_named():
     """Whoever revokes reads which one it was."""
     with pytest.raises(NotFound, match="key_x"):
         AccountBook().describe("key_x", NOON)

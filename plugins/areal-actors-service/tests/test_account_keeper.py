@@ -35,7 +35,7 @@ async def kept(path, clock=lambda: 1000.0):
         yield await system.spawn(AccountKeeper(path, config=UsersConfig(save_seconds=3600), clock=clock))
 
 
-async def test_a_stop_saves_what_was_used(tmp_path):
+async def test_keeper_saves_usage_when_it_stops(tmp_path):
     """Nothing of an orderly end is lost, and the next process goes on from there."""
     path = tmp_path / "keys.sqlite"
     async with kept(path) as keeper:
@@ -50,7 +50,7 @@ async def test_a_stop_saves_what_was_used(tmp_path):
     assert DAY - 1000 == error.value.retry_after_seconds
 
 
-async def test_a_new_day_begins_anew(tmp_path):
+async def test_keeper_resets_usage_at_midnight(tmp_path):
     """By the wall clock, while the process runs."""
     now = [1000.0]
     async with kept(tmp_path / "keys.sqlite", clock=lambda: now[0]) as keeper:
@@ -65,7 +65,7 @@ async def test_a_new_day_begins_anew(tmp_path):
             await keeper.ask(AdmitUser(key=issued.key.id))
 
 
-async def test_a_file_of_something_else_stops_the_start(tmp_path):
+async def test_keeper_does_not_start_with_another_kind_of_file(tmp_path):
     """The setting is named before anything is served."""
     path = tmp_path / "keys.sqlite"
     path.write_text("a diary\n" * 200)
@@ -76,7 +76,7 @@ async def test_a_file_of_something_else_stops_the_start(tmp_path):
     assert isinstance(root_cause(error.value), ConfigError)
 
 
-async def test_what_cannot_be_written_is_not_acknowledged(tmp_path, monkeypatch):
+async def test_keeper_acknowledges_only_written_keys(tmp_path, monkeypatch):
     """While another process holds the file for too long: 503, nothing is promised, and what was used is kept."""
     monkeypatch.setattr("areal_actors_service.accounts._BUSY_SECONDS", 0.01)
     path = tmp_path / "keys.sqlite"

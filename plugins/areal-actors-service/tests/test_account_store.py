@@ -29,7 +29,7 @@ def fill(store: AccountStore, user: str = "ada", **claims):
     return issued
 
 
-def test_what_is_kept_is_read(path):
+def test_store_reads_back_keys_and_usage(path):
     """Users, keys and use, in one piece, by a store that has not written them."""
     with closing(AccountStore(path)) as store, closing(AccountStore(path)) as other:
         quotas = Quotas(max_sessions=0, max_tokens_per_day=2**53)
@@ -46,7 +46,7 @@ def test_what_is_kept_is_read(path):
     assert {("林", 5): 10, ("Jos\u00e9", 5): 1} == contents.usage
 
 
-def test_nothing_is_made_before_there_is_something_to_keep(path):
+def test_store_creates_its_file_with_the_first_key(path):
     """A service without users leaves no file."""
     with closing(AccountStore(path)) as store:
         assert Contents() == store.read()
@@ -54,7 +54,7 @@ def test_nothing_is_made_before_there_is_something_to_keep(path):
         assert not path.exists()
 
 
-def test_only_its_owner_reads_it(path):
+def test_store_is_readable_by_its_owner_only(path):
     """The file and what SQLite lays beside it; no key is in any of them."""
     with closing(AccountStore(path)) as store:
         secret = fill(store).secret
@@ -66,7 +66,7 @@ def test_only_its_owner_reads_it(path):
             assert secret.encode() not in file.read_bytes()
 
 
-def test_changes_of_others_are_seen(path):
+def test_store_notices_changes_of_other_processes(path):
     """Of others only: one's own are known, and reading makes everything known."""
     with closing(AccountStore(path)) as store, closing(AccountStore(path)) as other:
         store.read()
@@ -80,7 +80,7 @@ def test_changes_of_others_are_seen(path):
         assert other.has_changed()
 
 
-def test_old_days_are_dropped(path):
+def test_store_drops_usage_of_old_days(path):
     """A month is kept."""
     with closing(AccountStore(path)) as store:
         fill(store)
@@ -119,7 +119,7 @@ def _write_nonsense(path):
 
 
 @pytest.mark.parametrize("spoil", [_write_text, _write_half, _write_another, _write_newer, _write_nonsense])
-def test_a_file_of_something_else_is_refused(path, spoil):
+def test_store_refuses_another_kind_of_file(path, spoil):
     """By name, with what to do, and without touching it."""
     path.parent.mkdir()
     spoil(path)
@@ -130,7 +130,7 @@ def test_a_file_of_something_else_is_refused(path, spoil):
     assert before == path.read_bytes()
 
 
-def test_a_place_that_cannot_be_written_is_named(tmp_path):
+def test_store_names_a_directory_that_cannot_be_written(tmp_path):
     """What cannot be kept is not promised."""
     (tmp_path / "file").write_text("")
     with (
@@ -153,7 +153,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
-def test_a_killed_process_loses_nothing(path):
+def test_store_survives_a_killed_process(path):
     """A key that was handed out and a revocation that was acknowledged are there afterwards."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     done = subprocess.run(

@@ -77,7 +77,7 @@ async def open_service_stack(*, is_gated: bool = False, **settings: float) -> As
         yield ServiceStack(url=(await serving.ask(DescribeEndpoint())).url, services=services, engines=engines)
 
 
-async def test_an_episode_stays_at_its_home():
+async def test_entry_forwards_a_session_to_its_proxy():
     """Turns, rewards, the end and the export of a session reach the service where it was started; sessions go round."""
     async with open_service_stack() as hosted:
         homes = set()
@@ -101,7 +101,7 @@ async def test_an_episode_stays_at_its_home():
     assert ({"a", "b"}, {"a": 0, "b": 0}) == (homes, live)
 
 
-async def test_a_stream_stays_one():
+async def test_entry_forwards_streams_as_they_come():
     """The first words are read while the engine has sampled no more of them."""
     async with open_service_stack(is_gated=True) as hosted, OpenAIProxyClient(hosted.url, admin_key=ADMIN) as session:
         engine = hosted.engines[hosted.at_home(session)]
@@ -119,7 +119,7 @@ async def test_a_stream_stays_one():
     assert num_early <= 3 < engine.statistics().sampled_tokens
 
 
-async def test_hanging_up_at_the_entry_aborts_in_the_engine():
+async def test_entry_aborts_the_generation_of_a_client_that_hangs_up():
     """Nobody samples for a client that has gone."""
     async with open_service_stack(is_gated=True) as hosted, OpenAIProxyClient(hosted.url, admin_key=ADMIN) as session:
         engine = hosted.engines[hosted.at_home(session)]
@@ -136,7 +136,7 @@ async def test_hanging_up_at_the_entry_aborts_in_the_engine():
                 await anyio.lowlevel.checkpoint()
 
 
-async def test_who_is_down_is_said_and_others_go_on():
+async def test_entry_reports_a_proxy_that_is_down_and_serves_others():
     """The sessions of a stopped service are answered 503, which SDKs repeat; new ones start elsewhere."""
     async with open_service_stack() as hosted, create_http_client() as http, AsyncExitStack() as stack:
         both = [await stack.enter_async_context(OpenAIProxyClient(hosted.url, admin_key=ADMIN)) for _ in range(2)]
@@ -158,7 +158,7 @@ async def test_who_is_down_is_said_and_others_go_on():
     assert {hosted.at_home(second)} == homes
 
 
-async def test_requests_pass_as_they_came():
+async def test_entry_forwards_requests_unchanged():
     """Escaped paths, queries, statuses, headers and errors are the service's own; nothing is added or lost."""
     async with open_service_stack() as hosted, create_http_client() as http:
         admin = {"authorization": f"Bearer {ADMIN}"}
@@ -174,7 +174,7 @@ async def test_requests_pass_as_they_came():
     assert [1, 1] == [len(started.headers.get_list(name)) for name in ("content-length", "x-request-id")]
 
 
-async def test_a_wrong_admin_key_opens_nothing():
+async def test_entry_refuses_a_wrong_admin_key():
     """The entry point holds no key of its own."""
     async with open_service_stack() as hosted:
         with pytest.raises(Unauthorized):
@@ -182,7 +182,7 @@ async def test_a_wrong_admin_key_opens_nothing():
                 pass
 
 
-async def test_a_port_in_use_is_named():
+async def test_entry_names_a_port_in_use():
     """As the option of the command that chose it."""
     async with open_service_stack() as stack, ActorSystem.open() as system:
         port = int(stack.url.rsplit(":", 1)[1])
@@ -190,7 +190,7 @@ async def test_a_port_in_use_is_named():
             await system.spawn(EntryServer(EntryConfig(backends={"a": stack.url}, port=port)), name="entry")
 
 
-async def test_nobody_is_there():
+async def test_entry_without_any_proxy_answers_503():
     """503 with its reason, in the words of whose client asks."""
     async with ActorSystem.open() as system, create_http_client() as http:
         config = EntryConfig(backends={"a": "http://127.0.0.1:9"}, port=0)
@@ -205,7 +205,7 @@ async def test_nobody_is_there():
     assert "overloaded_error" == anthropics.json()["error"]["type"]
 
 
-def test_an_entry_point_listens_until_it_is_interrupted():
+def test_entry_command_listens_until_it_is_interrupted():
     """A real process; it says where it listens, and Ctrl-C ends it at once."""
     command = [sys.executable, "-m", "areal_actors", "entry", "a=http://127.0.0.1:9", "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:

@@ -111,7 +111,7 @@ def start(admin: httpx.Client, headers: dict[str, str]) -> dict[str, str]:
         time.sleep(0.1)
 
 
-def test_two_users_train_behind_one_url(tmp_path: Path):
+def test_host_trains_two_users_at_one_url(tmp_path: Path):
     """The whole story of a host.
 
     Each user's key trains the user's own experiment. A killed service comes back with its sessions while the other one
@@ -163,7 +163,7 @@ def test_two_users_train_behind_one_url(tmp_path: Path):
     assert any(RunDirectory(path=fileroot / "ada/trial").checkpoints.iterdir())
 
 
-def test_a_finished_trial_answers_with_its_own_weights(tmp_path: Path):
+def test_host_answers_with_the_weights_of_a_finished_trial(tmp_path: Path):
     """After its training, and after a restart of the host, which neither trains it again nor sets it aside.
 
     With ``serve.exit_when_trained`` its user gets 410, and no process is started for it.
@@ -215,7 +215,7 @@ BARE = {"experiment_name": "bare", "total_steps": 1, "model": "tiny"}
         ("host.admin_key", {"host": {"host": "0.0.0.0"}}),
     ],
 )
-def test_what_one_service_may_have_and_many_may_not(section: str, settings: dict[str, Any]):
+def test_host_refuses_settings_of_a_single_service(section: str, settings: dict[str, Any]):
     """It is refused before anything is written."""
     with pytest.raises(ConfigError, match=section):
         check_host(create_config(BARE | settings))

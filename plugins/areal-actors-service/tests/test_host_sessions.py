@@ -18,8 +18,8 @@ import pytest
 from attrs import frozen
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.domain import TrialId
 from areal_actors.errors import Unavailable
+from areal_actors_service.messages import TrialId
 from areal_actors_service.processes import ServiceProcesses
 
 ROOT = Path(__file__).parents[3]
@@ -100,7 +100,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_a_session_outlives_its_service(tmp_path: Path):
+def test_session_outlives_its_service(tmp_path: Path):
     """It is stopped when idle, with a checkpoint, and woken by the session's next turn; then it makes room for another.
 
     What an ordinary SDK sees is one conversation, which is one trajectory; strangers wake nobody meanwhile.
@@ -131,7 +131,7 @@ def test_a_session_outlives_its_service(tmp_path: Path):
 
 
 @pytest.mark.anyio
-async def test_another_run_of_that_name_is_left_alone(tmp_path: Path):
+async def test_host_leaves_another_run_of_that_name_alone(tmp_path: Path):
     """Whoever gets a key for the name of a run over a dataset does not go on with what that has learnt."""
     directory = RunDirectory(path=tmp_path / "sums" / "one")
     directory.path.mkdir(parents=True)

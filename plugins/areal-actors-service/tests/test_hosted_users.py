@@ -16,7 +16,6 @@ from scripted_provider import ScriptedProvider, ScriptedService
 from tests.proxy.stack import renderer, sampled
 
 from areal_actors.client import OpenAIProxyClient, create_http_client
-from areal_actors.domain import TrialId
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import Accounts, CreateKey, DescribeEndpoint, RevokeKey
 from areal_actors.proxy import ProxyConfig
@@ -27,7 +26,7 @@ from areal_actors_service.account_keeper import AccountKeeper
 from areal_actors_service.config import UsersConfig
 from areal_actors_service.entry import HostPeers, HostServer
 from areal_actors_service.launcher import Launcher, LauncherConfig
-from areal_actors_service.messages import StopServices
+from areal_actors_service.messages import StopServices, TrialId
 
 pytestmark = [
     pytest.mark.anyio,
@@ -115,7 +114,7 @@ def text_of(answer: httpx.Response) -> str:
     return found
 
 
-async def test_a_key_decides_who_answers(tmp_path: Path):
+async def test_host_selects_the_trial_by_key(tmp_path: Path):
     """Two users at one URL, an experiment of each; who names none shares the host's own. Each is started once."""
     async with open_service_stack(tmp_path) as hosted:
         keys = [
@@ -131,7 +130,7 @@ async def test_a_key_decides_who_answers(tmp_path: Path):
     assert "sk-" not in str(listed)
 
 
-async def test_an_episode_is_pinned(tmp_path: Path):
+async def test_host_keeps_a_session_at_its_service(tmp_path: Path):
     """By key, by URL and by name, of an SDK; its user exports it, a neighbour cannot, and the administrator can."""
     async with open_service_stack(tmp_path) as hosted:
         ada, bob = await hosted.key_of("ada", experiment="sums"), await hosted.key_of("bob", experiment="words")
@@ -154,7 +153,7 @@ async def test_an_episode_is_pinned(tmp_path: Path):
     assert 2 == managed.json()["num_turns"]
 
 
-async def test_strangers_start_nothing(tmp_path: Path):
+async def test_host_starts_nothing_for_unknown_keys(tmp_path: Path):
     """No key, a made-up key of any kind, a made-up session, a key that was revoked: refused, before anything starts."""
     home = TrialId("sums", "trial").home
     made_up = f"{home}.0123456789abcdefghijkl"
@@ -172,7 +171,7 @@ async def test_strangers_start_nothing(tmp_path: Path):
     assert (200, 0) == (health.status_code, hosted.provider.num_starts.total())
 
 
-async def test_a_revoked_key_and_its_sessions_open_nothing(tmp_path: Path):
+async def test_host_refuses_a_revoked_key_and_its_sessions(tmp_path: Path):
     """At the host and at the service, which reads the same file."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="ada", experiment="sums"))
@@ -189,7 +188,7 @@ async def test_a_revoked_key_and_its_sessions_open_nothing(tmp_path: Path):
     assert (200, 401) == (before.status_code, after.status_code)
 
 
-async def test_who_has_no_place_is_told_when_to_ask_again(tmp_path: Path):
+async def test_host_without_room_answers_with_retry_after(tmp_path: Path):
     """503 with Retry-After, in the words of whose client asks."""
     async with open_service_stack(tmp_path, max_services=1) as hosted:
         ada, bob = await hosted.key_of("ada", experiment="sums"), await hosted.key_of("bob", experiment="words")
@@ -203,7 +202,7 @@ async def test_who_has_no_place_is_told_when_to_ask_again(tmp_path: Path):
     assert "overloaded_error" == anthropics.json()["error"]["type"]
 
 
-async def test_who_dies_is_waited_for_and_who_has_finished_is_gone(tmp_path: Path):
+async def test_host_waits_for_a_service_that_died_and_reports_a_finished_one(tmp_path: Path):
     """A request that comes between two lives is answered by the second; after the end there is 410."""
     trial = TrialId("sums", "trial")
     async with open_service_stack(tmp_path, first_wait_seconds=0.05) as hosted:

@@ -16,7 +16,6 @@ from scripted_provider import ScriptedProvider
 from tests.proxy.stack import renderer, sampled
 
 from areal_actors.client import OpenAIProxyClient, create_http_client
-from areal_actors.domain import TrialId
 from areal_actors.errors import Unavailable
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import Accounts, CreateKey, DescribeEndpoint, RevokeKey
@@ -28,6 +27,7 @@ from areal_actors_service.account_keeper import AccountKeeper
 from areal_actors_service.config import UsersConfig
 from areal_actors_service.entry import HostPeers, HostServer
 from areal_actors_service.launcher import Launcher, LauncherConfig
+from areal_actors_service.messages import TrialId
 
 pytestmark = [
     pytest.mark.anyio,
@@ -73,7 +73,7 @@ async def open_service_stack(tmp_path: Path) -> AsyncIterator[ServiceStack]:
         yield ServiceStack(url=url, http=http, accounts=accounts, provider=provider)
 
 
-async def test_a_key_leads_to_its_own_trial(tmp_path: Path):
+async def test_hosting_routes_a_key_to_its_trial(tmp_path: Path):
     """With nothing but a URL and a key; the session's own key and URL lead there, too."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="ada", experiment="sums", trial="one"))
@@ -92,7 +92,7 @@ async def test_a_key_leads_to_its_own_trial(tmp_path: Path):
     assert {SUMS: 1} == hosted.provider.num_starts
 
 
-async def test_who_has_no_business_here_is_refused(tmp_path: Path):
+async def test_hosting_refuses_invalid_keys_and_sessions(tmp_path: Path):
     """Revoked, unknown and missing keys, sessions of nobody: refused in words that SDKs know; nothing is started."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="ada", experiment="sums", trial="one"))
@@ -113,7 +113,7 @@ async def test_who_has_no_business_here_is_refused(tmp_path: Path):
     assert 0 == hosted.provider.num_starts.total()
 
 
-async def test_who_cannot_be_served_now_is_told_in_the_words_of_the_client(tmp_path: Path):
+async def test_hosting_reports_unavailability_in_the_format_of_the_client(tmp_path: Path):
     """503 with the time to wait; why is the administrator's business. The default is for whoever names no trial."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="bob"))
@@ -135,7 +135,7 @@ async def test_who_cannot_be_served_now_is_told_in_the_words_of_the_client(tmp_p
     assert (401, 200) == (hidden.status_code, health.status_code)
 
 
-async def test_keys_are_managed_at_the_host(tmp_path: Path):
+async def test_hosting_serves_the_routes_for_keys(tmp_path: Path):
     """As at a service: created, listed without secrets, revoked."""
     async with open_service_stack(tmp_path) as hosted:
         created = await hosted.http.post(f"{hosted.url}/v1/keys", json={"user": "ada"}, headers=ADMIN)
@@ -149,7 +149,7 @@ async def test_keys_are_managed_at_the_host(tmp_path: Path):
     assert created.json()["key"] not in listed.text
 
 
-async def test_metrics_of_a_host_have_those_of_its_services(tmp_path: Path):
+async def test_hosting_metrics_contain_those_of_services(tmp_path: Path):
     """With the label of their trial, in a text that Prometheus' parser reads; only the administrator gets them."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="ada", experiment="sums", trial="one"))

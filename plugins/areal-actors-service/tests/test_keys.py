@@ -19,7 +19,7 @@ def invoke(*arguments: str, **environment: str):
     return CliRunner().invoke(cli, ["keys", *arguments], env=environment)
 
 
-def test_a_key_lives_in_a_file(tmp_path):
+def test_keys_command_creates_lists_and_revokes_in_a_file(tmp_path):
     """Created, listed without its secret, revoked by its id; the secret is all of standard output."""
     store = ("--store", str(tmp_path / "keys.sqlite"))
     created = invoke(
@@ -50,7 +50,7 @@ def test_a_key_lives_in_a_file(tmp_path):
         (("list", "--url", "http://127.0.0.1:9", "--admin-key", "sk-admin-x"), "does not answer"),
     ],
 )
-def test_mistakes_are_one_clear_line(tmp_path, arguments, words):
+def test_keys_command_reports_mistakes_in_one_line(tmp_path, arguments, words):
     """What happened, to what, and no traceback."""
     done = invoke(*arguments, "--store", str(tmp_path / "keys.sqlite"), AREAL_ADMIN_KEY="")
 
@@ -59,7 +59,7 @@ def test_mistakes_are_one_clear_line(tmp_path, arguments, words):
     assert "Traceback" not in done.output
 
 
-def test_a_file_of_something_else_is_named(tmp_path):
+def test_keys_command_names_another_kind_of_file(tmp_path):
     """It is a mistake of the command, and the file stays as it is."""
     path = tmp_path / "keys.sqlite"
     path.write_text("a diary\n" * 200)
@@ -71,7 +71,7 @@ def test_a_file_of_something_else_is_named(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_running_service_is_asked(tmp_path):
+async def test_keys_command_uses_a_running_service(tmp_path):
     """With its admin key from the environment; what was created works at once."""
     keeper = AccountKeeper(tmp_path / "keys.sqlite")
     async with open_scripted_proxy(accounts=keeper) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:

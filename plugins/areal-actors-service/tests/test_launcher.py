@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from scripted_provider import ScriptedProvider
 
 from areal_actors.cache.session import create_token_factory, shard_of
-from areal_actors.domain import ServiceState, ServiceView, TrialId
 from areal_actors.errors import SessionEnded, Unavailable
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.testing import virtual_backend
@@ -24,7 +23,10 @@ from areal_actors_service.messages import (
     Hosting,
     ListServices,
     ServiceInUse,
+    ServiceState,
+    ServiceView,
     StopServices,
+    TrialId,
     UseService,
     UseServiceOfSession,
 )
@@ -81,7 +83,7 @@ async def open_host(provider: ScriptedProvider | None = None, **settings: Any) -
         await launcher.ask(StopServices())
 
 
-async def test_those_who_come_first_start_it_once():
+async def test_launcher_starts_a_service_once_for_concurrent_requests():
     """However many come at once, and they all wait for it; the host's end is a checkpoint."""
     provider = ScriptedProvider(start_seconds=5)
     async with open_host(provider) as host, anyio.create_task_group() as tasks:
@@ -92,7 +94,7 @@ async def test_those_who_come_first_start_it_once():
     assert {} == provider.open_services
 
 
-async def test_a_start_that_takes_too_long_goes_on_without_those_who_wait():
+async def test_launcher_continues_a_slow_start_after_requests_gave_up():
     """They are told when to ask again, and it is there by then."""
     async with open_host(ScriptedProvider(start_seconds=150), start_timeout_seconds=100) as host:
         with pytest.raises(Unavailable, match="still being started") as refused:
@@ -103,7 +105,7 @@ async def test_a_start_that_takes_too_long_goes_on_without_those_who_wait():
     assert 1 == host.provider.num_starts[ADA]
 
 
-async def test_whoever_leaves_takes_nothing_with_it():
+async def test_launcher_continues_a_start_whose_request_was_cancelled():
     """A client that hangs up while a service starts: others get it."""
     async with open_host(ScriptedProvider(start_seconds=5)) as host:
         with anyio.move_on_after(1):
@@ -113,7 +115,7 @@ async def test_whoever_leaves_takes_nothing_with_it():
         assert (1, 0) == (host.provider.num_starts[ADA], (await host.view(ADA)).num_requests)
 
 
-async def test_who_dies_is_started_again():
+async def test_launcher_restarts_a_service_that_died():
     """At once the first time, later and later after that; its neighbour does not notice."""
     async with open_host(first_wait_seconds=1, max_wait_seconds=4) as host:
         await host.use(BOB)
@@ -131,7 +133,7 @@ async def test_who_dies_is_started_again():
         assert 1 == host.provider.num_starts[BOB]
 
 
-async def test_a_service_that_was_healthy_is_not_waited_for_longer():
+async def test_launcher_resets_the_delay_after_a_healthy_service():
     """Failures count in a row only."""
     async with open_host(first_wait_seconds=1, idle_seconds=math.inf) as host:
         for _ in range(5):
@@ -145,7 +147,7 @@ async def test_a_service_that_was_healthy_is_not_waited_for_longer():
             assert 1 == round(anyio.current_time() - began)
 
 
-async def test_who_cannot_be_started_is_refused_soon():
+async def test_launcher_refuses_soon_what_cannot_be_started():
     """Requests do not wait for a start that fails again and again; others are served, and so is it when mended."""
     provider = ScriptedProvider(failures={ADA: Unavailable("no such model")})
     async with open_host(provider, first_wait_seconds=10) as host:
@@ -160,7 +162,7 @@ async def test_who_cannot_be_started_is_refused_soon():
     assert 4 == provider.num_starts[ADA]
 
 
-async def test_who_has_finished_is_not_started_again():
+async def test_launcher_does_not_restart_a_finished_service():
     """Its users are told, in a way that no SDK repeats."""
     async with open_host() as host:
         await host.use(ADA)
@@ -176,7 +178,7 @@ async def test_who_has_finished_is_not_started_again():
     assert 1 == provider.num_starts[ADA]
 
 
-async def test_who_is_idle_is_stopped_with_a_checkpoint():
+async def test_launcher_stops_an_idle_service_with_a_checkpoint():
     """Not while a request is in flight, however long; afterwards the next one starts it again."""
     async with open_host(idle_seconds=60) as host:
         await host.use(ADA, 1000)
@@ -188,7 +190,7 @@ async def test_who_is_idle_is_stopped_with_a_checkpoint():
         assert 2 == host.provider.num_starts[ADA]
 
 
-async def test_the_one_that_was_used_longest_ago_makes_room():
+async def test_launcher_stops_the_least_recently_used_service_for_room():
     """And never are there more than there may be, not even while one is saving."""
     async with open_host(ScriptedProvider(stop_seconds=20), max_services=2, make_room_seconds=10) as host:
         await host.use(ADA)
@@ -203,7 +205,7 @@ async def test_the_one_that_was_used_longest_ago_makes_room():
         assert 2 == host.provider.max_open
 
 
-async def test_a_request_keeps_the_place_of_its_service():
+async def test_launcher_keeps_a_service_with_a_request():
     """Nobody makes room in the middle of an answer."""
     async with open_host(max_services=1, make_room_seconds=0) as host, anyio.create_task_group() as tasks:
         await host.use(ADA)
@@ -217,7 +219,7 @@ async def test_a_request_keeps_the_place_of_its_service():
     assert [1, 1] == [host.provider.num_checkpoints[trial] for trial in (ADA, BOB)]
 
 
-async def test_a_session_wakes_its_service_and_a_stranger_does_not():
+async def test_launcher_starts_a_service_for_its_session_only():
     """After the host was started anew, too: what was served before is known by its directory."""
     async with open_host(ScriptedProvider(trials=(ADA,), sessions={KEY})) as host:
         assert None is await host.visit(ADA.home, "sk-of-somebody-else")
@@ -229,7 +231,7 @@ async def test_a_session_wakes_its_service_and_a_stranger_does_not():
         assert (ADA, 1) == (found.trial, host.provider.num_starts[ADA])
 
 
-async def test_nothing_is_started_while_all_are_stopped():
+async def test_launcher_starts_nothing_while_it_stops():
     """The host is leaving."""
     async with open_host() as host:
         await host.use(ADA)
@@ -244,7 +246,7 @@ NAMES = st.from_regex(r"[A-Za-z0-9][A-Za-z0-9._-]{0,20}", fullmatch=True)
 
 
 @given(NAMES, NAMES)
-def test_a_trial_has_a_home_that_its_sessions_name(experiment: str, trial: str):
+def test_trial_id_is_part_of_session_names(experiment: str, trial: str):
     """Always the same, and readable off any key."""
     home = TrialId(experiment, trial).home
 
@@ -252,14 +254,14 @@ def test_a_trial_has_a_home_that_its_sessions_name(experiment: str, trial: str):
 
 
 @pytest.mark.parametrize("names", [("..", "x"), ("a", ".."), ("a/b", "c"), ("", "c"), ("a", ""), ("a", "b/../../c")])
-def test_a_trial_cannot_leave_its_directory(names: tuple[str, str]):
+def test_trial_id_cannot_leave_its_directory(names: tuple[str, str]):
     """Whatever a key was issued for."""
     with pytest.raises(ValueError, match="names no trial"):
         TrialId(*names)
 
 
 @given(st.integers(1, 10_000))
-def test_waits_grow_to_a_bound(num_failures: int):
+def test_launcher_delays_grow_to_a_bound(num_failures: int):
     """And never beyond it."""
     config = LauncherConfig()
 

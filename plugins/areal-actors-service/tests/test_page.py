@@ -16,11 +16,10 @@ from tests.stacks.run_files import step, write_run
 
 from areal_actors.config import create_config
 from areal_actors.dashboard.records import append_lines, format_record
-from areal_actors.domain import TrialId
 from areal_actors.messages import CreateKey, RevokeKey
 from areal_actors.viewer import PollIntervals
 from areal_actors_service.host import Host, open_host
-from areal_actors_service.messages import UseService
+from areal_actors_service.messages import TrialId, UseService
 
 pytestmark = pytest.mark.anyio
 NAMES = ["sums/ada", "sums/bob", "teams/red"]
@@ -65,7 +64,7 @@ async def list_names(browser: httpx.AsyncClient) -> list[str]:
     return [run["name"] for run in (await browser.get("/api/runs")).raise_for_status().json()["runs"]]
 
 
-async def test_the_operator_sees_every_trial_with_its_state(tmp_path: Path) -> None:
+async def test_page_shows_the_operator_every_trial(tmp_path: Path) -> None:
     """By the printed URL or by the admin key; a service that has no directory yet is listed, too."""
     async with open_hosted(tmp_path) as hosted:
         assert hosted.host.page_url is not None
@@ -85,7 +84,7 @@ async def test_the_operator_sees_every_trial_with_its_state(tmp_path: Path) -> N
     assert next(run["requests"] for run in found if run["name"] == "new/one") == 1
 
 
-async def test_a_user_sees_the_own_trial_alone(tmp_path: Path) -> None:
+async def test_page_shows_a_user_one_trial(tmp_path: Path) -> None:
     """With its conversations, and without the operator's settings; another's is not there, whatever is asked."""
     async with open_hosted(tmp_path) as hosted:
         key, _ = await hosted.key_of("ada", "sums", "ada")
@@ -102,7 +101,7 @@ async def test_a_user_sees_the_own_trial_alone(tmp_path: Path) -> None:
             assert hosted.host.endpoint.admin_key not in "".join(shown)
 
 
-async def test_users_of_one_trial_see_its_curves_and_not_each_others_conversations(tmp_path: Path) -> None:
+async def test_page_hides_conversations_of_a_shared_trial(tmp_path: Path) -> None:
     """Rows do not say whose they are. A revoked user was one, too."""
     async with open_hosted(tmp_path) as hosted:
         key, _ = await hosted.key_of("ada", "teams", "red")
@@ -125,7 +124,7 @@ async def write_steps(fileroot: Path) -> None:
         await anyio.sleep(0.1)
 
 
-async def test_a_revoked_key_shows_nothing_any_more(tmp_path: Path) -> None:
+async def test_page_refuses_a_revoked_key(tmp_path: Path) -> None:
     """Also in a page that is open, whose events end."""
     async with open_hosted(tmp_path) as hosted:
         key, name = await hosted.key_of("ada", "sums", "ada")
@@ -147,7 +146,7 @@ async def test_a_revoked_key_shows_nothing_any_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["", "sk-user-wrong", "é", "x" * 5000])
-async def test_a_wrong_key_gets_the_form_again(tmp_path: Path, key: str) -> None:
+async def test_page_asks_again_after_a_wrong_key(tmp_path: Path, key: str) -> None:
     """With what is wrong, as text."""
     async with open_hosted(tmp_path) as hosted, httpx.AsyncClient(base_url=hosted.url) as browser:
         for answer, status in ((await browser.get("/"), 200), (await browser.post("/login", data={"key": key}), 401)):
@@ -160,7 +159,7 @@ async def test_a_wrong_key_gets_the_form_again(tmp_path: Path, key: str) -> None
             assert (await browser.get(path, headers={"authorization": b"Bearer nothing"})).status_code == 401
 
 
-async def test_a_host_without_a_page_serves_none(tmp_path: Path) -> None:
+async def test_page_can_be_switched_off(tmp_path: Path) -> None:
     """By the setting that holds for the pages of runs."""
     async with open_hosted(tmp_path, logging={"page": False}) as hosted, httpx.AsyncClient() as browser:
         assert hosted.host.page_url is None

@@ -11,7 +11,7 @@ STEPS = st.lists(st.integers(0, 40), max_size=80)
 
 
 @given(steps=STEPS, limit=st.integers(0, 6))
-def test_no_window_holds_more_than_its_limit(steps: list[int], limit: int):
+def test_rate_window_never_exceeds_its_limit(steps: list[int], limit: int):
     """However requests arrive: in any 60 seconds at most ``limit`` are let through, and as many as that."""
     window, admitted, now = RateWindow(), [], 0.0
     for step in steps:
@@ -25,7 +25,7 @@ def test_no_window_holds_more_than_its_limit(steps: list[int], limit: int):
 
 
 @given(steps=STEPS, limit=st.integers(1, 6))
-def test_what_is_told_to_wait_is_let_in_then(steps: list[int], limit: int):
+def test_rate_window_admits_after_the_wait_that_it_named(steps: list[int], limit: int):
     """Not a moment too late, and not one too early."""
     window, now = RateWindow(), 0.0
     for step in steps:
@@ -39,7 +39,7 @@ def test_what_is_told_to_wait_is_let_in_then(steps: list[int], limit: int):
 
 
 @given(limits=st.lists(st.integers(1, 5), min_size=1, max_size=20))
-def test_a_limit_may_change(limits: list[int]):
+def test_rate_window_follows_a_changed_limit(limits: list[int]):
     """What was admitted under a wider limit counts under the narrower one."""
     window, admitted = RateWindow(), []
     for now, limit in enumerate(limits):
@@ -49,13 +49,13 @@ def test_a_limit_may_change(limits: list[int]):
             assert len(admitted) <= limit
 
 
-def test_nothing_passes_a_limit_of_zero():
+def test_rate_window_of_zero_admits_nothing():
     """It tells to come back after a whole window, which will not help."""
     assert RateWindow().try_enter(5.0, 0) == 60
 
 
 @given(now=st.floats(0, 4e9))
-def test_a_day_ends_at_midnight(now: float):
+def test_quota_day_ends_at_midnight(now: float):
     """The rest of a day leads into the next, and never further than a day."""
     rest = seconds_to_midnight(now)
 

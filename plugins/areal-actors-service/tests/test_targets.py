@@ -15,7 +15,7 @@ BACKENDS = {"a": "http://127.0.0.1:1", "b": "http://127.0.0.1:2", "c": "http://1
 
 
 @given(home=NAMES, task=st.text(max_size=80))
-def test_every_id_and_key_names_its_home(home, task):
+def test_targets_find_the_proxy_in_ids_and_keys(home, task):
     """Whatever the caller's task is called."""
     issued = SessionStore(token_factory=create_token_factory(home)).create(task, now=0.0)
 
@@ -23,7 +23,7 @@ def test_every_id_and_key_names_its_home(home, task):
 
 
 @given(st.text())
-def test_a_home_is_a_name_or_nothing(text):
+def test_targets_accept_only_names_of_proxies(text):
     """Any text may come as a key."""
     home = shard_of(text)
 
@@ -31,14 +31,14 @@ def test_a_home_is_a_name_or_nothing(text):
 
 
 @given(task=st.text(max_size=80))
-def test_nobody_chooses_the_home_of_a_session_by_its_task(task):
+def test_targets_ignore_names_in_task_ids(task):
     """A task that looks like an id of another home changes nothing: the last token decides."""
     issued = SessionStore(token_factory=create_token_factory("a")).create(f"{task}-b.AAAAAAAAAAAAAAAAAAAAAA", now=0.0)
 
     assert "a" == shard_of(issued.id)
 
 
-def test_new_sessions_go_round_and_pass_over_who_is_down():
+def test_targets_rotate_new_sessions_past_proxies_that_are_down():
     """Who could not be reached is tried last, until its time is over."""
     targets = Targets(BACKENDS, down_seconds=2.0)
     first = [targets.in_turn(0.0)[0].name for _ in range(6)]
@@ -54,7 +54,7 @@ def test_new_sessions_go_round_and_pass_over_who_is_down():
 
 
 @given(keys=st.lists(st.text(min_size=1), min_size=1, max_size=20))
-def test_a_key_without_a_home_goes_to_the_same_proxy(keys):
+def test_targets_send_a_plain_key_to_one_proxy(keys):
     """While the same ones are up, in whatever order they are configured."""
     targets, reversed_targets = Targets(BACKENDS), Targets(dict(reversed(BACKENDS.items())))
 
@@ -66,7 +66,7 @@ def test_a_key_without_a_home_goes_to_the_same_proxy(keys):
 @pytest.mark.parametrize(
     "backends", [{}, {"A": "http://x"}, {"a": "x:1"}, {"a": "http://x/v1"}, {"a-b": "http://x"}, {"a": "ftp://x"}]
 )
-def test_wrong_settings_are_named(backends):
+def test_targets_name_wrong_settings(backends):
     """Before anything listens."""
     with pytest.raises(ValueError, match="backends"):
         EntryConfig(backends=backends)

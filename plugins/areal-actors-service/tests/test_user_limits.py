@@ -24,7 +24,7 @@ pytestmark = [
 # -------------------------------------------------------------------------------------------------------- quotas
 
 
-async def test_the_sdks_read_what_is_refused(keys_path):
+async def test_quota_errors_are_understood_by_sdks(keys_path):
     """429 and 401 are the exceptions that they have for them, with our words and the time to wait."""
     async with served(keys_path) as service:
         key = await service.create(max_requests_per_minute=1)
@@ -53,7 +53,7 @@ async def test_the_sdks_read_what_is_refused(keys_path):
     assert "quota_exceeded" == also.value.body["error"]["code"]
 
 
-async def test_of_many_starts_at_once_so_many_succeed(keys_path):
+async def test_quota_of_sessions_holds_for_concurrent_starts(keys_path):
     """Twenty at once for five places: exactly five; one that ends makes room for one."""
     async with served(keys_path) as service:
         key = await service.create(max_sessions=5)
@@ -77,7 +77,7 @@ async def test_of_many_starts_at_once_so_many_succeed(keys_path):
     assert capacity >= 1024 - 8
 
 
-async def test_sampled_tokens_run_out(keys_path):
+async def test_quota_of_tokens_runs_out(keys_path):
     """Of answers and of streams, all sessions together; a retry before midnight is not worth it."""
     async with served(keys_path) as service:
         key = await service.create(max_tokens_per_day=6)
@@ -94,7 +94,7 @@ async def test_sampled_tokens_run_out(keys_path):
     assert counted.status_code == 200
 
 
-async def test_a_stream_that_is_cut_counts(keys_path):
+async def test_quota_counts_a_stream_that_was_cut(keys_path):
     """Hanging up before the end is no way around a quota."""
     is_said = anyio.Event()
 
@@ -121,7 +121,7 @@ async def test_a_stream_that_is_cut_counts(keys_path):
     assert 2 == used
 
 
-async def test_users_do_not_share(keys_path):
+async def test_quotas_of_users_are_separate(keys_path):
     """What one has used up, another has not; nor has whoever has no name."""
     async with served(keys_path) as service:
         ada, bob = [await service.create(name, max_requests_per_minute=1) for name in ("ada", "bob")]
@@ -135,7 +135,7 @@ async def test_users_do_not_share(keys_path):
 # ---------------------------------------------------------------------------------------------------- revocation
 
 
-async def test_a_revoked_key_closes_its_sessions(keys_path):
+async def test_revoked_key_closes_its_sessions(keys_path):
     """The next request of each is refused, however it names its session; the administrator still ends and exports."""
     async with served(keys_path) as service:
         key, other = await service.create(), await service.create()
@@ -163,7 +163,7 @@ async def test_a_revoked_key_closes_its_sessions(keys_path):
     assert 1 == len(rows.json()["trajectories"])
 
 
-async def test_a_revocation_races_starts(keys_path):
+async def test_revocation_during_starts_leaves_no_session(keys_path):
     """Whatever was started while the key was revoked is closed with it."""
     async with served(keys_path) as service:
         key = await service.create()
@@ -186,7 +186,7 @@ async def test_a_revocation_races_starts(keys_path):
     assert [401] * len(started) == answers
 
 
-async def test_an_unknown_key_cannot_be_revoked(keys_path):
+async def test_revocation_of_an_unknown_key_is_refused(keys_path):
     """404, with the name that was given."""
     async with served(keys_path) as service:
         answer = await service.revoke({"id": "key_nobody"})
@@ -194,7 +194,7 @@ async def test_an_unknown_key_cannot_be_revoked(keys_path):
     assert (404, "not_found") == code(answer)
 
 
-async def test_what_the_command_line_does_is_noticed(keys_path):
+async def test_service_notices_keys_of_the_command_line(keys_path):
     """Another process writes to the file: a new key opens at once, a revoked one closes soon."""
     async with served(keys_path, save_seconds=0.01) as service:
         assert (await service.ask("sk-user-nobody")).status_code == 401
@@ -211,7 +211,7 @@ async def test_what_the_command_line_does_is_noticed(keys_path):
                 pass
 
 
-async def test_a_restart_forgets_nothing(keys_path):
+async def test_users_survive_a_restart(keys_path):
     """Keys, revocations and what was used today; sessions that another process has started are asked for once."""
     async with served(keys_path) as service:
         key, revoked = await service.create("林", max_tokens_per_day=3), await service.create("林")

@@ -44,7 +44,7 @@ def bearer(secret: str) -> dict[str, str]:
     return {"authorization": f"Bearer {secret}"}
 
 
-async def test_a_proxy_learns_whose_a_session_is(tmp_path):
+async def test_proxy_finds_the_user_of_a_session_started_elsewhere(tmp_path):
     """By its key and by its URL, started elsewhere: quotas hold, and a revoked key closes it."""
     async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, second):
         issued = await accounts.ask(CreateKey(user="ada", experiment="sums"))
@@ -65,7 +65,7 @@ async def test_a_proxy_learns_whose_a_session_is(tmp_path):
     assert [401, 401, 200] == after
 
 
-async def test_a_proxy_hears_of_the_first_key(tmp_path, monkeypatch):
+async def test_proxy_notices_the_first_key(tmp_path, monkeypatch):
     """Which was issued, and has started a session, elsewhere, after this proxy had heard that there were no keys."""
     monkeypatch.setattr(access, "_NO_KEYS_SECONDS", 0.0)
     async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, second):
@@ -81,7 +81,7 @@ async def test_a_proxy_hears_of_the_first_key(tmp_path, monkeypatch):
     assert (200, 200) == (before.status_code, after.status_code)
 
 
-async def test_plain_inference_takes_no_place_and_leaves_nothing(tmp_path):
+async def test_plain_inference_leaves_no_session(tmp_path):
     """Of capacity and of sessions; places for sessions are given back when they are refused for a quota."""
     async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, _):
         issued = await accounts.ask(CreateKey(user="ada"))
@@ -92,7 +92,7 @@ async def test_plain_inference_takes_no_place_and_leaves_nothing(tmp_path):
     assert 'areal_sessions{state="live"} 0' in view or "areal_sessions_live 0" in view, view
 
 
-async def test_quotas_are_kept_by_the_real_manager(tmp_path):
+async def test_quotas_hold_with_the_real_session_manager(tmp_path):
     """Two places, of four that there are: the third start is refused and takes no place; an end makes room."""
     async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, second):
         from areal_actors.domain import Quotas
@@ -109,7 +109,7 @@ async def test_quotas_are_kept_by_the_real_manager(tmp_path):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_repeated_answer_counts_once(tmp_path, is_stream):
+async def test_quota_counts_a_repeated_answer_once(tmp_path, is_stream):
     """A retry whose first answer was lost on the way costs its user nothing, through whichever proxy it comes."""
     async with opened(tmp_path / "keys.sqlite") as (accounts, _sessions, first, second):
         issued = await accounts.ask(CreateKey(user="ada"))
@@ -127,7 +127,7 @@ async def test_a_repeated_answer_counts_once(tmp_path, is_stream):
     assert 2 * len(sampled("because")) == used
 
 
-async def test_the_retry_of_a_request_over_quota_is_not_given_an_equal_ones_answer(tmp_path):
+async def test_retry_over_quota_does_not_get_the_answer_of_an_equal_request(tmp_path):
     """Of two equal requests one is refused with 429; when it comes again, it looks like a retry of the other."""
     async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, _):
         issued = await accounts.ask(CreateKey(user="ada", quotas=Quotas(max_requests_per_minute=1)))

@@ -16,7 +16,6 @@ from attrs import evolve, field, frozen
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.record import RunStatus, read_record
-from areal_actors.domain import ServiceView, TrialId
 from areal_actors.errors import ConfigError, InvalidRequest
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback
@@ -31,7 +30,7 @@ from areal_actors_service.account_keeper import AccountKeeper
 from areal_actors_service.config import host_of, users_of
 from areal_actors_service.entry import HostPeers, HostServer
 from areal_actors_service.launcher import Launcher, ServiceProvider
-from areal_actors_service.messages import Hosting, ListServices, StopServices
+from areal_actors_service.messages import Hosting, ListServices, ServiceView, StopServices, TrialId
 from areal_actors_service.page import HostPage, Visitor
 from areal_actors_service.processes import ServiceProcesses
 

@@ -24,7 +24,6 @@ import anyio
 from attrs import define, field, frozen
 from attrs.validators import ge, gt
 
-from areal_actors.domain import ServiceState, ServiceView, TrialId
 from areal_actors.errors import ArealError, SessionEnded, Unavailable
 from areal_actors.kernel import Actor, BackgroundTasks, Context, root_cause
 from areal_actors.lib.backoff import backoff_seconds
@@ -34,7 +33,10 @@ from areal_actors_service.messages import (
     Hosting,
     ListServices,
     ServiceInUse,
+    ServiceState,
+    ServiceView,
     StopServices,
+    TrialId,
     UseService,
     UseServiceOfSession,
 )

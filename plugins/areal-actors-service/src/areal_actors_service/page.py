@@ -22,7 +22,6 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.domain import ServiceView
 from areal_actors.errors import RequestError, Unauthorized
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.viewer.app import (
@@ -36,6 +35,7 @@ from areal_actors.viewer.app import (
     with_headers,
 )
 from areal_actors.viewer.runs import Access, ViewedRun, is_run, view_run
+from areal_actors_service.messages import ServiceView
 
 __all__ = ["HostPage", "Visitor"]
 

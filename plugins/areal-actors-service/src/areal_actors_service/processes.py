@@ -23,11 +23,11 @@ from anyio import to_thread
 from attrs import field, frozen
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.domain import TrialId
 from areal_actors.errors import SessionEnded, Unavailable
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
+from areal_actors_service.messages import TrialId
 
 __all__ = ["ServiceProcess", "ServiceProcesses"]
 

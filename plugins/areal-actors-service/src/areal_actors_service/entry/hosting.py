@@ -20,7 +20,6 @@ from starlette.applications import Starlette
 from starlette.types import ASGIApp
 
 from areal_actors.cache.session import shard_of
-from areal_actors.domain import ServiceView, TrialId
 from areal_actors.domain.accounts import User, is_user_key
 from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized
 from areal_actors.kernel import Ref
@@ -32,7 +31,15 @@ from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import Values, gauge, process_families, read_users, send_families
-from areal_actors_service.messages import Hosting, ListServices, ServiceInUse, UseService, UseServiceOfSession
+from areal_actors_service.messages import (
+    Hosting,
+    ListServices,
+    ServiceInUse,
+    ServiceView,
+    TrialId,
+    UseService,
+    UseServiceOfSession,
+)
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric

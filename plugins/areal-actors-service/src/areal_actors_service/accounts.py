@@ -22,7 +22,9 @@ from __future__ import annotations
 import hmac
 import math
 import os
+import secrets
 import sqlite3
+import unicodedata
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +34,7 @@ from pathlib import Path
 from attrs import asdict, evolve, field, frozen
 
 from areal_actors.domain import IssuedKey, KeyId, Quotas, User, UserKey
-from areal_actors.domain.accounts import create_key, create_key_id, digest_of, parse_user_name
+from areal_actors.domain.accounts import KEY_PREFIX, digest_of
 from areal_actors.errors import ConfigError, InvalidRequest, NotFound, QuotaExceeded, Unauthorized, Unavailable
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
 ]
 
 _DAY_SECONDS = 86_400
+_MAX_NAME = 200
 
 
 class RateWindow:
@@ -325,7 +328,7 @@ class AccountBook:
 
     def issue(self, claim: Claim, now: float) -> IssuedKey:
         """Create a key. It is not stored until ``put`` is called. Raises ``InvalidRequest`` for an invalid claim."""
-        name = parse_user_name(claim.user)
+        name = _parse_user_name(claim.user)
         if claim.expires_at is not None and claim.expires_at <= now:
             raise InvalidRequest("The key would have expired already; name a time to come.", param="expires_at")
         user = self._users.get(name) or User(name=name)
@@ -336,9 +339,9 @@ class AccountBook:
             trial=claim.trial if claim.trial is not None else user.trial,
             quotas=evolve(user.quotas, **given),
         )
-        secret = create_key()
+        secret = _create_key()
         key = UserKey(
-            id=create_key_id(), user=name, digest=digest_of(secret), created_at=now, expires_at=claim.expires_at
+            id=_create_key_id(), user=name, digest=digest_of(secret), created_at=now, expires_at=claim.expires_at
         )
         return IssuedKey(key=key, user=user, secret=secret, num_tokens_today=self.tokens_on(name, day_of(now)))
 
@@ -419,3 +422,26 @@ class AccountBook:
         self._unsaved.subtract(tokens)
         # Unary plus drops the entries that are zero, so that the counter does not grow with users and days.
         self._unsaved = +self._unsaved
+
+
+def _create_key() -> str:
+    """Return a new random key with 256 bits of entropy."""
+    return f"{KEY_PREFIX}{secrets.token_urlsafe(32)}"
+
+
+def _create_key_id() -> KeyId:
+    """Return a new random id for a key, which reveals nothing about the key."""
+    return KeyId(f"key_{secrets.token_hex(8)}")
+
+
+def _parse_user_name(text: str) -> str:
+    """Return a user's name in normalized spelling; all scripts are allowed.
+
+    Raises ``InvalidRequest`` for an invalid name.
+    """
+    name = unicodedata.normalize("NFC", text).strip()
+    if not name or len(name) > _MAX_NAME:
+        raise InvalidRequest(f"A user's name has 1 to {_MAX_NAME} characters.", param="user")
+    if any(unicodedata.category(character)[0] == "C" for character in name):
+        raise InvalidRequest("A user's name has no control characters and no half characters.", param="user")
+    return name

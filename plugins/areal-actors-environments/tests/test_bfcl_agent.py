@@ -11,9 +11,9 @@ from areal_actors.config import load_config
 from areal_actors.datasets import DatasetConfig, load_problems
 from areal_actors.domain import TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.lib.references import import_reference
-from areal_actors.testing.serving import open_scripted_proxy
 from areal_actors.workflows import resolve_agent
 from areal_actors_environments.bfcl import BfclFile, FunctionCaller
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

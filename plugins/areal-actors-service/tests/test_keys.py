@@ -11,8 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
-from areal_actors.testing.serving import open_scripted_proxy
 from areal_actors_service.account_keeper import AccountKeeper
+from areal_actors_testing.serving import open_scripted_proxy
 
 
 def invoke(*arguments: str, **environment: str):

@@ -10,9 +10,9 @@ from tests.proxy.plain import CHAT, bearer
 
 from areal_actors.client import create_http_client
 from areal_actors.proxy import ProxyConfig
-from areal_actors.testing.serving import ScriptedProxy, echo_script, open_scripted_proxy
 from areal_actors_service.account_keeper import AccountKeeper
 from areal_actors_service.config import UsersConfig
+from areal_actors_testing.serving import ScriptedProxy, echo_script, open_scripted_proxy
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 BODY = {"messages": MESSAGES}

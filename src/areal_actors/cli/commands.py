@@ -31,7 +31,6 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
-from areal_actors.cli.server import server
 from areal_actors.errors import ConfigError, RunDirectoryError
 from areal_actors.lib.gc_tuning import relax_gc
 from areal_actors.lib.plugins import PluginGroup, install_advice, load_plugin, plugin_names
@@ -690,7 +689,6 @@ class _Commands(click.Group):
         models,
         settings,
         doctor,
-        server,
         slurm,
     ),
 )
@@ -713,7 +711,6 @@ def cli() -> None:
       areal-actors serve examples/serve.yaml
     While a run goes on:
     With SGLang or vLLM:
-      areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
       areal-actors settings                     the settings that most runs need; --all prints every one
     """  # noqa: D301 - a real backspace tells click to keep the lines

@@ -70,6 +70,7 @@ from areal_actors.messages.directory import (
     ReportGang,
     ReportReady,
     RoleSpec,
+    ServiceProcess,
     TakeFailure,
     WeightsPublished,
 )
@@ -298,6 +299,7 @@ __all__ = [
     "SaveVersion",
     "SaveWeights",
     "SendWeights",
+    "ServiceProcess",
     "Serving",
     "SessionArchived",
     "SessionClosed",

@@ -221,9 +221,8 @@ class _Forwarder(EveryPath):
             await forward(
                 kept.exchange,
                 body=body,
-                backends=[Backend("model", str(url.copy_with(raw_path=b"/")))],
+                backends=lambda: [Backend("model", str(url.copy_with(raw_path=b"/")))],
                 client=self._client,
-                on_unreachable=lambda _: None,
             )
         except Unavailable as error:
             # The words of the entry point, which forwards in the same way, are about proxies.

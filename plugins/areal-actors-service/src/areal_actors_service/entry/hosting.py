@@ -189,9 +189,8 @@ class _Host(EveryPath):
             await forward(
                 exchange,
                 body=body,
-                backends=(Backend(service.trial.name, service.url),),
+                backends=lambda: (Backend(service.trial.name, service.url),),
                 client=self._client,
-                on_unreachable=lambda _: None,  # the launcher notices that the service exited
                 key=service.admin_key if self._authenticator.is_admin(key) else None,
             )
 

@@ -42,8 +42,9 @@ from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
 from areal_actors.journal.recovery import UnfinishedWork
-from areal_actors.kernel import ActorSystem, Ref, root_cause
+from areal_actors.kernel import Actor, ActorSystem, Ref, root_cause
 from areal_actors.lib.notebooks import Startable, format_table
+from areal_actors.lib.plugins import PluginGroup, load_plugin, plugin_names
 from areal_actors.messages import (
     Accounts,
     AddReplica,
@@ -77,7 +78,6 @@ from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
 from areal_actors.rollouts.runner import Peers, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.run.rollouts import RolloutEngine, open_rollouts
-from areal_actors.service.account_keeper import AccountKeeper, UsersConfig
 from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
@@ -139,8 +139,8 @@ class InferenceConfig:
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
-    users: UsersConfig = field(factory=UsersConfig)
-    """Users and their keys. Without a path, there are no users."""
+    create_accounts: Callable[[], Actor[Accounts]] | None = None
+    """Creates the keeper of users and their keys (a plug-in); without it, there are no users."""
     seed: int = 0
 
 
@@ -163,7 +163,7 @@ class Inference:
     progress: Ref[Progress] | None = None
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
-    """Users and their keys, if the configuration names a file for them."""
+    """Users and their keys, if a plug-in keeps them."""
     unfinished: UnfinishedWork = field(factory=UnfinishedWork)
     process: ServiceProcess | None = None
     """The first process of a service, if it has several."""
@@ -378,9 +378,14 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         intake=intake,
         # External agents are answered as long as the run lasts, even after the last step has its groups.
         limits=config.limits if intake is None else evolve(config.limits, max_groups=None),
-        users=config.user_accounts,
+        create_accounts=_accounts_of(config),
         seed=config.seed,
     )
+
+
+def _accounts_of(config: RunConfig) -> Callable[[], Actor[Accounts]] | None:
+    names = plugin_names(PluginGroup.ACCOUNTS)
+    return partial(load_plugin(PluginGroup.ACCOUNTS, names[0]), config) if names else None
 
 
 # -------------------------------------------------------------------------------------------------- actors
@@ -485,8 +490,8 @@ async def spawn_session_actors(
         keeper = IntakeKeeper(peers=peers, config=settings, journal=journal, restored=restored, version=version)
         intake = await system.spawn(keeper, name="intake")
     accounts = None
-    if config.users.path is not None:
-        accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
+    if config.create_accounts is not None:
+        accounts = await system.spawn(config.create_accounts(), name="accounts")
     return SessionActors(
         sessions=sessions,
         exports=exports,

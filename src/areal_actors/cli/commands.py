@@ -592,25 +592,6 @@ def slurm() -> None:
     """
 
 
-@slurm.command("status")
-@_runs
-@_as_json
-@verbose_option
-@explains_errors
-def show_jobs(*, directory: Path, is_json: bool) -> None:
-    """List the jobs of DIRECTORY, and their states.
-
-    \b
-    Examples:
-      areal-actors slurm status runs/sums/trial
-      areal-actors slurm status --json
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.run.slurm import format_jobs, format_json, list_known_jobs
-
-    jobs = list_known_jobs(directory)
-    click.echo(format_json(jobs) if is_json else format_jobs(jobs))
-
-
 @slurm.command("cancel")
 @_runs
 @_as_json

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from anyio import to_thread
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from areal_actors.cache.session import process_of
 from areal_actors.config import RunConfig
@@ -145,41 +145,45 @@ class InferenceConfig:
 
 
 @frozen(kw_only=True)
-class Inference:
-    """The refs of the open actors, and the endpoint at which the proxy listens.
+class SessionActors:
+    """The actors that share the journal.
 
-    ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
-    restored.
+    ``sessions`` is the session manager, or in the first of several processes the router. ``unfinished`` is unfinished
+    work found in the journal of earlier processes, apart from the sessions, which are restored.
     """
 
-    system: ActorSystem
-    renderer: Renderer
-    endpoint: Endpoint
     sessions: Ref[Sessions]
     exports: Ref[Exports]
     capacity: Ref[Capacity]
-    generation: Ref[Generation]
-    serving: Ref[Serving]
-    progress: Ref[Progress] | None = None
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     """Users and their keys, if a plug-in keeps them."""
     unfinished: UnfinishedWork = field(factory=UnfinishedWork)
+
+    @property
+    def actors(self) -> dict[str, Ref[Any]]:
+        """The open actors that a proxy needs, by the names under which other processes reach them."""
+        found = {name: getattr(self, name) for name in ("sessions", "exports", "capacity", "intake", "accounts")}
+        return {name: ref for name, ref in found.items() if ref is not None}
+
+
+@frozen(kw_only=True)
+class Inference(SessionActors):
+    """The refs of the open actors, and the endpoint at which the proxy listens."""
+
+    system: ActorSystem
+    renderer: Renderer
+    endpoint: Endpoint
+    generation: Ref[Generation]
+    serving: Ref[Serving]
+    progress: Ref[Progress] | None = None
     process: ServiceProcess | None = None
     """The first process of a service, if it has several."""
 
     @property
     def actors(self) -> dict[str, Ref[Any]]:
         """The actors that a proxy in another process needs, by name."""
-        found: dict[str, Ref[Any] | None] = {
-            "sessions": self.sessions,
-            "exports": self.exports,
-            "capacity": self.capacity,
-            "generation": self.generation,
-            "intake": self.intake,
-            "accounts": self.accounts,
-        }
-        return {name: ref for name, ref in found.items() if ref is not None}
+        return {**super().actors, "generation": self.generation}
 
     def _repr_html_(self) -> str:
         """Return the endpoint and the actors as a table, for notebooks."""
@@ -348,18 +352,13 @@ async def open_actors(
         )
         serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation, process=process)
         yield Inference(
+            **asdict(actors, recurse=False),
             system=system,
             renderer=renderer,
             endpoint=await serving.ask(DescribeEndpoint()),
-            sessions=actors.sessions,
-            exports=actors.exports,
-            capacity=actors.capacity,
             generation=generation,
             serving=serving,
-            intake=actors.intake,
             progress=reporter,
-            accounts=actors.accounts,
-            unfinished=actors.unfinished,
             process=process,
         )
 
@@ -389,22 +388,6 @@ def _accounts_of(config: RunConfig) -> Callable[[], Actor[Accounts]] | None:
 
 
 # -------------------------------------------------------------------------------------------------- actors
-
-
-@frozen(kw_only=True)
-class SessionActors:
-    """The actors that share the journal.
-
-    ``sessions`` is the session manager, or in the first of several processes the router. ``unfinished`` is unfinished
-    work found in the journal of earlier processes, apart from the sessions, which are restored.
-    """
-
-    sessions: Ref[Sessions]
-    exports: Ref[Exports]
-    capacity: Ref[Capacity]
-    intake: Ref[Intake] | None = None
-    accounts: Ref[Accounts] | None = None
-    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
 
 
 async def spawn_session_actors(

@@ -60,10 +60,9 @@ class PretendedRef(RemoteRef[Any]):
     """A ref through the wire. Only its figures are the actor's own, so that tests can see what it is busy with."""
 
     def __init__(self, peer: Peer, near: Ref[Any]) -> None:
-        super().__init__(peer, near.name)
+        super().__init__(near.name, peer.node, peer.limits)
         self._near = near
-        self.go_up(near.address.incarnation, peer._refs[near.name].messages)
-        peer._refs[near.name] = self
+        peer.adopt(self)
 
     def statistics(self):
         return self._near.statistics()

@@ -199,11 +199,10 @@ class ElsewhereRef(RemoteRef[Any]):
     """A ref to an actor over there. Whatever it does, the test's own instance notes what the actor has noted."""
 
     def __init__(self, name: str, home: Elsewhere, mirror: Actor[Any]) -> None:
-        super().__init__(home.peer, name)
+        super().__init__(name, home.peer.node, home.peer.limits)
         self._home, self._mirror = home, mirror
         self._statistics = super().statistics()
-        self.go_up(1, home.peer._refs[name].messages)
-        home.peer._refs[name] = self
+        home.peer.adopt(self)
 
     async def ask(self, message: Any, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109
         await self._teach(message)

@@ -178,7 +178,6 @@ async def test_reconnect_never_sends_a_message_twice(tmp_path):
                 await anyio.lowlevel.checkpoint()
             (await line.wait_connected()).close("the worker is elsewhere")
             assert not line.is_connected
-            assert "elsewhere" in line.cause
             world.address = None
             async with world.life("second") as second:
                 assert await desk.ask(WhoAreYou()) == "second"
@@ -259,7 +258,7 @@ async def test_wrong_names_are_said(tmp_path):
         async with reconnecting(world.locate, secret=SECRET, limits=limits) as line:
             with pytest.raises(ActorStopped, match="exposes no actor 'nobody'; it exposes desk"):
                 await line.ref(Echoing, "nobody").ask(WhoAreYou())
-            with pytest.raises(ProtocolError, match="does not speak Other"):
+            with pytest.raises(ProtocolError, match="does not take Foreign"):
                 await line.ref(Other, "desk").ask(Foreign())
             assert line.ref(Echoing, "desk").statistics().num_handled == 0
             assert line.ref(Echoing, "nobody").statistics().mailbox_size == 0

@@ -170,7 +170,7 @@ def test_ids_of_calls_are_shortened_where_the_template_insists():
 @settings(max_examples=10)
 @given(roles=st.lists(st.sampled_from(["system", "developer", "user", "assistant"]), max_size=5))
 def test_no_message_is_dropped_without_a_word(name, roles):
-    """Whoever speaks, anywhere in the list, is shown, or the template's refusal is said."""
+    """A message of any role, anywhere in the list, is shown, or the template's refusal is the error."""
     messages = [say(role, f"content {index}.") for index, role in enumerate([*roles, "user"])]
     try:
         text = text_of(name, *messages)

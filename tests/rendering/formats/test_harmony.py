@@ -79,7 +79,7 @@ def test_thinking_and_answer():
 
 
 def test_a_call_with_a_preamble():
-    """Words in the commentary that are for nobody are the user's to see; those to a function are a call."""
+    """Words in the commentary without a recipient are shown to the user; those to a function are a call."""
     answer = parse(f'{THOUGHT}{NEXT}<|channel|>commentary<|message|>I look.<|end|>{NEXT}{TO_A}{{"b":  1}}<|call|>')
 
     assert ("hm", "I look.") == (answer.reasoning, answer.content)
@@ -182,7 +182,7 @@ def test_deltas_come_as_soon_as_they_are_certain():
 
 
 def test_without_tools_a_call_is_text():
-    """Nobody could answer it."""
+    """No tool could answer it."""
     parser = CHANNELS.open_parser(is_open=False)
     answer = join_deltas([*parser.feed(f"{TO_A}{{}}<|call|>"), *parser.finish()])
 

@@ -224,7 +224,7 @@ def test_tensors_have_the_documented_types(talk: Any) -> None:
 
 
 def test_torch_is_imported_at_the_last_step_only() -> None:
-    """Whoever exports arrays or documents does not pay for torch."""
+    """Exporting arrays or documents does not import torch."""
     code = "import sys; import areal_actors.cache; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -490,7 +490,7 @@ def test_a_handoff_is_proven_by_its_call_ids(talk: Any) -> None:
 
 
 def test_a_cut_answer_is_no_parent(talk: Any) -> None:
-    """Whoever goes on from a cancelled answer starts a branch that says so, or hangs below what was complete."""
+    """A client that continues a cancelled answer starts a branch with that reason, or extends what was complete."""
     talk.begin("1", [user("hi")])
     talk.tree.cancel(InteractionId("1"), talk.completion(answer("par")), answer("par"))
 
@@ -501,7 +501,7 @@ def test_a_cut_answer_is_no_parent(talk: Any) -> None:
 
 
 def test_a_pending_answer_is_no_parent(talk: Any) -> None:
-    """Nobody can continue what has not been said."""
+    """An answer that has not ended cannot be continued."""
     talk.begin("1", [user("hi")])
 
     assert match(talk, [user("hi"), answer(""), user("x")]).parent is None

@@ -36,7 +36,7 @@ def instructions(text: str) -> ChatMessage:
     turns=st.lists(st.tuples(INSTRUCTIONS, MESSAGES, ANSWERS, st.integers(0, 3)), min_size=1, max_size=5),
 )
 def test_a_name_is_as_good_as_the_history(new_talk: Callable[..., Any], turns: list[Any]) -> None:
-    """Whoever names an answer is asked what it would be asked with the whole history, and hangs below that answer."""
+    """A request that names an answer is the same as one with the whole history, and continues that answer."""
     talk = new_talk()
     histories: list[tuple[ChatMessage, ...]] = []
     for number, (own, new, output, back) in enumerate(turns):
@@ -119,16 +119,16 @@ def test_an_echo_with_ids_of_its_own_can_be_followed(new_talk: Callable[..., Any
 
 
 def test_what_cannot_be_followed_is_said(new_talk: Callable[..., Any]) -> None:
-    """An id that nobody gave out, and answers that are not there yet, were cut, or never came."""
+    """An unknown id, and answers that are not there yet, were cut, or never came."""
     talk = new_talk()
     for name in ("pending", "cancelled", "failed"):
         talk.begin(name, [user(name)])
     partial = talk.completion(ChatMessage(role="assistant", content="b"))
     talk.tree.cancel(InteractionId("cancelled"), partial)
     talk.tree.fail(InteractionId("failed"), "no engine")
-    asked = CompletionRequest(messages=(user("x"),), previous=InteractionId("nobody"))
+    asked = CompletionRequest(messages=(user("x"),), previous=InteractionId("unknown"))
 
-    with pytest.raises(PreviousNotFound, match="nobody") as caught:
+    with pytest.raises(PreviousNotFound, match="unknown") as caught:
         plan_prompt(talk.tree, talk.renderer, asked)
     assert (caught.value.status, caught.value.code, caught.value.param) == (
         400,

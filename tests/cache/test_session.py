@@ -28,7 +28,7 @@ def store() -> SessionStore:
 
 
 def test_a_session_keeps_a_readable_prefix_of_its_task(store: SessionStore) -> None:
-    """People find their episode in the logs; nobody else can guess the rest."""
+    """People find their episode in the logs; the rest of the id cannot be guessed."""
     assert store.create("task-0-0", now=0).id == "task-0-0-0001"
     assert store.create(now=0).id == "session-0004"
 
@@ -68,7 +68,7 @@ class TestResolving:
         assert issued.id == store.resolve(credential).id
 
     def test_the_key_of_another_session_is_refused_on_a_session_url(self, store: SessionStore) -> None:
-        """Whoever mixes up two sessions is told, instead of training the wrong one."""
+        """A client that mixes up two sessions gets an error instead of training the wrong one."""
         one, two = store.create("a", now=0), store.create("b", now=0)
 
         with pytest.raises(Unauthorized, match="belongs to another session"):
@@ -136,7 +136,7 @@ class TestKeysOfCallers:
 
     @pytest.mark.parametrize("is_capability", [True, False])
     def test_a_key_opens_its_earlier_session_by_name(self, store: SessionStore, *, is_capability: bool) -> None:
-        """Whoever uses one key for all its sessions may reward the one that has just ended, while the next is live."""
+        """A client with one key for all its sessions may reward the one that has just ended while the next is live."""
         first = store.create("a", now=0, key="my-own-key")
         store.end(first.id, now=1)
         second = store.create("b", now=2, key="my-own-key")

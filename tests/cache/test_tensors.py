@@ -1,4 +1,4 @@
-"""Tensors that somebody else made: what a row becomes, what joining keeps, and each mistake by its name."""
+"""Tensors of other programs: what a row becomes, what joining keeps, and each mistake by its name."""
 
 from __future__ import annotations
 

@@ -172,7 +172,7 @@ def test_a_snapshot_stands_still() -> None:
 
 
 def test_stored_arrays_are_our_own_and_read_only(talk: Any) -> None:
-    """An engine may reuse its buffers, and nobody can change what was sampled."""
+    """An engine may reuse its buffers without changing what was sampled."""
     talk.begin("1", [user("hi")])
     buffer = np.arange(6, dtype=np.int32)
     logprobs = np.zeros(3, np.float32)

@@ -256,7 +256,7 @@ def test_a_restart_keeps_the_outcome() -> None:
     last = turns[-1].interaction.id
     rewarded = RewardSet(session=SessionId("a"), interaction=last, reward=0.5, scope=WHOLE)
 
-    recovered = recover([create_start("a"), *turns, rewarded]).sessions[SessionId("a")].tree.snapshot()
+    recovered = recover([create_start("a"), *turns, rewarded])[SessionId("a")].tree.snapshot()
 
     assert recovered.outcome is not None
     assert (last, 0.5) == (recovered.outcome.id, recovered.outcome.reward)

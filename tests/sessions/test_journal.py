@@ -241,7 +241,7 @@ async def test_changes_of_one_session_are_written_in_the_order_in_which_they_are
         await anyio.wait_all_tasks_blocked()
         records = [await inference.record(session) for session in (one, other)]
 
-    restored = recover(journal.events).sessions
+    restored = recover(journal.events)
     assert [0.5, 1.0] == [record.interactions[0].reward for record in records]
     assert [record.interactions for record in records] == [
         restored[session].tree.snapshot().interactions for session in (one, other)
@@ -267,7 +267,7 @@ async def test_an_answer_that_cannot_be_written_is_no_answer(way: str):
     assert isinstance(again.error, Unavailable)
     assert [InteractionStatus.FAILED] * 2 == [turn.status for turn in failed]
     assert (None, "Unavailable") == (failed[0].output, (failed[0].failure or "").split(":")[0])
-    assert () == recover(journal.events).sessions[session].turns
+    assert () == recover(journal.events)[session].turns
 
 
 async def test_what_cannot_be_written_is_not_done():
@@ -298,7 +298,7 @@ async def test_what_cannot_be_written_is_not_done():
     assert (1, 0) == (view.num_live, view.num_ended)
     assert "my own key" == mine.api_key
     assert (True, 1.0) == (done.is_ended, done.interactions[0].reward)
-    assert {session, mine.session} == set(recover(journal.events).sessions)
+    assert {session, mine.session} == set(recover(journal.events))
 
 
 async def test_a_disk_that_hangs_is_as_good_as_gone():
@@ -312,6 +312,4 @@ async def test_a_disk_that_hangs_is_as_good_as_gone():
         await anyio.sleep(100)
 
     assert isinstance(caller.error, Unavailable)
-    assert [InteractionStatus.FAILED] == [
-        turn.interaction.status for turn in recover(journal.events).sessions[session].turns
-    ]
+    assert [InteractionStatus.FAILED] == [turn.interaction.status for turn in recover(journal.events)[session].turns]

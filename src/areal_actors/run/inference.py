@@ -7,7 +7,7 @@ roles of a run (``openers``) spawn the same actors with the functions below, eac
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -42,8 +42,16 @@ from areal_actors.generation.router import EngineSet, GenerationRouter
 from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
-from areal_actors.journal.recovery import UnfinishedWork
+from areal_actors.journal import (
+    Journal,
+    NoJournal,
+    RecoveredSession,
+    as_of,
+    read_journal,
+    recover,
+    restate,
+    restore_groups,
+)
 from areal_actors.kernel import ActorSystem, Ref, root_cause
 from areal_actors.lib.notebooks import Startable, format_table
 from areal_actors.messages import (
@@ -147,11 +155,7 @@ class InferenceConfig:
 
 @frozen(kw_only=True)
 class Inference:
-    """The refs of the open actors, and the endpoint at which the proxy listens.
-
-    ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
-    restored.
-    """
+    """The refs of the open actors, and the endpoint at which the proxy listens."""
 
     system: ActorSystem
     renderer: Renderer
@@ -165,7 +169,6 @@ class Inference:
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     """Users and their keys, if the configuration names a file for them."""
-    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
     handover: Handover | None = None
     """Where the processes of a service pass connections to each other, if there are several."""
 
@@ -360,7 +363,6 @@ async def open_actors(
             intake=actors.intake,
             progress=reporter,
             accounts=actors.accounts,
-            unfinished=actors.unfinished,
             handover=handover,
         )
 
@@ -393,8 +395,7 @@ class SessionActors:
     """The actors that share the journal.
 
     ``sessions`` is the session manager, or with several processes the router; ``own_sessions`` is then the manager of
-    this process. ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the
-    sessions, which are restored.
+    this process.
     """
 
     sessions: Ref[Sessions]
@@ -402,7 +403,6 @@ class SessionActors:
     capacity: Ref[Capacity]
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
-    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
     own_sessions: Ref[Sessions] | None = None
 
 
@@ -432,7 +432,7 @@ async def spawn_session_actors(
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journals(journal, open_shards, version=version)
-    restored, unfinished = restore_groups(facts, version=version), recovered.unfinished
+    restored = restore_groups(facts, version=version)
     del facts
     queue = restored_queue or RestoredQueue()
     records = None
@@ -498,7 +498,6 @@ async def spawn_session_actors(
         capacity=capacity,
         intake=intake,
         accounts=accounts,
-        unfinished=unfinished,
         own_sessions=own_sessions,
     )
 
@@ -536,9 +535,10 @@ async def spawn_shard(
 
 async def _read_journals(
     journal: Journal, open_shards: OpenShards | None, *, version: int
-) -> tuple[Recovered, list[JournalEvent]]:
+) -> tuple[Mapping[SessionId, RecoveredSession], list[JournalEvent]]:
     """Return the sessions in ``journal``, and the events of all journals from which groups are restored."""
-    recovered, facts = Recovered(), list[JournalEvent]()
+    recovered: Mapping[SessionId, RecoveredSession] = {}
+    facts: list[JournalEvent] = []
     async with nullcontext(()) if open_shards is None else open_shards() as shards:
         for one in (*shards, journal):
             told = [fact async for fact in one.read()]

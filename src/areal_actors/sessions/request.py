@@ -1,15 +1,10 @@
 """One completion request: its exact prompt, the engine's streams, its answers, and the callers that wait for it.
 
-``RequestPlanner`` plans the prompt, keys the samples and adds the choices to the tree; ``RequestExecutor`` reads the
-engine's streams; ``Choice`` collects the chunks of one answer and parses them.
+``RequestPlanner`` plans the prompt, keys the samples and adds the choices to the tree; ``sampling`` opens the engine's
+streams; ``Choice`` collects the chunks of one answer and parses them.
 
-A turn is answered by the handler of the request that began it. A retry of the same request joins it. If the first
-caller then leaves, the turn is *adopted* by a background task of the actor, which continues with the same streams,
-token by token. Generation is aborted when the last caller has left::
-
-    first caller ── samples ──┬── answers ──▶ every caller that waits
-                              └── leaves ──▶ has a retry joined? ── yes ──▶ adopted ── last one leaves ──▶ aborted
-                                                                 └── no ───▶ aborted
+A turn is answered by the handler of the request that began it, and a retry of the same request waits for it. If the
+first caller leaves, the turn is aborted; a retry that waits then takes its place, with the same random numbers.
 
 ``retries`` decides which request is a retry of which.
 """
@@ -58,8 +53,7 @@ from areal_actors.domain import (
     split_completion,
 )
 from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnded, Unavailable, UnsupportedParameter
-from areal_actors.kernel import BackgroundTasks, Ref
-from areal_actors.lib.telemetry import get_logger
+from areal_actors.kernel import Ref
 from areal_actors.lib.tracing import CompletionTrace, SampledChoice
 from areal_actors.messages import Generate, Generation
 from areal_actors.rendering import Renderer, StreamParser, join_deltas
@@ -69,18 +63,17 @@ from areal_actors.sessions.retries import CachedRequest, RetryCache
 __all__ = [
     "Choice",
     "PendingRequest",
-    "RequestExecutor",
     "RequestPlanner",
     "SampleKeys",
+    "answer",
     "asked_of",
     "check_complete",
     "engine_request",
     "find_grammar",
     "replay",
+    "sampling",
 ]
 
-
-_log = get_logger(__name__)
 
 Streams = list[AsyncIterator[Chunk]]
 
@@ -102,9 +95,7 @@ class PendingRequest:
     journal: SessionJournal | None = None
     digest: str | None = None
     trace: CompletionTrace | None = None
-    _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
-    _adopted: anyio.CancelScope | None = field(default=None, init=False)
 
     def begin_in(self, attempts: RetryCache[PendingRequest], attempt: Attempt | None) -> None:
         """Register the request for retries.
@@ -132,35 +123,10 @@ class PendingRequest:
         if self.sending is not None:
             self.sending.is_delivered = True
 
-    @property
-    def is_movable(self) -> bool:
-        """Whether another task could continue the turn."""
-        has_key = self.sending is not None and self.sending.key is not None
-        return self.is_streaming or has_key or len(self.requests) > 1
-
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a retry has joined the turn and is still waiting."""
-        return self._num_joined > 0
-
     async def wait(self) -> None:
-        """Join the turn: wait until it ends, in whatever way.
-
-        If the turn was adopted, cancelling the last waiter aborts it.
-        """
+        """Wait until the turn ends, in whatever way."""
         self._ended = self._ended or anyio.Event()
-        self._num_joined += 1
-        try:
-            await self._ended.wait()
-        finally:
-            self._num_joined -= 1
-            if not self._num_joined and self._adopted is not None:
-                self._adopted.cancel()
-
-    def adopt(self) -> anyio.CancelScope:
-        """Mark the turn as left by its first caller, and return the cancel scope in which to continue it."""
-        self._adopted = anyio.CancelScope()
-        return self._adopted
+        await self._ended.wait()
 
     async def complete(self, *choices: Choice) -> tuple[Answer, ...]:
         """Record these finished answers. For a durable session they are written to the journal first, all or none.
@@ -237,111 +203,49 @@ class PendingRequest:
             choice.fail(reason)
 
 
-class RequestExecutor:
-    """Samples turns with ``generation``.
+@asynccontextmanager
+async def sampling(turn: PendingRequest, generation: Ref[Generation]) -> AsyncIterator[Streams]:
+    """Open the engine's streams, one per choice, all running, and end the turn when the block is left.
 
-    ``tasks`` run adopted turns, whose first caller has left. While ``tasks`` is ``None`` such a turn is aborted, and
-    callers that joined it sample again.
+    Raises:
+        Unavailable: the generation actor has stopped.
     """
-
-    def __init__(self, generation: Ref[Generation]) -> None:
-        self.tasks: BackgroundTasks | None = None
-        self._generation = generation
-
-    async def answer(self, turn: PendingRequest) -> tuple[Answer, ...]:
-        """Answer without streaming: record all choices, or none."""
-        if not turn.is_movable:
-            # Most requests: one stream, which no other task can continue. The stack would take 3 % of a short one.
-            generation, (request,) = self._generation, turn.requests
-            with _Ending(turn):
-                async with generation.stream(Generate(request=request), buffer_size=0) as chunks:
-                    await _read(turn, [chunks])
-                    return await turn.complete(*turn.choices)
-        async with self.sampling(turn) as streams:
-            await _read(turn, streams)
-            return await turn.complete(*turn.choices)
-
-    @asynccontextmanager
-    async def sampling(self, turn: PendingRequest) -> AsyncIterator[Streams]:
-        """Open the engine's streams, one per choice, all running, and end the turn when the block is left.
-
-        If the block is cancelled while another caller waits for the turn, the turn is adopted and continues without the
-        block.
-        """
+    try:
         async with AsyncExitStack() as stack:
-            stack.enter_context(_Ending(turn))
             streams: Streams = []
             for request in turn.requests:
                 # Choices are delivered one after another, so each gets a buffer for its whole answer: it must not block
                 # while it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure.
-                # An answer without streaming reads its chunks at once and needs none. Without a buffer a stream ends
-                # with the task that reads it and cannot be adopted, so only a request with an idempotency key can count
-                # on adoption.
-                size = 16 if turn.is_movable else 0
+                # A single answer without streaming reads its chunks at once and needs none.
+                size = 16 if turn.is_streaming else 0
                 if len(turn.requests) > 1:
                     size = request.sampling.max_new_tokens + 1
-                opening = self._generation.stream(Generate(request=request), buffer_size=size)
-                streams.append(await stack.enter_async_context(opening))
-            try:
-                yield streams
-            except anyio.get_cancelled_exc_class():
-                if turn.is_awaited and turn.is_movable and self.tasks is not None:
-                    # ``pop_all`` hands the open streams to the background task, so that leaving this block does not
-                    # close them.
-                    self.tasks.start_soon(_finish_adopted, turn, streams, turn.adopt(), stack.pop_all(), name="adopted")
-                raise
+                streams.append(
+                    await stack.enter_async_context(generation.stream(Generate(request=request), buffer_size=size))
+                )
+            yield streams
+    except ActorStopped as error:
+        turn.fail("the generation actor stopped")
+        raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
+    except Exception as error:
+        turn.fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        turn.end()
 
 
-async def _finish_adopted(
-    turn: PendingRequest, streams: Streams, scope: anyio.CancelScope, stack: AsyncExitStack
-) -> None:
-    """Finish an adopted turn."""
-    with scope:
-        try:
-            async with stack:
-                await _read(turn, streams)
-                await turn.complete(*[choice for choice in turn.choices if not choice.is_ended])
-        except Exception as error:  # noqa: BLE001 - any error; it is recorded with the interactions
-            # Errors are logged and not raised, so that they do not fail the actor: callers that joined sample again and
-            # meet the error themselves.
-            _log.info("adopted_turn_failed", error=repr(error))
-
-
-async def _read(turn: PendingRequest, streams: Streams) -> None:
-    """Read the streams to their ends, from their present position."""
-    choices = [(choice, chunks) for choice, chunks in zip(turn.choices, streams, strict=True) if not choice.is_ended]
-    for choice, chunks in choices:
-        async for chunk in chunks:
-            # A turn that was adopted may have stopped before.
-            if not choice.has_stopped:
+async def answer(turn: PendingRequest, generation: Ref[Generation]) -> tuple[Answer, ...]:
+    """Answer without streaming: record all choices, or none. Raises as ``sampling`` and ``PendingRequest.complete``."""
+    async with sampling(turn, generation) as streams:
+        for choice, chunks in zip(turn.choices, streams, strict=True):
+            async for chunk in chunks:
                 choice.feed(chunk)
-            if choice.has_stopped:
-                break
-        choice.flush()
-    for choice, _ in choices:
-        check_complete(turn, choice)
-
-
-class _Ending:
-    """A block after which the turn ends; if the block failed, the error is recorded as the reason."""
-
-    __slots__ = ("_turn",)
-
-    def __init__(self, turn: PendingRequest) -> None:
-        self._turn = turn
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if isinstance(error, ActorStopped):
-                self._turn.fail("the generation actor stopped")
-                raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
-            if isinstance(error, Exception):
-                self._turn.fail(f"{type(error).__name__}: {error}")
-        finally:
-            self._turn.end()
+                if choice.has_stopped:
+                    break
+            choice.flush()
+        for choice in turn.choices:
+            check_complete(turn, choice)
+        return await turn.complete(*turn.choices)
 
 
 def check_complete(turn: PendingRequest, choice: Choice) -> None:

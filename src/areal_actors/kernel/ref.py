@@ -182,12 +182,7 @@ class Ref(ABC, Generic[P_contra]):
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Open a stream of items; the handler is at most ``buffer_size`` items ahead of the consumer.
-
-        With ``buffer_size=0`` the handler produces an item only when the consumer asks for one, and runs in the
-        consumer's own task if the actor is idle (otherwise it may be one item ahead). This saves a task. Use it only if
-        the consumer waits for nothing except the items, because scopes that the handler opens around its ``yield`` also
-        surround those waits.
+        """Open a stream of items; the handler is at most ``buffer_size`` items (at least one) ahead of the consumer.
 
         ``async with`` sends the message and ``async for`` reads the items. When the block is left, normally or not, the
         handler has finished, failed or been cancelled. Iterating raises the same errors as ``ask``.

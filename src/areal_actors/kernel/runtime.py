@@ -8,7 +8,6 @@ The file reads from top to bottom::
     Serving               the message loop and the tasks of one incarnation
     LocalRef              the sender's side: ask, tell, stream, stop
     Stream, produce       both ends of a stream; ``stream`` has the part that streams of other processes share
-    visits                handlers that run in their asker's own task
 
 ``supervision`` decides about restarts, ``mailbox`` keeps the queue, ``system`` opens and spawns, and ``remote`` carries
 the same messages between processes.
@@ -24,8 +23,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from contextvars import ContextVar
 from enum import IntEnum
 from random import Random
-from types import TracebackType
-from typing import Any, ClassVar, Generic, NoReturn, Self, TypeVar, TypeVarTuple
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar, TypeVarTuple
 
 import anyio
 from anyio.abc import TaskGroup
@@ -251,7 +249,7 @@ class Ask(Frame):
         self.message = message
         self.handler = handler
         self.deadline = deadline
-        # Created by those who wait for it: an asker that runs the handler itself does not.
+        # Created by those who wait for it.
         self.signal: Signal | None = None
         self.scope: Scope | None = None
         self.reply: Any = PENDING
@@ -722,7 +720,6 @@ class Cell(Watched):
 #   path.
 # * An ask or a stream runs under a cancel scope, which is cancelled when its asker leaves or its deadline passes.
 # * A message whose handler declares ``concurrency`` gets a task; at the limit it is parked in the mailbox.
-# * While the queue is empty, such a message may be handled in its asker's own task instead (see visits below).
 
 
 FAIRNESS = 64
@@ -738,8 +735,6 @@ class Serving:
         self._mailbox, self._counters = cell.mailbox, cell.counters
         self._places: Counter[Handler] = Counter()
         self._num_tasks = 0
-        self._num_visits = 0
-        self._visits: set[Scope] = set()
         self._all_ended: Signal | None = None
 
     async def serve(self) -> None:
@@ -790,10 +785,8 @@ class Serving:
         self._tasks.start_soon(self._run_background, function, name=f"{self._cell.name}.{name}")
 
     async def end_tasks(self) -> None:
-        """Cancel every task and visit of this incarnation and wait for them. The caller must be shielded."""
+        """Cancel every task of this incarnation and wait for them. The caller must be shielded."""
         self._tasks.cancel_scope.cancel()
-        for visit in self._visits:
-            visit.cancel()
         if self._num_tasks:
             self._all_ended = self._cell.loop.new_signal()
             await self._all_ended.wait()
@@ -901,58 +894,6 @@ class Serving:
             self._mailbox.wake_reader()
         self._leave()
 
-    # ------------------------------------------------------------------------------------------------ visits
-
-    def can_be_visited(self, handler: Handler) -> bool:
-        """Return whether a concurrent handler may run in its asker's task now.
-
-        The queue must be empty and the handler below its limit.
-        """
-        mailbox = self._mailbox
-        return mailbox.wake is not None and not mailbox.closed and self._places[handler] < handler.concurrency
-
-    def start(self, ask: Ask) -> None:
-        """Start a concurrent handler without queueing it in the mailbox.
-
-        Requires that ``can_be_visited`` returned ``True``.
-        """
-        self._start_concurrent(ask.handler, ask)
-
-    def is_turn_over(self) -> bool:
-        """Return whether a visitor should first yield to the event loop.
-
-        Consecutive visits may contain no checkpoint.
-        """
-        self._num_visits += 1
-        return self._num_visits % FAIRNESS == 0
-
-    def begin_visit(self, ask: Ask, scope: Scope) -> None:
-        """Register a visit, which runs inside ``scope``."""
-        self._places[ask.handler] += 1
-        self.num_concurrent += 1
-        self._num_tasks += 1
-        self._visits.add(scope)
-
-    def end_visit(self, ask: Ask, scope: Scope) -> None:
-        """Unregister a visit and start the next parked message, if any."""
-        self._visits.discard(scope)
-        self._give_place_back(ask.handler)
-
-    def open_generator(self, ask: Ask, scope: Scope) -> AsyncGenerator[Any, None]:
-        """Mark a visited stream as running and return the handler's generator."""
-        ask.phase = _RUNNING
-        ask.scope = scope
-        generator: AsyncGenerator[Any, None] = ask.handler.function(self._actor, ask.message)
-        return generator
-
-    def end_stream(self, ask: Ask) -> None:
-        """Count a visited stream that has ended normally, failed, or been left by its consumer."""
-        ask.phase = _DONE
-        ask.message = None
-        self._counters.handled += 1
-        self._counters.failed += ask.error is not None
-        self._counters.cancelled += ask.error is None and ask.reply is PENDING
-
     # ------------------------------------------------------------------------------------------------ tasks
 
     async def _run_background(self, function: Callable[[], Awaitable[Any]]) -> None:
@@ -1016,12 +957,6 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """Send ``message`` and wait for its reply; see ``Ref.ask``."""
         handler = self._handler(message, is_stream=False)
-        serving = self._visited(handler)
-        if serving is not None:
-            # The caller's own scopes surround the visit already, so only ``timeout`` has to be added.
-            deadline = math.inf if timeout is None else self.cell.loop.now() + timeout
-            ask = Ask(message, handler, self.cell, asking_frame(), deadline)
-            return await answer_in_visit(ask, serving)  # type: ignore[no-any-return]
         ask = Ask(message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline())
         if timeout is None:
             return await self._await_reply(ask)  # type: ignore[no-any-return]
@@ -1060,24 +995,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """Open a stream of items; see ``Ref.stream``."""
         if buffer_size < 0:
             raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
-        return Stream(self, message, buffer_size) if buffer_size else _UnbufferedStream(self, message)
-
-    def open_unbuffered(
-        self, message: StreamMessage[P_contra, Item]
-    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Return the stream of items that are made in this task if possible, to be entered at once."""
-        handler = self._handler(message, is_stream=True)
-        serving = self._visited(handler)
-        if serving is None:
-            return Stream(self, message, 1)
-        return VisitedStream(Ask(message, handler, self.cell, asking_frame(), math.inf), serving)
-
-    def _visited(self, handler: Handler) -> Serving | None:
-        """Return the incarnation in which ``handler`` may run in this task; ``None``: use the mailbox."""
-        if handler.concurrency == 1:
-            return None
-        serving = self.cell.serving
-        return serving if serving is not None and serving.can_be_visited(handler) else None
+        return Stream(self, message, max(buffer_size, 1))
 
     async def stop(self, *, grace: float | None = None) -> None:
         """End the actor and wait until it is gone; see ``Ref.stop``."""
@@ -1104,13 +1022,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         if not isinstance(entry, Ask):
             mailbox.queue(Ticket(entry, decided))
             return
-        serving = self._visited(entry.handler)
-        if serving is not None:
-            # No visit: there is no asker's task here, so the handler gets a task at once.
-            serving.start(entry)
-            decided(True)
-        else:
-            mailbox.queue(Ticket(entry, lambda admitted: self._note_admission(entry, decided, admitted=admitted)))
+        mailbox.queue(Ticket(entry, lambda admitted: self._note_admission(entry, decided, admitted=admitted)))
 
     def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
         """Send a stream message and return its call; the caller reads from it, and removes it from the wait graph."""
@@ -1118,13 +1030,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         call = StreamCall(
             message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
         )
-        serving = self._visited(handler)
-        if serving is None:
-            self._send(call)
-        else:
-            if call.parent is not None:
-                call.parent.waits.add(call)
-            serving.start(call)
+        self._send(call)
         return call
 
     async def _await_reply(self, ask: Ask) -> Any:
@@ -1220,7 +1126,7 @@ class Stream(BufferedStream[StreamCall, Item]):
         self._buffer_size = buffer_size
 
     def open_call(self) -> StreamCall:
-        """Put the message in the actor's mailbox, or start its handler at once."""
+        """Put the message in the actor's mailbox."""
         return self._ref.open_call(self._message, self._buffer_size)
 
     def make_room(self, call: StreamCall) -> None:
@@ -1258,139 +1164,3 @@ async def produce(call: StreamCall, generator: AsyncGenerator[Any, None]) -> Non
         call.reply = None
     finally:
         await generator.aclose()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Visits
-#
-# Concurrent handlers may run in the asker's own task, which saves a task, two wake-ups and turns of the event loop. A
-# handler that declares ``concurrency`` normally gets a task, so that it does not delay other messages. If the asker
-# would do nothing but wait for it, and the actor is idle, the asker's own task can run the handler::
-#
-#     asker ── ask ──▶ mailbox ──▶ the actor's loop ──▶ a task ── reply ──▶ asker        usually
-#     asker ── the handler, in a scope that belongs to the actor ────────▶ asker        as a visit
-#
-# The guarantees stay the same: the handler is cancelled when its asker leaves, when its deadline passes and when its
-# actor ends; it counts against its limit and in the statistics; errors are converted in the same way; and messages do
-# not overtake one another, because an actor is visited only while its queue is empty. Serial handlers are never
-# visited.
-
-
-async def answer_in_visit(ask: Ask, serving: Serving) -> Any:
-    """Run the handler of ``ask`` in this task; returns and raises as ``Ref.ask`` does."""
-    if serving.is_turn_over():
-        await checkpoint()
-    parent = ask.parent
-    if parent is not None:
-        parent.waits.add(ask)
-    frame = current_frame.set(ask)
-    scope = ask.cell.loop.new_scope(deadline=ask.deadline)
-    serving.begin_visit(ask, scope)
-    try:
-        with scope:
-            await serving.answer(ask, scope)
-    finally:
-        serving.end_visit(ask, scope)
-        current_frame.reset(frame)
-        if parent is not None:
-            parent.waits.discard(ask)
-    if ask.error is not None:
-        if type(ask.error) is DeadlineExceeded:
-            # A scope of the caller with the same deadline must expire first.
-            await checkpoint()
-        raise ask.claim_error()
-    return ask.claim_reply()
-
-
-class _UnbufferedStream(AbstractAsyncContextManager[AsyncIterator[Any]]):
-    """A stream without a buffer. Whether its handler can be visited is decided when it is entered."""
-
-    __slots__ = ("_message", "_ref", "_stream")
-
-    def __init__(self, ref: LocalRef[Any], message: Any) -> None:
-        self._ref = ref
-        self._message = message
-
-    async def __aenter__(self) -> AsyncIterator[Any]:
-        self._stream = self._ref.open_unbuffered(self._message)
-        return await self._stream.__aenter__()
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
-        return await self._stream.__aexit__(kind, error, trace)
-
-
-class VisitedStream(AbstractAsyncContextManager["VisitedStream"], AsyncIterator[Any]):
-    """The items of a stream handler, each produced in the consumer's task when the consumer asks for it."""
-
-    def __init__(self, ask: Ask, serving: Serving) -> None:
-        self._ask = ask
-        self._serving = serving
-        self._scope = ask.cell.loop.new_scope()
-        self._generator = serving.open_generator(ask, self._scope)
-        self._is_over = False
-
-    async def __aenter__(self) -> Self:
-        """Register the visit; the handler starts when the first item is asked for."""
-        ask = self._ask
-        if ask.parent is not None:
-            ask.parent.waits.add(ask)
-        # Entered by hand, because the scope stays open between ``__aenter__`` and ``__aexit__``.
-        self._scope.__enter__()
-        self._serving.begin_visit(ask, self._scope)
-        return self
-
-    async def __anext__(self) -> Any:
-        """Return the next item. Asks that the handler makes meanwhile belong to the handler's frame."""
-        frame = current_frame.set(self._ask)
-        try:
-            return await self._generator.__anext__()
-        except StopAsyncIteration:
-            self._is_over = True
-            self._ask.reply = None
-            raise
-        except BaseException as error:
-            self._is_over = True
-            if not isinstance(error, Exception) and not is_stray_cancellation(error):
-                raise
-            self._ask.error = transferred(error, self._ask.cell.name)
-            raise self._ask.error from None
-        finally:
-            current_frame.reset(frame)
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the handler if it has not ended, and unregister the visit. Raises as ``Ref.stream`` does."""
-        try:
-            if not self._is_over:
-                # Close the generator at its ``yield``, within the time that clean-up may take.
-                cell = self._ask.cell
-                self._scope.deadline = cell.loop.now() + cell.cleanup_seconds
-                await self._generator.aclose()
-        except BaseException as other:
-            if not self._leave(other):
-                raise
-        else:
-            if not self._leave(error):
-                return
-        raise self._ask.error or self._ask.unanswered()
-
-    def _leave(self, error: BaseException | None) -> bool:
-        """Unregister the visit.
-
-        Return whether ``error`` was the cancellation of this visit, because its actor ended or its deadline passed.
-        """
-        ask = self._ask
-        try:
-            if error is None:
-                self._scope.__exit__(None, None, None)
-            else:
-                self._scope.__exit__(type(error), error, error.__traceback__)
-        finally:
-            self._serving.end_stream(ask)
-            self._serving.end_visit(ask, self._scope)
-            if ask.parent is not None:
-                ask.parent.waits.discard(ask)
-        return self._scope.cancelled_caught

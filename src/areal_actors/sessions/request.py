@@ -215,11 +215,8 @@ async def sampling(turn: PendingRequest, generation: Ref[Generation]) -> AsyncIt
             streams: Streams = []
             for request in turn.requests:
                 # Choices are delivered one after another, so each gets a buffer for its whole answer: it must not block
-                # while it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure.
-                # A single answer without streaming reads its chunks at once and needs none.
-                size = 16 if turn.is_streaming else 0
-                if len(turn.requests) > 1:
-                    size = request.sampling.max_new_tokens + 1
+                # while it waits for its turn. A single choice gets a small buffer, which gives back-pressure.
+                size = 16 if len(turn.requests) == 1 else request.sampling.max_new_tokens + 1
                 streams.append(
                     await stack.enter_async_context(generation.stream(Generate(request=request), buffer_size=size))
                 )

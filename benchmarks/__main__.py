@@ -28,38 +28,7 @@ from benchmarks.machine import ROOT, describe_machine, load_average
 from benchmarks.report import Report, compare, create_changes_table, create_table
 from rich.console import Console
 
-NAMES = (
-    *(
-        "kernel",
-        "remote",
-        "replicas",
-        "streams",
-        "cache",
-        "journal",
-        "rendering",
-        "agents",
-        "updates",
-        "broadcasts",
-        "tokens",
-    ),
-    *(
-        "page",
-        "connections",
-        "proxy",
-        "proxies",
-        "memory",
-        "latency",
-        "engine",
-        "trainer",
-        "default_job",
-        "planning",
-        "passes",
-        "gang",
-        "starting",
-        "slurm",
-        "asynchrony",
-    ),
-)
+NAMES = ("kernel", "journal", "proxy", "engine", "trainer", "default_job")
 """Quick ones first: what is wrong shows early."""
 
 RESULTS = ROOT / "benchmarks" / "results"

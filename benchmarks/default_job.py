@@ -63,7 +63,7 @@ class _TimedAgent(ToolAgent):
 def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
     """CPU seconds of the job and of the loop, and their ratio."""
     num_steps = 1 if quick else 3
-    settings = [f"total_steps={num_steps}", "eval_dataset=null", "logging.display=none", "logging.tensorboard=false"]
+    settings = [f"total_steps={num_steps}", "eval_dataset=null", "logging.display=none", "logging.trackers=[]"]
     try:
         config = load_config(ROOT / "examples/tool_agent.yaml", settings)
         model = resolve_model(config.model).path

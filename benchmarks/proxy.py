@@ -1,254 +1,227 @@
-"""The proxy: server CPU per request, beside the floors of ``floors``, in the same run.
+"""The proxy: server CPU of a turn beside a bare Starlette application on the same HTTP server.
 
-Every server has a process of its own, and all of them are up at once: a round of a scenario goes from one to the next,
-so that what the machine does meanwhile meets all of them.
+Both servers are processes of their own and take turns. What counts is the CPU time of the thread that runs the event
+loop: HTTP, parsing, trees, actors and tokenising, and an engine that answers at once.
 """
 
 from __future__ import annotations
 
-import asyncio
+import itertools
+import json
+import os
+import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
-from pathlib import Path
-from typing import TypeAlias
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from typing import IO, Any
 
+import anyio
+import anyio.lowlevel
+import httpx
+from anyio import from_thread, to_thread
 from attrs import frozen
-from benchmarks.floors import ADMIN_KEY, FACTORIES
 from benchmarks.harness import Result
-from benchmarks.load import Connection, converse, live, serving
-from benchmarks.null_engine import SETUPS
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
 
-_GATE = 1.0
-"""Keys, checks, trees and actors may cost what the plain floor spends on its server."""
-_JOURNAL_GATE = 1.1
-_STREAM_GATE = 0.9
-_TEXT = Path(__file__).with_name("README.md")
-_LONG_CHARACTERS = 9_400  # 7,000 tokens of the tiny model
-_NUM_OTHER_CALLS = 5  # of a life: capacity, start, reward, end, export
+from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.models import resolve_model
+from areal_actors.proxy import ProxyConfig
+from areal_actors.proxy.server import bind, serve, url_of
+from areal_actors.rendering import load_renderer
+from areal_actors.run.inference import InferenceConfig, open_actors
+from areal_actors.testing.engines import EchoEngine
 
-Load: TypeAlias = Callable[[Sequence[Connection], int], Awaitable[int]]
-"""Sends about so many requests over these connections; returns how many it were."""
+_GATE = 3.0
+_NUM_STREAMED = 32
+_NUM_SESSIONS = 64
+_BODY = {"model": "policy", "max_tokens": 1, "temperature": 1.0}
+_CHUNK = {"id": "chatcmpl-1", "object": "chat.completion.chunk", "choices": [{"index": 0, "delta": {"content": "w"}}]}
 
 
 @frozen(kw_only=True)
-class Scenario:
-    """What is measured: a load on some connections of servers with one set-up."""
+class Served:
+    """A server in a child process."""
 
-    name: str
-    load: Load
-    num_connections: int = 1
-    setup: str = "idle"
-    gate: float = _GATE
-    share: float = 1.0
-    """Of the requests of a round that this scenario sends."""
+    sessions: Sequence[tuple[str, str]]
+    """Base URLs and keys."""
+    commands: IO[str]
+    answers: IO[str]
 
-
-async def _single_turns(connections: Sequence[Connection], num_requests: int) -> int:
-    each = num_requests // len(connections)
-
-    async def ask(connection: Connection, number: int) -> None:
-        for index in range(each):
-            await connection.chat([{"role": "user", "content": f"What is question {number} of round {index}?"}])
-
-    await asyncio.gather(*(ask(connection, number) for number, connection in enumerate(connections)))
-    return each * len(connections)
+    def cpu_seconds(self) -> float:
+        """Return the CPU time of the thread that runs its event loop."""
+        self.commands.write("\n")
+        self.commands.flush()
+        return float(self.answers.readline())
 
 
-async def _conversations(connections: Sequence[Connection], num_requests: int, *, num_turns: int) -> int:
-    """Of several agents at once; each continues in a session of its own."""
-    each = max(num_requests // len(connections) // num_turns, 1)
-
-    async def talk(connection: Connection, number: int) -> None:
-        for index in range(each):
-            await converse(connection, f"Let us talk about {number} and {index}.", num_turns=num_turns)
-
-    await asyncio.gather(*(talk(connection, number) for number, connection in enumerate(connections)))
-    return each * len(connections) * num_turns
+# ------------------------------------------------------------------------------------------------------ servers
 
 
-async def _lives(connections: Sequence[Connection], num_requests: int, *, num_turns: int) -> int:
-    num_calls = num_turns + _NUM_OTHER_CALLS
-    each = max(num_requests // len(connections) // num_calls, 1)
-
-    async def repeat(connection: Connection, number: int) -> None:
-        for index in range(each):
-            await live(connection, f"t{number}-{index}", num_turns=num_turns)
-
-    await asyncio.gather(*(repeat(connection, number) for number, connection in enumerate(connections)))
-    return each * len(connections) * num_calls
+async def serve_proxy() -> None:
+    """Serve the complete proxy, for some sessions, with an engine that answers at once."""
+    async with AsyncExitStack() as stack:
+        renderer = load_renderer(resolve_model("tiny").path)
+        opening = open_actors(InferenceConfig(), engine=EchoEngine(), renderer=renderer)
+        inference = await stack.enter_async_context(opening)
+        sessions = [await stack.enter_async_context(inference.session("benchmark")) for _ in range(_NUM_SESSIONS)]
+        await _tell_cpu([(session.base_url, session.api_key) for session in sessions])
 
 
-async def _long_prompts(connections: Sequence[Connection], num_requests: int, *, is_shared: bool = False) -> int:
-    """Questions with 7,000 tokens before them, which are new each time, or the same ones in new sessions."""
-    text, (connection, *_) = _TEXT.read_text(encoding="utf-8")[:_LONG_CHARACTERS], connections
-    for index in range(num_requests):
-        start = "" if is_shared else f"{index} {time.monotonic_ns()} "
-        said = {"role": "system", "content": start + text}, {"role": "user", "content": f"What is question {index}?"}
-        await connection.chat([*said])
-    return num_requests
+async def serve_bare() -> None:
+    """Serve an application that reads the body and answers with a constant, on the server of the proxy."""
+    message = {"role": "assistant", "content": "word"}
+    choices = [{"index": 0, "finish_reason": "stop", "message": message}]
+    constant = {"id": "chatcmpl-1", "object": "chat.completion", "choices": choices}
+
+    async def play() -> Any:
+        for _ in range(_NUM_STREAMED):
+            await anyio.lowlevel.checkpoint()
+            yield f"data: {json.dumps(_CHUNK)}\n\n"
+        yield "data: [DONE]\n\n"
+
+    async def answer(request: Request) -> Response:
+        body = await request.json()
+        return StreamingResponse(play(), media_type="text/event-stream") if "stream" in body else JSONResponse(constant)
+
+    app = Starlette(routes=[Route("/v1/chat/completions", answer, methods=["POST"])])
+    listener, stopping = bind(ProxyConfig()), anyio.Event()
+    url = url_of(listener)
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: serve(app, listener, shutdown=stopping.wait))
+        await _tell_cpu([(f"{url}/v1", "key")])
+        stopping.set()
 
 
-async def _shared_prompts(connections: Sequence[Connection], num_requests: int) -> int:
-    return await _long_prompts(connections, num_requests, is_shared=True)
+async def _tell_cpu(sessions: Sequence[tuple[str, str]]) -> None:
+    """Print the addresses and keys, then the CPU time of this thread for each line of standard input, until it ends."""
+    print(json.dumps(sessions), flush=True)
+
+    def listen() -> None:
+        for _ in sys.stdin:
+            print(from_thread.run_sync(time.thread_time), flush=True)
+
+    await to_thread.run_sync(listen)
 
 
-async def _streams(connections: Sequence[Connection], num_requests: int) -> int:
-    """Answers of 200 tokens that come one by one, each of them read to its end."""
-    each = max(num_requests // len(connections), 1)
-
-    async def read(connection: Connection, number: int) -> None:
-        for index in range(each):
-            await connection.start_chat([{"role": "user", "content": f"w{number:03}w{index:03}"}])
-            await connection.finish_chat()
-
-    await asyncio.gather(*(read(connection, number) for number, connection in enumerate(connections)))
-    return each * len(connections)
+SERVERS: Mapping[str, Callable[[], Awaitable[None]]] = {"proxy": serve_proxy, "bare": serve_bare}
 
 
-async def _fifty_turns(connections: Sequence[Connection], num_requests: int) -> int:
-    return await _conversations(connections, num_requests, num_turns=50)
+@contextmanager
+def _open_server(name: str) -> Iterator[Served]:
+    command = [sys.executable, "-m", "benchmarks.proxy", name]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | _ENVIRONMENT) as child:
+        assert child.stdin is not None
+        assert child.stdout is not None
+        try:
+            yield Served(sessions=json.loads(child.stdout.readline()), commands=child.stdin, answers=child.stdout)
+        finally:
+            child.stdin.close()
 
 
-async def _four_turns(connections: Sequence[Connection], num_requests: int) -> int:
-    return await _conversations(connections, num_requests, num_turns=4)
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-async def _lives_of_eight(connections: Sequence[Connection], num_requests: int) -> int:
-    return await _lives(connections, num_requests, num_turns=8)
+# -------------------------------------------------------------------------------------------------------- loads
 
 
-SCENARIOS = (
-    Scenario(name="single turn, 1 connection", load=_single_turns),
-    Scenario(name="single turn, 16 connections", load=_single_turns, num_connections=16),
-    Scenario(name="turn of 50, 1 connection", load=_fifty_turns),
-    Scenario(name="session of 8 turns and 5 calls, 16 connections", load=_lives_of_eight, num_connections=16),
-    Scenario(name="single turn of 7000 new tokens, 1 connection", load=_long_prompts, share=0.04),
-    Scenario(name="single turn of 7000 shared tokens, 1 connection", load=_shared_prompts, share=0.04),
-    Scenario(
-        name="streamed answer of 200 tokens, 16 connections",
-        load=_streams,
-        num_connections=16,
-        setup="tokens",
-        gate=_STREAM_GATE,
-        share=0.02,
-    ),
-    Scenario(
-        name="turn of 4, 1000 sessions, 100 ms engine", load=_four_turns, num_connections=1000, setup="busy", share=2.5
-    ),
-)
-_LONG = 200
+@frozen
+class Client:
+    """Sends turns to one session after another."""
+
+    http: httpx.AsyncClient
+    sessions: Iterator[tuple[str, str]]
+
+    async def ask(self, messages: Sequence[object], session: tuple[str, str] | None = None) -> Any:
+        """Return the message that answers."""
+        url, key = session or next(self.sessions)
+        headers = {"authorization": f"Bearer {key}"}
+        answer = await self.http.post(f"{url}/chat/completions", json={**_BODY, "messages": messages}, headers=headers)
+        return answer.raise_for_status().json()["choices"][0]["message"]
+
+    async def read_stream(self, messages: Sequence[object]) -> None:
+        """Read a streamed answer to its end."""
+        url, key = next(self.sessions)
+        body = {**_BODY, "max_tokens": _NUM_STREAMED, "stream": True, "messages": messages}
+        headers = {"authorization": f"Bearer {key}"}
+        async with self.http.stream("POST", f"{url}/chat/completions", json=body, headers=headers) as answer:
+            async for _ in answer.aiter_bytes():
+                pass
 
 
-async def _measure(urls: Sequence[str], scenario: Scenario, num_requests: int) -> float:
-    """Server CPU in microseconds per request."""
-    connections = [await Connection(url).open() for url in urls[: scenario.num_connections]]
-    try:
-        if scenario.setup == "tokens":
-            await _streams(connections, len(connections))
-        else:
-            await _single_turns(connections, 4 * len(connections))
-        before = await connections[0].get("/cpu")
-        num_sent = await scenario.load(connections, int(num_requests * scenario.share))
-        after = await connections[0].get("/cpu")
-    finally:
-        for connection in connections:
-            connection.close()
-    return float(after - before) / num_sent * 1e6
+def _question(number: int) -> dict[str, str]:
+    return {"role": "user", "content": f"What comes after question {number}, and how many more are there to come?"}
 
 
-async def _measure_long(urls: Sequence[str]) -> tuple[float, float]:
-    """Server CPU in milliseconds of one long conversation in a new session, and of the export of its rows."""
-    connection = await Connection(urls[0]).open()
-    try:
-        opened = await connection.post("/rl/start_session", {"task_id": "long"}, key=ADMIN_KEY)
-        session, key = opened["session_id"], opened["api_key"]
-        start = await connection.get("/cpu")
-        await converse(connection, "Let us talk for long.", num_turns=_LONG, session=session)
-        said = await connection.get("/cpu")
-        await connection.post(f"/{session}/rl/set_reward", {"reward": 1.0}, key=key)
-        await connection.post(f"/{session}/rl/end_session", {}, key=key)
-        ended = await connection.get("/cpu")
-        await connection.post("/export_trajectories", {"session_id": session, "style": "concat"}, key=ADMIN_KEY)
-        exported = await connection.get("/cpu")
-    finally:
-        connection.close()
-    return (said - start) * 1e3, (exported - ended) * 1e3
+async def _single_turns(client: Client, number: int) -> None:
+    for index in range(number):
+        await client.ask([_question(index)])
 
 
-class _Least:
-    """The least of several measurements, by server and figure."""
+async def _turns_at_once(client: Client, number: int) -> None:
+    async with anyio.create_task_group() as tasks:
+        for _ in range(16):
+            tasks.start_soon(_single_turns, client, number // 16)
 
-    def __init__(self) -> None:
-        self._values: dict[tuple[str, str], float] = {}
 
-    def note(self, server: str, figure: str, value: float) -> None:
-        key = server, figure
-        self._values[key] = min(value, self._values.get(key, value))
+async def _conversations(client: Client, number: int) -> None:
+    for index in range(number // 16):
+        session, messages = next(client.sessions), [_question(index)]
+        for turn in range(16):
+            messages += [await client.ask(messages, session), _question(turn)]
 
-    def results(self, figure: str, *, unit: str, gate: float | None) -> list[Result]:
-        """The figure of every server, and the proxy's as a multiple of each floor's."""
-        value = {name: self._values[name, figure] for name in FACTORIES}
-        figures = [
-            Result(benchmark="proxy", name=f"{name}, {figure}", value=value[name], unit=unit) for name in FACTORIES
+
+async def _streams(client: Client, number: int) -> None:
+    for index in range(number):
+        await client.read_stream([_question(index)])
+
+
+LOADS = {
+    "single turn, 1 connection": _single_turns,
+    "single turn, 16 connections": _turns_at_once,
+    "turn of a conversation of 16": _conversations,
+    f"stream of {_NUM_STREAMED} tokens": _streams,
+}
+
+
+async def _measure(served: Served, load: Callable[[Client, int], Awaitable[None]], number: int) -> float:
+    async with httpx.AsyncClient(timeout=60) as http:
+        client = Client(http, itertools.cycle(served.sessions))
+        await load(client, 16)
+        start = await to_thread.run_sync(served.cpu_seconds)
+        await load(client, number)
+        return (await to_thread.run_sync(served.cpu_seconds) - start) / number * 1e6
+
+
+def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the signature of every benchmark
+    """Return the server CPU per request of both servers, and the ratio: the least of several alternating rounds."""
+    rounds, number = (2, 160) if quick else (7, 480)
+    least: dict[tuple[str, str], float] = {}
+    with ExitStack() as stack:
+        servers = {name: stack.enter_context(_open_server(name)) for name in SERVERS}
+        for _ in range(rounds):
+            for title, load in LOADS.items():
+                for name, served in servers.items():
+                    spent = anyio.run(_measure, served, load, number)
+                    least[name, title] = min(spent, least.get((name, title), spent))
+    results = []
+    for title in LOADS:
+        results += [
+            Result(benchmark="proxy", name=f"{name}, {title}", value=least[name, title], unit="µs/request")
+            for name in SERVERS
         ]
-        ratios = [
-            Result(
-                benchmark="proxy",
-                name=f"proxy against {floor}, {figure}",
-                value=value["proxy"] / value[floor],
-                unit="ratio",
-                gate=gate if floor == "capture_floor" else None,
-                baseline=f"{floor}, {figure}",
-            )
-            for floor in FACTORIES
-            if not floor.startswith("proxy")
-        ]
-        return [*figures, *ratios, *self._journal(figure, value, has_gate=gate is not None)]
-
-    def _journal(self, figure: str, value: Mapping[str, float], *, has_gate: bool) -> list[Result]:
-        """What it costs that every turn is written down before it is answered."""
-        return [
-            Result(
-                benchmark="proxy",
-                name=f"proxy with a journal against {name}, {figure}",
-                value=value["proxy_journaled"] / value[name],
-                unit="ratio",
-                gate=_JOURNAL_GATE if has_gate and name == "capture_floor" else None,
-                baseline=f"{name}, {figure}",
-            )
-            for name in ("proxy", "capture_floor")
-        ]
-
-
-def run(quick: bool) -> list[Result]:  # noqa: FBT001 - the protocol of all benchmarks
-    """Server CPU per request of the proxy and of its floors, and the ratios; the least of several rounds."""
-    rounds, num_requests = (2, 400) if quick else (7, 1600)
-    least = _Least()
-    for setup in SETUPS:
-        scenarios = [scenario for scenario in SCENARIOS if scenario.setup == setup]
-        if scenarios:
-            _run_rounds(setup, scenarios, least, rounds=rounds, num_requests=num_requests)
-    results = [r for s in SCENARIOS for r in least.results(s.name, unit="µs/request", gate=s.gate)]
-    for figure, gate in ((f"conversation of {_LONG} turns", _GATE), (f"export of {_LONG} turns", None)):
-        results += least.results(figure, unit="ms", gate=gate)
+        ratio, gate = least["proxy", title] / least["bare", title], _GATE if title.startswith("single") else None
+        results.append(
+            Result(benchmark="proxy", name=f"proxy over bare, {title}", value=ratio, unit="ratio",
+                   baseline=f"bare, {title}", gate=gate)
+        )  # fmt: skip
     return results
 
 
-def _run_rounds(setup: str, scenarios: Sequence[Scenario], least: _Least, *, rounds: int, num_requests: int) -> None:
-    with ExitStack() as stack:
-        urls = {name: stack.enter_context(serving(name, setup)) for name in FACTORIES}
-        for _ in range(rounds):
-            for scenario in scenarios:
-                for name in FACTORIES:
-                    least.note(name, scenario.name, asyncio.run(_measure(urls[name], scenario, num_requests)))
-            for name in FACTORIES if setup == "idle" else ():
-                conversation, export = asyncio.run(_measure_long(urls[name]))
-                least.note(name, f"conversation of {_LONG} turns", conversation)
-                least.note(name, f"export of {_LONG} turns", export)
-
-
 if __name__ == "__main__":
-    for result in run(quick="--quick" in sys.argv):
-        print(f"{result.name:80} {result.value:9.2f} {result.unit}")
+    with tuned_gc():
+        anyio.run(SERVERS[sys.argv[1]])

@@ -7,9 +7,8 @@
 A worker reads its name and the controller's address from its standard input or from a file (``schedulers.bootstrap``),
 and requests its role from the controller. ``run.openers`` opens the role; ``run.supervise`` starts and watches workers.
 A worker exits when it is told to, when its standard input ends (its parent is gone), when a later incarnation has
-replaced it, or when the controller was unreachable for longer than the lease. On a cluster it may then keep its
-allocation and start again with the next controller of its run (``schedulers.bootstrap``). If a cluster has started
-several processes as one worker, the first is the worker and the others are ranks of its gang (``run.ranks``).
+replaced it, or when the controller was unreachable for longer than the lease. If a cluster has started several
+processes as one worker, the first is the worker and the others are ranks of its gang (``run.ranks``).
 """
 
 from __future__ import annotations
@@ -19,13 +18,11 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from itertools import cycle
-from math import ceil
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from urllib.parse import urlsplit
-from uuid import uuid4
 
 import anyio
 from anyio import to_thread
@@ -33,9 +30,9 @@ from anyio import to_thread
 from areal_actors.config import RunConfig, load_config
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
-from areal_actors.kernel import ActorSystem, Ref
+from areal_actors.kernel import Ref
 from areal_actors.kernel.failure import error_to_data, leaves, root_cause
-from areal_actors.kernel.remote import Peer, ReconnectingConnection, connect, listen, reconnecting
+from areal_actors.kernel.remote import ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib import loops
 from areal_actors.lib.gc_tuning import relax_gc, tuned_gc
@@ -46,7 +43,6 @@ from areal_actors.messages import (
     AwaitTraining,
     Directory,
     FetchRoleSpec,
-    Generation,
     KeepLease,
     Report,
     ReportFailure,
@@ -57,13 +53,7 @@ from areal_actors.messages import (
 )
 from areal_actors.run.signals import until_orphaned, until_signalled
 from areal_actors.schedulers.base import CONTROLLER_LOST, RUN_AGAIN
-from areal_actors.schedulers.bootstrap import (
-    BOOTSTRAP_VARIABLE,
-    Bootstrap,
-    is_superseded,
-    read_bootstrap,
-    rejoin_next_controller,
-)
+from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, read_bootstrap
 
 if TYPE_CHECKING:
     from areal_actors.run.plan import Finder
@@ -77,8 +67,8 @@ P = TypeVar("P")
 _EXIT_FAILED = 1
 _SIGNS_PER_LEASE = 4
 _REPORT_SECONDS = 2.0
-_CHECK_SECONDS, _CHECK_CONNECTED_SECONDS = 1.0, 5.0
-"""Seconds between two checks for a later controller, while this one is unreachable, and while it is connected."""
+_MAX_END_SECONDS = 300
+"""How long a role may take to end after the controller was lost; a step of the trainer ends in this time."""
 
 
 class _Preempted(Exception):
@@ -86,7 +76,7 @@ class _Preempted(Exception):
 
 
 class _ControllerLost(Exception):
-    """The controller was unreachable for too long, or another one has replaced it."""
+    """The controller was unreachable for too long."""
 
 
 def main() -> NoReturn:
@@ -108,11 +98,7 @@ def main() -> NoReturn:
             loops.run(serve_rank, rank)
             sys.exit(0)
         bootstrap = read_bootstrap(line)
-        code = loops.run(_run, bootstrap)
-        if code == CONTROLLER_LOST and bootstrap.rejoin_seconds:
-            _log.info("next_controller_is_awaited", worker=bootstrap.node, seconds=bootstrap.rejoin_seconds)
-            rejoin_next_controller(bootstrap, "areal_actors.worker")
-        sys.exit(code)
+        sys.exit(loops.run(_run, bootstrap))
 
 
 _early_warnings: list[int] = []
@@ -147,28 +133,22 @@ async def _work(bootstrap: Bootstrap) -> int:
         locate, secret=bootstrap.secret, node=bootstrap.node, incarnation=max(bootstrap.life, 1)
     ) as controller:
         try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(_until_superseded, bootstrap, controller)
-                if bootstrap.rank:
-                    from areal_actors.run.ranks import serve_task
+            if bootstrap.rank:
+                from areal_actors.run.ranks import serve_task
 
-                    await serve_task(bootstrap, controller)
-                else:
-                    await _serve(bootstrap, controller)
-                tasks.cancel_scope.cancel()
+                await serve_task(bootstrap, controller)
+            else:
+                await _serve(bootstrap, controller)
         except Exception as error:  # noqa: BLE001 - logged, and reported to the controller
             return await _explain(bootstrap, controller, error)
-        if bootstrap.rank and (not controller.is_connected or await _is_superseded(bootstrap)):
+        if bootstrap.rank and not controller.is_connected:
             # This is the likely reason why the first process of the gang is gone.
             return CONTROLLER_LOST
     return 0
 
 
 async def _explain(bootstrap: Bootstrap, controller: ReconnectingConnection, error: Exception) -> int:
-    """Report to the controller why the worker ends, and return the exit code.
-
-    An error that could not be reported, because the controller is unreachable, counts as a lost controller.
-    """
+    """Report to the controller why the worker ends, and return the exit code."""
     if any(isinstance(leaf, _Preempted) for leaf in leaves(error)):
         return RUN_AGAIN
     lost = next((leaf for leaf in leaves(error) if isinstance(leaf, _ControllerLost)), None)
@@ -178,36 +158,12 @@ async def _explain(bootstrap: Bootstrap, controller: ReconnectingConnection, err
     _log.error("worker_failed", worker=bootstrap.node, exc_info=error)
     words: dict[str, Any] = error_to_data(root_cause(error), bootstrap.name)
     message = ReportFailure(worker=bootstrap.name, incarnation=bootstrap.life, error=words)
-    is_told = False
     with anyio.move_on_after(_REPORT_SECONDS):
         try:
             await controller.ref(Directory, "directory").ask(message)
-            is_told = True
         except (ActorError, Conflict, NotFound):
             _log.warning("error_not_reported", worker=bootstrap.name)
-    return CONTROLLER_LOST if bootstrap.rejoin_seconds and not is_told and not controller.is_connected else _EXIT_FAILED
-
-
-async def _until_superseded(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
-    """Raise ``_ControllerLost`` once a later controller of the run has started."""
-    if not bootstrap.rejoin_seconds:
-        return
-    while not await _is_superseded(bootstrap):  # noqa: ASYNC110 - the next controller writes a file
-        await anyio.sleep(_CHECK_CONNECTED_SECONDS if controller.is_connected else _CHECK_SECONDS)
-    raise _lost(bootstrap, f"another controller of this run has replaced controller {bootstrap.epoch}")
-
-
-async def _is_superseded(bootstrap: Bootstrap) -> bool:
-    return await to_thread.run_sync(is_superseded, bootstrap, abandon_on_cancel=True)
-
-
-def _lost(bootstrap: Bootstrap, why: str) -> _ControllerLost:
-    """Create the error, and set a deadline for the role to end.
-
-    If the role has not ended after ``rejoin_seconds``, SIGALRM ends the process, and with it its job.
-    """
-    signal.alarm(ceil(bootstrap.rejoin_seconds))
-    return _ControllerLost(why)
+    return _EXIT_FAILED
 
 
 async def _serve(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
@@ -281,21 +237,13 @@ async def _open_finder(
     bootstrap: Bootstrap, spec: RoleSpec, config: RunConfig, controller: ReconnectingConnection
 ) -> AsyncIterator[Finder]:
     """Connect to the workers that the role depends on, and yield a finder of actors there and in the controller."""
-    from areal_actors.generation.rerouting import DirectGeneration
     from areal_actors.run.control_plane import connect_to_worker
-    from areal_actors.run.plan import ACTOR_ROLES, REPLICA, dependencies_of
+    from areal_actors.run.plan import ACTOR_ROLES, dependencies_of
 
     directory = controller.ref(Directory, "directory")
     connections: dict[Role, ReconnectingConnection] = {}
-    own: dict[str, Ref[Any]] = {}
-
-    def dial(address: str) -> AbstractAsyncContextManager[Peer]:
-        # A name of its own for each connection: an engine outlives attempts, whose workers count incarnations anew.
-        return connect(address, secret=bootstrap.secret, node=f"{bootstrap.name}-{uuid4().hex[:8]}")
 
     async def find(protocol: type[P], name: str, /) -> Ref[P]:
-        if name in own:
-            return cast("Ref[P]", own[name])
         role = ACTOR_ROLES[name]
         is_local = role is None or role in spec.local_roles
         return (controller if is_local or role is None else connections[role]).ref(protocol, name)
@@ -311,11 +259,6 @@ async def _open_finder(
                     incarnation=max(bootstrap.life, 1),
                 )
                 connections[role] = await stack.enter_async_context(connecting)
-        # Tokens of engines in other workers come from there, and do not pass through the controller.
-        if Role.GENERATION not in (*spec.local_roles, spec.role):
-            system = await stack.enter_async_context(ActorSystem.open(name=bootstrap.name))
-            direct = DirectGeneration(controller.ref(Generation, "generation"), dial, actor=REPLICA)
-            own["generation"] = await system.spawn(direct, name="generation")
         yield find
 
 
@@ -342,7 +285,9 @@ async def _keep_lease(
                     # Retry until the lease ends: the connection may be restored before that.
                     await anyio.sleep(seconds / 20)
         if not is_heard:
-            raise _lost(bootstrap, f"the controller has not answered for longer than the lease of {seconds:g} s")
+            # A role that hangs must not keep the resources of a run that has no controller any more.
+            signal.alarm(_MAX_END_SECONDS)
+            raise _ControllerLost(f"the controller has not answered for longer than the lease of {seconds:g} s")
         await anyio.sleep(pause)
 
 

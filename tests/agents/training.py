@@ -49,7 +49,7 @@ def train(name: str, *, seed: int, python: str, folder: Path | None) -> dict[str
         if folder is not None:
             (configured / "node_modules").symlink_to(folder / "node_modules")
         command = [python, "-m", "areal_actors", "train", str(configured / f"{name}.yaml")]
-        command += [f"seed={seed}", f"fileroot={scratch}", "logging.tensorboard=false", "checkpoint.every_steps=100000"]
+        command += [f"seed={seed}", f"fileroot={scratch}", "logging.trackers=[]", "checkpoint.every_steps=100000"]
         path = os.pathsep.join([str(Path(python).parent), os.environ["PATH"]])  # bwrap may be a wheel's
         started = time.monotonic()
         subprocess.run(command, check=True, env=os.environ | {"PATH": path})

@@ -10,7 +10,7 @@ from areal_actors.run import Trainer
 
 
 def test_the_plain_loop_trains_on_the_episodes_of_a_run(tmp_path):
-    settings = ["total_steps=1", "eval_dataset=null", "logging.display=none", "logging.tensorboard=false"]
+    settings = ["total_steps=1", "eval_dataset=null", "logging.display=none", "logging.trackers=[]"]
     config = load_config("examples/tiny.yaml", settings)
     Trainer(config).train(run_dir=tmp_path / "run")
     (directory,) = (tmp_path / "run" / "rollout").iterdir()

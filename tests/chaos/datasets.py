@@ -47,7 +47,7 @@ from areal_actors.dashboard.records import read_records
 from areal_actors.domain import DataPosition, GroupQueued, Problem, StepLeased
 from areal_actors.journal import SqliteJournal
 from areal_actors.rollouts.group_journal import RestoredQueue, restore_queue
-from areal_actors.run.job import sampling_digest
+from areal_actors.run.directory import sampling_digest
 from areal_actors.training.actor import parse_position
 from areal_actors.training.stored_checkpoints import find_latest
 
@@ -341,7 +341,7 @@ def settings(seed: int) -> dict[str, Any]:
         "engine": {"max_concurrent": 32, "max_length": 256, "dtype": "float32"},
         "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.001, "num_warmup_steps": 1}},
         "checkpoint": {"every_steps": 4},
-        "logging": {"display": "plain", "tensorboard": False},
+        "logging": {"display": "plain", "trackers": []},
     }
 
 

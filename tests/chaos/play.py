@@ -318,5 +318,5 @@ def settings(port: int, *, seed: int, batch_size: int) -> dict[str, Any]:
         "sessions": {"lifetimes": {"idle_seconds": IDLE_SECONDS, "grace_seconds": 1.0}},
         "journal": {"retention_days": 1.0},
         "proxy": {"port": port, "admin_key": ADMIN_KEY},
-        "logging": {"display": "plain", "tensorboard": False},
+        "logging": {"display": "plain", "trackers": []},
     }

@@ -93,7 +93,7 @@ def soak_serve(directory: Path, minutes: float, seed: int) -> Soak:
 
 def soak_train(directory: Path, minutes: float, seed: int) -> Soak:
     """Train the tiny job for so long. Raises ``Failed``."""
-    overrides = [f"seed={seed}", "total_steps=1000000", "logging.tensorboard=false", "logging.display=plain"]
+    overrides = [f"seed={seed}", "total_steps=1000000", "logging.trackers=[]", "logging.display=plain"]
     service = _start(directory, "train", str(ROOT / "examples" / "tiny.yaml"), *overrides)
     return _soak("train", service, minutes, move=lambda _now: None, num_started=lambda: 0)
 

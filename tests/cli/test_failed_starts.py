@@ -41,7 +41,7 @@ def test_a_start_that_fails_keeps_the_files_of_its_user(tmp_path, name, argument
     done = subprocess.run(
         [
             *(sys.executable, "-m", "areal_actors", command, str(EXAMPLES / configuration), *more),
-            *("--run-dir", name, "logging.display=none", "logging.tensorboard=false"),
+            *("--run-dir", name, "logging.display=none", "logging.trackers=[]"),
         ],
         cwd=tmp_path,
         capture_output=True,

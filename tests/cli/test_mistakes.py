@@ -86,7 +86,6 @@ MISTAKES = [
     ((*TRAIN, "rollout.workflow=agents.py:NoRun"), "has no method 'run'; an agent has 'async def run(self, data"),
     ((*TRAIN, "rollout.workflow=agents.py:Broken"), "Broken() raised ValueError: no database"),
     ((*TRAIN, "rollout.workflow=agents.py:Blocking"), "one that blocks needs rollout.openai.mode: subprocess"),
-    ((*TRAIN, "rollout.openai.sandbox=bubblewrap"), "bubblewrap isolates agents that are commands"),
     # What is not here
     ((*TRAIN, "model=llama-3"), "There is no model 'llama-3', neither a directory nor one of"),
     ((*TRAIN, "model=./nothing"), "nothing"),

@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from areal_actors.cli.commands import cli
 from areal_actors.errors import SandboxError
-from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox import SandboxConfig, create_sandbox
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 
@@ -19,7 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 def bubblewrap():
     """Skips where there is none, with the install line."""
     try:
-        create_sandbox(SandboxKind.BUBBLEWRAP).check(SandboxConfig(backend=SandboxKind.BUBBLEWRAP))
+        create_sandbox("bubblewrap").check(SandboxConfig(backend="bubblewrap"))
     except SandboxError as error:
         pytest.skip(str(error))
 

@@ -1,4 +1,4 @@
-"""Connections are kept, used again, bounded, and never used again when something went wrong on them."""
+"""Connections of clients of a proxy: kept, bounded, and not used again after a failed request."""
 
 from __future__ import annotations
 
@@ -7,22 +7,15 @@ from contextlib import asynccontextmanager
 import anyio
 import anyio.lowlevel
 import httpx
-import httpx2
 import pytest
 from anyio.abc import SocketAttribute
 from attrs import define, field
 
-from areal_actors.client.http import create_stack_transport
+from areal_actors.client.http import create_http_client
 
 pytestmark = pytest.mark.anyio
 
 ANSWER = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
-
-
-@pytest.fixture(params=[httpx, httpx2], ids=["httpx", "httpx2"])
-def library(request):
-    """Both libraries have the same classes."""
-    return request.param
 
 
 @define
@@ -58,38 +51,38 @@ class Server:
 
 
 @asynccontextmanager
-async def connected(library, **limits):
+async def connected(**limits):
     """A server, and a client of it."""
     listener = await anyio.create_tcp_listener(local_host="127.0.0.1")
     server = Server()
     server.url = f"http://127.0.0.1:{listener.extra(SocketAttribute.local_port)}"
     async with listener, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, server.serve)
-        transport = create_stack_transport(library, **{"max_connections": 8, "keep_seconds": 30.0} | limits)
-        async with library.AsyncClient(transport=transport, base_url=server.url) as client:
+        async with create_http_client(**limits) as client:
+            client.base_url = server.url
             yield server, client
         tasks.cancel_scope.cancel()
 
 
 async def _wait_for(condition):
-    """Sockets are slower than the event loop, and tell nobody: let both run until it is so."""
+    """Run the event loop until sockets have delivered what the condition waits for."""
     with anyio.fail_after(5):
         while not condition():
             await anyio.lowlevel.checkpoint()
 
 
-async def test_one_after_another_shares_a_connection(library):
+async def test_connection_is_shared_by_successive_requests():
     """Requests that do not overlap need one connection."""
-    async with connected(library) as (server, client):
+    async with connected() as (server, client):
         texts = [(await client.get("/")).text for _ in range(5)]
 
     assert texts == ["ok"] * 5
     assert server.num_connections == 1
 
 
-async def test_as_many_connections_as_requests_at_once(library):
+async def test_connections_of_simultaneous_requests_are_used_again():
     """Requests that overlap have a connection each; afterwards these are used again, none is opened."""
-    async with connected(library) as (server, client):
+    async with connected() as (server, client):
         async with anyio.create_task_group() as tasks:
             for _ in range(4):
                 tasks.start_soon(client.get, "/held")
@@ -105,13 +98,13 @@ async def test_as_many_connections_as_requests_at_once(library):
     assert len(server.requests) == 8
 
 
-async def test_the_rest_waits_in_line(library):
+async def test_connections_are_bounded_and_further_requests_wait():
     """No more than ``max_connections`` are open; further requests wait, as long as the pool timeout allows."""
-    async with connected(library, max_connections=1) as (server, client), anyio.create_task_group() as tasks:
+    async with connected(max_connections=1) as (server, client), anyio.create_task_group() as tasks:
         tasks.start_soon(client.get, "/held")
         await _wait_for(lambda: server.requests)
-        with pytest.raises(library.PoolTimeout):
-            await client.get("/", timeout=library.Timeout(5, pool=0))
+        with pytest.raises(httpx.PoolTimeout):
+            await client.get("/", timeout=httpx.Timeout(5, pool=0))
         tasks.start_soon(client.get, "/held")
         server.release.set()
 
@@ -119,9 +112,9 @@ async def test_the_rest_waits_in_line(library):
     assert server.requests == [b"/held", b"/held"]
 
 
-async def test_a_cancelled_request_takes_its_connection_along(library):
-    """Whoever gives up leaves neither a place taken nor a connection that still owes an answer."""
-    async with connected(library, max_connections=1) as (server, client):
+async def test_connection_of_a_cancelled_request_is_closed():
+    """A cancelled request occupies no place, and the answer that is still due is not read as another one."""
+    async with connected(max_connections=1) as (server, client):
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.get, "/held")
             await _wait_for(lambda: server.requests)
@@ -133,9 +126,9 @@ async def test_a_cancelled_request_takes_its_connection_along(library):
         assert server.num_connections == 2
 
 
-async def test_a_body_that_was_not_read_takes_its_connection_along(library):
+async def test_connection_with_an_unread_body_is_closed():
     """What is left of a body would be read as the next answer."""
-    async with connected(library) as (server, client):
+    async with connected() as (server, client):
         async with client.stream("GET", "/"):
             pass
         text = (await client.get("/")).text
@@ -144,9 +137,9 @@ async def test_a_body_that_was_not_read_takes_its_connection_along(library):
         assert server.num_connections == 2
 
 
-async def test_a_server_that_hung_up_is_connected_anew(library):
+async def test_connection_closed_by_the_server_is_replaced():
     """A connection that was closed while it was idle costs a new one, not a request."""
-    async with connected(library) as (server, client):
+    async with connected() as (server, client):
         await client.get("/last")
         await _wait_for(lambda: server.num_open == 0)
         text = (await client.get("/")).text
@@ -155,22 +148,9 @@ async def test_a_server_that_hung_up_is_connected_anew(library):
         assert server.num_connections == 2
 
 
-async def test_nobody_there_is_an_error_of_httpx(library):
+async def test_refused_connection_raises_connect_error():
     """A refused connection is raised as httpx raises it, each time."""
-    async with connected(library, max_connections=1) as (_, client):
+    async with connected(max_connections=1) as (_, client):
         for _ in range(2):
-            with pytest.raises(library.ConnectError):
+            with pytest.raises(httpx.ConnectError):
                 await client.get("http://127.0.0.1:1/")
-
-
-async def test_unused_connections_are_closed(library):
-    """What nobody used for a while is closed when another becomes free; the rest when the client is closed."""
-    async with connected(library, keep_seconds=-1.0) as (server, client):
-        await client.get("/")
-        await client.get("/")
-
-        assert server.num_connections == 2
-    async with connected(library) as (server, client):
-        await client.get("/")
-        await client.aclose()
-        await _wait_for(lambda: server.num_open == 0)

@@ -34,7 +34,7 @@ def train(path: Path, workflow: Any, **openai: Any) -> dict[str, Any]:
         "proxy": {"default_max_tokens": 4},
         "engine": {"num_threads": 1, "max_length": 256},
         "trainer": {"dtype": "float32"},
-        "logging": {"tensorboard": False, "display": "plain"},
+        "logging": {"trackers": [], "display": "plain"},
     }
     trainer = Trainer(create_config(settings))
     trainer.train(workflow, run_dir=path)

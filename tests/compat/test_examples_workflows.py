@@ -171,7 +171,7 @@ def test_a_custom_workflow_is_trained_and_dumped(tmp_path: Path) -> None:
         },
         "engine": {"num_threads": 1, "max_length": 256},
         "trainer": {"dtype": "float32"},
-        "logging": {"tensorboard": False, "display": "plain"},
+        "logging": {"trackers": [], "display": "plain"},
     }
     trainer = Trainer(create_config(settings))
     tokenizer = AutoTokenizer.from_pretrained(tokenizer_path)

@@ -9,6 +9,7 @@ import attrs
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.plugins import needs_plugin
 
 from areal_actors.config import (
     AgentMode,
@@ -22,7 +23,8 @@ from areal_actors.config import (
 from areal_actors.config.documents import format_yaml, parse_yaml
 from areal_actors.config.reference import paths_of, sections_of
 from areal_actors.errors import ConfigError
-from areal_actors.sandbox import SandboxConfig, SandboxKind
+from areal_actors.lib.plugins import PluginGroup
+from areal_actors.sandbox import SandboxConfig
 from areal_actors.workflows import CommandConfig
 
 MINIMAL: dict[str, Any] = {
@@ -330,12 +332,13 @@ def test_an_agent_may_be_a_command(write, tmp_path):
     assert load_config(tmp_path / "saved.yaml") == config
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 def test_a_section_with_a_short_form_may_be_a_word(write, tmp_path):
     """``sandbox: bubblewrap`` names its backend; a misspelt one is told the nearest, and limits need a backend."""
     short = load_config(write(rollout={"workflow": "agent.py:Agent", "agent": {"sandbox": "bubblewrap"}}))
     section = load_config(write(), ["rollout.openai.sandbox={backend: bubblewrap, readable: [data]}"])
 
-    assert short.rollout.openai.sandbox == SandboxConfig(backend=SandboxKind.BUBBLEWRAP)
+    assert short.rollout.openai.sandbox == SandboxConfig(backend="bubblewrap")
     assert section.rollout.openai.sandbox.readable == (Path.cwd() / "data",)
     with pytest.raises(ConfigError, match=r"rollout.openai.sandbox.backend .*did you mean bubblewrap\?"):
         load_config(write(), ["rollout.openai.sandbox=bubblewarp"])

@@ -89,7 +89,7 @@ def run_job(job: Job, root: Path, *, seed: int, **settings: Any) -> Outcome:
             "dtype": "float32",
         },
         "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.01, "num_warmup_steps": 1}},
-        "logging": {"display": "none", "tensorboard": False},
+        "logging": {"display": "none", "trackers": []},
         "checkpoint": {"every_steps": 1000},
     }
     for name, value in {**job.settings, **settings}.items():

@@ -213,7 +213,7 @@ def test_a_run_trains_in_an_environment(servers, tmp_path, mode):
     small = ("total_steps=2", "batch_size=2", "rollout.group_size=2", "eval_dataset=null", "engine.num_threads=1")
     run = (f"rollout.workflow={agent}", f"rollout.workflow_kwargs={arguments}", f"rollout.openai.mode={mode}")
     data = "dataset={python: 'areal_actors.workflows.openenv:seeds', size: 10, seed: 0}"
-    command = ["train", str(TINY), *small, *run, data, "logging.tensorboard=false", "--run-dir", str(tmp_path / "run")]
+    command = ["train", str(TINY), *small, *run, data, "logging.trackers=[]", "--run-dir", str(tmp_path / "run")]
     result = CliRunner().invoke(cli, command)
     assert 0 == result.exit_code, result.output
 

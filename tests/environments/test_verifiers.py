@@ -39,7 +39,7 @@ pytest.importorskip(
 HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 TASKS = HERE / "tasks.py"
-SMALL = ("engine.max_concurrent=8", "engine.num_threads=1", "trainer.dtype=float32", "logging.tensorboard=false")
+SMALL = ("engine.max_concurrent=8", "engine.num_threads=1", "trainer.dtype=float32", "logging.trackers=[]")
 CHAT = "chat"
 
 

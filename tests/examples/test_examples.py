@@ -10,11 +10,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.plugins import needs_plugin
 
 from areal_actors.config import load_config
 from areal_actors.datasets import load_problems
 from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
+from areal_actors.lib.plugins import PluginGroup
 from areal_actors.lib.references import import_reference
 from areal_actors.run import Trainer
 from areal_actors.workflows import resolve_agent
@@ -106,8 +108,8 @@ def test_the_tiny_job_trains(tmp_path):
         ("blocking", "sh"),
         ("frameworks/requests", "sh"),
         ("shell", "curl"),
-        ("sandbox", "bwrap"),
-        ("tasks", "bwrap"),
+        pytest.param("sandbox", "sh", marks=needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")),
+        pytest.param("tasks", "sh", marks=needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")),
     ],
 )
 def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend):
@@ -122,7 +124,7 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
         "rollout.openai.subproc_max_workers=2",
         "eval_dataset=null",
         "logging.display=none",
-        "logging.tensorboard=false",
+        "logging.trackers=[]",
     ]
     config = load_config(EXAMPLES / f"{name}.yaml", overrides)
     summary = Trainer(config).train(run_dir=tmp_path, backend=backend)
@@ -135,7 +137,7 @@ def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend
 
 def test_the_job_of_several_sources_trains(tmp_path):
     """A step of it trains groups of both."""
-    overrides = ["total_steps=1", "eval_datasets={}", "logging.display=none", "logging.tensorboard=false"]
+    overrides = ["total_steps=1", "eval_datasets={}", "logging.display=none", "logging.trackers=[]"]
     Trainer(load_config(EXAMPLES / "sources.yaml", overrides)).train(run_dir=tmp_path)
     row = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
 

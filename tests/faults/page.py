@@ -88,7 +88,7 @@ several processes that train together.
 ## Actors
 
 What happens to a part of any run, also of one in a single process ([Architecture](../architecture.md) has the actors).
-*Replica* is one of several engines behind a router, *entry* the address in front of several services, *asker cancelled*
+*Replica* is one of the engines of a replica set, *entry* the address in front of several services, *asker cancelled*
 means that the client or actor that asked for something leaves before it is answered.
 """,
 }

@@ -33,7 +33,7 @@ _OVERRIDES = (
     "rollout.group_size=4",
     "eval_dataset=null",
     "logging.display=none",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 )
 _TIME_LIMIT_SECONDS = 300.0
 

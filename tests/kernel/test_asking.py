@@ -180,7 +180,7 @@ async def test_a_future_that_a_stranger_cancelled_is_an_ordinary_failure():
         assert await ref.ask(Echo(n=1)) == 1
         await ref.tell(Fail(error=asyncio.CancelledError()))
 
-        assert "had been cancelled by a stranger" in str((await system.watch(ref)).error)
+        assert "was cancelled from outside this actor" in str((await system.watch(ref)).error)
 
 
 async def test_messages_of_one_sender_arrive_in_order():

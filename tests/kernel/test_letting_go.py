@@ -154,7 +154,7 @@ async def ask_in_a_task(ref: Ref[Stores]) -> None:
             tasks.start_soon(ref.ask, Wait(array=fresh(), seconds=1.0))
 
 
-async def ask_with_timers(ref: Ref[Stores]) -> None:
+async def ask_in_a_visit(ref: Ref[Stores]) -> None:
     await ref.ask(Wait(array=fresh(), patience=3600.0))
     await ref.ask(Wait(array=fresh(), patience=3600.0), timeout=3600.0)
 
@@ -206,7 +206,7 @@ WAYS = (
     ask,
     ask_with_timeout,
     ask_in_a_task,
-    ask_with_timers,
+    ask_in_a_visit,
     ask_too_long,
     leave,
     tell,
@@ -218,10 +218,8 @@ WAYS = (
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
-async def test_finished_messages_leave_no_reference_to_their_arrays(
-    way: Callable[[Ref[Stores]], Awaitable[None]], is_remote: bool
-) -> None:  # noqa: FBT001
-    """Neither side keeps an array in a reference cycle or a timer."""
+async def test_what_is_over_is_let_go_at_once(way: Callable[[Ref[Stores]], Awaitable[None]], is_remote: bool) -> None:  # noqa: FBT001
+    """Neither the asker's side nor the actor's side keeps an array in a circle of references, in a timer, or aside."""
     async with ActorSystem.open() as system:
         store = await system.spawn(Store())
         if is_remote:

@@ -171,7 +171,6 @@ async def test_gathered_items_arrive_together():
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
         async with ref.stream(Numbers(n=7, pause=0.02, error="aborted"), buffer_size=5) as items:
-            assert await items.gather(anyio.current_time() - 1) == []
             assert await anext(items) == 0
             assert await items.gather(anyio.current_time() + 1e9) == [1, 2, 3, 4]
             assert await items.gather(anyio.current_time() + 1e9) == [5, 6]
@@ -271,5 +270,5 @@ async def test_a_stream_is_used_as_a_block():
         ref = await system.spawn(Generator())
         with pytest.raises(RuntimeError, match="async with"):
             await anext(ref.stream(Numbers(n=1)))
-        with pytest.raises(ValueError, match="0 or more"):
-            ref.stream(Numbers(n=1), buffer_size=-1)
+        with pytest.raises(ValueError, match="at least 1"):
+            ref.stream(Numbers(n=1), buffer_size=0)

@@ -46,40 +46,12 @@ def main() -> int:
             roles=ROLES, steps=7, kills=[(n + 1, f"{role}-0") for n, role in enumerate(ROLES)], settings=FLOAT32
         ),
     }
-    num_wrong = num_wrong_scales()
-    num_wrong += sum(not is_right(name, play, reference)[0] for name, play in plays.items())
+    num_wrong = sum(not is_right(name, play, reference)[0] for name, play in plays.items())
     num_wrong += num_wrong_faults(reference)
     num_wrong += num_wrong_hangs(reference)
     num_wrong += not is_clean_after_home()
     print(f"{num_wrong} plays went wrong", flush=True)
     return min(num_wrong, 1)
-
-
-def num_wrong_scales() -> int:
-    """Scale a run from one engine to three and back, as often as it is long enough; returns how many went wrong."""
-    steps = 200
-    reference = performed("one engine", Play(roles=(), steps=steps, settings=FLOAT32))
-    play = Play(
-        roles=("generation", "proxy"),
-        steps=steps,
-        scales=[(1, "generation=3"), (1, "generation=1")],
-        settings=FLOAT32,
-    )
-    outcome = performed("one engine, three, one", play)
-    engines = [record["engines"] for record in outcome.metrics]
-    # A generation that moves samples other tokens from there on, and the weights differ after that step.
-    num = engines.index(3) + 1 if 3 in engines else 0
-    is_fine = (
-        outcome.code == 0
-        and [record["step"] for record in outcome.metrics] == [*range(1, steps + 1)]
-        and not sum(record["failed_episodes"] for record in outcome.metrics)
-        and num > 0
-        and engines[-1] == 1
-        and outcome.compared[:num] == reference.compared[:num]
-        and not marked(play.mark)
-    )
-    print(f"scaled: {engines.count(3)} steps with three engines", flush=True)
-    return 0 if is_fine else 1
 
 
 def num_wrong_faults(reference: Outcome) -> int:

@@ -32,8 +32,6 @@ class Play:
 
     roles: Sequence[str]
     kills: Sequence[tuple[int, str]] = ()
-    scales: Sequence[tuple[int, str]] = ()
-    """(step, sizes): the run is scaled once that step is done, as ``generation=3``, after all kills."""
     signal: signal.Signals = signal.SIGKILL
     """SIGSTOP lets the process live but do nothing, as one that hangs."""
     steps: int = 4
@@ -53,7 +51,7 @@ class Outcome:
     metrics: list[dict]
     """The records of all steps."""
     recoveries: list[float]
-    """The seconds from each kill to the end of the next step, and from each scaling until so many serve."""
+    """The seconds from each kill to the end of the next step."""
 
     @property
     def compared(self) -> list[dict]:
@@ -73,19 +71,6 @@ def perform(play: Play, path: Path, *, timeout: float = 500.0) -> Outcome:
             killed_at = time.monotonic()
             wait_until(lambda step=step: any(done > step for done in steps_of(directory)), process, deadline)
             recoveries.append(time.monotonic() - killed_at)
-        for step, sizes in play.scales:
-            wait_until(lambda step=step: step in steps_of(directory), process, deadline)
-            scaled_at = time.monotonic()
-            command = [sys.executable, "-m", "areal_actors", "scale", str(directory), sizes, "--wait", "120"]
-            scaling = subprocess.run(
-                command,
-                text=True,
-                capture_output=True,
-                check=False,
-                env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
-            )
-            assert 0 == scaling.returncode, scaling.stderr
-            recoveries.append(time.monotonic() - scaled_at)
         try:
             output, _ = process.communicate(timeout=max(deadline - time.monotonic(), 1))
         except subprocess.TimeoutExpired:
@@ -109,7 +94,7 @@ def running(play: Play, path: Path) -> Iterator[tuple[subprocess.Popen, Path]]:
         *(sys.executable, "-m", "areal_actors", "train", str(ROOT / "examples" / play.example)),
         *(f"total_steps={play.steps}", "rollout.group_size=4", "checkpoint.every_steps=1", "eval_dataset=null"),
         *([f"scheduler.roles={roles}"] if play.example == "tiny.yaml" else []),
-        *("scheduler.local.oversubscribe=true", "logging.tensorboard=false"),
+        *("scheduler.local.oversubscribe=true", "logging.trackers=[]"),
         *play.settings,
         *("--run-dir", str(directory)),
     ]

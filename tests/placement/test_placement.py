@@ -25,7 +25,7 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     """A worker is killed or stopped, as ``FAULTS_SEED`` draws it: each step is made once, and nothing is left.
 
     The sessions are lost with all that was open, and a new attempt begins. The groups of the first step are not sampled
-    again. Tokens come from the engine's worker, past the controller.
+    again.
     """
     draw = random.Random(int(os.environ.get("FAULTS_SEED", "1")))  # 1: the sessions are killed
     roles = ("sessions", "proxy", "generation")
@@ -38,9 +38,6 @@ def test_a_killed_worker_costs_nothing_but_time(tmp_path):
     assert [1, 2, 3] == [record["step"] for record in outcome.metrics]
     assert 1 + (lost == "sessions") == outcome.attempts
     assert (lost == "sessions") == (0 == outcome.metrics[0]["sampled_tokens"])
-    # Once for each incarnation of the worker that samples, and of the one that it samples from.
-    logs = [path.read_text() for path in tmp_path.glob("run/logs/workers/sessions-0*")]
-    assert 1 + (lost != "proxy") == sum(log.count("replica_connected") for log in logs)
     assert [] == marked(play.mark)
 
 
@@ -62,7 +59,7 @@ def test_a_worker_starts_servers_of_its_own(tmp_path):
     """An inference server is started by the worker that generates, learns of every version, and ends with it."""
     command = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    servers = json.dumps({"command": command, "environment": environment, "health_interval_seconds": 0.5})
+    servers = json.dumps({"command": command, "environment": environment})
     play = Play(roles=("generation",), steps=2, settings=("rollout.backend=sglang", f"sglang={servers}", *FLOAT32))
     outcome = perform(play, tmp_path)
 

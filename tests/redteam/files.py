@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
-from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox import SandboxConfig, create_sandbox
 from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
 
 __all__ = ["play_files"]
@@ -71,7 +71,7 @@ async def play_files(seed: int, count: int, directory: Path, *, is_visible: bool
     ``directory`` is that of the grader's files, which the agent sees if it ``is_visible``. Raises ``SandboxError``
     where there is no bubblewrap.
     """
-    sandbox = SandboxConfig(backend=SandboxKind.BUBBLEWRAP, timeout_seconds=60)
+    sandbox = SandboxConfig(backend="bubblewrap", timeout_seconds=60)
     create_sandbox(sandbox.backend).check(sandbox)
     answer, grade = directory / "answer.txt", directory / "grade.sh"
     # Also names, which may be made of the text of a file.

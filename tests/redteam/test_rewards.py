@@ -12,6 +12,7 @@ import httpx
 import pytest
 from attrs import evolve
 from tests.client.service import open_service
+from tests.plugins import needs_plugin
 from tests.redteam.attacks import CONTROL, FRAMINGS, QUESTION, Attack, Attacker, open_arena
 from tests.redteam.files import play_files
 from tests.redteam.plays import play, play_restarts
@@ -19,8 +20,9 @@ from tests.redteam.plays import play, play_restarts
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import Episode
 from areal_actors.errors import SandboxError
+from areal_actors.lib.plugins import PluginGroup
 from areal_actors.rollouts.runner import RolloutsConfig
-from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox import SandboxConfig, create_sandbox
 from areal_actors.workflows import CommandAgent, CommandConfig, PoolConfig
 
 pytestmark = pytest.mark.anyio
@@ -254,9 +256,10 @@ async def test_the_trusted_client_gives_its_agent_the_lesser_key():
     assert session.api_key not in shown
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 async def test_a_boxed_command_finds_nothing_that_rewards_it():
     """Neither in its environment, nor in /proc, nor in files, nor at abstract sockets; its last line counts."""
-    config = SandboxConfig(backend=SandboxKind.BUBBLEWRAP)
+    config = SandboxConfig(backend="bubblewrap")
     try:
         create_sandbox(config.backend).check(config)
     except SandboxError as error:

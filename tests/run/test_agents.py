@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.plugins import needs_plugin
 
 from areal_actors.config import create_config
 from areal_actors.errors import SandboxError, WorkflowError
+from areal_actors.lib.plugins import PluginGroup
 from areal_actors.run import Trainer
 from areal_actors.run.job import prepare_agent
 from areal_actors.workflows import AgentPool, CommandAgent, CommandConfig
@@ -56,6 +58,7 @@ def test_a_command_takes_no_keyword_arguments(tmp_path: Path):
         prepare_agent(configure().rollout, workflow=command, workflow_kwargs={"a": 1}, logs=tmp_path)
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 def test_a_sandbox_is_for_commands_and_tried_before_the_run(tmp_path: Path):
     """An agent in a Python process is refused, and so is a sandbox that cannot be opened here."""
     with pytest.raises(WorkflowError, match=r"isolates agents that are commands.*Sync runs in a Python process"):

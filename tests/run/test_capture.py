@@ -56,7 +56,7 @@ def train(tmp_path: Path, agent: Any = None, *, steps: int = 1, eta: int = 0, **
         "rollout": {"workflow": f"{HERE}:Asker", "group_size": 4, "max_head_offpolicyness": eta},
         "engine": {"num_threads": 1, "max_length": 256},
         "trainer": {"optimizer": {"learning_rate": 0.01}} | trainer,
-        "logging": {"tensorboard": False, "display": "none"},
+        "logging": {"trackers": [], "display": "none"},
     }
     config = create_config(settings)
     Trainer(config).train(agent or Asker())
@@ -177,7 +177,7 @@ def test_sessions_are_trained_in_every_style(tmp_path: Path, style: str, max_gap
         "dataset": {"python": f"{HERE}:problems", "size": 8},
         "rollout": {"workflow": f"{HERE}:Asker", "group_size": 4, "openai": {"export_style": style}},
         "engine": {"num_threads": 1, "max_length": 256},
-        "logging": {"tensorboard": False, "display": "none"},
+        "logging": {"trackers": [], "display": "none"},
     }
     config = create_config(settings)
     Trainer(config).train(Asker(n=3))

@@ -25,7 +25,7 @@ SMALL = (
     "eval_dataset.size=2",
     "engine.max_concurrent=16",
     "engine.num_threads=1",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
     "logging.display=plain",
     "trainer.dtype=float32",
 )

@@ -24,7 +24,7 @@ from areal_actors.service.processes import ServiceProcesses
 
 ROOT = Path(__file__).parents[2]
 MAX_SECONDS = 240.0
-QUICK = ("logging.tensorboard=false", "logging.display=plain", "engine.num_threads=1", "host.port=0", "batch_size=4")
+QUICK = ("logging.trackers=[]", "logging.display=plain", "engine.num_threads=1", "host.port=0", "batch_size=4")
 NAMES = ("ada", "bob")
 
 

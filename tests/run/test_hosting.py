@@ -27,7 +27,7 @@ from areal_actors.run.host import check_host
 
 ROOT = Path(__file__).parents[2]
 MAX_SECONDS = 240.0
-QUICK = ("logging.tensorboard=false", "logging.display=plain", "engine.num_threads=1", "batch_size=4")
+QUICK = ("logging.trackers=[]", "logging.display=plain", "engine.num_threads=1", "batch_size=4")
 
 
 @contextmanager

@@ -16,7 +16,9 @@ from areal_actors.dashboard import RunDirectory
 from areal_actors.datasets import DatasetConfig
 from areal_actors.errors import ConfigError, DatasetError, ModelError, RunDirectoryError, WorkflowError
 from areal_actors.models import resolve_model
-from areal_actors.run.job import advise, create_policy, no_checkpoint, prepared_directory
+from areal_actors.run.advice import advise
+from areal_actors.run.directory import no_checkpoint, prepared_directory
+from areal_actors.run.job import create_policy
 from areal_actors.run.serving import Server
 from areal_actors.run.training import Trainer
 
@@ -248,7 +250,7 @@ def test_a_start_on_a_full_disk_may_be_repeated(tmp_path, monkeypatch):
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("areal_actors.run.job.save_config", fail)
+    monkeypatch.setattr("areal_actors.run.directory.save_config", fail)
     with (
         pytest.raises(RunDirectoryError, match="cannot be written: No space left on device; set fileroot"),
         prepared_directory(configure(), directory, resume=False),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,9 @@ from anyio.abc import TaskStatus
 from tests.stacks.replica_stack import CountingEngine, ids_of, request
 
 from areal_actors.domain import Role
-from areal_actors.generation.rerouting import DirectGeneration
-from areal_actors.generation.router import RouterConfig
+from areal_actors.generation.replicas import ReplicaSetConfig
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.remote import connect, listen
+from areal_actors.kernel.remote import listen
 from areal_actors.messages import ExpectWorker, FetchRoleSpec, Generate, Generation, Report, ReportReady, RoleSpec
 from areal_actors.run.control_plane import DirectoryActor, connect_to_worker
 from areal_actors.run.controller import ReadyReplicas
@@ -34,18 +32,14 @@ SPEC = RoleSpec(
 
 
 @pytest.mark.anyio
-async def test_an_engine_is_reached_where_its_worker_listens_now():
-    """A job that the cluster puts back and starts again has another port, and is the worker that it was.
-
-    Other processes stream from it themselves, at the address that the router tells them. At the former one, every
-    generation failed, and the run ended.
-    """
+async def test_engine_serves_again_when_its_worker_listens_elsewhere():
+    """A job that the cluster requeues has another port, and is the same worker."""
     replicas, sampled, addresses = ReadyReplicas(), [], []
-    router: Ref[Any]
+    near: Ref[Any]
     with anyio.fail_after(30):
         async with (
             ActorSystem.open() as system,
-            replicas.routed(system, RouterConfig(), version=0) as router,
+            replicas.routed(system, ReplicaSetConfig(), version=0) as near,
             anyio.create_task_group() as tasks,
         ):
             directory = await system.spawn(DirectoryActor(), name="directory")
@@ -65,13 +59,10 @@ async def test_an_engine_is_reached_where_its_worker_listens_now():
 
             ends = anyio.Event()
             await tasks.start(serve, 1000, ends)
-            note = partial(replicas.note_address, NAME)
             async with (
-                connect_to_worker(directory, NAME, secret=SECRET, node="near", note_address=note) as connection,
-                replicas.add(NAME, connection.ref(Generation, REPLICA), address=addresses[0]),
+                connect_to_worker(directory, NAME, secret=SECRET, node="near") as connection,
+                replicas.add(NAME, connection.ref(Generation, REPLICA)),
             ):
-                direct = DirectGeneration(router, partial(connect, secret=SECRET), actor=REPLICA)
-                near = await system.spawn(direct, name="near")
 
                 async def generate() -> None:
                     async with near.stream(Generate(request=request())) as chunks:
@@ -81,7 +72,6 @@ async def test_an_engine_is_reached_where_its_worker_listens_now():
                 ends.set()
                 await tasks.start(serve, 1001, anyio.Event())
                 await generate()
-                await near.stop()
             tasks.cancel_scope.cancel()
 
     assert addresses[0] != addresses[1]

@@ -30,7 +30,7 @@ SMALL = (
     "eval_dataset.size=2",
     "sft.batch_size=4",
     "engine={max_concurrent: 8, max_length: 128, deterministic: true, num_threads: 1}",
-    "logging={tensorboard: false, display: plain}",
+    "logging={trackers: [], display: plain}",
     "trainer.dtype=float32",
     "trainer.optimizer.num_warmup_steps=1",
     "checkpoint.every_steps=1",
@@ -100,7 +100,7 @@ def test_conversations_alone_need_no_agent(tmp_path):
         "sft": {"jsonl": str(EXAMPLES / "warm_start.jsonl")},
         "total_steps": 2,
         "engine": {"max_length": 128},
-        "logging": {"tensorboard": False, "display": "plain"},
+        "logging": {"trackers": [], "display": "plain"},
     }
 
     summary = Trainer(create_config(settings)).train(run_dir=tmp_path / "run")

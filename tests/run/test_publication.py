@@ -19,17 +19,16 @@ SERVED = (
     "rollout.backend=sglang",
     f"sglang.environment.PYTHONPATH={Path(areal_actors.__file__).parents[1]}",  # as if its environment had it installed
     f"sglang.command={json.dumps([sys.executable, str(Path(__file__).with_name('serving_fake.py'))])}",
-    "sglang.health_interval_seconds=0.1",
 )
 
 
 def test_a_run_publishes_by_disk(tmp_path: Path):
     """The weights of its last step are there for engines elsewhere, and are those that the run exports."""
-    outcome = train(tmp_path, NAME, "trainer.publish=disk", "trainer.publish_keep=1", "engine.dtype=float32")
+    outcome = train(tmp_path, NAME, "trainer.publish=disk", "engine.dtype=float32")
 
     assert 0 == outcome.exit_code, outcome.output
     published = tmp_path / NAME / "published"
-    assert ["version-00000001"] == [path.name for path in published.iterdir()]
+    assert "version-00000001" in [path.name for path in published.iterdir()]
     served = load_file(published / "version-00000001" / "model.safetensors")
     exported = load_file(tmp_path / NAME / "weights" / "model.safetensors")
     assert all(torch.equal(tensor, exported[name].to(tensor.dtype)) for name, tensor in served.items())

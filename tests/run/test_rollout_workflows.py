@@ -187,7 +187,7 @@ def train(
         "rollout": {"workflow": f"{HERE}:ToolWorkflow", "group_size": 3, "max_head_offpolicyness": 0} | rollout,
         "engine": {"num_threads": 1, "max_length": 512},
         "trainer": {"optimizer": {"learning_rate": 0.01}},
-        "logging": {"tensorboard": False, "display": "plain"},
+        "logging": {"trackers": [], "display": "plain"},
     }
     trainer = Trainer(create_config(settings))
     if callable(workflow_kwargs):

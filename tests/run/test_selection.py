@@ -67,7 +67,7 @@ def train(path: Path, agent: Any, *, steps: int = 1, resume: bool = False, **set
             "rollout": {"group_size": 4, "max_head_offpolicyness": 0} | settings.pop("rollout", {}),
             "engine": {"num_threads": 1, "max_length": 256, "deterministic": True},
             "trainer": {"dtype": "float32", "optimizer": {"learning_rate": 0.01}} | settings.pop("trainer", {}),
-            "logging": {"tensorboard": False, "display": "none"},
+            "logging": {"trackers": [], "display": "none"},
         }
         | settings
     )

@@ -41,7 +41,7 @@ from areal_actors.training.stored_checkpoints import find_checkpoints
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 MAX_SECONDS = 240.0
-QUICK = ("logging.tensorboard=false", "logging.display=plain", "engine.num_threads=1")
+QUICK = ("logging.trackers=[]", "logging.display=plain", "engine.num_threads=1")
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
@@ -329,7 +329,7 @@ def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
     assert summary["steps"] == saved[-1] >= 1
     assert [] == [child for child in children if child.is_running()]
     # Agents that were killed with the service left sessions behind, which hold permits until they expire.
-    more = (f"total_steps={saved[-1] + 1}", "sessions.lifetimes.idle_seconds=3", "sessions.sweep_seconds=1")
+    more = (f"total_steps={saved[-1] + 1}", "sessions.lifetimes.idle_seconds=3")
     with service(run_dir, *more, "--resume") as (running, later), agents(tmp_path, 400, later):
         output, _ = running.communicate(timeout=MAX_SECONDS)
 

@@ -34,7 +34,7 @@ EXAMPLES = ROOT / "examples"
 MARK = "TEST_SIGNALS_RUN"
 ADMIN = {"authorization": "Bearer admin"}
 MAX_SECONDS = 120.0
-QUICK = ("logging.tensorboard=false", "logging.display=plain", "engine.num_threads=1", "batch_size=2")
+QUICK = ("logging.trackers=[]", "logging.display=plain", "engine.num_threads=1", "batch_size=2")
 SUBPROCESS = (
     f"rollout.workflow={Path(__file__).with_name('blocking_agent.py')}:BlockingAgent",
     "rollout.openai.mode=subprocess",

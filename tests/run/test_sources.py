@@ -11,10 +11,12 @@ from typing import Any
 import anyio
 import pytest
 import torch
+from tests.plugins import needs_plugin
 
 from areal_actors import GenerationConfig, ModelRequest, RolloutWorkflow, Trainer, create_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, WorkflowError
+from areal_actors.lib.plugins import PluginGroup
 from areal_actors.run.trying import try_agent
 
 HERE = Path(__file__)
@@ -68,7 +70,7 @@ def settings_of(sources: dict[str, dict[str, Any]], **settings: Any) -> dict[str
         "rollout": {"group_size": 2, "max_head_offpolicyness": 0},
         "engine": {"deterministic": True, "dtype": "float32", "num_threads": 1, "max_length": 256},
         "trainer": {"dtype": "float32"},
-        "logging": {"display": "none", "tensorboard": False, "page": False},
+        "logging": {"display": "none", "trackers": [], "page": False},
     } | settings
 
 
@@ -250,6 +252,7 @@ def test_an_empty_source_is_named(tmp_path: Path) -> None:
         train(tmp_path / "held_out", {"some": source()}, eval_datasets={"some": none})
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 def test_the_agent_of_a_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     """With the setting of the source, not that of the run."""
     sources = {"some": source(), "boxed": source(sandbox={"backend": "bubblewrap"})}

@@ -44,7 +44,7 @@ class Waits(RolloutWorkflow):
 
 
 @pytest.mark.parametrize(("workflow", "exit_code"), [("Fails", "1"), ("Waits", "255")])
-def test_a_tracker_hears_of_a_run_that_failed_or_was_interrupted(tmp_path: Path, workflow: str, exit_code: str) -> None:
+def test_tracker_shows_runs_that_failed_or_were_interrupted(tmp_path: Path, workflow: str, exit_code: str) -> None:
     """By the exit code that wandb shows as failed or killed; 0 is a run that finished."""
     told = tmp_path / "told"
     (tmp_path / "clients").mkdir()

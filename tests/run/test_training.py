@@ -35,7 +35,7 @@ SMALL = (
     "engine.max_concurrent=18",
     "engine.deterministic=true",
     "engine.num_threads=1",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
     "logging.display=plain",
     "trainer.dtype=float32",
 )

@@ -39,7 +39,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(autouse=True)
 def alarm() -> Iterator[None]:
-    """Whoever lets go is given so long for it, and is ended then."""
+    """Clear the alarm that a worker sets when it has lost its controller."""
     yield
     signal.alarm(0)
 
@@ -49,7 +49,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlurmFiles:
     """Those of a run that has a controller."""
     files = SlurmFiles(path=tmp_path / "slurm")
     files.create()
-    files.begin_epoch()
     monkeypatch.setenv("AREAL_BOOTSTRAP", str(files.path / "bootstrap" / "x.json"))
     return files
 
@@ -67,9 +66,7 @@ async def controller(tmp_path: Path) -> AsyncIterator[Listener]:
             yield listener
 
 
-async def work(
-    monkeypatch: pytest.MonkeyPatch, address: str, serve: Serve, *, rejoin: float = 60.0, rank: int = 0
-) -> int:
+async def work(monkeypatch: pytest.MonkeyPatch, address: str, serve: Serve, *, rank: int = 0) -> int:
     """The status of a worker that does this instead of its role."""
     module, name = (ranks, "serve_task") if rank else (worker, "_serve")
     monkeypatch.setattr(module, name, serve)
@@ -81,8 +78,6 @@ async def work(
                 addresses=(address,),
                 secret=SECRET,
                 rank=rank,
-                epoch=1,
-                rejoin_seconds=rejoin,
             )
         )
 
@@ -92,51 +87,31 @@ async def fail(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None
     raise EngineError("the engine broke")
 
 
-@pytest.mark.parametrize("rejoin", [0.0, 60.0])
-async def test_what_controller_is_told_is_no_loss_of_controller(files, tmp_path, monkeypatch, rejoin):
-    """It decides what is next; the job ends."""
+async def test_worker_whose_role_fails_exits_with_failure(files, tmp_path, monkeypatch):
+    """The controller decides what is next, if it can be told."""
     async with controller(tmp_path) as listener:
 
         async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
             await connection.wait_connected()
             await fail(bootstrap, connection)
 
-        assert 1 == await work(monkeypatch, listener.address, serve, rejoin=rejoin)
+        assert 1 == await work(monkeypatch, listener.address, serve)
+    assert 1 == await work(monkeypatch, "tcp://127.0.0.1:9", fail)
 
 
-@pytest.mark.parametrize(("rejoin", "status"), [(0.0, 1), (60.0, CONTROLLER_LOST)])
-async def test_what_nobody_can_be_told_is_a_loss_of_controller(files, monkeypatch, rejoin, status):
-    """It broke because its controller did, perhaps; where the next controller may want the job, it stays."""
-    assert status == await work(monkeypatch, "tcp://127.0.0.1:9", fail, rejoin=rejoin)
-
-
-async def test_a_later_controller_is_a_loss_of_controller_also_while_the_former_answers(files, tmp_path, monkeypatch):
-    """It is asked for soon enough. Nothing that a role does keeps it."""
-    async with controller(tmp_path) as listener:
-
-        async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
-            try:
-                files.begin_epoch()
-                await anyio.sleep_forever()
-            finally:
-                raise EngineError("it could not end well, either")
-
-        assert CONTROLLER_LOST == await work(monkeypatch, listener.address, serve)
-
-
-async def test_a_lease_that_is_over_is_a_loss_of_controller(files, monkeypatch):
-    """As where jobs are not kept: the status says so."""
+async def test_worker_exits_as_controller_lost_when_its_lease_expires(files, monkeypatch):
+    """The status says so, and an alarm ends a role that hangs."""
 
     async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
         await worker._keep_lease(bootstrap, connection.ref(Directory, "directory"), 0.2)
 
-    for rejoin in (0.0, 60.0):
-        assert CONTROLLER_LOST == await work(monkeypatch, "tcp://127.0.0.1:9", serve, rejoin=rejoin)
+    assert CONTROLLER_LOST == await work(monkeypatch, "tcp://127.0.0.1:9", serve)
+    assert 0 < signal.alarm(0)
 
 
 @pytest.mark.parametrize("is_lost", [False, True])
-async def test_a_rank_leaves_with_its_first_process_or_with_controller(files, tmp_path, monkeypatch, is_lost):
-    """The first process may be gone because its controller is: then the job stays, if all of its processes do."""
+async def test_rank_ends_with_its_first_process_or_with_controller(files, tmp_path, monkeypatch, is_lost):
+    """The first process may be gone because its controller is: the status says so."""
     async with controller(tmp_path) as listener:
 
         async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
@@ -147,7 +122,7 @@ async def test_a_rank_leaves_with_its_first_process_or_with_controller(files, tm
         assert (CONTROLLER_LOST if is_lost else 0) == await work(monkeypatch, address, serve, rank=1)
 
 
-async def test_a_first_process_that_is_done_is_done(files, tmp_path, monkeypatch):
+async def test_worker_that_is_done_exits_with_success(files, tmp_path, monkeypatch):
     """Whether the controller answers at that moment or not."""
 
     async def serve(bootstrap: Bootstrap, connection: ReconnectingConnection) -> None:
@@ -157,7 +132,7 @@ async def test_a_first_process_that_is_done_is_done(files, tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("is_early", [False, True])
-async def test_a_warning_while_the_role_is_opened_is_kept(monkeypatch, is_early):
+async def test_warning_while_role_is_opened_is_kept(monkeypatch, is_early):
     """Loading a model takes minutes; the signal would end the worker by default."""
     heard = []
     monkeypatch.setattr(worker, "_early_warnings", [signal.SIGUSR1] if is_early else [])
@@ -176,7 +151,7 @@ async def test_a_warning_while_the_role_is_opened_is_kept(monkeypatch, is_early)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the handlers of a process are read from /proc")
-def test_a_warning_before_the_bootstrap_message_does_not_end_a_worker():
+def test_warning_before_bootstrap_message_does_not_end_worker():
     """It goes on to read the message, of which there is none here."""
     command = [sys.executable, "-m", "areal_actors.worker"]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

@@ -32,7 +32,7 @@ def train(root: Path, name: str = NAME, *more: str) -> Result:
         "rollout.group_size=4",
         "eval_dataset=null",
         "engine.max_concurrent=8",
-        "logging={tensorboard: false, display: plain}",
+        "logging={trackers: [], display: plain}",
         "trainer.dtype=float32",
         "trainer.optimizer.num_warmup_steps=0",
     )

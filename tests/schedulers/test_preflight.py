@@ -1,4 +1,4 @@
-"""Whether a worker can begin: said in one line, by a process that becomes the worker if it can."""
+"""The bootstrap message, and the check that a process makes before it becomes the worker."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 
 import anyio
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import listen
 from areal_actors.schedulers.base import NOT_BEGUN
+from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.preflight import check, read_bootstrap_file
 
-SECRET = b"known to both sides, nobody else"
-
-pytestmark = pytest.mark.anyio
+SECRET = b"known only to both sides of a test"
 
 
 def bootstrap(directory, *, address="tcp://127.0.0.1:9", secret=SECRET, mode=0o600, words=None):
@@ -30,7 +31,17 @@ def bootstrap(directory, *, address="tcp://127.0.0.1:9", secret=SECRET, mode=0o6
     return str(path)
 
 
-async def test_a_controller_that_answers_is_enough(tmp_path):
+@given(life=st.integers(0, 5000), num_restarts=st.integers(0, 9))
+def test_bootstrap_round_trips_and_counts_restarts_as_incarnations(life, num_restarts):
+    """A worker that the cluster has started again is another incarnation."""
+    told = Bootstrap(name="x", life=life, addresses=("a",), secret=b"s")
+
+    assert told == Bootstrap.from_line(told.to_line())
+    assert life + num_restarts == Bootstrap.from_line(told.to_line(), num_restarts=num_restarts).life
+
+
+@pytest.mark.anyio
+async def test_preflight_passes_if_controller_answers(tmp_path):
     """The secret is known, the directory can be written, and nothing is left in it."""
     async with listen("tcp://127.0.0.1:0", secret=SECRET) as listener:
         await check(bootstrap(tmp_path, address=listener.address), 5)
@@ -38,8 +49,9 @@ async def test_a_controller_that_answers_is_enough(tmp_path):
     assert list((tmp_path / "exit").iterdir()) == []
 
 
-async def test_what_is_amiss_is_said(tmp_path):
-    """Nobody there, another secret, no file, a file for everybody, no words in it, a directory that is not there."""
+@pytest.mark.anyio
+async def test_preflight_names_what_is_wrong(tmp_path):
+    """No controller, another secret, no file, a readable secret, another message, a missing directory."""
     async with listen("tcp://127.0.0.1:0", secret=b"another secret, just as long...") as listener:
         with pytest.raises(SchedulerError, match=r"cannot be reached.*does not know the secret"):
             await check(bootstrap(tmp_path, address=listener.address), 0.2)
@@ -60,8 +72,9 @@ async def test_what_is_amiss_is_said(tmp_path):
         await check(path, 0.2)
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_the_process_becomes_the_worker_or_says_why_not(tmp_path):
+async def test_preflight_process_becomes_worker_or_exits_with_reason(tmp_path):
     """As a job starts it."""
     environment = {**os.environ, "AREAL_BOOTSTRAP": bootstrap(tmp_path)}
     command = [sys.executable, "-m", "areal_actors.schedulers.preflight", "0.2", "platform"]

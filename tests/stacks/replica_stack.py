@@ -13,7 +13,7 @@ from attrs import define, field
 
 from areal_actors.domain import Chunk, EngineRequest, Ints, SampleKey, Sampling, Snapshot
 from areal_actors.errors import ModelError
-from areal_actors.generation.router import GenerationRouter, RouterConfig
+from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import (
     AddReplica,
@@ -132,12 +132,12 @@ class ReplicaStack:
 
 @asynccontextmanager
 async def open_replica_stack(
-    *names: str, config: RouterConfig | None = None, version: int = 0
+    *names: str, config: ReplicaSetConfig | None = None, version: int = 0
 ) -> AsyncIterator[ReplicaStack]:
     """A router with replicas of these names, all serving. What hangs for too long fails."""
     with anyio.fail_after(20_000):
         async with ActorSystem.open() as system:
-            router = await system.spawn(GenerationRouter(config, version=version), name="router")
+            router = await system.spawn(ReplicaSet(config, version=version), name="router")
             stack = ReplicaStack(system, router)
             for name in names:
                 await stack.add(name, CountingEngine(version=version))

@@ -9,7 +9,6 @@ import pytest
 
 from areal_actors.datasets.difficulty import DifficultyConfig
 from areal_actors.training.config import (
-    AdvantageConfig,
     BehaviourConfig,
     KlConfig,
     LoraConfig,
@@ -24,7 +23,6 @@ from areal_actors.training.config import (
 @pytest.mark.parametrize(
     ("kind", "setting"),
     [
-        (AdvantageConfig, {"std_floor": 0}),
         (BehaviourConfig, {"cap": -1}),
         (BehaviourConfig, {"floor": 6.0}),
         (KlConfig, {"coefficient": -0.1}),

@@ -405,12 +405,6 @@ def test_model_without_linear_layers_is_refused():
         Adapter.create(model, LORA)
 
 
-def test_dropout_is_refused():
-    """A ratio of probabilities under two masks is noise."""
-    with pytest.raises(ValueError, match="only 0 is supported"):
-        LoraConfig(dropout=0.1)
-
-
 def test_an_absent_package_is_named(make_model, monkeypatch):
     """With the line that installs it."""
     monkeypatch.setitem(sys.modules, "peft", None)

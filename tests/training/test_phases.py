@@ -243,7 +243,6 @@ def test_settings_that_distillation_would_ignore_are_refused(make_model, setting
         ({"lora": LoraConfig(rank=2)}, r"lora is LoraConfig\(rank=2"),
         ({"dtype": ComputeDtype.BFLOAT16}, "dtype is bfloat16 in phase 2"),
         ({"gang": GangConfig(num_processes=2)}, "gang is GangConfig"),
-        ({"publish_keep": 7}, r"publish_keep is 7 in phase 2 \(rl\) and 2 in the first one"),
     ],
 )
 def test_settings_of_the_whole_run_are_the_same_in_all_phases(make_model, settings, complaint):

@@ -13,22 +13,24 @@ from typing import Any
 import anyio
 import psutil
 import pytest
+from tests.plugins import needs_plugin
 
 from areal_actors.errors import EpisodeError, SandboxError
-from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.lib.plugins import PluginGroup
+from areal_actors.sandbox import SandboxConfig, create_sandbox
 from areal_actors.workflows import CommandAgent, CommandConfig, EpisodeContext, PoolConfig
 from areal_actors.workflows import context as workflow_context
 
 pytestmark = pytest.mark.anyio
 
 NOWHERE = {"base_url": "http://127.0.0.1:1/s/v1", "api_key": "key"}
-ISOLATED = [SandboxKind.BUBBLEWRAP]
-KINDS = [SandboxKind.NONE, *ISOLATED]
+ISOLATED = [pytest.param("bubblewrap", marks=needs_plugin(PluginGroup.SANDBOXES, "bubblewrap"))]
+KINDS = ["none", *ISOLATED]
 
 
 @asynccontextmanager
 async def open_agent(
-    kind: SandboxKind, script: str, *, grader: tuple[str, ...] = (), files: Path | None = None, **limits: Any
+    kind: str, script: str, *, grader: tuple[str, ...] = (), files: Path | None = None, **limits: Any
 ) -> AsyncIterator[CommandAgent]:
     """A shell script as an agent in a box; what hangs fails."""
     config = SandboxConfig(backend=kind, **limits)
@@ -176,7 +178,7 @@ async def test_a_grader_that_fails_gives_no_reward(kind, script, reason, write):
 async def test_an_answer_that_raises_is_rewarded_with_0(script, write):
     """The exception is the answer's, and not the grader's."""
     grade = write("grade.py", f"import sys; sys.path.insert(0, '.')\n{script}")
-    async with open_agent(SandboxKind.NONE, "echo 1/0 > answer.py", grader=(sys.executable, grade)) as agent:
+    async with open_agent("none", "echo 1/0 > answer.py", grader=(sys.executable, grade)) as agent:
         assert 0.0 == await agent.run({}, **NOWHERE)
 
 
@@ -241,9 +243,7 @@ FAULTS = {
 @pytest.mark.parametrize(("script", "limits", "reason"), FAULTS.values(), ids=FAULTS.keys())
 async def test_a_fault_ends_its_episode_with_the_reason(script, limits, reason):
     """The next episode is not affected."""
-    async with open_agent(
-        SandboxKind.BUBBLEWRAP, f"set -e; if [ $(cat) = 1 ]; then {script}\nfi; echo 1", **limits
-    ) as agent:
+    async with open_agent("bubblewrap", f"set -e; if [ $(cat) = 1 ]; then {script}\nfi; echo 1", **limits) as agent:
         with pytest.raises(EpisodeError, match=reason):
             await agent.run(1, **NOWHERE)
         assert 1.0 == await agent.run(0, **NOWHERE)
@@ -253,7 +253,7 @@ async def test_nothing_is_left_of_an_episode():
     """A command that leaves daemons and much output ends; so do its daemons."""
     marker = f"{os.getpid()}.{time.monotonic_ns()}"
     script = f"setsid sleep {marker} >/dev/null 2>&1 & yes | head -c 50000000; echo; echo 1"
-    async with open_agent(SandboxKind.BUBBLEWRAP, script) as agent:
+    async with open_agent("bubblewrap", script) as agent:
         assert 1.0 == await agent.run({}, **NOWHERE)
 
     assert not [p for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or ())]

@@ -14,7 +14,7 @@ import pytest
 from areal_actors.datasets import DatasetConfig, Problems, load_problems, load_task
 from areal_actors.errors import DatasetError, EpisodeError, SandboxError
 from areal_actors.lib.references import import_reference
-from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+from areal_actors.sandbox import SandboxConfig, create_sandbox
 from areal_actors.workflows import (
     CommandAgent,
     CommandConfig,
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "tasks"
 NOWHERE = {"base_url": "http://127.0.0.1:1/s/v1", "api_key": "key"}
-BOXED = SandboxConfig(backend=SandboxKind.BUBBLEWRAP, memory_mib=512, disk_mib=16)
+BOXED = SandboxConfig(backend="bubblewrap", memory_mib=512, disk_mib=16)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -57,7 +57,6 @@ __all__ = [
     "models",
     "report",
     "runs",
-    "scale",
     "serve",
     "settings",
     "slurm",
@@ -152,19 +151,23 @@ def _is_installed(distribution: str) -> bool:
 
 @click.command()
 @click.argument("section", required=False)
+@click.option("--all", "is_all", is_flag=True, help="Print every setting, also those that few runs need.")
 @verbose_option
 @explains_errors
-def settings(*, section: str | None) -> None:
-    """Print every setting as commented YAML: what it must be, its default, what its section is for.
+def settings(*, section: str | None, is_all: bool) -> None:
+    """Print settings as commented YAML: what each must be, its default, what its section is for.
+
+    Without SECTION and --all, these are the settings that most runs need.
 
     \b
     Examples:
       areal-actors settings
+      areal-actors settings --all
       areal-actors settings trainer.objective
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import format_reference, settings_class
 
-    click.echo(format_reference(settings_class(section or "")), nl=False)
+    click.echo(format_reference(settings_class(section or ""), is_short=not (section or is_all)), nl=False)
 
 
 @click.command()
@@ -512,47 +515,6 @@ def runs(*, paths: tuple[Path, ...], is_json: bool) -> None:
 
 
 @click.command()
-@click.argument("run_dir", type=click.Path(path_type=Path))
-@click.argument("sizes", nargs=-1, required=True, metavar="ROLE=NUMBER...")
-@click.option("--wait", "wait_seconds", type=click.FloatRange(min=0), help="Wait until so many serve, in seconds.")
-@click.option("--json", "is_json", is_flag=True, help="One JSON object in place of the text.")
-@verbose_option
-@explains_errors
-def scale(*, run_dir: Path, sizes: tuple[str, ...], wait_seconds: float | None, is_json: bool) -> None:
-    """Change how many engines or proxies a run has while it goes on.
-
-    RUN_DIR is the directory of a run with scheduler.roles.generation or proxy. Engines that are added get the current
-    weights before they serve. The requests of those that are removed continue at the others, from the next token. The
-    number is kept when the run is resumed.
-
-    \b
-    Examples:
-      areal-actors scale runs/sums/trial generation=4
-      areal-actors scale runs/sums/trial generation=4 proxy=2 --wait 600
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from attrs import asdict
-
-    from areal_actors.run.scaling import parse_sizes, scale_run, wait_scaled
-
-    wanted = parse_sizes(sizes)
-    scaled = scale_run(run_dir, wanted)
-    if wait_seconds is not None:
-        wait_scaled(run_dir, wanted, seconds=wait_seconds)
-    if is_json:
-        click.echo(json.dumps({role: asdict(one) for role, one in scaled.items()}))
-        return
-    for role, one in scaled.items():
-        if one.wanted == one.before:
-            click.echo(f"{role}: {one.wanted} already.")
-        elif wait_seconds is not None:
-            click.echo(f"{role}: {one.wanted} serve.")
-        elif one.wanted > one.before:
-            click.echo(f"{role}: {one.before} -> {one.wanted}. The new ones are starting.")
-        else:
-            click.echo(f"{role}: {one.before} -> {one.wanted}. The others leave when their requests have moved.")
-
-
-@click.command()
 @click.argument("runs", nargs=-1, metavar="[RUN_DIR]...", type=click.Path(path_type=Path))
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option("--port", default=0, show_default=True, help="Port to listen on; 0 takes any free one.")
@@ -865,7 +827,6 @@ class _Commands(click.Group):
         host,
         entry,
         runs,
-        scale,
         verify,
         view,
         report,
@@ -898,11 +859,10 @@ def cli() -> None:
       areal-actors serve examples/serve.yaml
       areal-actors host examples/serve.yaml     the same for many users, each with a separate model
     While a run goes on:
-      areal-actors scale runs/<experiment>/<trial> generation=4
     With SGLang or vLLM:
       areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
-      areal-actors settings                     every setting, its default, what it is for
+      areal-actors settings                     the settings that most runs need; --all prints every one
     """  # noqa: D301 - a real backspace tells click to keep the lines
 
 

@@ -80,8 +80,8 @@ async def _grade_both(task: TaskDirectory, config: SandboxConfig) -> tuple[float
 
 def _open_sandbox(backend: str) -> SandboxConfig:
     """Return the settings of the sandbox. Raises ``SandboxError`` if it cannot be opened here."""
-    from areal_actors.sandbox import SandboxConfig, SandboxKind, create_sandbox
+    from areal_actors.sandbox import SandboxConfig, create_sandbox
 
-    config = SandboxConfig(backend=SandboxKind(backend))
+    config = SandboxConfig(backend=backend)
     create_sandbox(config.backend).check(config)
     return config

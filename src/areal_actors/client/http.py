@@ -1,21 +1,15 @@
-"""HTTP clients for agents and for internal use: their connections, retries, and errors from error responses.
+"""HTTP clients for agents and for internal use: their limits, retries, and errors from error responses.
 
-*Connections.* httpx keeps its connections in one list and, for every request that begins or ends, checks with two
-system calls each whether they are still alive. With the hundred connections of a batch of episodes, most of the time of
-a rollout was spent there. In ``Stack``, every connection is an httpx transport limited to one connection, and a request
-takes the most recently used one from a stack; httpx still implements HTTP. ``httpx2``, the successor that newer SDKs
-use, has the same classes and the same list; this module supports both.
+``httpx2``, the successor that newer SDKs use, has the same classes as ``httpx``; this module supports both.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager, suppress
-from functools import cache, cached_property, partial
+from functools import cache
 from importlib import import_module, metadata
 from random import Random
-from types import ModuleType
 from typing import Any
 
 import anyio
@@ -42,10 +36,8 @@ from areal_actors.lib.backoff import backoff_seconds
 
 __all__ = [
     "RetryPolicy",
-    "Stack",
     "create_agent_http_client",
     "create_http_client",
-    "create_stack_transport",
     "error_of",
     "lent_client",
     "retry_after",
@@ -53,6 +45,7 @@ __all__ = [
 ]
 
 _READ_SECONDS = 3600.0
+_MAX_IDLE = 64
 _BY_STATUS: Mapping[int, type[RequestError]] = {
     error.status: error
     for error in (
@@ -115,11 +108,21 @@ def create_agent_http_client(
 
 def _create_client(library: Any, max_connections: int, read_timeout_seconds: float) -> Any:
     return library.AsyncClient(
-        transport=create_stack_transport(library, max_connections=max_connections, keep_seconds=30.0),
+        # httpx looks at every idle connection whenever a request begins or ends, so few are kept.
+        limits=library.Limits(
+            max_connections=max_connections, max_keepalive_connections=_MAX_IDLE, keepalive_expiry=30.0
+        ),
+        verify=_ssl_context(library),
         timeout=library.Timeout(read_timeout_seconds, connect=10.0),
         follow_redirects=True,
         trust_env=False,
     )
+
+
+@cache
+def _ssl_context(library: Any) -> Any:
+    # Created once per process: reading the system's certificates takes longer than a thousand requests.
+    return library.create_ssl_context(trust_env=False)
 
 
 def error_of(response: httpx.Response) -> RequestError:
@@ -212,132 +215,3 @@ async def send_with_retries(
             asked = retry_after(response)
         await anyio.sleep(policy.wait_seconds(attempt, asked, random))
         attempt += 1
-
-
-@frozen
-class _Idle:
-    since: float
-    connection: Any
-
-
-def create_stack_transport(library: ModuleType, *, max_connections: int, keep_seconds: float) -> Stack:
-    """Return a transport for the clients of ``library``, which is ``httpx`` or ``httpx2``; see ``Stack``."""
-    kind = _derive_class("StackTransport", Stack, library.AsyncBaseTransport)
-    transport: Stack = kind(library, max_connections=max_connections, keep_seconds=keep_seconds)
-    return transport
-
-
-@cache
-def _derive_class(name: str, own: type, base: type) -> Any:
-    # Clients assert the type of a stream, and the base classes of ``httpx2`` are not those of ``httpx``.
-    return type(name, (own, base), {})
-
-
-class Stack:
-    """A transport that sends each request over the most recently freed connection, or over a new one.
-
-    At most ``max_connections`` are open at once; further requests wait for as long as the ``pool`` timeout of the
-    request allows (``httpx.PoolTimeout``). A connection that was not used for ``keep_seconds`` is closed when another
-    one becomes free; one whose request failed, was cancelled or was not read to its end is closed at once.
-    """
-
-    def __init__(self, library: Any, *, max_connections: int, keep_seconds: float) -> None:
-        self._library = library
-        self._places = anyio.Semaphore(max_connections)
-        self._keep_seconds = keep_seconds
-        self._idle: deque[_Idle] = deque()
-
-    @cached_property
-    def _verify(self) -> Any:
-        """The SSL context, created once, at the first connection."""
-        # Reading the system's certificates takes longer than a thousand requests on this machine. Not created earlier,
-        # because the HTTP client that an agent's process gets may never be used.
-        return self._library.create_ssl_context(trust_env=False)
-
-    async def handle_async_request(self, request: Any) -> Any:
-        """Send ``request``; closing the response frees the connection. Raises the library's exceptions."""
-        try:
-            with anyio.fail_after(request.extensions.get("timeout", {}).get("pool")):
-                await self._places.acquire()
-        except TimeoutError as error:
-            text = "Every connection of this client is in use."
-            raise self._library.PoolTimeout(text, request=request) from error
-        try:
-            if self._idle:
-                connection = self._idle.pop().connection
-            else:
-                library = self._library
-                limits = library.Limits(
-                    max_connections=1, max_keepalive_connections=1, keepalive_expiry=self._keep_seconds
-                )
-                connection = library.AsyncHTTPTransport(verify=self._verify, trust_env=False, limits=limits)
-        except BaseException:
-            self._places.release()
-            raise
-        try:
-            response = await connection.handle_async_request(request)
-            release = partial(self._release, connection)
-            body = _derive_class("Borrowed", _Borrowed, self._library.AsyncByteStream)
-            response.stream = body(response.stream, release)
-        except BaseException:
-            await self._release(connection, is_usable=False)
-            raise
-        return response
-
-    async def aclose(self) -> None:
-        """Close idle connections; connections in use are closed when their responses are."""
-        self._keep_seconds = -1.0
-        await self._close_expired()
-
-    async def _release(self, connection: Any, *, is_usable: bool) -> None:
-        self._places.release()
-        # A shield is safe here: closing a socket does not wait for its peer.
-        with anyio.CancelScope(shield=True):
-            if is_usable:
-                self._idle.append(_Idle(anyio.current_time(), connection))
-                await self._close_expired()
-            else:
-                await connection.aclose()
-
-    async def _close_expired(self) -> None:
-        """Close connections that have been idle for too long."""
-        oldest = anyio.current_time() - self._keep_seconds
-        # The least recently used connections are at the bottom of the stack.
-        while self._idle and self._idle[0].since < oldest:
-            await self._idle.popleft().connection.aclose()
-
-
-class _Borrowed:
-    """The body of a response; closing it returns its connection."""
-
-    def __init__(self, stream: Any, give_back: Callable[..., Awaitable[None]]) -> None:
-        self._stream = stream
-        # An iterator instead of a generator: a reader that stops early would leave a generator to the garbage
-        # collector.
-        self._parts = aiter(stream)
-        self._give_back = give_back
-        self._is_read = False
-        self._is_closed = False
-
-    def __aiter__(self) -> AsyncIterator[bytes]:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            part: bytes = await anext(self._parts)
-        except StopAsyncIteration:
-            self._is_read = True
-            raise
-        return part
-
-    async def aclose(self) -> None:
-        """Return the connection. Closing twice has no effect."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        is_closed_well = False
-        try:
-            await self._stream.aclose()
-            is_closed_well = True
-        finally:
-            await self._give_back(is_usable=self._is_read and is_closed_well)

@@ -15,8 +15,9 @@ import attrs
 
 from areal_actors.config.documents import format_yaml, plain
 from areal_actors.config.structure import default_of, describe_type, settings_of, type_name
+from areal_actors.lib.settings import is_common
 
-__all__ = ["format_reference", "paths_of", "sections_of"]
+__all__ = ["format_reference", "num_common", "paths_of", "sections_of"]
 
 _WIDTH = 118
 
@@ -42,14 +43,25 @@ def sections_of(kind: Any) -> list[type]:
     return [member for member in members if attrs.has(member)]
 
 
-def format_reference(cls: type) -> str:
-    """Return all settings of ``cls`` as commented YAML: type, default and purpose of each."""
-    return "\n".join(_lines(cls, indent="")).strip("\n") + "\n"
+def format_reference(cls: type, *, is_short: bool = False) -> str:
+    """Return the settings of ``cls`` as commented YAML: type, default and purpose of each.
+
+    A short reference has only the settings that most runs need.
+    """
+    return "\n".join(_lines(cls, indent="", is_short=is_short)).strip("\n") + "\n"
 
 
-def _lines(cls: type, *, indent: str) -> Iterator[str]:
+def num_common(cls: type) -> int:
+    """Return the number of settings below ``cls`` that most runs need."""
+    settings = settings_of(cls).values()
+    return sum(is_common(one) + sum(map(num_common, sections_of(one.type))) for one in settings)
+
+
+def _lines(cls: type, *, indent: str, is_short: bool) -> Iterator[str]:
     explanations = _explanations(cls)
     for name, setting in settings_of(cls).items():
+        if is_short and not is_common(setting) and not any(map(num_common, sections_of(setting.type))):
+            continue
         # A kind that also takes text is described by its own words, which explain the section's settings, too.
         takes_text = any(getattr(member, "__supertype__", member) is str for member in get_args(setting.type))
         sections = sections_of(setting.type)
@@ -60,8 +72,10 @@ def _lines(cls: type, *, indent: str) -> Iterator[str]:
             yield f"{indent}{name}:" + (" null" if is_left_out else "")
             for section in sections:
                 tag = [f"{inner}type: {type_name(section)}"] if len(sections) > 1 else []
-                purpose = _comment(_words(inspect.getdoc(section) or ""), inner)
-                lines = [*purpose, *([""] if _explanations(section) else []), *tag, *_lines(section, indent=inner)]
+                text = _words(inspect.getdoc(section) or "")
+                purpose = _comment(text.partition(". ")[0] if is_short else text, inner)
+                body = _lines(section, indent=inner, is_short=is_short)
+                lines = [*purpose, *([""] if _explanations(section) else []), *tag, *body]
                 is_comment = is_left_out or len(sections) > 1
                 yield from ("#" + line if is_comment and line else line for line in lines)
             continue

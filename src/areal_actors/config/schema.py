@@ -40,9 +40,9 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.loops import EventLoop
 from areal_actors.lib.references import FunctionReference, builtin_or_reference
+from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
-from areal_actors.rollouts.capacity import CapacityConfig
 from areal_actors.rollouts.draws import DrawConfig
 from areal_actors.rollouts.exporter import ExportConfig, QueueConfig
 from areal_actors.rollouts.runner import ResumeEpisodes, RolloutsConfig
@@ -167,7 +167,7 @@ _finite_not_negative: Any = and_(ge(0.0), lt(math.inf))
 class AgentConfig:
     """How agents are run, and how their rewards become training rows (also called rollout.agent)."""
 
-    mode: AgentMode = AgentMode.INLINE
+    mode: AgentMode = field(default=AgentMode.INLINE, metadata=COMMON)
     """inline runs agents in the event loop of the run; in a subprocess, agents may block."""
     subproc_max_workers: int = field(default=4, validator=ge(1))
     """Agent processes that run at the same time, in mode subprocess and for commands."""
@@ -202,15 +202,15 @@ def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
 class RolloutConfig:
     """The agent, how many episodes it runs, and how far rollouts may run ahead of training."""
 
-    backend: Backend = Backend.TORCH
+    backend: Backend = field(default=Backend.TORCH, metadata=COMMON)
     """The engine: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
-    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = None
+    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = field(default=None, metadata=COMMON)
     """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}, with
     a grader and files; or {verifiers: {taskset: id, harness: id}}, an environment of the library verifiers. With serve,
     it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
-    group_size: int = field(default=8, validator=ge(1))
+    group_size: int = field(default=8, validator=ge(1), metadata=COMMON)
     """Episodes per problem."""
     train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
     """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
@@ -218,9 +218,9 @@ class RolloutConfig:
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
     episode had completed."""
-    max_concurrent_rollouts: int = field(default=16, validator=ge(1))
+    max_concurrent_rollouts: int = field(default=16, validator=ge(1), metadata=COMMON)
     """Groups that run at the same time."""
-    max_head_offpolicyness: int = field(default=1, validator=ge(0))
+    max_head_offpolicyness: int = field(default=1, validator=ge(0), metadata=COMMON)
     """The number of versions by which a group may be older than the trained weights; 0 is synchronous."""
     stale_groups: StaleGroups = StaleGroups.WAIT
     """The treatment of groups that would be older: wait makes steps wait for them before they are too old; train trains
@@ -409,14 +409,14 @@ class LoggingConfig:
 
     display: DisplayStyle = DisplayStyle.AUTO
     """auto uses rich output at a terminal and plain lines elsewhere."""
-    trackers: tuple[str | Mapping[str, Any], ...] = field(default=("tensorboard",), validator=_check_trackers)
+    trackers: tuple[str | Mapping[str, Any], ...] = field(
+        default=("tensorboard",), validator=_check_trackers, metadata=COMMON
+    )
     """Experiment trackers that get the numbers of metrics.jsonl: tensorboard, wandb, mlflow or trackio.
 
     Each is a name, or {name: options} with options of its client, such as those of wandb.init.
     """
-    tensorboard: bool | None = None
-    """Earlier form of trackers: true adds tensorboard to them, false removes it."""
-    max_sessions: int = field(default=120, validator=ge(1))
+    max_sessions: int = constant(120)
     """Number of conversations to keep for the run report, spread over all versions."""
     row_dumps: RowDumpsConfig = field(factory=RowDumpsConfig)
     page: bool = True
@@ -427,10 +427,7 @@ class LoggingConfig:
     @property
     def tracker_options(self) -> dict[str, Mapping[str, Any]]:
         """The options of each tracker of the run, by name."""
-        found = parse_trackers(self.trackers)
-        if self.tensorboard is False:
-            found.pop("tensorboard", None)
-        return {"tensorboard": {}, **found} if self.tensorboard else found
+        return parse_trackers(self.trackers)
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
@@ -548,16 +545,16 @@ def _check_steps(phases: tuple[PhaseName, ...], steps: Mapping[PhaseName, int | 
 class RunConfig:
     """A run: the model, the agent that it learns from, and the settings of each component."""
 
-    experiment_name: str = field(validator=_check_name)
-    trial_name: str = field(default="trial", validator=_check_name)
-    fileroot: Path = field(factory=lambda: Path("runs").absolute())
+    experiment_name: str = field(validator=_check_name, metadata=COMMON)
+    trial_name: str = field(default="trial", validator=_check_name, metadata=COMMON)
+    fileroot: Path = field(factory=lambda: Path("runs").absolute(), metadata=COMMON)
     """Runs are written to <fileroot>/<experiment_name>/<trial_name>."""
     seed: int = field(default=1, validator=and_(ge(0), le(2**63 - 1)))
-    total_steps: int = field(validator=ge(1))
+    total_steps: int = field(validator=ge(1), metadata=COMMON)
     """Number of steps of all phases together."""
-    batch_size: int = field(default=8, validator=ge(1))
+    batch_size: int = field(default=8, validator=ge(1), metadata=COMMON)
     """Groups per step."""
-    model: ModelName
+    model: ModelName = field(metadata=COMMON)
     """A name, the path of a directory that transformers can load, or an id of the Hugging Face hub (owner/name, or
     owner/name@revision)."""
     tokenizer: ModelName | None = None
@@ -592,7 +589,6 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
     stop: StopConfig = field(factory=StopConfig)
     sessions: SessionsConfig = field(factory=SessionsConfig)
-    capacity: CapacityConfig = field(factory=CapacityConfig)
     models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig, validator=_check_scheduler)

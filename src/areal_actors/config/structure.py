@@ -26,6 +26,7 @@ from attrs import frozen
 from areal_actors.config.documents import ConfigPath, plain
 from areal_actors.errors import ArealError, ConfigError
 from areal_actors.lib.references import FunctionReference
+from areal_actors.lib.settings import is_constant
 from areal_actors.lib.shown_values import show_value
 
 __all__ = [
@@ -83,7 +84,7 @@ def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
     if issubclass(cls, Enum):
         return f"one of {', '.join(str(member.value) for member in cls)}"
     if attrs.has(cls):
-        return f"a section ({', '.join(str(field.alias) for field in attrs.fields(cls) if field.init)})"
+        return f"a section ({', '.join(settings_of(cls))})"
     if issubclass(cls, Mapping):
         return "a mapping"
     if cls is tuple and arguments and arguments[-1] is not ...:
@@ -188,6 +189,12 @@ def create_converter(
     for kind in makers:
         converter.register_structure_hook(kind, structure_text)
     converter.register_unstructure_hook(Path, str)
+    converter.register_unstructure_hook_func(
+        attrs.has,
+        lambda value: {
+            name: converter.unstructure(getattr(value, field.name)) for name, field in settings_of(type(value)).items()
+        },
+    )
     return converter
 
 
@@ -345,7 +352,8 @@ def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], cla
 
 def settings_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
     """Return the settable fields of an attrs class, by their names in a file, with resolved types."""
-    return {field.alias or field.name: field for field in attrs.fields(attrs.resolve_types(cls)) if field.init}
+    fields = attrs.fields(attrs.resolve_types(cls))
+    return {field.alias or field.name: field for field in fields if field.init and not is_constant(field)}
 
 
 def is_required(setting: attrs.Attribute[Any]) -> bool:
@@ -385,6 +393,8 @@ def _validate(cls: Any, made: Mapping[str, Any], *, given: Mapping[str, Any]) ->
     """Return the complaints of all validators of the valid parts, run on an instance that has only those."""
     partial = cls.__new__(cls)
     settings = settings_of(cls)
+    for constant in filter(is_constant, attrs.fields(cls)):
+        object.__setattr__(partial, constant.name, constant.default)
     for name, setting in settings.items():
         if name in made:
             object.__setattr__(partial, setting.name, made[name])

@@ -5,8 +5,6 @@
     runs/<experiment>/<trial>/
       config.yaml        every setting, written out
       run.json           whether it is running, finished, interrupted or failed, and why it ended
-      replicas.json      how many workers of a role there are, if they can be scaled
-      scale/             requests of areal-actors scale that are not answered yet
       admin.key          of a service: its admin key, readable by its owner only
       metrics.jsonl      one JSON object per step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
@@ -62,16 +60,6 @@ class RunDirectory:
     def record(self) -> Path:
         """The state of the run, and why it ended."""
         return self.path / "run.json"
-
-    @property
-    def replicas(self) -> Path:
-        """How many workers there are of the roles that can be scaled."""
-        return self.path / "replicas.json"
-
-    @property
-    def scale_requests(self) -> Path:
-        """Requests to scale a role that the controller has not answered yet."""
-        return self.path / "scale"
 
     @property
     def lock(self) -> Path:

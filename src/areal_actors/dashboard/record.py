@@ -1,7 +1,5 @@
 """The record of a run, ``run.json``: whether it is running, finished, interrupted or failed, and why it ended.
 
-``replicas.json`` next to it has the numbers of workers of the roles that can be scaled.
-
 The process of the run writes the record when the run begins and when it ends. A process that was killed cannot; its
 record says that it runs, but the lock of its directory is free, and so the reader sees that it was killed.
 """
@@ -9,7 +7,7 @@ record says that it runs, but the lock of its directory is free, and so the read
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 
 from attrs import asdict, evolve, field, frozen
@@ -23,14 +21,11 @@ from areal_actors.lib.locks import is_held
 from areal_actors.lib.telemetry import redact
 
 __all__ = [
-    "ReplicaCount",
     "RunRecord",
     "RunStatus",
     "follow_record",
     "read_record",
-    "read_replicas",
     "write_record",
-    "write_replicas",
 ]
 
 
@@ -112,33 +107,6 @@ def follow_record(
         f"next checkpoint; the last one had made {max(num_steps, 0)} steps. {advice}."
     )
     return evolve(record, num_lost=num_lost, warning=warning)
-
-
-@frozen(kw_only=True)
-class ReplicaCount:
-    """The number of workers of one role: ``wanted`` since the last change, and ``serving`` now."""
-
-    configured: int
-    """The number in the configuration, which ``areal-actors scale`` replaces by ``wanted``."""
-    wanted: int
-    serving: int = 0
-    error: str | None = None
-    """Why an added worker was given up, if the number is lower than was asked for."""
-
-
-def write_replicas(directory: RunDirectory, counts: Mapping[str, ReplicaCount]) -> None:
-    """Replace the numbers of workers, by role. Raises ``OSError``."""
-    text = json.dumps({role: asdict(count) for role, count in counts.items()}, indent=1)
-    atomic_write(directory.replicas, text + "\n")
-
-
-def read_replicas(directory: RunDirectory) -> dict[str, ReplicaCount]:
-    """Return the numbers of workers by role; empty for a run in one process, and if the file is damaged."""
-    try:
-        found = json.loads(directory.replicas.read_text(encoding="utf-8"))
-        return {role: ReplicaCount(**count) for role, count in found.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
 
 
 def _is_locked(directory: RunDirectory) -> bool:

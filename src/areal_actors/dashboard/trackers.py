@@ -9,6 +9,10 @@ Each tracker runs on its own thread behind a bounded queue, because a client may
 waits for it: records that do not fit are dropped and counted, and a tracker that fails is reported once and never ends
 a run. ``trackers.json`` in the run directory keeps the names that the trackers gave to the run, so that a resumed run
 continues them.
+
+The clients are called directly. ``accelerate.tracking`` has more of them, but needs accelerate's distributed state,
+which joins a process group wherever ``WORLD_SIZE`` is set, and can neither hide the events that a crashed run wrote to
+TensorBoard nor tell wandb and MLflow how a run ended.
 """
 
 # pyright: reportMissingImports=false
@@ -24,9 +28,10 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from queue import Full, Queue
 from typing import Any, Protocol
@@ -55,6 +60,8 @@ _EXIT_CODES = {RunStatus.FINISHED: 0, RunStatus.INTERRUPTED: 255}
 """The exit codes by which wandb tells how a run ended: it shows 255, its own code for Ctrl-C, as killed."""
 _MLFLOW_STATES = {RunStatus.FINISHED: "FINISHED", RunStatus.INTERRUPTED: "KILLED"}
 _SECRET = re.compile(r"(^|_)(key|keys|secret|password|token|authorization)$", re.IGNORECASE)
+_names_lock = threading.Lock()
+"""Held while the file of names is changed: trackers open at the same time."""
 
 
 @frozen(kw_only=True)
@@ -67,14 +74,14 @@ class TrackedRun:
     resumed_step: int | None = None
 
     def settings(self) -> dict[str, Any]:
-        """Return the configuration without keys and passwords; empty if it cannot be read."""
+        """Return the configuration by dotted paths, without keys and passwords; empty if it cannot be read."""
         import yaml
 
         try:
             found = yaml.safe_load(self.directory.config.read_text(encoding="utf-8"))
         except (OSError, yaml.YAMLError):
             return {}
-        return _without_secrets(found) if isinstance(found, dict) else {}
+        return _flatten(found) if isinstance(found, dict) else {}
 
     def recall(self, tracker: str) -> dict[str, str]:
         """Return what ``remember`` stored for ``tracker``. A new run has a new directory, and so nothing stored."""
@@ -83,115 +90,100 @@ class TrackedRun:
 
     def remember(self, tracker: str, **names: str) -> None:
         """Store the names by which the tracker knows this run. Raises ``OSError``."""
-        with _NAMES:
+        with _names_lock:
             path = self.directory.trackers
             atomic_write(path, json.dumps(load_object(path) | {tracker: names}))
 
 
-_NAMES = threading.Lock()
-"""Held while the file of names is changed: trackers open at the same time."""
-
-
-def _without_secrets(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {
-            str(key): "***" if _SECRET.search(str(key)) and isinstance(item, str | list) else _without_secrets(item)
-            for key, item in value.items()
-        }
-    return [_without_secrets(item) for item in value] if isinstance(value, list) else value
+def _flatten(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = f"{prefix}{key}"
+        if _SECRET.search(str(key)) and isinstance(value, str | list):
+            flat[name] = "***"
+        elif isinstance(value, Mapping) and value:
+            flat |= _flatten(value, f"{name}.")
+        elif isinstance(value, list):
+            # Items may be sections with secrets of their own; a tracker stores the list as text.
+            flat[name] = str([_flatten(item) if isinstance(item, Mapping) else item for item in value])
+        else:
+            flat[name] = value
+    return flat
 
 
 # ----------------------------------------------------------------------------------------------------- trackers
 
 
 class Tracker(Protocol):
-    """A client of one tracker. All calls come from one thread and may block; errors are reported and counted."""
+    """An open tracker. All calls come from one thread and may block; errors are reported and counted."""
 
-    def open(self) -> None:
-        """Start the run, or continue it."""
-        ...
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         """Record numbers of a step. Several records may have the same step."""
         ...
 
-    def close(self, status: RunStatus) -> None:
-        """Send everything, and end the run as ``status`` says. Also called if ``open`` failed."""
+    def finish(self, status: RunStatus) -> None:
+        """Send everything, and end the run as ``status`` says."""
         ...
 
 
 class Tensorboard:
-    """Event files in the run directory; options are those of ``tensorboardX.SummaryWriter``."""
+    """Event files in the run directory; options are those of ``tensorboardX.SummaryWriter``.
 
-    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        self._run, self._options = run, options
-        self._writer: Any = None
-
-    def open(self) -> None:
-        """Open an event file; events that a crashed run wrote after its checkpoint are hidden."""
-        from tensorboardX import SummaryWriter
-
-        resumed = self._run.resumed_step
-        purge_step = None if resumed is None else resumed + 1
-        options = {"logdir": str(self._run.directory.tensorboard), "purge_step": purge_step, "flush_secs": 10}
-        self._writer = SummaryWriter(**{**options, **self._options})
-        if resumed is None and (settings := self._run.settings()):
-            self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```")
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write scalars."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-
-    def close(self, status: RunStatus) -> None:  # noqa: ARG002 - TensorBoard has no states
-        """Flush and close the event file."""
-        if self._writer is not None:
-            self._writer.close()
-
-
-class Wandb:
-    """A run of Weights & Biases; options are those of ``wandb.init``.
-
-    The project is the experiment, the run the trial. Offline (``mode: offline`` or ``WANDB_MODE=offline``), files for
-    ``wandb sync`` are written below ``wandb/`` in the run directory.
+    Events that a crashed run wrote after its checkpoint are hidden.
     """
 
     def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        self._run, self._options = run, options
-        self._wandb_run: Any = None
+        from tensorboardX import SummaryWriter
 
-    def open(self) -> None:
-        """Start the run under a new id, or continue the one of an earlier process."""
+        resumed = run.resumed_step
+        purge_step = None if resumed is None else resumed + 1
+        self._writer = SummaryWriter(
+            **{"logdir": str(run.directory.tensorboard), "purge_step": purge_step, "flush_secs": 10, **options}
+        )
+        if resumed is None and (settings := run.settings()):
+            self._writer.add_text("config", f"```json\n{json.dumps(settings, indent=2)}\n```")
+
+    def log(self, values: dict[str, float], step: int) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def finish(self, status: RunStatus) -> None:  # noqa: ARG002 - TensorBoard has no states
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases; options are those of ``wandb.init``. The project is the experiment, the run the trial.
+
+    Offline (``mode: offline`` or ``WANDB_MODE=offline``), files for ``wandb sync`` are written below ``wandb/`` in the
+    run directory.
+    """
+
+    def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
         import wandb
 
-        mode = str(self._options.get("mode") or os.environ.get("WANDB_MODE") or "online")
+        mode = options.get("mode") or os.environ.get("WANDB_MODE") or "online"
         # wandb would ask at the terminal, and the run would wait.
         if mode == "online" and not wandb.api.api_key:
             raise ConfigError(
                 "wandb has no API key: log in with 'wandb login' or WANDB_API_KEY, or set WANDB_MODE=offline"
             )
-        identity = self._run.recall("wandb").get("id") or secrets.token_hex(4)
-        options = {
-            "project": self._run.experiment,
-            "name": self._run.trial,
-            "id": identity,
-            "resume": "allow",
-            "dir": str(self._run.directory.path),
-            "config": self._run.settings(),
-            # The output of the run stays its own; a second reader of the terminal would garble the display.
-            "settings": wandb.Settings(console="off", silent=True),
-        }
-        self._wandb_run = wandb.init(**{**options, **self._options})
-        self._run.remember("wandb", id=identity)
+        identity = run.recall("wandb").get("id") or secrets.token_hex(4)
+        own: dict[str, Any] = {"project": run.experiment, "name": run.trial, "id": identity, "resume": "allow"}
+        # The output of the run stays its own; a second reader of the terminal would garble the display.
+        quiet = wandb.Settings(console="off", silent=True)
+        own |= {"dir": str(run.directory.path), "config": run.settings(), "settings": quiet}
+        self._run: Any = wandb.init(**{**own, **options})
+        run.remember("wandb", id=identity)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         """Record numbers. wandb merges records of one step, and ignores steps that it has left behind."""
-        self._wandb_run.log(dict(metrics), step=step)
+        self._run.log(values, step=step)
 
-    def close(self, status: RunStatus) -> None:
+    def finish(self, status: RunStatus) -> None:
         """Finish the run: as finished, killed or failed."""
-        if self._wandb_run is not None:
-            self._wandb_run.finish(exit_code=_EXIT_CODES.get(status, 1))
+        self._run.finish(exit_code=_EXIT_CODES.get(status, 1))
 
 
 class Mlflow:
@@ -201,60 +193,43 @@ class Mlflow:
     """
 
     def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        if unknown := sorted(options.keys() - {"tracking_uri", "experiment_name", "run_name", "tags"}):
-            raise ConfigError(
-                f"mlflow has no option {unknown[0]}; there are tracking_uri, experiment_name, run_name, tags"
-            )
-        self._run, self._options = run, options
-        self._client: Any = None
-        self._id: str | None = None
-
-    def open(self) -> None:
-        """Start a run of the experiment, or continue the one of an earlier process."""
         from mlflow import MlflowClient
         from mlflow.entities import Param
 
-        uri = self._options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI")
-        uri = uri or f"sqlite:///{self._run.directory.path / 'mlflow.db'}"
+        local = f"sqlite:///{run.directory.path / 'mlflow.db'}"
+        uri = options.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or local
         self._client = MlflowClient(tracking_uri=uri)
-        known = self._run.recall("mlflow")
+        known = run.recall("mlflow")
         if known.get("tracking_uri") == uri:
             self._id = known["run_id"]
             self._client.update_run(self._id, status="RUNNING")
             return
-        name = self._options.get("experiment_name") or self._run.experiment
+        name = options.get("experiment_name") or run.experiment
         experiment = self._client.get_experiment_by_name(name)
-        if experiment is None:
-            # A server decides where its artifacts are.
-            is_local = uri.startswith("sqlite:")
-            place = (self._run.directory.path / "mlartifacts").as_uri() if is_local else None
-            identity = self._client.create_experiment(name, artifact_location=place)
-        else:
-            identity = experiment.experiment_id
-        run = self._client.create_run(
-            identity,
-            run_name=self._options.get("run_name") or self._run.trial,
-            tags={"areal_actors.run_directory": str(self._run.directory.path), **self._options.get("tags", {})},
-        )
-        self._id = run.info.run_id
-        self._run.remember("mlflow", run_id=run.info.run_id, tracking_uri=uri)
-        found = [Param(name, str(value)[:_MAX_PARAMETER]) for name, value in _flatten(self._run.settings())]
+        # A server decides where its artifacts are.
+        place = (run.directory.path / "mlartifacts").as_uri() if uri == local else None
+        self._id = self._client.create_run(
+            experiment.experiment_id if experiment else self._client.create_experiment(name, artifact_location=place),
+            run_name=options.get("run_name") or run.trial,
+            tags={"areal_actors.run_directory": str(run.directory.path), **options.get("tags", {})},
+        ).info.run_id
+        run.remember("mlflow", run_id=self._id, tracking_uri=uri)
+        found = [Param(name, str(value)[:_MAX_PARAMETER]) for name, value in run.settings().items()]
         # MLflow takes at most 100 parameters in one request.
         for start in range(0, len(found), 100):
             self._client.log_batch(self._id, params=found[start : start + 100])
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         """Record numbers. Characters that MLflow does not allow in names become underscores."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        found = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in metrics.items()]
+        found = [Metric(re.sub(r"[^\w\-. /]", "_", name), value, now, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=found)
 
-    def close(self, status: RunStatus) -> None:
+    def finish(self, status: RunStatus) -> None:
         """Mark the run as finished, killed or failed."""
-        if self._id is not None:
-            self._client.set_terminated(self._id, _MLFLOW_STATES.get(status, "FAILED"))
+        self._client.set_terminated(self._id, _MLFLOW_STATES.get(status, "FAILED"))
 
 
 class Trackio:
@@ -264,60 +239,44 @@ class Trackio:
     """
 
     def __init__(self, run: TrackedRun, options: Mapping[str, Any]) -> None:
-        self._run, self._options = run, options
-        self._trackio_run: Any = None
-
-    def open(self) -> None:
-        """Start a run, or continue the one of an earlier process."""
         import trackio
 
-        options = {
-            "project": self._run.experiment,
-            "name": self._run.trial,
-            "config": self._run.settings(),
-            "resume": "allow" if self._run.recall("trackio") else "never",
+        resume = "allow" if run.recall("trackio") else "never"
+        own: dict[str, Any] = {
+            "project": run.experiment,
+            "name": run.trial,
+            "config": run.settings(),
+            "resume": resume,
             "embed": False,
         }
         # Standard output belongs to the command.
         with redirect_stdout(sys.stderr):
-            self._trackio_run = trackio.init(**{**options, **self._options})
-        self._run.remember("trackio", name=self._run.trial)
+            self._run: Any = trackio.init(**{**own, **options})
+        run.remember("trackio", name=run.trial)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def log(self, values: dict[str, float], step: int) -> None:
         """Record numbers."""
-        self._trackio_run.log(dict(metrics), step=step)
+        self._run.log(values, step=step)
 
-    def close(self, status: RunStatus) -> None:  # noqa: ARG002 - trackio has no states
+    def finish(self, status: RunStatus) -> None:  # noqa: ARG002 - trackio has no states
         """Finish the run."""
-        if self._trackio_run is not None:
-            with redirect_stdout(sys.stderr):
-                self._trackio_run.finish()
-
-
-def _flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from _flatten(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
 
 
 @frozen
 class _Kind:
-    """How a tracker is created, and the package that it needs."""
-
     create: Callable[[TrackedRun, Mapping[str, Any]], Tracker]
     package: str
-    extra: str | None = None
 
 
-TRACKERS: Mapping[str, _Kind] = {
+TRACKERS = {
     "tensorboard": _Kind(Tensorboard, "tensorboardX"),
-    "wandb": _Kind(Wandb, "wandb", "wandb"),
-    "mlflow": _Kind(Mlflow, "mlflow", "mlflow"),
-    "trackio": _Kind(Trackio, "trackio", "trackio"),
+    "wandb": _Kind(Wandb, "wandb"),
+    "mlflow": _Kind(Mlflow, "mlflow"),
+    "trackio": _Kind(Trackio, "trackio"),
 }
-"""Trackers by name."""
+"""Trackers by name: how each is opened, and the package that it needs."""
 
 
 # ----------------------------------------------------------------------------------------------------- settings
@@ -349,24 +308,22 @@ def parse_trackers(entries: Sequence[str | Mapping[str, Any]]) -> dict[str, Mapp
 
 def require_trackers(names: Sequence[str]) -> None:
     """Raise ``ConfigError`` if the package of a tracker is not installed, with the line that installs it."""
-    missing = []
-    for kind in (TRACKERS[name] for name in names):
-        spec = find_spec(kind.package)
-        # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
-        if spec is None or spec.origin is None:
-            missing.append(kind)
+    packages = {name: TRACKERS[name].package for name in names}
+    specs = {name: find_spec(package) for name, package in packages.items()}
+    # A directory of that name, such as the one in which wandb keeps its runs, is a package without a file.
+    missing = [name for name, spec in specs.items() if spec is None or spec.origin is None]
     if missing:
         raise ConfigError(
             tuple(
-                f"logging.trackers: {kind.package} is not installed: pip install 'areal_actors[{kind.extra}]'"
-                for kind in missing
+                f"logging.trackers: {packages[name]} is not installed: pip install 'areal_actors[{name}]'"
+                for name in missing
             )
         )
 
 
 def create_trackers(trackers: Mapping[str, Mapping[str, Any]], run: TrackedRun) -> list[TrackerWriter]:
-    """Return the writers of the trackers, with their options by name. Raises ``ConfigError`` for an unknown option."""
-    return [TrackerWriter(name, TRACKERS[name].create(run, options)) for name, options in trackers.items()]
+    """Return the writers of the trackers, with their options by name."""
+    return [TrackerWriter(name, partial(TRACKERS[name].create, run, options)) for name, options in trackers.items()]
 
 
 # ------------------------------------------------------------------------------------------------------- writer
@@ -380,10 +337,12 @@ class TrackerWriter:
 
     is_essential = False
 
-    def __init__(self, name: str, tracker: Tracker, *, close_seconds: float = _CLOSE_SECONDS) -> None:
+    def __init__(
+        self, name: str, open_tracker: Callable[[], Tracker], *, close_seconds: float = _CLOSE_SECONDS
+    ) -> None:
         self.name = name
         self.num_lost = 0
-        self._tracker = tracker
+        self._open_tracker = open_tracker
         self._close_seconds = close_seconds
         self._queue: Queue[tuple[int, dict[str, float]] | None] = Queue(_MAX_QUEUED)
         self._thread: threading.Thread | None = None
@@ -433,12 +392,14 @@ class TrackerWriter:
             self._warn(f"it is {_MAX_QUEUED} records behind")
 
     def _run(self) -> None:
-        is_open = self._attempt(self._tracker.open)
+        opened: list[Tracker] = []
+        self._attempt(lambda: opened.append(self._open_tracker()))
         while (record := self._queue.get()) is not None:
             step, metrics = record
-            if not (is_open and self._attempt(lambda: self._tracker.log(step, metrics))):  # noqa: B023 - called at once
+            if not (opened and self._attempt(lambda: opened[0].log(metrics, step))):  # noqa: B023 - called at once
                 self.num_lost += 1
-        self._attempt(lambda: self._tracker.close(self._status))
+        if opened:
+            self._attempt(lambda: opened[0].finish(self._status))
 
     def _attempt(self, action: Callable[[], None]) -> bool:
         """Call ``action``; return whether it succeeded."""

@@ -36,6 +36,7 @@ from areal_actors.datasets.problems import Problems
 from areal_actors.datasets.tasksets import VerifiersPlugin, task_rows
 from areal_actors.datasets.values import plain_row, without_null_keys
 from areal_actors.errors import ArealError, DatasetError
+from areal_actors.lib.settings import COMMON
 
 __all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems", "read_json_lines"]
 
@@ -67,8 +68,8 @@ class DatasetConfig:
     permutes the problems again in each epoch.
     """
 
-    jsonl: DataPath | None = None
-    huggingface: HubDataset | None = None
+    jsonl: DataPath | None = field(default=None, metadata=COMMON)
+    huggingface: HubDataset | None = field(default=None, metadata=COMMON)
     """A directory that save_to_disk() wrote, or an id of the Hugging Face hub (owner/name)."""
     subset: str | None = None
     """Configuration of a dataset of the hub that has several."""

@@ -11,10 +11,11 @@ handlers of an actor directly, in the tasks of the callers; lifespan, mailbox an
 
 from __future__ import annotations
 
+import asyncio
 import math
 import sys
 from collections import Counter
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, MutableMapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Coroutine, MutableMapping
 from contextlib import asynccontextmanager, suppress
 from functools import cache, partial
 from types import ModuleType
@@ -27,7 +28,7 @@ from areal_actors.errors import DeadlineExceeded, ProtocolError
 from areal_actors.kernel import Actor, ActorState, ActorStatistics, Address, Message, Ref, StreamMessage
 from areal_actors.kernel.failure import transferred
 from areal_actors.kernel.message import Handler, check_complete, collect_handlers
-from areal_actors.proxy.exchange import start_companion
+from areal_actors.lib.loops import is_trio
 
 __all__ = ["App", "InlineRef", "create_http_client", "http_library_of"]
 
@@ -169,7 +170,7 @@ def _transport_class(library: Any) -> Any:
             }
             call = _Call(scope, b"".join([part async for part in request.stream]))
             seconds = _read_seconds(request)
-            stop = start_companion(partial(call.run, self._app))
+            stop = _start_task(partial(call.run, self._app))
             try:
                 with anyio.fail_after(seconds):
                     await call.started.wait()
@@ -184,6 +185,28 @@ def _transport_class(library: Any) -> Any:
             return library.Response(call.status, headers=call.headers, stream=Body(call, stop, request, library))
 
     return DirectTransport
+
+
+def _start_task(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:
+    """Run ``function()`` in a task of the event loop, and return a callable that cancels it without waiting.
+
+    A response outlives the call that returns it, so no task group can hold the task. ``function`` must not raise.
+    """
+    # trio may run in guest mode on asyncio's loop, so a running asyncio loop does not prove that this task is
+    # asyncio's.
+    if not is_trio():
+        # The bound method holds a reference to the task, which the event loop itself holds only weakly.
+        return asyncio.get_running_loop().create_task(function()).cancel
+    import trio
+
+    scope = trio.CancelScope()
+
+    async def run() -> None:
+        with scope:
+            await function()
+
+    trio.lowlevel.spawn_system_task(run, name="direct.request")
+    return scope.cancel
 
 
 def _check(call: _Call, library: Any) -> None:

@@ -6,7 +6,7 @@ from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.message import Address, Message, StreamMessage
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, SystemStatistics
 from areal_actors.kernel.runtime import Actor, BackgroundTasks, Context
-from areal_actors.kernel.stream import BufferedStream
+from areal_actors.kernel.stream import Stream
 from areal_actors.kernel.supervision import Escalate, Restart, Stop, Supervision
 from areal_actors.kernel.system import ActorSystem, Portal
 from areal_actors.lib.threads import OwnThread
@@ -18,7 +18,6 @@ __all__ = [
     "ActorSystem",
     "Address",
     "BackgroundTasks",
-    "BufferedStream",
     "Context",
     "Down",
     "DownReason",
@@ -29,6 +28,7 @@ __all__ = [
     "Ref",
     "Restart",
     "Stop",
+    "Stream",
     "StreamMessage",
     "Supervision",
     "SystemStatistics",

@@ -142,8 +142,7 @@ class Ref(ABC, Generic[P_contra]):
                 scope also applies; the handler runs under the earlier of the two.
 
         Cancelling the caller withdraws the ask: if it was queued, it is never handled; otherwise its handler is
-        cancelled. A handler with ``concurrency`` may run in the caller's own task while its actor is idle; cancelling
-        the caller then returns after the handler has cleaned up.
+        cancelled.
 
         Raises:
             ArealError: raised by the handler on purpose (any ``ArealError`` that is not an ``ActorError``): the same
@@ -182,7 +181,7 @@ class Ref(ABC, Generic[P_contra]):
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Open a stream of items; the handler is at most ``buffer_size`` items (at least one) ahead of the consumer.
+        """Open a stream of items; the handler is at most ``buffer_size`` items ahead of the consumer.
 
         ``async with`` sends the message and ``async for`` reads the items. When the block is left, normally or not, the
         handler has finished, failed or been cancelled. Iterating raises the same errors as ``ask``.

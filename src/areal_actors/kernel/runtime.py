@@ -2,43 +2,40 @@
 
 The file reads from top to bottom::
 
-    Actor, Context        what authors of actors write and receive
-    Frame, Ask, StreamCall  work in progress, and the graph of who waits for whom
-    Cell                  one actor across its incarnations: start, crash, restart, stop
-    Serving               the message loop and the tasks of one incarnation
-    LocalRef              the sender's side: ask, tell, stream, stop
-    Stream, produce       both ends of a stream; ``stream`` has the part that streams of other processes share
+    Actor, Context   what authors of actors write and receive
+    Cell             one actor across its incarnations: start, crash, restart, stop
+    Serving          the message loop and the tasks of one incarnation
+    LocalRef         the sender's side: ask, tell, stream, stop
 
-``supervision`` decides about restarts, ``mailbox`` keeps the queue, ``system`` opens and spawns, and ``remote`` carries
-the same messages between processes.
+``asks`` has the work in progress, ``stream`` the consumer's end of a stream. ``supervision`` decides about restarts,
+``mailbox`` keeps the queue, ``system`` opens and spawns, and ``remote`` carries the same messages between processes.
 """
 
 from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from contextvars import ContextVar
-from enum import IntEnum
 from random import Random
 from typing import Any, ClassVar, Generic, NoReturn, TypeVar, TypeVarTuple
 
 import anyio
 from anyio.abc import TaskGroup
 from anyio.lowlevel import checkpoint
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
-from areal_actors.errors import (
-    ActorError,
-    ActorStopped,
-    ArealError,
-    ConfigError,
-    DeadlineExceeded,
-    DeadlockError,
-    MailboxFull,
-    ProtocolError,
+from areal_actors.errors import ActorError, ActorStopped, ConfigError, MailboxFull, ProtocolError
+from areal_actors.kernel.asks import (
+    Ask,
+    Frame,
+    Phase,
+    StreamCall,
+    asking_frame,
+    current_frame,
+    refuse_deadlock,
+    refuse_self_stop,
 )
 from areal_actors.kernel.failure import is_stray_cancellation, root_cause, transferred
 from areal_actors.kernel.mailbox import Mailbox, Ticket
@@ -52,12 +49,12 @@ from areal_actors.kernel.message import (
     collect_handlers,
 )
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
-from areal_actors.kernel.stream import BufferedStream
+from areal_actors.kernel.stream import Stream, check_buffer_size
 from areal_actors.kernel.supervision import Escalate, Restart, RestartHistory, Supervision
 from areal_actors.lib.loops import Loop, Scope, Signal
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Actor", "Ask", "BackgroundTasks", "Blueprint", "Cell", "Context", "LocalRef", "Runtime", "StreamCall"]
+__all__ = ["Actor", "BackgroundTasks", "Blueprint", "Cell", "Context", "LocalRef", "Runtime"]
 
 P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
@@ -196,224 +193,6 @@ class Runtime(ABC):
     @abstractmethod
     def forget(self, cell: Cell) -> None:
         """Remove a cell that has ended, which frees its name. Called by the cell."""
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Work in progress
-#
-# A *frame* is one piece of work of an actor. While an actor handles an ask, the ask's envelope is its frame; told
-# messages and the lifespan run in the cell's own frame. A frame records what it waits for, which forms the graph that
-# the deadlock check searches, and who asked for it, which forms the chain that an error can print.
-# ``current_frame`` is the frame that the running task works for; background tasks have none.
-
-
-PENDING: Any = object()
-"""Placeholder for the reply of an ask that has not been answered yet."""
-
-
-class Phase(IntEnum):
-    """Progress of an envelope: queued, running or done."""
-
-    QUEUED = 0
-    RUNNING = 1
-    DONE = 2
-
-
-# Module constants: an attribute of an enum class costs a look-up through its metaclass on every ask.
-_QUEUED, _RUNNING, _DONE = Phase.QUEUED, Phase.RUNNING, Phase.DONE
-
-
-class Frame:
-    """One piece of work of ``cell``, the frames it waits for, and the frame (``parent``) that asked for it."""
-
-    __slots__ = ("cell", "parent", "phase", "waits")
-
-    def __init__(self, cell: Cell, parent: Frame | None = None, phase: Phase = _RUNNING) -> None:
-        self.cell = cell
-        self.parent = parent
-        self.phase = phase
-        self.waits: set[Frame] = set()
-
-
-class Ask(Frame):
-    """A message whose sender waits for a reply. It ends exactly once, in a reply, an error, or abandonment."""
-
-    __slots__ = ("deadline", "error", "handler", "message", "reply", "scope", "signal")
-
-    def __init__(self, message: Any, handler: Handler, cell: Cell, parent: Frame | None, deadline: float) -> None:
-        self.cell = cell
-        self.parent = parent
-        # Assigned here instead of by ``Frame.__init__``, which saves a call on every ask.
-        self.phase = _QUEUED
-        self.waits = set()
-        self.message = message
-        self.handler = handler
-        self.deadline = deadline
-        # Created by those who wait for it.
-        self.signal: Signal | None = None
-        self.scope: Scope | None = None
-        self.reply: Any = PENDING
-        self.error: ArealError | None = None
-
-    def finish(self) -> None:
-        """Mark the work as done and wake the asker, which then reads the reply or the error."""
-        self.phase = _DONE
-        if self.reply is PENDING and self.error is None:
-            self.error = self.unanswered()
-        # Release the message: timers that the handler started keep their context, and with it this envelope, alive.
-        self.message = None
-        if self.signal is not None:
-            self.signal.set()
-
-    def fail(self, error: ArealError) -> None:
-        """End with ``error``, unless the ask has already ended."""
-        if self.phase is not _DONE:
-            self.error = error
-            self.finish()
-
-    def claim_reply(self) -> Any:
-        """Return the reply, once, and drop the reference so that only the asker owns it."""
-        # Not kept here: the reply may hold large arrays, and this envelope may live on in a timer's context.
-        reply, self.reply = self.reply, None
-        return reply
-
-    def claim_error(self) -> ArealError:
-        """Return the error, once, to be raised.
-
-        Its traceback refers to this object, so keeping it would make a reference cycle.
-        """
-        assert self.error is not None, "it has ended in a reply"
-        error, self.error = self.error, None
-        return error
-
-    def overdue(self) -> DeadlineExceeded:
-        """Create the error for an ask whose deadline has passed."""
-        state = "its handler was running" if self.scope is not None else "it was still queued"
-        return DeadlineExceeded(
-            f"{self.handler.message.__name__} to actor {self.cell.name!r} was not answered before its deadline; "
-            f"{state}. Allow more time, or see the actor's statistics for what it is busy with."
-        )
-
-    def unanswered(self) -> ArealError:
-        """Create the error for an ask whose handler was cancelled."""
-        if self.deadline < math.inf and self.cell.loop.now() >= self.deadline:
-            return self.overdue()
-        return ActorStopped(
-            f"actor {self.cell.name!r} ended while it handled {self.handler.message.__name__}; no reply will come"
-        )
-
-
-class StreamCall(Ask):
-    """An ask that is answered by many items, through a bounded buffer between the handler and the consumer."""
-
-    __slots__ = ("arrival", "buffer", "limit", "room")
-
-    def __init__(
-        self, message: Any, handler: Handler, cell: Cell, parent: Frame | None, deadline: float, *, limit: int
-    ) -> None:
-        super().__init__(message, handler, cell, parent, deadline)
-        # The consumer waits for the end of the handler when it leaves the block early.
-        self.signal = cell.loop.new_signal()
-        self.buffer: deque[Any] = deque()
-        self.limit = limit
-        self.arrival: Signal | None = None
-        self.room: Signal | None = None
-        """Set by the consumer's side when the handler waits for room."""
-
-    @property
-    def is_done(self) -> bool:
-        """True if the handler has ended; items that are still buffered can be read."""
-        return self.phase is _DONE
-
-    def finish(self) -> None:
-        """Mark the work as done; items that are still buffered can be read."""
-        super().finish()
-        if self.arrival is not None:
-            self.arrival.set()
-
-    async def put(self, item: Any) -> None:
-        """Append one item to the buffer; waits while the buffer is full, which gives the stream its back-pressure."""
-        while len(self.buffer) >= self.limit:
-            self.room = self.cell.loop.new_signal()
-            await self.room.wait()
-        self.buffer.append(item)
-        if self.arrival is not None:
-            self.arrival.set()
-
-
-current_frame: ContextVar[Frame | None] = ContextVar("current_frame", default=None)
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Deadlocks
-#
-# Asks that could never end are refused before they start to wait. The wait graph has two kinds of edges. A running
-# frame waits for the asks, streams and full mailboxes in its ``waits``. A queued envelope waits for the frame that
-# occupies the loop of its actor: the handler that is running there, if it is a serial one. A concurrent handler
-# occupies nothing. A wait is refused if the frame that is about to wait can be reached from the frame that would block
-# it, because the wait would close a cycle.
-#
-# This covers both chains (A asks B, whose handler asks A) and independent requests that cross (A asks B while B asks
-# A), within one process. A cycle through handlers that are merely at their concurrency limit is not detected; use
-# deadlines there.
-
-
-def asking_frame() -> Frame | None:
-    """Return the frame that this task works for; ``None`` outside actors and for work that outlived its frame."""
-    frame = current_frame.get()
-    return None if frame is None or frame.phase is _DONE else frame
-
-
-def refuse_deadlock(waiter: Frame, target: Cell, what: str) -> None:
-    """Check that ``waiter`` may wait until ``target`` takes its next message.
-
-    Raises:
-        DeadlockError: the wait would close a cycle; the message shows the path.
-    """
-    blocker = target.occupant()
-    # Fast path for almost every ask: an idle target, or a blocker that itself waits for nothing.
-    if blocker is None or (blocker is not waiter and not blocker.waits):
-        return
-    path = _path(blocker, waiter)
-    if path is None:
-        return
-    names = " → ".join(repr(cell.name) for cell in (waiter.cell, *(frame.cell for frame in path)))
-    raise DeadlockError(
-        f"{what} would wait for itself: {names}. "
-        "Tell instead of asking, or declare the handler that waits with concurrency=2 or more."
-    )
-
-
-def refuse_self_stop(target: Cell) -> None:
-    """Check that this task does not work, directly or through a chain of asks, for a handler of ``target``.
-
-    Raises:
-        DeadlockError: the stop would wait for the handler that waits for it.
-    """
-    frame = asking_frame()
-    while frame is not None:
-        if frame.cell is target:
-            raise DeadlockError(
-                f"a handler of actor {target.name!r} would wait for its own end; call context.stop() and return"
-            )
-        frame = frame.parent
-
-
-def _path(start: Frame, goal: Frame) -> list[Frame] | None:
-    seen: set[Frame] = {start}
-    stack: list[tuple[Frame, list[Frame]]] = [(start, [start])]
-    while stack:
-        frame, path = stack.pop()
-        if frame is goal:
-            return path
-        # A queued envelope waits for the loop; a running frame waits for what it has asked.
-        is_queued = frame.phase is _QUEUED
-        for following in (frame.cell.occupant(),) if is_queued else tuple(frame.waits):
-            if following is None or following in seen or (not is_queued and following.phase is _DONE):
-                continue
-            seen.add(following)
-            stack.append((following, [*path, following]))
-    return None
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -714,10 +493,7 @@ class Cell(Watched):
 # ----------------------------------------------------------------------------------------------------------------------
 # Messages of one incarnation
 #
-# Messages are handled serially in the loop, concurrently in tasks, or parked for later.
-#
-# * A told message with a serial handler is awaited directly in the loop, without a scope or task: this is the fast
-#   path.
+# * A told message with a serial handler is awaited directly in the loop, without a scope or task: the fast path.
 # * An ask or a stream runs under a cancel scope, which is cancelled when its asker leaves or its deadline passes.
 # * A message whose handler declares ``concurrency`` gets a task; at the limit it is parked in the mailbox.
 
@@ -742,42 +518,32 @@ class Serving:
 
         Raises the error of a told message.
         """
-        # After a restart: messages that the previous incarnation had parked.
-        self._mailbox.restore()
-        while not await self._serve_under_one_scope():
-            pass
-
-    async def _serve_under_one_scope(self) -> bool:
-        """Handle messages until an ask in the loop is cancelled (return ``False``), or to the end (return ``True``)."""
         cell, mailbox, actor, counters = self._cell, self._mailbox, self._actor, self._counters
         data, control, serial = mailbox.data, mailbox.control, cell.serial
-        cell.occupying = cell.frame
+        # After a restart: messages that the previous incarnation had parked.
+        mailbox.restore()
         current_frame.set(cell.frame)
-        # Serial handlers share one cancel scope, because only one of them runs at a time; a cancelled scope is
-        # replaced. A separate scope for each ask would cost as much as the rest of its handling.
-        with cell.loop.new_scope() as scope:
-            while True:
-                for _ in range(FAIRNESS):
-                    # Inlines ``Mailbox.take`` for the common case, because every message passes here.
-                    entry = data.popleft() if data and not control else mailbox.take()
-                    if entry is None:
-                        if mailbox.closed and not self.num_concurrent:
-                            return True
-                        await self._sleep()
-                        continue
-                    function = serial.get(entry.__class__)
-                    if function is not None:
-                        if mailbox.senders:
-                            mailbox.admit()
-                        try:
-                            await function(actor, entry)
-                        except BaseException as error:  # noqa: BLE001 - raised again, with a note
-                            self._fail_tell(entry, error)
-                        counters.handled += 1
-                    elif await self._dispatch(entry, scope):
-                        return False
-                await checkpoint()
-        return False
+        while True:
+            for _ in range(FAIRNESS):
+                # Inlines ``Mailbox.take`` for the common case, because every message passes here.
+                entry = data.popleft() if data and not control else mailbox.take()
+                if entry is None:
+                    if mailbox.closed and not self.num_concurrent:
+                        return
+                    await self._sleep()
+                    continue
+                function = serial.get(entry.__class__)
+                if function is None:
+                    await self._dispatch(entry)
+                    continue
+                if mailbox.senders:
+                    mailbox.admit()
+                try:
+                    await function(actor, entry)
+                except BaseException as error:  # noqa: BLE001 - raised again, with a note
+                    self._fail_tell(entry, error)
+                counters.handled += 1
+            await checkpoint()
 
     def start_background(self, function: Callable[[], Awaitable[Any]], name: str) -> None:
         """Run ``function`` in a task without a frame, until it returns or the incarnation ends."""
@@ -799,39 +565,27 @@ class Serving:
         finally:
             self._mailbox.wake = None
 
-    async def _dispatch(self, entry: Any, scope: Scope) -> bool:
-        """Handle an ask serially, start a task, or park it.
-
-        Return ``True`` if ``scope`` was cancelled and must be replaced.
-        """
+    async def _dispatch(self, entry: Any) -> None:
+        """Handle an ask serially, start a task, or park it."""
         cell = self._cell
         handler = entry.handler if isinstance(entry, Ask) else cell.handlers[entry.__class__]
-        if handler.concurrency != 1:
+        if self._places[handler] >= handler.concurrency:
             # Parked instead of waited for, so that messages of other kinds are not delayed.
-            if self._places[handler] >= handler.concurrency:
-                self._mailbox.park(handler, entry)
-            else:
-                self._mailbox.admit()
-                self._start_concurrent(handler, entry)
-            return False
-        if self._mailbox.senders:
-            self._mailbox.admit()
+            self._mailbox.park(handler, entry)
+            return
+        self._mailbox.admit()
+        if handler.concurrency > 1:
+            self._start_concurrent(handler, entry)
+            return
         cell.occupying = entry
         current_frame.set(entry)
-        if entry.deadline == math.inf:
-            await self.answer(entry, scope)
-        else:
-            scope.deadline = entry.deadline
-            await self.answer(entry, scope)
-            # The scope is shared with the following messages.
-            scope.deadline = math.inf
+        await self._answer(entry)
         current_frame.set(cell.frame)
         cell.occupying = cell.frame
-        return scope.cancel_called
 
-    async def answer(self, ask: Ask, scope: Scope) -> None:
-        """Run the handler of one ask inside ``scope``, and end the ask in every case."""
-        if ask.phase is _DONE:
+    async def _answer(self, ask: Ask) -> None:
+        """Run the handler of one ask, and end the ask in every case."""
+        if ask.is_done:
             return
         counters = self._counters
         # Do not start work whose asker has timed out.
@@ -839,24 +593,23 @@ class Serving:
             counters.cancelled += 1
             ask.fail(ask.overdue())
             return
-        ask.phase = _RUNNING
-        ask.scope = scope
-        try:
-            if ask.handler.is_stream:
-                assert isinstance(ask, StreamCall)
-                await produce(ask, ask.handler.function(self._actor, ask.message))
-            else:
-                ask.reply = await ask.handler.function(self._actor, ask.message)
-        except BaseException as error:
-            # A stray ``CancelledError`` is a failure of the handler; a real cancellation has to propagate.
-            if not isinstance(error, Exception) and not is_stray_cancellation(error):
-                counters.cancelled += 1
-                raise
-            counters.failed += 1
-            ask.error = transferred(error, self._cell.name)
-        finally:
-            counters.handled += 1
-            ask.finish()
+        ask.phase = Phase.RUNNING
+        with self._cell.loop.new_scope(deadline=ask.deadline) as ask.scope:
+            try:
+                if isinstance(ask, StreamCall):
+                    await produce(ask, ask.handler.function(self._actor, ask.message))
+                else:
+                    ask.reply = await ask.handler.function(self._actor, ask.message)
+            except BaseException as error:
+                # A stray ``CancelledError`` is a failure of the handler; a real cancellation has to propagate.
+                if not isinstance(error, Exception) and not is_stray_cancellation(error):
+                    counters.cancelled += 1
+                    raise
+                counters.failed += 1
+                ask.error = transferred(error, self._cell.name)
+            finally:
+                counters.handled += 1
+                ask.finish()
 
     def _start_concurrent(self, handler: Handler, entry: object) -> None:
         self._places[handler] += 1
@@ -868,8 +621,7 @@ class Serving:
         try:
             if isinstance(entry, Ask):
                 current_frame.set(entry)
-                with self._cell.loop.new_scope(deadline=entry.deadline) as scope:
-                    await self.answer(entry, scope)
+                await self._answer(entry)
             else:
                 # A separate frame, because a concurrent handler does not occupy the loop.
                 current_frame.set(Frame(self._cell))
@@ -894,8 +646,6 @@ class Serving:
             self._mailbox.wake_reader()
         self._leave()
 
-    # ------------------------------------------------------------------------------------------------ tasks
-
     async def _run_background(self, function: Callable[[], Awaitable[Any]]) -> None:
         # The task inherits the context of its starter, whose frame it must not keep.
         current_frame.set(None)
@@ -913,12 +663,34 @@ class Serving:
         """Let ``error`` crash the actor, with a note that names the message; cancellations pass unchanged."""
         where = f"while actor {self._cell.name!r} handled {type(message).__name__}"
         if is_stray_cancellation(error):
-            error = ActorError(f"something that was awaited had been cancelled by a stranger, {where}")
+            error = ActorError(f"an awaited task was cancelled from outside this actor, {where}")
         if isinstance(error, Exception):
             self._counters.handled += 1
             self._counters.failed += 1
             error.add_note(where)
         raise error
+
+
+async def produce(call: StreamCall, generator: AsyncGenerator[Any, None]) -> None:
+    """Drive the handler's ``generator`` to its end and pass on each item.
+
+    The generator runs in one task from its first line to its last, so that it may open scopes and task groups around
+    its ``yield``. If passing on an item is interrupted (by a cancellation or a deadline inside the handler), the
+    exception is raised in the generator at its ``yield``, as if the ``yield`` had waited itself.
+    """
+    try:
+        item = await anext(generator)
+        while True:
+            try:
+                await call.put(item)
+            except BaseException as error:  # noqa: BLE001 - raised again in the generator
+                item = await generator.athrow(error)
+            else:
+                item = await anext(generator)
+    except StopAsyncIteration:
+        call.reply = None
+    finally:
+        await generator.aclose()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -944,9 +716,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """The address of the actor, with its present incarnation."""
         if self._address.incarnation != self.cell.incarnation:
             # The cell's incarnation is 0 until its task has started.
-            self._address = Address(
-                node=self._address.node, name=self._address.name, incarnation=max(self.cell.incarnation, 1)
-            )
+            self._address = evolve(self._address, incarnation=max(self.cell.incarnation, 1))
         return self._address
 
     @property
@@ -956,11 +726,10 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """Send ``message`` and wait for its reply; see ``Ref.ask``."""
-        handler = self._handler(message, is_stream=False)
-        ask = Ask(message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline())
+        handler, loop = self._handler(message, is_stream=False), self.cell.loop
+        ask = Ask(message, handler, self.cell, asking_frame(), loop.effective_deadline())
         if timeout is None:
             return await self._await_reply(ask)  # type: ignore[no-any-return]
-        loop = self.cell.loop
         deadline = loop.now() + timeout
         ask.deadline = min(ask.deadline, deadline)
         with loop.new_scope(deadline=deadline):
@@ -989,13 +758,20 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             f"use 'await tell' to wait for room, or spawn it with a larger mailbox_size"
         )
 
-    def stream(
-        self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
-    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
+    def stream(self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16) -> Stream[Item]:
         """Open a stream of items; see ``Ref.stream``."""
-        if buffer_size < 0:
-            raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
-        return Stream(self, message, max(buffer_size, 1))
+        check_buffer_size(buffer_size)
+        cell = self.cell
+
+        def open_call() -> StreamCall:
+            handler = self._handler(message, is_stream=True)
+            deadline = cell.loop.effective_deadline()
+            call = StreamCall(message, handler, cell, asking_frame(), deadline, buffer_size)
+            self.send(call)
+            return call
+
+        what = f"the handler of {type(message).__name__} in actor {cell.name!r}"
+        return Stream(open_call, what, cell.loop, cell.cleanup_seconds)
 
     async def stop(self, *, grace: float | None = None) -> None:
         """End the actor and wait until it is gone; see ``Ref.stop``."""
@@ -1007,52 +783,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """Return a snapshot of the actor's statistics."""
         return self.cell.statistics()
 
-    def accept(self, entry: Any, decided: Callable[[bool], object]) -> None:
-        """Accept an ask or a told message that arrived over a connection; never waits.
-
-        ``decided`` is called with ``True`` once the mailbox has admitted the entry, or with ``False`` if it was refused
-        because the actor ends. It is not called for an ask that ends while it waits for room.
+    def send(self, ask: Ask) -> None:
+        """Put ``ask`` in the mailbox, or queue it for room; never waits.
 
         Raises:
             ActorStopped: the actor no longer takes messages.
+            DeadlockError: the ask would wait for itself.
         """
-        mailbox = self.cell.mailbox
-        if mailbox.closed:
-            raise self._stopped(entry.message if isinstance(entry, Ask) else entry)
-        if not isinstance(entry, Ask):
-            mailbox.queue(Ticket(entry, decided))
-            return
-        mailbox.queue(Ticket(entry, lambda admitted: self._note_admission(entry, decided, admitted=admitted)))
-
-    def open_call(self, message: StreamMessage[P_contra, Any], buffer_size: int) -> StreamCall:
-        """Send a stream message and return its call; the caller reads from it, and removes it from the wait graph."""
-        handler = self._handler(message, is_stream=True)
-        call = StreamCall(
-            message, handler, self.cell, asking_frame(), self.cell.loop.effective_deadline(), limit=buffer_size
-        )
-        self._send(call)
-        return call
-
-    async def _await_reply(self, ask: Ask) -> Any:
-        # Created before the message is sent, because a mailbox that closes refuses it at once.
-        ask.signal = signal = self.cell.loop.new_signal()
-        self._send(ask)
-        try:
-            await signal.wait()
-            if ask.error is not None and type(ask.error) is DeadlineExceeded:
-                # A scope of the caller with the same deadline must expire first: it expects its own cancellation.
-                await checkpoint()
-        except BaseException:
-            self.cell.abandon(ask)
-            raise
-        finally:
-            if ask.parent is not None:
-                ask.parent.waits.discard(ask)
-        if ask.error is not None:
-            raise ask.claim_error()
-        return ask.claim_reply()
-
-    def _send(self, ask: Ask) -> None:
         cell = self.cell
         if cell.mailbox.closed:
             raise self._stopped(ask.message)
@@ -1063,14 +800,31 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             # An ask waits for its reply anyway, so its ticket only has to report a refusal, not an admission.
             cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self._stopped(ask.message))))
 
-    def _note_admission(self, ask: Ask, decided: Callable[[bool], object], *, admitted: bool) -> None:
-        decided(admitted)
-        if not admitted:
-            ask.fail(self._stopped(ask.message))
+    def queue_tell(self, message: Message[Any, Any], decided: Callable[[bool], object]) -> None:
+        """Put a message that was told over a connection in the mailbox, or queue it for room; never waits.
+
+        ``decided`` is called with ``True`` once the mailbox has admitted it, or with ``False`` if the actor ends first.
+        """
+        self.cell.mailbox.queue(Ticket(message, decided))
+
+    async def _await_reply(self, ask: Ask) -> Any:
+        self.send(ask)
+        try:
+            await ask.signal.wait()
+            if ask.is_overdue:
+                # A scope of the caller with the same deadline must expire first: it expects its own cancellation.
+                await checkpoint()
+        except BaseException:
+            self.cell.abandon(ask)
+            raise
+        finally:
+            if ask.parent is not None:
+                ask.parent.waits.discard(ask)
+        return ask.claim()
 
     async def _tell_slowly(self, message: Any) -> None:
         cell = self.cell
-        # ``wait`` represents the message in the wait graph, because a told message has no envelope.
+        # ``wait`` represents the message in the wait graph, because a told message has no frame.
         waiter, wait = asking_frame(), Frame(cell, phase=Phase.QUEUED)
         if waiter is not None and not cell.mailbox.closed:
             refuse_deadlock(waiter, cell, f"telling {type(message).__name__} to a full mailbox")
@@ -1107,60 +861,3 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             f"actor {self.cell.name!r} takes no more messages ({self.cell.state}); "
             f"{type(message).__name__} was not sent"
         )
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Streams
-#
-# The handler's generator runs in the actor's task from its first line to its last, so that it may open scopes and task
-# groups around its ``yield``. Items pass through the bounded buffer of a ``StreamCall``; a slow consumer makes the
-# handler wait at its ``yield``.
-
-
-class Stream(BufferedStream[StreamCall, Item]):
-    """A stream from an actor of this process."""
-
-    def __init__(self, ref: LocalRef[Any], message: Any, buffer_size: int) -> None:
-        super().__init__(message, ref.cell.name, ref.cell.loop, ref.cell.cleanup_seconds)
-        self._ref = ref
-        self._buffer_size = buffer_size
-
-    def open_call(self) -> StreamCall:
-        """Put the message in the actor's mailbox."""
-        return self._ref.open_call(self._message, self._buffer_size)
-
-    def make_room(self, call: StreamCall) -> None:
-        """Wake the handler if it waits at its ``yield``."""
-        if call.room is not None:
-            call.room.set()
-            call.room = None
-
-    def cancel_call(self, call: StreamCall) -> None:
-        """Discard the call if it is queued, or cancel its handler."""
-        call.cell.abandon(call)
-
-    def close_call(self, call: StreamCall) -> None:
-        """Remove the call from the wait graph."""
-        if call.parent is not None:
-            call.parent.waits.discard(call)
-
-
-async def produce(call: StreamCall, generator: AsyncGenerator[Any, None]) -> None:
-    """Drive the handler's ``generator`` to its end and pass on each item.
-
-    If passing on an item is interrupted (by a cancellation or a deadline inside the handler), the exception is raised
-    in the generator at its ``yield``, as if the ``yield`` had waited itself.
-    """
-    try:
-        item = await anext(generator)
-        while True:
-            try:
-                await call.put(item)
-            except BaseException as error:  # noqa: BLE001 - raised again in the generator
-                item = await generator.athrow(error)
-            else:
-                item = await anext(generator)
-    except StopAsyncIteration:
-        call.reply = None
-    finally:
-        await generator.aclose()

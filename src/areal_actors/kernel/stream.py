@@ -1,26 +1,35 @@
-"""The consumer's end of a stream: items wait in the buffer of a call, which the side of the handler fills.
+"""The consumer's end of a stream: items wait in the bounded buffer of a call, which the handler's side fills.
 
-The two kinds of streams, from an actor of this process (``runtime``) and from a remote one (``remote.peer``), differ in
-how the handler learns that there is room again, and in how it is cancelled when the block is left early.
+The call differs between an actor of this process (``asks.StreamCall``) and a remote one (``remote.peer.Call``); the
+consumer does not.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
 from anyio.lowlevel import checkpoint
 
-from areal_actors.errors import ArealError, DeadlineExceeded
+from areal_actors.errors import DeadlineExceeded
 from areal_actors.lib.loops import Loop, Signal
 
-__all__ = ["BufferedCall", "BufferedStream"]
+__all__ = ["BufferedCall", "Stream", "check_buffer_size"]
 
 Item = TypeVar("Item")
+
+
+def check_buffer_size(buffer_size: int) -> None:
+    """Check that a stream's buffer has room for an item.
+
+    Raises:
+        ValueError: it has none.
+    """
+    if buffer_size < 1:
+        raise ValueError(f"buffer_size={buffer_size} leaves no room for an item; give at least 1")
 
 
 class BufferedCall(Protocol):
@@ -28,123 +37,87 @@ class BufferedCall(Protocol):
 
     buffer: deque[Any]
     limit: int
-    error: ArealError | None
+    signal: Signal
+    """Set when the handler has ended."""
     arrival: Signal | None
     """Set by the handler's side when the consumer waits for an item."""
-
-    @property
-    def signal(self) -> Signal | None:
-        """Set when the handler has ended."""
-        ...
 
     @property
     def is_done(self) -> bool:
         """True if the handler has ended; items that are still buffered can be read."""
         ...
 
-    def claim_error(self) -> ArealError:
-        """Return the error, once, to be raised."""
+    @property
+    def is_overdue(self) -> bool:
+        """True if the handler has ended because its deadline passed."""
+        ...
+
+    def claim(self) -> Any:
+        """Raise the error that ended the handler, if any."""
+        ...
+
+    def make_room(self) -> None:
+        """Let the handler continue if it waits for room, because an item was taken."""
+        ...
+
+    def cancel(self) -> None:
+        """Discard the call if it is queued, or cancel its handler."""
+        ...
+
+    def close(self) -> None:
+        """Forget the call, because its consumer has left."""
         ...
 
 
-class _FullOrDone:
-    """The arrival of so many items that there is little room for more, or of the end."""
+class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], Generic[Item]):
+    """Used once: ``async with ref.stream(message) as items: async for item in items: ...``.
 
-    __slots__ = ("_call", "_signal")
+    ``open_call`` sends the message; ``what`` names the handler in errors.
+    """
 
-    def __init__(self, call: BufferedCall, signal: Signal) -> None:
-        self._call, self._signal = call, signal
-
-    @property
-    def is_due(self) -> bool:
-        """Whether the consumer should read. A remote handler may not know of a last quarter of the room yet."""
-        return self._call.is_done or 4 * len(self._call.buffer) >= 3 * self._call.limit
-
-    def set(self) -> None:
-        """Wake the consumer if it should read."""
-        if self.is_due:
-            self._signal.set()
-
-    def wait(self) -> Awaitable[None]:
-        """Wait for that."""
-        return self._signal.wait()
-
-
-C = TypeVar("C", bound=BufferedCall)
-
-
-class BufferedStream(
-    AbstractAsyncContextManager["BufferedStream[C, Item]"], AsyncIterator[Item], ABC, Generic[C, Item]
-):
-    """Used once: ``async with ref.stream(message) as items: async for item in items: ...``."""
-
-    def __init__(self, message: Any, actor: str, loop: Loop, cleanup_seconds: float) -> None:
-        self._message, self._actor, self._loop, self._cleanup_seconds = message, actor, loop, cleanup_seconds
-        self._call: C | None = None
-
-    @abstractmethod
-    def open_call(self) -> C:
-        """Send the message."""
-
-    @abstractmethod
-    def make_room(self, call: C) -> None:
-        """Let the handler continue if it waits for room, because an item was taken."""
-
-    @abstractmethod
-    def cancel_call(self, call: C) -> None:
-        """Cancel the handler, because the block was left early."""
-
-    @abstractmethod
-    def close_call(self, call: C) -> None:
-        """Forget the call, because its consumer has left."""
+    def __init__(self, open_call: Callable[[], BufferedCall], what: str, loop: Loop, cleanup_seconds: float) -> None:
+        self._open_call, self._what, self._loop, self._cleanup_seconds = open_call, what, loop, cleanup_seconds
+        self._call: BufferedCall | None = None
 
     async def __aenter__(self) -> Self:
         """Send the message; the handler starts when the actor takes it from its mailbox."""
-        self._call = self.open_call()
+        self._call = self._open_call()
         return self
 
     async def __anext__(self) -> Item:
         """Return the next item, or raise the error that ended the handler."""
-        call = self._call
-        if call is None:
-            raise RuntimeError("a stream is opened by 'async with ref.stream(...) as items'")
+        call = self._opened()
         while not call.buffer:
             if call.is_done:
-                if call.error is None:
-                    raise StopAsyncIteration
-                if type(call.error) is DeadlineExceeded:
+                if call.is_overdue:
                     # A scope of the consumer with the same deadline must expire first.
                     await checkpoint()
-                raise call.claim_error()
+                call.claim()
+                raise StopAsyncIteration
             call.arrival = self._loop.new_signal()
             await call.arrival.wait()
             call.arrival = None
         item: Item = call.buffer.popleft()
-        self.make_room(call)
+        call.make_room()
         return item
 
     async def gather(self, until: float) -> list[Item]:
         """Return the items that have arrived by this time of the loop's clock, perhaps none.
 
-        Returns earlier if the handler has ended, or before it would wait for room, and on trio up to a quarter of the
-        wait earlier, together with other streams. Its errors are left to
-        ``__anext__``. The consumer is woken once for all of them, where reading each item would wake it once for each.
+        Returns earlier if the handler has ended, or before it would wait for room. Its errors are left to
+        ``__anext__``.
         """
-        call = self._call
-        if call is None:
-            raise RuntimeError("a stream is opened by 'async with ref.stream(...) as items'")
-        signal = self._loop.new_signal()
-        arrival = _FullOrDone(call, signal)
-        if not arrival.is_due and until > self._loop.now():
-            call.arrival = arrival
-            try:
-                await self._loop.wait_until(signal, until)
-            finally:
-                call.arrival = None
+        call = self._opened()
+        with self._loop.new_scope(deadline=until):
+            # A remote handler may not know of a last quarter of the room yet.
+            while not call.is_done and 4 * len(call.buffer) < 3 * call.limit:
+                call.arrival = self._loop.new_signal()
+                await call.arrival.wait()
+        call.arrival = None
         items: list[Item] = []
         while call.buffer:
             items.append(call.buffer.popleft())
-            self.make_room(call)
+            call.make_room()
         return items
 
     async def __aexit__(
@@ -157,18 +130,20 @@ class BufferedStream(
         Raises:
             DeadlineExceeded: the handler still runs after that, and the block is not already raising an error.
         """
-        call = self._call
-        assert call is not None, "the block was entered"
+        call = self._opened()
         try:
             if not call.is_done:
-                self.cancel_call(call)
+                call.cancel()
                 with self._loop.new_scope(deadline=self._loop.now() + self._cleanup_seconds, shield=True):
-                    assert call.signal is not None, "a call has one from the start"
                     await call.signal.wait()
             if not call.is_done and error is None:
                 raise DeadlineExceeded(
-                    f"the handler of {type(self._message).__name__} in actor {self._actor!r} still runs "
-                    f"{self._cleanup_seconds} s after its cancellation; shorten what it shields"
+                    f"{self._what} still runs {self._cleanup_seconds} s after its cancellation; shorten what it shields"
                 )
         finally:
-            self.close_call(call)
+            call.close()
+
+    def _opened(self) -> BufferedCall:
+        if self._call is None:
+            raise RuntimeError("a stream is opened by 'async with ref.stream(...) as items'")
+        return self._call

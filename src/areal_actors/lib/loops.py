@@ -88,9 +88,6 @@ class Loop:
     """Create a cancel scope: ``new_scope(deadline=..., shield=...)``."""
     now: Callable[[], float]
     """The loop's clock, in seconds."""
-    wait_until: Callable[[Signal, float], Awaitable[None]]
-    """Wait until a signal is set, or the loop's clock shows a time. On trio, up to a quarter of the wait earlier, if
-    others end then, because timers there are expensive."""
     effective_deadline: Callable[[], float]
     """The nearest deadline of the cancel scopes around the running task; infinite if there is none."""
     call_soon: Callable[[Callable[[], object]], object]
@@ -113,20 +110,11 @@ def running_loop() -> Loop:
     loop = asyncio.get_running_loop()
     create_future = loop.create_future
 
-    async def wait_until(signal: Signal, deadline: float) -> None:
-        # A scope would take three times as long, and would cancel the future of the signal.
-        timer = loop.call_at(deadline, signal.set)
-        try:
-            await signal.wait()
-        finally:
-            timer.cancel()
-
     return Loop(
         new_signal=lambda: _FutureSignal(create_future()),
         # anyio's constructor looks up the back end on every call; the concrete class skips that.
         new_scope=type(anyio.CancelScope()),
         now=loop.time,
-        wait_until=wait_until,
         effective_deadline=anyio.current_effective_deadline,
         call_soon=loop.call_soon_threadsafe,
     )
@@ -156,17 +144,40 @@ class _FutureSignal:
         return self._future
 
 
+class _ParkedSignal:
+    """A signal on trio: a parked task."""
+
+    __slots__ = ("_is_set", "_lowlevel", "_task")
+
+    def __init__(self, lowlevel: Any) -> None:  # Any: the module, which is imported only where trio runs
+        self._lowlevel = lowlevel
+        self._is_set = False
+        self._task: Any = None
+
+    def set(self) -> None:
+        self._is_set = True
+        task, self._task = self._task, None
+        if task is not None:
+            self._lowlevel.reschedule(task)
+
+    async def wait(self) -> None:
+        if not self._is_set:
+            self._task = self._lowlevel.current_task()
+            await self._lowlevel.wait_task_rescheduled(self._abort)
+
+    def _abort(self, _: Any) -> Any:  # Any: functions and values of trio
+        self._task = None
+        return self._lowlevel.Abort.SUCCEEDED
+
+
 def _trio_loop() -> Loop:
     # Imported here, as trio is.
     import trio
 
-    from areal_actors.lib.trio_signals import ParkedSignal, SharedTimers
-
     return Loop(
-        new_signal=ParkedSignal,
+        new_signal=lambda: _ParkedSignal(trio.lowlevel),
         new_scope=cast("Callable[..., Scope]", trio.CancelScope),
         now=trio.current_time,
-        wait_until=cast("Callable[[Signal, float], Awaitable[None]]", SharedTimers().wait_until),
         effective_deadline=trio.current_effective_deadline,
         call_soon=trio.lowlevel.current_trio_token().run_sync_soon,
     )

@@ -41,6 +41,7 @@ __all__ = [
 
 _QUIET = (
     "hypercorn",
+    "uvicorn",
     "httpx",
     "httpx2",
     "httpcore",

@@ -97,6 +97,7 @@ class ProxyServer(Actor[Serving]):
                     listener,
                     self._traffic,
                     drain_seconds=seconds,
+                    server=self._config.server,
                     handover=self._handover,
                 )
             )

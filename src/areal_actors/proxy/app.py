@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse, Response
 from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import AnswerStarted, Attempt, Credential, InteractionId, StreamItem
 from areal_actors.errors import ArealError, InvalidRequest, QuotaExceeded
-from areal_actors.kernel import BufferedStream, Ref
+from areal_actors.kernel import Ref, Stream
 from areal_actors.lib.exact_json import dump_json
 from areal_actors.messages import (
     Accounts,
@@ -66,7 +66,6 @@ from areal_actors.proxy.exchange import (
     Meter,
     Operation,
     Operations,
-    RoutedApplication,
     Traffic,
     path_of,
 )
@@ -265,7 +264,7 @@ class CompletionEndpoint:
             # the more they would take from each other.
             milliseconds = min(_INTERVAL_PER_STREAM_MS * (len(self.streams) - 1), _MAX_INTERVAL_MS)
         # The streams of actors in the agent's own process have no buffer, and no network to save.
-        if milliseconds > 0 and isinstance(items, BufferedStream):
+        if milliseconds > 0 and isinstance(items, Stream):
             gathered: Sequence[StreamItem] = await items.gather(sent_at + milliseconds / 1000)
             if gathered:
                 return gathered
@@ -586,7 +585,7 @@ def create_app(
         "openapi.json": Operation(handle=document, methods=READ, is_always_open=True),
     }
     routed = Operations(operations, traffic, meter, refused=NOT_OFFERED, has_access_log=config.access_log)
-    return RoutedApplication(routed, exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
+    return Starlette(routes=[routed], exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
 
 
 def _answer_unrouted(routed: Operations, request: Request, error: Exception) -> Response:

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
-from attrs import field, frozen
-from attrs.validators import ge, gt, le, optional
+from enum import StrEnum
 
+from attrs import field, frozen
+from attrs.validators import ge, gt, le
+
+from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy.dialects.blocks import UnsupportedBlocks
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS
 
-__all__ = ["HonourStore", "ProxyConfig", "UnsupportedBlocks"]
+__all__ = ["HonourStore", "HttpServer", "ProxyConfig", "UnsupportedBlocks"]
+
+
+class HttpServer(StrEnum):
+    """The library that serves HTTP on asyncio. On trio it is Hypercorn."""
+
+    UVICORN = "uvicorn"
+    HYPERCORN = "hypercorn"
 
 
 @frozen(kw_only=True)
@@ -24,25 +34,27 @@ class HonourStore:
 class ProxyConfig:
     """Settings of the proxy: its address, who may use it, and its limits."""
 
-    host: str = "127.0.0.1"
+    host: str = field(default="127.0.0.1", metadata=COMMON)
     """Address to listen on. Any address except loopback needs an ``admin_key``."""
-    port: int = field(default=0, validator=[ge(0), le(65535)])
+    port: int = field(default=0, validator=[ge(0), le(65535)], metadata=COMMON)
     """Port to listen on; 0 takes any free port."""
     public_host: str | None = None
     """Name under which agents reach this machine, if it differs from ``host``."""
+    server: HttpServer = HttpServer.UVICORN
+    """The library that serves HTTP on asyncio; on trio it is always Hypercorn."""
     num_processes: int = field(default=1, validator=ge(1))
     """Number of processes that share the port, each with a proxy and sessions; engine and trainer stay in the first."""
-    admin_key: str | None = field(default=None, repr=False)
+    admin_key: str | None = field(default=None, repr=False, metadata=COMMON)
     """Key for the routes that start and export sessions. A random one is generated if it is not set."""
     session_urls: bool = True
     """Whether the URL of a session is enough to use it. If not, the session's key is needed as well."""
     open_sessions: bool = False
     """Whether clients on this machine's loopback may start sessions without a key; refused on other hosts."""
     max_body_bytes: int = field(default=16 * 2**20, validator=gt(0))
-    body_timeout_seconds: float = field(default=60.0, validator=gt(0))
-    keep_alive_seconds: float = field(default=15.0, validator=gt(0))
+    body_timeout_seconds: float = constant(60.0)
+    keep_alive_seconds: float = constant(15.0)
     """A stream that is silent for this long sends a comment, so that intermediaries do not close it as idle."""
-    stream_interval_ms: float | None = field(default=None, validator=optional(ge(0)))
+    stream_interval_ms: float | None = constant(None)
     """How long deltas of a stream are gathered before they are sent together; 0 sends each at once.
 
     By default, 2 ms for each further stream that is being sent, and 25 ms at most. The first text and the end are never

@@ -8,7 +8,6 @@ disconnects while an answer is being sampled.
 
 from __future__ import annotations
 
-import asyncio
 import codecs
 import math
 import secrets
@@ -16,24 +15,22 @@ import time
 import zlib
 from bisect import bisect_left
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, MutableMapping, Sequence
-from functools import lru_cache, partial
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any, TypeVar
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import anyio
 from attrs import define, field, frozen
-from starlette.applications import Starlette
 from starlette.routing import BaseRoute, Match
 
 from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout, Unavailable
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.exact_json import dump_json
-from areal_actors.lib.loops import is_trio
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.connections import ON_DISCONNECT, TAKE_BODY
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
@@ -47,11 +44,9 @@ __all__ = [
     "Operation",
     "Operations",
     "Receive",
-    "RoutedApplication",
     "Send",
     "Traffic",
     "path_of",
-    "start_companion",
 ]
 
 _log = get_logger(__name__)
@@ -70,7 +65,6 @@ _DISCARDED = 4
 """Multiple of the limit that is read of a body that is too large: most clients read a response only after sending."""
 _CUT_SECONDS = 1.0
 """How long a cancelled request may take to send its client an error."""
-_MAX_KNOWN_PATH = 256
 _INFLATED = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """Encodings of bodies that are accepted, with the window that tells ``zlib`` their format."""
 _CHARSETS = ("utf-16", "utf-32", "iso8859", "cp125", "gb", "big5", "shift_jis", "euc_")
@@ -117,7 +111,6 @@ class Operations(BaseRoute):
         # them in turn.
         self._table = table
         self._refused = refused or {}
-        self._find = lru_cache(maxsize=1024)(self.find)
         self._traffic = traffic
         self._meter = meter
         self._has_access_log = has_access_log
@@ -152,9 +145,7 @@ class Operations(BaseRoute):
         """Tell Starlette whether this route serves a request."""
         if scope["type"] != "http":
             return Match.NONE, {}
-        path = path_of(scope)
-        # Most requests of a client are for one path, and longer ones are not worth to be kept.
-        found = self._find(path) if len(path) <= _MAX_KNOWN_PATH else self.find(path)
+        found = self.find(path_of(scope))
         if found is None:
             return Match.NONE, {}
         name, session = found
@@ -260,26 +251,6 @@ def _find_refused(segments: Sequence[str], refused: Mapping[str, str]) -> str | 
             if name in refused:
                 return name
     return None
-
-
-class RoutedApplication(Starlette):
-    """A Starlette application that passes requests to ``operations`` without its middleware.
-
-    That has no effect on them, since they format their own errors, and would take 3 % of the time of a short request.
-    """
-
-    def __init__(self, operations: Operations, *, exception_handlers: Mapping[Any, Any]) -> None:
-        super().__init__(routes=[operations], exception_handlers=exception_handlers)
-        self._operations = operations
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:  # Any: Starlette's, and Hypercorn's differ
-        """Serve a request, or have Starlette answer for an unknown path."""
-        match, found = self._operations.matches(scope)
-        if match is Match.NONE:
-            await super().__call__(scope, receive, send)
-            return
-        scope.update(found)
-        await self._operations.handle(scope, receive, send)
 
 
 # ------------------------------------------------------------------------------------------------------ one request
@@ -389,11 +360,6 @@ class Exchange:
         return _to_utf8(raw, content_type)
 
     async def _receive_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
-        take_body: Callable[[], bytes | None] | None = self.scope.get(TAKE_BODY)
-        if take_body is not None and (body := take_body()) is not None:
-            if len(body) > max_bytes:
-                raise _too_large(max_bytes)
-            return body
         self.body_seconds = timeout_seconds
         self.lifetime.deadline = anyio.current_time() + timeout_seconds
         parts: list[bytes] = []
@@ -424,21 +390,11 @@ class Exchange:
         Raises:
             Exception: what ``work`` raises.
         """
-        call_on_disconnect = self.scope.get(ON_DISCONNECT)
-        if quiet_seconds is None and call_on_disconnect is not None:
-            call_on_disconnect(self._cut_disconnected)
-            try:
-                return await work()
-            finally:
-                call_on_disconnect(None)
-        stop = start_companion(partial(self._watch, quiet_seconds))
-        try:
-            return await work()
-        finally:
-            stop()
-
-    def _cut_disconnected(self) -> None:
-        self.cut(ClientDisconnected())
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._watch, quiet_seconds)
+            result = await work()
+            tasks.cancel_scope.cancel()
+        return result
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""
@@ -460,7 +416,7 @@ class Exchange:
                     await self.send_events(self.keep_alive)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
-        self._cut_disconnected()
+        self.cut(ClientDisconnected())
 
     async def _await_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -549,31 +505,6 @@ def _to_utf8(body: bytes, content_type: bytes) -> bytes:
     except (LookupError, UnicodeError):
         pass  # refused below, as what is no charset is
     raise InvalidRequest(f"The body cannot be read in the charset {charset!r}; send it in UTF-8.")
-
-
-def start_companion(function: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], object]:
-    """Run ``function()`` as a companion of the calling task, and return a callable that stops it without waiting.
-
-    The companion watches while the calling task works. It is never awaited; it reports by cancelling a scope of the
-    task that started it. ``function`` must not raise: nothing would catch the exception.
-    """
-    # A task group per request would take a third of the time that the proxy adds to a request, for one small task that
-    # is started and stopped in the same block. The companion is therefore started on the event loop itself.
-    # trio may run in guest mode on asyncio's loop, so a running asyncio loop does not prove that this task is
-    # asyncio's.
-    if not is_trio():
-        # The bound method holds a reference to the task, which the event loop itself holds only weakly.
-        return asyncio.get_running_loop().create_task(function()).cancel
-    import trio
-
-    scope = trio.CancelScope()
-
-    async def run() -> None:
-        with scope:
-            await function()
-
-    trio.lowlevel.spawn_system_task(run, name="proxy.companion")
-    return scope.cancel
 
 
 # ----------------------------------------------------------------------------------------------------- all requests

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -64,9 +64,14 @@ from areal_actors.run.forwarding import forwarding
 from areal_actors.run.plan import PlacedRole
 from areal_actors.run.supervise import WorkerSupervisor, first_specs
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
-from areal_actors.schedulers.config import LocalConfig, RestartsConfig, RoleConfig, SchedulerConfig, SchedulerType
-from areal_actors.schedulers.local import LocalScheduler
-from areal_actors.schedulers.slurm import SlurmScheduler
+from areal_actors.schedulers.config import (
+    LocalConfig,
+    RestartsConfig,
+    RoleConfig,
+    SchedulerConfig,
+    SchedulerType,
+    open_scheduler,
+)
 
 __all__ = [
     "ControlPlane",
@@ -187,18 +192,11 @@ def connect_to_worker(
     secret: bytes,
     node: str,
     incarnation: int = 1,
-    note_address: Callable[[str], Awaitable[None]] | None = None,
 ) -> AbstractAsyncContextManager[ReconnectingConnection]:
-    """Connect to the worker of this name, wherever its current incarnation listens; ``directory`` knows the address.
-
-    ``note_address`` is given the address before each attempt to connect.
-    """
+    """Connect to the worker of this name, wherever its current incarnation listens; ``directory`` knows the address."""
 
     async def locate() -> str:
-        address = (await directory.ask(AwaitReady(worker=worker))).address
-        if note_address is not None:
-            await note_address(address)
-        return address
+        return (await directory.ask(AwaitReady(worker=worker))).address
 
     return reconnecting(locate, secret=secret, target=worker, node=node, incarnation=incarnation)
 
@@ -233,11 +231,7 @@ async def _open_scheduler(
     controller: ControllerAddress,
 ) -> AsyncIterator[Scheduler]:
     wanted = first_specs(placed, controller=controller)
-    if config.type is SchedulerType.SLURM:
-        async with SlurmScheduler.open(config.slurm, directory=directory, wanted=wanted) as slurm:
-            yield slurm
-        return
-    async with LocalScheduler.open(config.local, logs=logs) as scheduler:
+    async with open_scheduler(config, directory=directory, logs=logs) as scheduler:
         if wanted:
             # All roles have to fit at the same time, since each waits for the others.
             scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)
@@ -512,7 +506,7 @@ class DirectoryActor(Actor[Directory]):
             patience = min(_PATIENCE * lease, math.inf if hang is None else hang)
             now = anyio.current_time()
             if now - (entry.heard_at or 0.0) >= patience and patience == hang:
-                return f"It serves, but has not answered for {hang:g} s (scheduler.hang_seconds)."
+                return f"It serves, but has not answered for {hang:g} s."
             if now - (entry.heard_at or 0.0) >= patience:
                 return f"It has not been heard of for longer than its lease of {lease:g} s."
             pause = patience / _CHECKS

@@ -15,7 +15,7 @@ and a new attempt resumes as ``--resume`` does. A run without workers has one at
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -35,7 +35,7 @@ from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, r
 from areal_actors.dashboard.report import write_report
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
-from areal_actors.generation.router import GenerationRouter, RouterConfig
+from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
 from areal_actors.journal import count_waiting_groups
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
@@ -49,16 +49,13 @@ from areal_actors.messages import (
     AwaitEndpoint,
     AwaitTraining,
     AwaitWeights,
-    DescribeReplicas,
     Endpoint,
     EndpointChanged,
     Generation,
     Intake,
     PhaseChanged,
     Progress,
-    RemoveReplica,
     Replicas,
-    ReplicaState,
     Report,
     RoleSpec,
     RunEnded,
@@ -71,11 +68,11 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.handover import Handover, open_handover
 from areal_actors.rendering import Renderer
 from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane, open_proxies
-from areal_actors.run.job import load_rendering, no_checkpoint
+from areal_actors.run.directory import no_checkpoint
+from areal_actors.run.job import load_rendering
 from areal_actors.run.openers import RoleContext, open_role
 from areal_actors.run.plan import ACTOR_ROLES, PREEMPTED, REPLICA, PlacedRole, RunPlan
 from areal_actors.run.reporting import create_reporter
-from areal_actors.run.scaling import Scaling, restore_replicas
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
 from areal_actors.viewer import open_page, view_run
@@ -92,7 +89,6 @@ _CAUSE_SECONDS = 2.0
 
 async def run_plan(plan: RunPlan) -> None:
     """Train to the end and save the results. Raises the ``ArealError`` that ended the run."""
-    plan = await to_thread.run_sync(restore_replicas, plan)
     opening = open_control_plane(
         plan.config.scheduler,
         directory=plan.directory.path,
@@ -141,15 +137,6 @@ class RunController:
         self.control_plane = control_plane
         self.interrupts = interrupts
         self.replicas = ReadyReplicas()
-        self._proxies: set[str] = set()
-        self._scaling = Scaling(
-            plan,
-            self.independent,
-            keep=self._keep,
-            drain=self._drain,
-            find_serving=self._find_serving,
-            check_fits=control_plane.supervisor.check_fits,
-        )
         self._endpoint = control_plane.endpoint
         key = None if self._endpoint is None else self._endpoint.admin_key
         self._admin_key = key or plan.proxy.admin_key or create_admin_key()
@@ -195,7 +182,10 @@ class RunController:
 
     def start_independent_workers(self, tasks: TaskGroup) -> None:
         """Start background tasks that keep proxies and engines running."""
-        self._scaling.start(tasks)
+        for role in self.independent:
+            if role in self.plan.placed:
+                for index in range(self.plan.placed[role].config.replicas):
+                    tasks.start_soon(self._keep, role, f"{role}-{index}")
 
     async def _keep(self, role: Role, name: str) -> None:
         supervisor, config = self.control_plane.supervisor, self.plan.placed[role].config
@@ -210,37 +200,21 @@ class RunController:
             _log.info("error_after_results", worker=name, reason=str(root_cause(error)))
 
     @asynccontextmanager
-    async def _register(self, role: Role, name: str, report: Report) -> AsyncIterator[None]:
-        """Count a proxy while it serves, and make an engine a replica."""
+    async def _register(self, role: Role, name: str, report: Report) -> AsyncIterator[None]:  # noqa: ARG002 - of ``while_ready``
+        """Make an engine a replica while it serves."""
         if role is Role.PROXY:
-            self._proxies.add(name)
-            try:
-                yield
-            finally:
-                self._proxies.discard(name)
+            yield
             return
         async with (
-            self.connect(name, note_address=partial(self.replicas.note_address, name)) as connection,
-            self.replicas.add(name, connection.ref(Generation, REPLICA), address=report.address),
+            self.connect(name) as connection,
+            self.replicas.add(name, connection.ref(Generation, REPLICA)),
         ):
             yield
 
-    async def _drain(self, role: Role, name: str) -> None:
-        """Have the requests of a worker continue at others. A proxy ends those that it has when it is stopped."""
-        if role is Role.GENERATION:
-            await self.replicas.remove(name)
-
-    async def _find_serving(self, role: Role) -> Collection[str]:
-        return self._proxies if role is Role.PROXY else await self.replicas.find_serving()
-
-    def connect(
-        self, worker: str, *, note_address: Callable[[str], Awaitable[None]] | None = None
-    ) -> AbstractAsyncContextManager[ReconnectingConnection]:
+    def connect(self, worker: str) -> AbstractAsyncContextManager[ReconnectingConnection]:
         """Connect to the worker of this name, as ``connect_to_worker`` does."""
         plane = self.control_plane
-        return connect_to_worker(
-            plane.directory, worker, secret=plane.secret, node="controller", note_address=note_address
-        )
+        return connect_to_worker(plane.directory, worker, secret=plane.secret, node="controller")
 
     # ---------------------------------------------------------------------------------------------- attempts
 
@@ -399,7 +373,7 @@ class _Attempt:
             system = await stack.enter_async_context(ActorSystem.open(name="controller"))
             if Role.GENERATION in plan.placed:
                 # Requests wait for the first engine as long as a worker may take to start.
-                config = RouterConfig(wait_seconds=plan.config.scheduler.start_seconds)
+                config = ReplicaSetConfig(wait_seconds=plan.config.scheduler.start_seconds)
                 routed = self._controller.replicas.routed(system, config, version=self._spec.checkpoint or 0)
                 self._add({"generation": await stack.enter_async_context(routed)})
             await stack.enter_async_context(self._reporting_end())
@@ -584,71 +558,45 @@ class _LocalRole:
 
 
 class ReadyReplicas:
-    """The engines that are ready in workers, and the router of the current attempt.
+    """The engines that are ready in workers, and the replica set of the current attempt.
 
-    Each attempt has a separate router, because versions never decrease within an attempt but may between two of them.
+    Each attempt has a separate set, because versions never decrease within an attempt but may between two of them.
     """
 
     def __init__(self) -> None:
         self._ready: dict[str, AddReplica] = {}
-        self._router: Ref[Replicas] | None = None
+        self._set: Ref[Replicas] | None = None
 
     @asynccontextmanager
-    async def add(self, name: str, ref: Ref[Generation], *, address: str) -> AsyncIterator[None]:
-        """Register the engine ``name``, whose worker listens at ``address``, while the block lasts."""
-        self._ready[name] = added = AddReplica(name=name, ref=ref, address=address)
+    async def add(self, name: str, ref: Ref[Generation]) -> AsyncIterator[None]:
+        """Register the engine ``name`` while the block lasts."""
+        self._ready[name] = added = AddReplica(name=name, ref=ref)
         try:
-            # Within the block: an engine that ends meanwhile must not be offered to the router of the next attempt.
+            # Within the block: an engine that ends meanwhile must not be offered to the set of the next attempt.
             await self._tell(added)
             yield
         finally:
             self._ready.pop(name, None)
 
-    async def note_address(self, name: str, address: str) -> None:
-        """Note where the worker of an engine listens, if it is registered.
-
-        It is another address if the cluster has put the job of the worker back into its queue and started it again.
-        """
-        added = self._ready.get(name)
-        if added is not None and added.address != address:
-            self._ready[name] = added = evolve(added, address=address)
-            await self._tell(added)
-
-    async def remove(self, name: str) -> None:
-        """Have the generations of an engine continue at others, and return when it has none."""
-        # First: the router of the next attempt must not get it.
-        self._ready.pop(name, None)
-        await self._tell(RemoveReplica(name=name))
-
-    async def find_serving(self) -> Collection[str]:
-        """Return the names of the engines that serve with current weights."""
-        if self._router is None:
-            return ()
-        try:
-            views = await self._router.ask(DescribeReplicas())
-        except ActorStopped:
-            return ()
-        return [view.name for view in views if view.state is ReplicaState.SERVING]
-
     @asynccontextmanager
     async def routed(
-        self, system: ActorSystem, config: RouterConfig, *, version: int
+        self, system: ActorSystem, config: ReplicaSetConfig, *, version: int
     ) -> AsyncIterator[Ref[Generation]]:
-        """Spawn a router for all engines in ``system``.
+        """Spawn a replica set for all engines in ``system``.
 
         Engines with weights older than ``version`` receive no requests.
         """
-        router = await system.spawn(GenerationRouter(config, version=version), name="generation")
-        self._router = router
+        replicas = await system.spawn(ReplicaSet(config, version=version), name="generation")
+        self._set = replicas
         try:
             for added in tuple(self._ready.values()):
                 await self._tell(added)
-            yield router
+            yield replicas
         finally:
-            self._router = None
+            self._set = None
 
-    async def _tell(self, message: AddReplica | RemoveReplica) -> None:
-        if self._router is not None:
-            # The attempt is over; the next router adds all engines.
+    async def _tell(self, added: AddReplica) -> None:
+        if self._set is not None:
+            # The attempt is over; the next set adds all engines.
             with suppress(ActorStopped):
-                await self._router.ask(message)
+                await self._set.ask(added)

@@ -42,9 +42,10 @@ from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Endpoint, Evaluate, Progress
 from areal_actors.models import resolve_model
 from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
+from areal_actors.run.directory import prepared_directory
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.inference import InferenceConfig, open_actors, open_engine, settings_of
-from areal_actors.run.job import load_held_out, load_rendering, prepare_agents, prepared_directory
+from areal_actors.run.job import load_held_out, load_rendering, prepare_agents
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
 from areal_actors.run.upstream import Upstream, find_upstream, open_upstream

@@ -38,7 +38,7 @@ from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
-from areal_actors.generation.router import EngineSet, GenerationRouter
+from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
@@ -374,7 +374,6 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         renderer=config.renderer,
         proxy=proxy,
         sessions=config.sessions,
-        capacity=config.capacity,
         export=config.rollout.export,
         queue=config.queue,
         advantages=config.trainer.advantages,
@@ -572,8 +571,7 @@ async def spawn_generation(
     refs = {each: await system.spawn(GenerationActor(one), name=each) for each, one in engines.items()}
     if not isinstance(engine, EngineSet):
         return refs[name]
-    router = GenerationRouter.of_engines(engine)
-    generation = await system.spawn(router, name=name)
+    generation = await system.spawn(ReplicaSet.of_engines(engine), name=name)
     for replica, ref in refs.items():
         await generation.ask(AddReplica(name=replica, ref=ref))
     return generation

@@ -55,8 +55,10 @@ from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
 from areal_actors.rollouts.runner import Agents, Peers, ResumeEpisodes
 from areal_actors.rollouts.staleness import StaleGroups
+from areal_actors.run.advice import warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
 from areal_actors.run.control_plane import receive_fd
+from areal_actors.run.directory import sampling_digest
 from areal_actors.run.exporting import load_trained, save_weights
 from areal_actors.run.inference import (
     SessionActors,
@@ -74,10 +76,8 @@ from areal_actors.run.job import (
     load_supervised,
     open_group_teacher,
     prepare_agents,
-    sampling_digest,
-    warn_of_length,
-    warn_of_singletons,
 )
+from areal_actors.run.loop import train
 from areal_actors.run.plan import REPLICA, Finder, needs_weights
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
@@ -432,6 +432,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
                 progress=await find(Progress, "progress"),
             ),
             plan=config.plan,
+            loop=train,
             checkpoints=directory.checkpoints,
             counters=job.counters,
             captures=directory.captures,

@@ -111,8 +111,7 @@ class PlacedRole:
 class RunPlan:
     """A run: its settings, the objects of the caller, and where each role runs.
 
-    ``replicas`` replaces the number of workers of roles that were scaled before the run was resumed. ``agents`` are run
-    in the controller process, if the rollout role is there. ``supervised`` are the conversations of
+    ``agents`` are run in the controller process, if the rollout role is there. ``supervised`` are the conversations of
     a phase sft, if they are loaded already. ``admin_key`` is used if the configuration has none. ``announce`` is called
     once agents are answered. Only with ``is_handling_signals`` does the run own its process: it then handles SIGINT and
     SIGTERM, and tunes the garbage collector. ``control`` is of a program that holds the run and may stop it.
@@ -120,7 +119,6 @@ class RunPlan:
 
     config: RunConfig
     directory: RunDirectory
-    replicas: Mapping[Role, int] = field(factory=dict)
     agents: Agents | None = None
     supervised: SupervisedData | None = None
     is_service: bool = False
@@ -139,10 +137,7 @@ class RunPlan:
     def placed(self) -> dict[Role, PlacedRole]:
         """The roles that run in workers."""
         return {
-            role: PlacedRole(
-                config=evolve(placed, replicas=self.replicas.get(role, placed.replicas)),
-                num_tasks=self.config.num_tasks(role),
-            )
+            role: PlacedRole(config=placed, num_tasks=self.config.num_tasks(role))
             for role, placed in self.config.scheduler.roles.placed.items()
             if role is not Role.ROLLOUT or self.has_rollouts
         }

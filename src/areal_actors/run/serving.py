@@ -27,9 +27,11 @@ from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
+from areal_actors.run.advice import log_advice, warn_of_singletons
 from areal_actors.run.checks import log_functions, require_config, try_functions
 from areal_actors.run.controller import run_plan
-from areal_actors.run.job import directory_of, log_advice, prepare_agents, prepared_directory, warn_of_singletons
+from areal_actors.run.directory import directory_of, prepared_directory
+from areal_actors.run.job import prepare_agents
 from areal_actors.run.plan import RunPlan, has_rollouts
 from areal_actors.training.phases import PhaseName
 

@@ -93,7 +93,7 @@ class Restarts:
 
     def describe(self) -> str:
         """Return the limit as text for an error message."""
-        return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts)"
+        return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts.max)"
 
 
 @frozen(kw_only=True)
@@ -179,11 +179,6 @@ class WorkerSupervisor:
         self._directory = directory
         self._controller = controller
         self._num_incarnations: Counter[str] = Counter()
-
-    def check_fits(self, placed: Mapping[Role, PlacedRole]) -> None:
-        """Check that the workers of the roles ``placed`` fit together. Raises ``SchedulerError``."""
-        wanted = first_specs(placed, controller=self._controller)
-        self._scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)
 
     async def run_restarting(
         self, name: str, spec: RoleSpec, role: RoleConfig, *, while_ready: WhileReady = nullcontext

@@ -25,9 +25,11 @@ from areal_actors.lib.notebooks import Startable, format_table, require_no_event
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
+from areal_actors.run.advice import log_advice
 from areal_actors.run.checks import check_teacher, log_functions, require_config, try_functions
 from areal_actors.run.controller import run_plan
-from areal_actors.run.job import directory_of, load_supervised, log_advice, prepare_agents, prepared_directory
+from areal_actors.run.directory import directory_of, prepared_directory
+from areal_actors.run.job import load_supervised, prepare_agents
 from areal_actors.run.plan import RunPlan
 from areal_actors.run.signals import RunControl
 

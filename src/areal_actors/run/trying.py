@@ -32,10 +32,10 @@ from areal_actors.lib.scratch import scratch_directory
 from areal_actors.lib.telemetry import logging_to_file, redact
 from areal_actors.messages import EpisodeFinished, Progress
 from areal_actors.rollouts.runner import NEVER_REACHED
+from areal_actors.run.advice import compares_members
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
 from areal_actors.run.evaluation import run_evaluation
-from areal_actors.run.job import load_set, require_memory
-from areal_actors.training.advice import compares_members
+from areal_actors.run.job import load_set
 from areal_actors.training.metrics import describe_untrained
 
 __all__ = ["TrialGroup", "TrialSummary", "format_trial", "try_agent"]
@@ -141,7 +141,6 @@ def try_agent(
         missing.append("dataset is missing: the problems to try the agent on")
     if missing:
         raise ConfigError(tuple(missing))
-    require_memory(config)
     found = find_model(config, model, served_name=served_name)
     with scratch_directory() as temporary:
         directory = RunDirectory(path=temporary / "try" if output is None else output.absolute())

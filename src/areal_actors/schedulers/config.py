@@ -1,23 +1,36 @@
 """Settings for the scheduler: which roles of a run have processes of their own, their resources, and who starts them.
 
 A role that is not configured runs in the controller process; without any configured role, everything does.
+``open_scheduler`` opens the scheduler of the configured type. Another type is a row of ``SchedulerType`` and of
+``_SCHEDULERS``, and a field of ``SchedulerConfig`` with the name of the type.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from attrs import Attribute, field, fields, frozen
 from attrs.validators import ge, gt, optional
 
 from areal_actors.domain import Role
-from areal_actors.schedulers.base import Resources
+from areal_actors.lib.settings import COMMON, constant
+from areal_actors.schedulers.base import Resources, Scheduler
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
-__all__ = ["LocalConfig", "RestartsConfig", "RoleConfig", "RolesConfig", "SchedulerConfig", "SchedulerType"]
+__all__ = [
+    "LocalConfig",
+    "RestartsConfig",
+    "RoleConfig",
+    "RolesConfig",
+    "SchedulerConfig",
+    "SchedulerType",
+    "open_scheduler",
+]
 
 
 class SchedulerType(StrEnum):
@@ -27,6 +40,13 @@ class SchedulerType(StrEnum):
     """Child processes on this machine."""
     SLURM = "slurm"
     """Jobs of a cluster."""
+
+
+_SCHEDULERS = {
+    SchedulerType.LOCAL: "areal_actors.schedulers.local:LocalScheduler",
+    SchedulerType.SLURM: "areal_actors.schedulers.slurm:SlurmScheduler",
+}
+"""The class of each type, imported when it is opened."""
 
 
 @frozen(kw_only=True)
@@ -43,7 +63,7 @@ class RoleConfig:
     """The interpreter, if it is not that of the run; areal_actors must be installed in it as well."""
     environment: Mapping[str, str] = field(factory=dict)
     """Variables added to those that the process inherits."""
-    working_directory: Path | None = None
+    working_directory: Path | None = constant(None)
 
     @property
     def resources(self) -> Resources:
@@ -86,7 +106,7 @@ class RestartsConfig:
 
     max: int = field(default=5, validator=ge(0))
     """Replacements within the window: for each proxy, for each engine, and for all other workers together."""
-    window_seconds: float = field(default=3600.0, validator=gt(0))
+    window_seconds: float = constant(3600.0)
 
 
 @frozen(kw_only=True)
@@ -107,7 +127,7 @@ class LocalConfig:
 class SchedulerConfig:
     """Settings for placing the roles of a run."""
 
-    type: SchedulerType = SchedulerType.LOCAL
+    type: SchedulerType = field(default=SchedulerType.LOCAL, metadata=COMMON)
     """local starts child processes; slurm submits a job for each worker, on a file system shared with its nodes."""
     roles: RolesConfig = field(factory=RolesConfig)
     restarts: RestartsConfig = field(factory=RestartsConfig)
@@ -117,11 +137,11 @@ class SchedulerConfig:
     """How long roles may hold resources while other roles of the run wait for theirs. After that, all of them release
     their resources and ask again later; otherwise two runs that want more than there is would wait for each other
     indefinitely."""
-    stop_seconds: float = field(default=3.0, validator=ge(0))
+    stop_seconds: float = constant(3.0)
     """How long a worker may take to exit when it is asked to."""
     lease_seconds: float = field(default=60.0, validator=gt(0))
     """A worker that has not reached the controller for this long exits, and is replaced."""
-    hang_seconds: float = field(default=30.0, validator=gt(0))
+    hang_seconds: float = constant(30.0)
     """A worker on this machine that serves but has not answered for this long is killed and replaced. One that was
     stopped by a signal (SIGSTOP) is killed after 5 s. On a cluster, where a network may be away for a while, the lease
     decides."""
@@ -131,3 +151,13 @@ class SchedulerConfig:
     host resolves for itself."""
     local: LocalConfig = field(factory=LocalConfig)
     slurm: SlurmConfig = field(factory=SlurmConfig)
+
+
+def open_scheduler(config: SchedulerConfig, *, directory: Path, logs: Path) -> AbstractAsyncContextManager[Scheduler]:
+    """Open the scheduler of a run in ``directory``. Workers on this machine write their output to ``logs``.
+
+    Raises ``SchedulerError`` on entering if workers cannot be started here.
+    """
+    module, _, name = _SCHEDULERS[config.type].partition(":")
+    opened = getattr(import_module(module), name).open(getattr(config, config.type), directory=directory, logs=logs)
+    return cast("AbstractAsyncContextManager[Scheduler]", opened)

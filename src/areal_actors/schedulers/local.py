@@ -51,7 +51,12 @@ class LocalScheduler:
     @classmethod
     @asynccontextmanager
     async def open(
-        cls, config: LocalConfig | None = None, *, logs: Path, command: Command = worker_command
+        cls,
+        config: LocalConfig | None = None,
+        *,
+        logs: Path,
+        directory: Path | None = None,  # noqa: ARG003 - nothing is kept there; a common parameter of schedulers
+        command: Command = worker_command,
     ) -> AsyncIterator[LocalScheduler]:
         """Open a scheduler for this machine. Resources that ``config`` does not specify are detected once."""
         config = config or LocalConfig()

@@ -46,6 +46,7 @@ from areal_actors.domain import (
 from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, RequestError, Unavailable
 from areal_actors.journal import Journal, NoJournal, RecoveredSession
 from areal_actors.kernel import Actor, Context, Ref
+from areal_actors.lib.settings import constant
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.lib.tracing import CompletionTrace
 from areal_actors.messages import (
@@ -117,7 +118,7 @@ class SessionsConfig:
     """Lifetimes of sessions."""
 
     lifetimes: SessionSettings = field(factory=SessionSettings)
-    sweep_seconds: float = 30.0
+    sweep_seconds: float = constant(5.0)
     """Interval at which idle sessions are looked for."""
     service_name: str | None = field(default=None, validator=optional(matches_re(SHARD_NAME)))
     """Name of this service behind a shared entry point; part of every session's id and key."""

@@ -400,7 +400,7 @@ class FakeSGLang:
 
         async def run() -> None:
             try:
-                with anyio.CancelScope(shield=True):  # Hypercorn does not stop cleanly when cancelled; ``kill`` ends it
+                with anyio.CancelScope(shield=True):  # a cancelled server leaves connections open; ``kill`` ends it
                     await serve(app, listener, shutdown=dying.wait)
             finally:
                 ended.set()

@@ -276,7 +276,7 @@ async def open_vllm_server(
     async with open_tasks() as tasks:
 
         async def run() -> None:
-            with anyio.CancelScope(shield=True):  # Hypercorn does not stop cleanly when cancelled; ``stopping`` ends it
+            with anyio.CancelScope(shield=True):  # a cancelled server leaves connections open; ``stopping`` ends it
                 await serve(server.create_app(), listener, shutdown=stopping.wait)
 
         tasks.start_soon(run)

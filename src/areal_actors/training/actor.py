@@ -1,20 +1,15 @@
-"""The trainer actor: leases groups, takes a step on a thread, publishes the weights, evaluates and writes checkpoints.
+"""The trainer actor: the operations of the training loop on the policy, the exporter and the engines.
 
-One step::
+``run.loop`` has the loop itself: the order in which these operations are called.
 
-    LeaseGroups ─▶ train_step (thread) ─▶ PublishWeights ─▶ AcknowledgeLease ─▶ VersionAdvanced
-                                                                 │
-                        checkpoint, if due ◀─ StepFinished ◀─ Evaluate, if due
+Engines that are lent the weights have loaded them when ``publish`` returns. If they load a copy, from disk or from the
+weight store, the next step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them. With
+evaluation.is_async, the next step trains while Evaluate runs, and its weights are published after it: the engines hold
+one version. The step is reported when its evaluation is over.
 
-With evaluation.is_async, the next step trains while Evaluate runs, and its weights are published after it: the engines
-hold one version. The step is reported when its evaluation is over.
-
-Agents keep running throughout. Engines that are lent the weights have loaded them when the next step begins. If they
-load a copy, from disk or from the weight store, the next step begins meanwhile; VersionAdvanced, evaluations and the
-next publication wait for them. If several processes train, this one leads them (``gang``). The computation of a step is
-in ``training``; each lease states how stale a group may be. A checkpoint holds the weights, the optimizer, the position
-in the data and this actor's counters, so that a resumed run continues where it stopped. It is written after the report
-of its step, because a resumed run does not report that step again.
+If several processes train, this one leads them (``gang_actors``). The computation of a step is in ``trainer``. A
+checkpoint holds the weights, the optimizer, the position in the data and this actor's counters, so that a resumed run
+continues where it stopped.
 """
 
 from __future__ import annotations
@@ -68,9 +63,6 @@ from areal_actors.training.gang_actors import GangPolicy
 from areal_actors.training.metrics import (
     describe_evaluation,
     describe_untrained,
-    mean_reward,
-    step_metrics,
-    supervised_metrics,
 )
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
@@ -100,12 +92,13 @@ class TrainingPeers:
 
 
 class TrainerActor(Actor[Training]):
-    """Owns the policy and its optimizer. ``counters`` are those of the checkpoint that a resumed run starts from.
+    """Owns the policy and its optimizer, and runs ``loop`` (``run.loop.train``), which calls its operations.
 
-    Rows that fail the capture checks are written below ``captures``. ``publisher`` makes snapshots of the weights; by
-    default they are lent to an engine in this process. ``members`` train along, from the first step on.
-    ``save_weights`` writes the trained weights; it may block. ``supervised`` returns the conversations that a warm step
-    trains on, by its number. ``teacher`` scores the rows of distillation steps that were delivered without scores.
+    ``counters`` are those of the checkpoint that a resumed run starts from. Rows that fail the capture checks are
+    written below ``captures``. ``publisher`` makes snapshots of the weights; by default they are lent to an engine in
+    this process. ``members`` train along, from the first step on. ``save_weights`` writes the trained weights; it may
+    block. ``supervised`` returns the conversations that a warm step trains on, by its number. ``teacher`` scores the
+    rows of distillation steps that were delivered without scores.
     """
 
     def __init__(
@@ -114,6 +107,7 @@ class TrainerActor(Actor[Training]):
         policy: PolicyTrainer,
         peers: TrainingPeers,
         plan: TrainingPlan,
+        loop: Callable[[TrainerActor], Awaitable[bool]],
         checkpoints: Path,
         counters: Mapping[str, Any] | None = None,
         captures: Path | None = None,
@@ -127,7 +121,8 @@ class TrainerActor(Actor[Training]):
         self._publisher = publisher or MemoryPublisher()
         self._members = members or GangMembers()
         self._peers = peers
-        self._plan = plan
+        self.plan = plan
+        self._loop = loop
         self._checkpoints = checkpoints
         self._captures = captures
         self._save_weights = save_weights
@@ -190,109 +185,77 @@ class TrainerActor(Actor[Training]):
         if self._save_weights is not None:
             await self._thread.run(self._save_weights)
 
-    # ------------------------------------------------------------------------------------------------ the loop
-
     async def _train(self) -> None:
-        # Before the first publication, which gathers the weights from all ranks.
-        await self._led.join()
-        await self._publish()
-        await self._published.wait()
-        await self._speed()
-        if self._unreported is not None:
-            await self._report(self._unreported, is_repeated=True)
-        elif not self._is_resumed:
-            await self._report(None)
-        is_finished = self._policy.version >= self._plan.total_steps
-        while not is_finished and not self._stopping.is_set():
-            is_finished = await self._step()
-        await self._evaluated.wait()
-        await self._save(is_last=True)
-        await self._published.wait()
+        is_finished = await self._loop(self)
         self._summary = TrainingSummary(
-            steps=self._policy.version,
-            version=self._policy.version,
-            is_finished=is_finished,
-            stop_reason=self._stop_reason,
+            steps=self.version, version=self.version, is_finished=is_finished, stop_reason=self._stop_reason
         )
         self._ended.set()
 
-    async def _step(self) -> bool:
-        """Take one step; return whether training is over. A stop requested while waiting for groups skips the step."""
-        started = anyio.current_time()
-        is_warm = self._policy.version < self._plan.num_warm_steps
-        lease: Lease | None
-        if is_warm:  # the conversations of the step, in the form of a batch of groups
-            assert self._supervised is not None, "a plan with warm steps comes with conversations"
-            step = self._policy.version + 1
-            lease = Lease(id=-step, groups=tuple(self._supervised(step)), max_staleness=None)
-        else:
-            lease = await self._lease()
-        if lease is None:
-            return False
-        if self._teacher is not None:
-            taught = [await self._teacher.teach(group, version=self._policy.version) for group in lease.groups]
-            lease = evolve(lease, groups=tuple(taught))
-        leased = anyio.current_time()
-        recorder = RowRecorder() if self._peers.progress is not None else None
-        statistics = await self._train_on(lease, recorder)
-        # The evaluation of the version before is sampled by the weights that the next publication replaces, and its
-        # step is reported before this one.
-        await self._evaluated.wait()
-        is_last_warm = self._policy.version == self._plan.num_warm_steps
-        # Before the publication, during which engines do not answer.
-        speed = await self._speed()
-        # Nothing is sampled in between warm steps, unless they are evaluated.
-        if not is_warm or is_last_warm or self._is_evaluation_due(is_over=False):
-            await self._publish()
-        trained = anyio.current_time()
-        # Only after the step: until then, the lease would be offered again unchanged.
-        if not is_warm:
-            self._position = await self._peers.exports.ask(AcknowledgeLease(lease=lease.id))
-            self._warn_of_untrained(lease)
-        if self._published.is_set():
-            await self._advance(self._policy.version)
-        else:
-            self._tasks.start_soon(self._advance, self._policy.version)
-        reward = None if is_warm else mean_reward(statistics, lease)
-        is_over = self._is_over(reward)
-        metrics = supervised_metrics(statistics, lease) if is_warm else step_metrics(statistics, lease)
-        metrics |= {"reward": reward} | speed
-        metrics |= {"rollout_seconds": leased - started, "train_seconds": trained - leased}
-        is_due = self._is_evaluation_due(is_over=is_over) or (is_warm and is_last_warm)
-        if recorder is not None:
-            await self._tell_rows(recorder, None if is_warm else lease)
-        metrics["eval_reward"] = None
-        news = StepFinished(step=self._policy.version, phase=self._policy.phase.name, metrics=metrics)
-        if is_due:
-            await self._report(news, is_last=is_over)
-        else:
-            await self._tell(news)
-        if self._policy.version % self._plan.checkpoint.every_steps == 0:
-            await self._save()
-        return is_over
+    # ----------------------------------------------------------------------------- operations of the training loop
 
-    async def _tell_rows(self, recorder: RowRecorder, lease: Lease | None) -> None:
-        step, every = self._policy.version, self._plan.rows_every_steps
-        if lease is not None:  # what is imitated has no advantage
-            tasks = tuple(group.problem.task for group in lease.groups)
-            await self._tell(GroupsTrained(step=step, rows=recorder.advantages(), tasks=tasks))
-        if every and step % every == 0:
-            await self._tell(RowsTrained(step=step, rows=recorder.rows()))
+    @property
+    def version(self) -> int:
+        """The number of steps that the weights have had."""
+        return self._policy.version
 
-    async def _train_on(self, lease: Lease, recorder: RowRecorder | None) -> StepStatistics:
-        """Update the weights.
+    @property
+    def phase(self) -> str:
+        """The name of the phase of the last step."""
+        return self._policy.phase.name
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a stop was requested."""
+        return self._stopping.is_set()
+
+    async def join_gang(self) -> None:
+        """Form the gang, before the first publication, which gathers the weights from all ranks."""
+        await self._led.join()
+
+    def take_conversations(self) -> Lease:
+        """Return the conversations of the next warm step, in the form of a batch of groups."""
+        assert self._supervised is not None, "a plan with warm steps comes with conversations"
+        step = self.version + 1
+        return Lease(id=-step, groups=tuple(self._supervised(step)), max_staleness=None)
+
+    async def lease(self) -> Lease | None:
+        """Return the next batch, or ``None`` if a stop was requested first.
+
+        Raises ``TrainingStalled`` after ``plan.max_step_seconds``.
+        """
+        wanted = LeaseGroups(
+            num_groups=self.plan.batch_size, version=self.version, max_staleness=self.plan.max_staleness
+        )
+        with anyio.move_on_after(self.plan.max_step_seconds):
+            return await self._unless_stopping(lambda: self._peers.exports.ask(wanted))
+        raise TrainingStalled(
+            f"Step {self.version + 1} waited {self.plan.max_step_seconds:g} s for its {self.plan.batch_size} "
+            "groups. See failures.jsonl for what failed, or raise rollout.max_step_seconds if episodes need more time."
+        )
+
+    async def add_teacher_scores(self, batch: Lease) -> Lease:
+        """Return the batch with the scores of a teacher's server, in a distillation phase, on rows that lack them."""
+        if self._teacher is None:
+            return batch
+        taught = [await self._teacher.teach(group, version=self.version) for group in batch.groups]
+        return evolve(batch, groups=tuple(taught))
+
+    async def step(self, batch: Lease) -> tuple[StepStatistics, RowRecorder | None]:
+        """Update the weights; return the statistics, and the rows if they are reported.
 
         An error about the rows that ends the run leaves a checkpoint, and the rows for inspection.
         """
+        recorder = RowRecorder() if self._peers.progress is not None else None
         try:
-            return await self._led.train_step(lease.groups, max_staleness=lease.max_staleness, recorder=recorder)
+            statistics = await self._led.train_step(batch.groups, max_staleness=batch.max_staleness, recorder=recorder)
         except (TrainingDiverged, ExportError):
-            await self._discard(lease)
+            await self._discard(batch)
             raise
         except CaptureViolation as violation:
-            await self._discard(lease)
+            await self._discard(batch)
             if self._captures is not None:
-                path = anyio.Path(self._captures / f"step-{self._policy.version + 1}.jsonl")
+                path = anyio.Path(self._captures / f"step-{self.version + 1}.jsonl")
                 try:
                     await path.parent.mkdir(parents=True, exist_ok=True)
                     await path.write_text("".join(f"{json.dumps(record)}\n" for record in violation.evidence), "utf-8")
@@ -301,12 +264,18 @@ class TrainerActor(Actor[Training]):
                     _log.warning("evidence_not_written", path=str(path), error=str(error))
                 else:
                     violation.args = (f"{violation} The rows are in {path}.",)
-            await self._save(is_last=True)
+            await self.save(is_last=True)
             raise
         except CustomFunctionError:
             if not self._policy.is_within_step:
-                await self._save(is_last=True)
+                await self.save(is_last=True)
             raise
+        return statistics, recorder
+
+    async def acknowledge(self, batch: Lease) -> None:
+        """Have the exporter forget the groups, which are trained."""
+        self._position = await self._peers.exports.ask(AcknowledgeLease(lease=batch.id))
+        self._warn_of_untrained(batch)
 
     def _warn_of_untrained(self, lease: Lease) -> None:
         """Log in the first step if most tokens are not trained, as of agents that send temperature 0 in each request.
@@ -318,24 +287,12 @@ class TrainerActor(Actor[Training]):
         self._has_checked_tokens = True
         untrained = describe_untrained(episode for group in lease.groups for episode in group.episodes)
         if untrained is not None:
-            _log.warning("tokens_not_trained", step=self._policy.version, detail=untrained)
+            _log.warning("tokens_not_trained", step=self.version, detail=untrained)
 
     async def _discard(self, lease: Lease) -> None:
         """Let a resumed run sample other groups: these would fail again. Warm steps have no groups to discard."""
         if lease.id >= 0:
             await self._peers.exports.ask(DiscardLease(lease=lease.id))
-
-    async def _lease(self) -> Lease | None:
-        """Return the next batch, or ``None`` if a stop was requested first."""
-        wanted = LeaseGroups(
-            num_groups=self._plan.batch_size, version=self._policy.version, max_staleness=self._plan.max_staleness
-        )
-        with anyio.move_on_after(self._plan.max_step_seconds):
-            return await self._unless_stopping(lambda: self._peers.exports.ask(wanted))
-        raise TrainingStalled(
-            f"Step {self._policy.version + 1} waited {self._plan.max_step_seconds:g} s for its {self._plan.batch_size} "
-            "groups. See failures.jsonl for what failed, or raise rollout.max_step_seconds if episodes need more time."
-        )
 
     async def _unless_stopping(self, action: Callable[[], Awaitable[R]]) -> R | None:
         """Return the result of ``action``, or cancel it and return ``None`` if a stop was requested first."""
@@ -351,21 +308,18 @@ class TrainerActor(Actor[Training]):
             tasks.cancel_scope.cancel()
         return result
 
-    def _is_over(self, reward: float | None) -> bool:
-        """Return whether this was the last step. A step without rewards does not end a run early."""
-        if reward is None:
-            return self._policy.version >= self._plan.total_steps
-        average = self._average.update(reward)
-        stop = self._plan.stop
-        if stop.reward is not None and average >= stop.reward and self._policy.version >= stop.min_steps:
+    def is_finished(self, reward: float | None) -> bool:
+        """Return whether the step with this mean reward was the last one. A step without rewards ends no run early."""
+        stop = self.plan.stop
+        average = None if reward is None else self._average.update(reward)
+        is_good_enough = average is not None and stop.reward is not None and average >= stop.reward
+        if is_good_enough and self.version >= stop.min_steps:
             self._stop_reason = f"the reward's moving average reached {stop.reward:g}"
             return True
-        return self._policy.version >= self._plan.total_steps
+        return self.version >= self.plan.total_steps
 
-    # ------------------------------------------------------------------------------------------------- its parts
-
-    async def _publish(self) -> None:
-        """Publish the weights, and wait until engines have loaded them if they are only lent."""
+    async def publish(self, *, is_awaited: bool = False) -> None:
+        """Publish the weights. Wait until engines have loaded them if they are only lent, or with ``is_awaited``."""
         # There is one copy, which engines may still be loading, and publications are ordered.
         await self._published.wait()
         snapshot = await self._led.publish(self._publisher)
@@ -379,17 +333,70 @@ class TrainerActor(Actor[Training]):
             self._published.set()
 
         self._tasks.start_soon(announce)
+        if is_awaited:
+            await self._published.wait()
 
-    async def _advance(self, version: int) -> None:
-        """Let sessions begin that the new version samples, once engines have it."""
+    async def finish_publication(self) -> None:
+        """Wait until engines have the version that was published last."""
         await self._published.wait()
-        await self._peers.capacity.tell(VersionAdvanced(version=version))
 
-    def _is_evaluation_due(self, *, is_over: bool) -> bool:
-        every = self._plan.evaluation.every_steps
-        return is_over or (every > 0 and self._policy.version % every == 0)
+    async def advance_version(self) -> None:
+        """Let sessions begin that the new version samples, once engines have it."""
+        advanced = VersionAdvanced(version=self.version)
+        if self._published.is_set():
+            await self._peers.capacity.tell(advanced)
+            return
 
-    async def _report(self, news: StepFinished | None, *, is_last: bool = False, is_repeated: bool = False) -> None:
+        async def advance() -> None:
+            await self._published.wait()
+            await self._peers.capacity.tell(advanced)
+
+        self._tasks.start_soon(advance)
+
+    def is_evaluation_due(self, *, is_last: bool) -> bool:
+        """Return whether the weights are to be evaluated. The last ones always are."""
+        every = self.plan.evaluation.every_steps
+        return is_last or (every > 0 and self.version % every == 0)
+
+    async def evaluate_first(self) -> None:
+        """Evaluate the weights before the first step, or those that a resumed run has not reported yet."""
+        if self._unreported is not None:
+            await self._evaluate_and_report(self._unreported, is_repeated=True)
+        elif not self._is_resumed:
+            await self._evaluate_and_report(None)
+
+    async def report(
+        self,
+        step: StepFinished,
+        batch: Lease,
+        recorder: RowRecorder | None,
+        *,
+        is_evaluated: bool = False,
+        is_last: bool = False,
+    ) -> None:
+        """Report the rows of a step and, with ``is_evaluated`` after an evaluation of its weights, the step itself."""
+        if recorder is not None:
+            await self._report_rows(batch, recorder)
+        if is_evaluated:
+            await self._evaluate_and_report(step, is_last=is_last)
+        else:
+            await self._tell(step)
+
+    async def finish_evaluation(self) -> None:
+        """Wait until no evaluation runs in the background."""
+        await self._evaluated.wait()
+
+    async def _report_rows(self, batch: Lease, recorder: RowRecorder) -> None:
+        step, every = self.version, self.plan.rows_every_steps
+        if batch.id >= 0:  # what is imitated has no advantage
+            tasks = tuple(group.problem.task for group in batch.groups)
+            await self._tell(GroupsTrained(step=step, rows=recorder.advantages(), tasks=tasks))
+        if every and step % every == 0:
+            await self._tell(RowsTrained(step=step, rows=recorder.rows()))
+
+    async def _evaluate_and_report(
+        self, news: StepFinished | None, *, is_last: bool = False, is_repeated: bool = False
+    ) -> None:
         """Evaluate the weights, and then report their step with the result; in the background if so configured.
 
         ``news`` is ``None`` for the weights before the first step.
@@ -404,7 +411,7 @@ class TrainerActor(Actor[Training]):
             self._unreported = None
             self._evaluated.set()
 
-        if not self._plan.evaluation.is_async or self._peers.rollouts is None or is_last:
+        if not self.plan.evaluation.is_async or self._peers.rollouts is None or is_last:
             await evaluate_and_tell()
             return
         self._evaluated = anyio.Event()
@@ -418,7 +425,7 @@ class TrainerActor(Actor[Training]):
         if self._peers.rollouts is None:
             return None
         # Read before any wait, during which the next step may advance the policy's version.
-        version, settings, rollouts = self._policy.version, self._plan.evaluation, self._peers.rollouts
+        version, settings, rollouts = self.version, self.plan.evaluation, self._peers.rollouts
         await self._published.wait()
         await self._tell(PhaseChanged(phase="evaluating", detail=f"version {version}"))
         started = anyio.current_time()
@@ -431,12 +438,12 @@ class TrainerActor(Actor[Training]):
         await self._tell(news)
         return news
 
-    async def _save(self, *, is_last: bool = False) -> None:
+    async def save(self, *, is_last: bool = False) -> None:
         """Write a checkpoint, or begin to, unless this version has one. The last one is complete at the return."""
         await self._written.wait()
-        if self._saved_version == self._policy.version:
+        if self._saved_version == self.version:
             return
-        phase = PhaseChanged(phase="saving a checkpoint", detail=f"step {self._policy.version}")
+        phase = PhaseChanged(phase="saving a checkpoint", detail=f"step {self.version}")
         if self._peers.progress is not None:
             # Asked, not told: the reply means that all earlier news was written.
             await self._peers.progress.ask(phase)
@@ -444,9 +451,9 @@ class TrainerActor(Actor[Training]):
         if self._unreported is not None:
             # A resumed run evaluates these weights again, and then reports their step.
             counters["unreported"] = asdict(self._unreported)
-        num_kept = self._plan.checkpoint.keep
-        version = self._saved_version = self._policy.version
-        if is_last or not self._plan.checkpoint.is_async:
+        num_kept = self.plan.checkpoint.keep
+        version = self._saved_version = self.version
+        if is_last or not self.plan.checkpoint.is_async:
             await self._led.save(self._checkpoints, counters=counters, num_kept=num_kept)
             await self._peers.exports.ask(SaveVersion(version=version))
             return
@@ -462,7 +469,7 @@ class TrainerActor(Actor[Training]):
         await self._peers.exports.ask(SaveVersion(version=version))
         self._written.set()
 
-    async def _speed(self) -> dict[str, float | int | None]:
+    async def measure_speed(self) -> dict[str, float | int | None]:
         """Return the tokens sampled since the last call, with evaluations, their rate, and the number of engines."""
         view = await self._peers.generation.ask(DescribeEngine())
         now, (then, num_before) = anyio.current_time(), self._measured

@@ -16,6 +16,7 @@ from attrs import field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, optional
 
 from areal_actors.lib.references import FunctionReference, builtin_or_reference
+from areal_actors.lib.settings import COMMON, constant
 
 __all__ = [
     "ROUNDING_NATS",
@@ -219,7 +220,7 @@ class AdvantageConfig:
         default=Normalisation.RLOO, validator=builtin_or_reference(Normalisation)
     )
     unit: StatisticsUnit = StatisticsUnit.TURN_KIND
-    std_floor: float = field(default=1e-6, validator=_positive)
+    std_floor: float = constant(1e-6)
     drop_zero_variance: bool = False
     max_refills: int = field(default=4, validator=_not_negative)
 
@@ -402,7 +403,7 @@ class OptimizerConfig:
 
     name: OptimizerName = OptimizerName.ADAMW
     offload: OffloadTo = OffloadTo.NONE
-    learning_rate: float = field(default=2e-5, validator=_finite_positive)
+    learning_rate: float = field(default=2e-5, validator=_finite_positive, metadata=COMMON)
     beta1: float = field(default=0.9, validator=_below_one)
     beta2: float = field(default=0.95, validator=_below_one)
     epsilon: float = field(default=1e-8, validator=_positive)
@@ -430,7 +431,7 @@ class CaptureConfig:
 
     enabled: bool = True
     tolerance: float | None = field(default=None, validator=_positive_or_none)
-    max_bad_fraction: float = field(default=0.1, validator=_fraction)
+    max_bad_fraction: float = constant(0.1)
 
 
 class GangBackend(StrEnum):
@@ -479,14 +480,6 @@ class LoraServing(StrEnum):
     """Whole weights with the adapter merged into them, as full training publishes them; any server can load these."""
 
 
-def _no_dropout(_: object, __: object, value: float) -> None:
-    if value:
-        raise ValueError(
-            f"only 0 is supported, not {value:g}: the engine samples without dropout, and a ratio of probabilities "
-            "under two dropout masks is noise"
-        )
-
-
 @frozen(kw_only=True)
 class LoraConfig:
     """Training of a low-rank adapter in place of the weights, which stay frozen. Needs the package peft.
@@ -501,8 +494,6 @@ class LoraConfig:
     """Names of linear modules, such as q_proj, or all-linear for all but the output head."""
     target_parameters: tuple[str, ...] = ()
     """Names of parameters that no linear module holds, such as mlp.experts.gate_up_proj of a mixture of experts."""
-    dropout: float = field(default=0.0, validator=_no_dropout)
-    """Only 0: ratios of probabilities under different dropout masks are meaningless."""
     path: Path | None = None
     """Directory of an adapter to start from, with the same rank, alpha and targets; null starts with no change."""
     serving: LoraServing = LoraServing.ADAPTER
@@ -541,7 +532,7 @@ class TrainerConfig:
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
     chunk_tokens: int | None = field(default=None, validator=optional(and_(instance_of(int), _positive)))
     dtype: ComputeDtype = ComputeDtype.AUTO
-    device: str = "auto"
+    device: str = field(default="auto", metadata=COMMON)
     activations: Activations = Activations.AUTO
     compile_layers: bool | None = None
     """Compile decoder layers with torch.compile: the first step of a process takes up to a minute, or with an adapter
@@ -549,7 +540,7 @@ class TrainerConfig:
     temperature: float = field(default=1.0, validator=_positive)
     num_epochs: int = field(default=1, validator=_positive)
     num_minibatches: int = field(default=1, validator=_positive)
-    skips_inert_rows: bool = True
+    skips_inert_rows: bool = constant(True)
     step_timeout_seconds: float | None = field(default=1800.0, validator=_positive_or_none)
     """A step, publication or checkpoint that begins no forward pass for this long counts as hung: a trainer in a
     worker is replaced, and a run in one process ends with an error. Null: it may take forever."""
@@ -562,9 +553,9 @@ class TrainerConfig:
 
     Engines in other processes read them from a shared disk, or, on SGLang servers, can receive them by broadcast.
     """
-    publish_keep: int = field(default=2, validator=[instance_of(int), _positive])
+    publish_keep: int = constant(2)
     """Number of published versions to keep on disk; a replica that joins reads the latest."""
-    publish_bucket_mib: int = field(default=512, validator=[instance_of(int), _positive])
+    publish_bucket_mib: int = constant(512)
     """Size of the parts in which weights are broadcast; trainer and servers each need this much free device memory."""
     seed: int = field(default=0, validator=ge(0))
 
@@ -589,7 +580,7 @@ class CheckpointConfig:
     its part.
     """
 
-    every_steps: int = field(default=10, validator=ge(1))
+    every_steps: int = field(default=10, validator=ge(1), metadata=COMMON)
     keep: int = field(default=1, validator=ge(1))
     is_async: bool = False
 
@@ -601,7 +592,7 @@ class EvaluationConfig:
     Training evaluates before the first step, after the last one, and every every_steps steps; 0 evaluates only then.
     """
 
-    every_steps: int = field(default=0, validator=ge(0))
+    every_steps: int = field(default=0, validator=ge(0), metadata=COMMON)
     num_samples: int = field(default=1, validator=ge(1))
     """Episodes per problem, over which the reward is averaged: the k of avg@k."""
     solved_reward: float = field(default=1.0, validator=and_(gt(-math.inf), lt(math.inf)))  # no NaN
@@ -621,9 +612,11 @@ class StopConfig:
     1412.6980).
     """
 
-    reward: float | None = field(default=None, validator=optional(and_(gt(-math.inf), lt(math.inf))))  # no NaN
-    smoothing: float = field(default=0.5, validator=[ge(0.0), le(0.99)])
-    min_steps: int = field(default=1, validator=ge(1))
+    reward: float | None = field(
+        default=None, validator=optional(and_(gt(-math.inf), lt(math.inf))), metadata=COMMON
+    )  # no NaN
+    smoothing: float = constant(0.5)
+    min_steps: int = constant(1)
 
 
 @frozen(kw_only=True)

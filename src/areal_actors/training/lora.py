@@ -154,7 +154,6 @@ class Adapter:
         settings = peft.LoraConfig(
             r=config.rank,
             lora_alpha=config.alpha,
-            lora_dropout=config.dropout,
             target_modules=linear if config.target_modules == (_ALL,) else list(config.target_modules),
             target_parameters=list(config.target_parameters) or None,
             # Only those that a name in ``target_modules`` would find, since engines may not know this field.

@@ -31,7 +31,7 @@ __all__ = [
     "supervised_group",
 ]
 
-_SHARED = ("lora", "dtype", "device", "gang", "publish", "publish_keep", "publish_bucket_mib")
+_SHARED = ("lora", "dtype", "device", "gang", "publish")
 """Settings of the whole run: what they decide is made once, before the first phase."""
 
 

@@ -274,7 +274,7 @@ class _Guarded:
     token: str
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # hypercorn's lifespan messages
+        if scope["type"] != "http":  # the lifespan of a server
             await self.app(scope, receive, send)
             return
         request = Request(scope)
@@ -332,7 +332,7 @@ async def open_page(
     try:
         url = url_of(listener)
         async with open_tasks() as tasks:
-            # Shielded because a cancelled Hypercorn leaves its connections open; `stopping` ends it and its streams.
+            # Shielded because a cancelled server leaves its connections open; `stopping` ends it and its streams.
             tasks.start_soon(serve_shielded, app, listener, stopping, anyio.CancelScope(shield=True))
             try:
                 yield f"{url}/?token={token}"

@@ -18,7 +18,7 @@ from attrs import Factory, asdict, define, evolve, field, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import RunSummarizer, read_new_records
-from areal_actors.dashboard.record import RunStatus, read_record, read_replicas
+from areal_actors.dashboard.record import RunStatus, read_record
 from areal_actors.dashboard.records import read_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact, redact_settings
@@ -177,7 +177,6 @@ class ViewedRun:
                 "eval-rollout": self._list_versions(self.directory.eval_rollouts),
             },
             "actors": {} if self.status is None else dict(self.status()),
-            "replicas": _describe_replicas(self.directory),
         }
 
     @property
@@ -401,7 +400,7 @@ def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
             "reason": record and record.reason,
             "warning": record and record.warning,
         }
-        found.append({"name": run.name} | state | summary | {"replicas": _describe_replicas(run.directory)})
+        found.append({"name": run.name} | state | summary)
     return found
 
 
@@ -414,23 +413,13 @@ def format_runs(runs: Sequence[Mapping[str, Any]]) -> str:
         state = f"{run['name']:{width}}  {run['status']:11}  {run['steps']:5}"
         lines.append(state + "".join(f"  {text:>15}" for text in rewards))
         ended_badly = run["status"] in (RunStatus.FAILED, RunStatus.KILLED)
-        replicas = (f"{role}: {one['serving']} of {one['wanted']} serve" for role, one in run["replicas"].items())
         notes = (
             run["reason"] if ended_badly else None,
             run["warning"],
             run["verdict"] and f"did not learn: {run['verdict']}",
-            *replicas,
-            *(one["error"] for one in run["replicas"].values()),
         )
         lines += [f"{'':{width}}  {note}" for note in notes if note]
     return "\n".join(lines)
-
-
-def _describe_replicas(directory: RunDirectory) -> dict[str, dict[str, Any]]:
-    """Return how many workers of each role a run has that goes on."""
-    record = read_record(directory)
-    is_live = record is not None and record.status in (RunStatus.RUNNING, RunStatus.SERVING)
-    return {role: asdict(count) for role, count in read_replicas(directory).items()} if is_live else {}
 
 
 def _format(value: float | None) -> str:

@@ -30,15 +30,14 @@ from areal_actors.datasets import TaskDirectory
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, InvalidRequest, SandboxError, SandboxLimit
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox import (
     BoxRequest,
     Completed,
     Network,
     Sandbox,
     SandboxConfig,
-    SandboxKind,
     create_sandbox,
-    scratch_directory,
 )
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, LimitedAgent, parse_result
@@ -118,7 +117,7 @@ class CommandAgent(LimitedAgent):
             try:
                 boxed = _BoxedInvocation(self._command, self._sandbox, name=self.agent_name, log=log)
                 # Files that are given or graded need a working directory of the episode, as a sandbox gives one.
-                if self._sandbox.backend is not SandboxKind.NONE or self._command.grader or self._command.files:
+                if self._sandbox.is_isolated or self._command.grader or self._command.files:
                     yield boxed
                     return
                 yield _Invocation(self._command.command, name=self.agent_name, log=log, problem=problem, boxed=boxed)
@@ -317,7 +316,7 @@ class _BoxedInvocation:
         """
         grader = self._command.grader
         network = self._config.network if self._config.network is Network.HOST else Network.NONE
-        config = self._config if self._config.backend is SandboxKind.NONE else evolve(self._config, network=network)
+        config = self._config if not self._config.is_isolated else evolve(self._config, network=network)
         request = BoxRequest(config=config, readable=_files_of(grader))
         async with self._sandbox.open(request) as box:
             await box.copy_in(result, ".")

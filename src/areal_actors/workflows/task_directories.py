@@ -23,15 +23,14 @@ from attrs import evolve, field, frozen
 
 from areal_actors.datasets import Problems, TaskDirectory, load_task, resolve_variables
 from areal_actors.errors import DatasetError, EpisodeError, SandboxError, SandboxLimit
+from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox import (
     BoxRequest,
     Completed,
     Network,
     Sandbox,
     SandboxConfig,
-    SandboxKind,
     create_sandbox,
-    scratch_directory,
 )
 
 __all__ = [
@@ -82,7 +81,7 @@ def task_of(data: Any) -> Path | None:
 
 def check_task(task: TaskDirectory, config: SandboxConfig) -> None:
     """Raise ``DatasetError`` if the task cannot run in boxes of this kind."""
-    if config.backend is SandboxKind.NONE and not task.is_relocatable:
+    if not config.is_isolated and not task.is_relocatable:
         raise DatasetError(
             f"The task {task.path} has its files in {task.work_directory}, {_TESTS} and {_LOGS}, which exist only in a "
             "sandbox; set it to bubblewrap."
@@ -116,7 +115,7 @@ async def open_task_box(
     """
     is_open = config.network is Network.HOST and task.allows_internet
     closed = Network.NONE if proxy_url is None or config.network is Network.NONE else Network.PROXY
-    if config.backend is not SandboxKind.NONE:
+    if config.is_isolated:
         config = evolve(
             config,
             network=Network.HOST if is_open else closed,
@@ -134,9 +133,9 @@ async def open_task_box(
     )
     async with create_sandbox(config.backend).open(request) as box:
         # Without a sandbox, a name that the files of an agent cannot contain: they would be read as the verifier's.
-        logs = _LOGS if config.backend is not SandboxKind.NONE else f"{box.work_directory}/.logs-{token_hex(8)}"
+        logs = _LOGS if config.is_isolated else f"{box.work_directory}/.logs-{token_hex(8)}"
         environment = resolve_variables(task.environment) | {"LOGS_DIR": logs}
-        if config.backend in (SandboxKind.NONE, SandboxKind.BUBBLEWRAP):
+        if config.backend in ("none", "bubblewrap"):
             # python3 is the run's Python, with its packages, wherever the run was started from.
             path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
             environment.setdefault(
@@ -178,7 +177,7 @@ async def grade_files(
         EpisodeError: it wrote no reward, or something else than a number.
         SandboxError: the box cannot be opened, or ended.
     """
-    tests = _TESTS if config.backend is not SandboxKind.NONE else str(task.tests)
+    tests = _TESTS if config.is_isolated else str(task.tests)
     async with open_task_box(task, config, mounts={_TESTS: task.tests}, files=files) as opened:
         variables = resolve_variables(task.verifier_environment)
         try:

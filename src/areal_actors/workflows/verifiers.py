@@ -24,7 +24,7 @@ from attrs import field, frozen
 from areal_actors.datasets.tasksets import VerifiersPlugin, check_options, import_verifiers, plugin_id
 from areal_actors.domain import MAX_NUMBERS, InteractionId
 from areal_actors.errors import EpisodeError, WorkflowError
-from areal_actors.sandbox import SandboxConfig, SandboxKind
+from areal_actors.sandbox import SandboxConfig
 from areal_actors.workflows import context as workflow_context
 
 __all__ = ["BlockingVerifiersAgent", "VerifiersAgent", "VerifiersConfig", "VerifiersWorkflow", "create_environment"]
@@ -83,7 +83,7 @@ def create_environment(config: VerifiersConfig, sandbox: SandboxConfig) -> Any:
             "interception": {"type": "server"},
         }
         harness = _harness_settings(config.harness, vf, parts)
-        is_boxed = sandbox.backend is not SandboxKind.NONE
+        is_boxed = sandbox.is_isolated
         for seat in _seats(kind, vf):
             # By default verifiers would run each agent in a remote container.
             runtime = {"runtime": {"type": "docker" if is_boxed else "subprocess"}}

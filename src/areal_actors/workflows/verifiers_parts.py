@@ -31,8 +31,7 @@ from verifiers.v1.clients.eval import EvalClient
 from verifiers.v1.dialects.chat import message_to_wire
 
 from areal_actors.errors import SandboxError
-from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, SandboxKind, create_sandbox
-from areal_actors.sandbox.base import Output
+from areal_actors.sandbox import BoxRequest, Network, Output, Sandbox, SandboxConfig, create_sandbox
 
 __all__ = ["BoxProcess", "BoxRuntime", "ChatHarness", "Play", "attached", "create_http_client"]
 
@@ -129,11 +128,11 @@ class Play:
     @asynccontextmanager
     async def _open_box(self, agent: Any, task: Any) -> AsyncIterator[BoxRuntime]:
         config, image = self.sandbox, task.data.image
-        if image is not None and config.backend is SandboxKind.BUBBLEWRAP:
+        if image is not None and config.backend == "bubblewrap":
             raise SandboxError(f"The task needs the image {image}; bubblewrap has none: set the sandbox to docker.")
-        if image is not None and config.backend is not SandboxKind.NONE:
+        if image is not None and config.is_isolated:
             config = evolve(config, image=image)
-        directory = task.data.workdir if config.backend is not SandboxKind.NONE else None
+        directory = task.data.workdir if config.is_isolated else None
         request = BoxRequest(
             config=config,
             proxy_url=agent.interception.base_url,
@@ -195,18 +194,16 @@ class BoxRuntime(vf.Runtime):  # type: ignore[misc]
         self._processes: list[BoxProcess] = []
         # Processes that are being opened count, too: hooks of a rubric run at the same time.
         self._numbers = count()
-        self.has_host = config.backend in (SandboxKind.NONE, SandboxKind.BUBBLEWRAP)
-        self.has_network = config.backend is SandboxKind.NONE or config.network is Network.HOST
-        if config.backend is SandboxKind.NONE:
+        self.has_host = config.backend in ("none", "bubblewrap")
+        self.has_network = not config.is_isolated or config.network is Network.HOST
+        if not config.is_isolated:
             self.config = vf.SubprocessConfig()
         else:
             # The nearest of verifiers' kinds; it decides what tasks and harnesses may ask for.
             self.config = vf.DockerConfig(
                 image=config.image or "host", workdir=box.work_directory, allow=["*"] if self.has_network else []
             )
-        kind = (
-            vf.runtimes.SubprocessRuntimeInfo if config.backend is SandboxKind.NONE else vf.runtimes.DockerRuntimeInfo
-        )
+        kind = vf.runtimes.SubprocessRuntimeInfo if not config.is_isolated else vf.runtimes.DockerRuntimeInfo
         self.info = kind(**self.config.model_dump(), id=box.work_directory)
         self.scripts_dir = f"{box.work_directory}/.scripts"
 

@@ -20,7 +20,7 @@ from tests.stacks.replica_stack import (
 from areal_actors.domain import Answer, CompletionRequest, Credential, Exactly, FinishReason, Sampling
 from areal_actors.errors import CaptureViolation, EngineError, InvalidRequest, Unavailable
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.generation.router import RouterConfig
+from areal_actors.generation.replicas import ReplicaSetConfig
 from areal_actors.kernel import Restart
 from areal_actors.messages import AddReplica, Complete, OpenSession, PauseGeneration
 from areal_actors.rollouts.capacity import CapacityGranter
@@ -30,7 +30,7 @@ from areal_actors.sessions.manager import SessionManager
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_generation_survives_its_replica():
+async def test_generation_survives_its_replica():
     """It goes on elsewhere with the ids that were sampled: one answer, no token lost or twice."""
     async with open_replica_stack() as stack:
         first = await stack.add("a", CountingEngine(is_gated=True))
@@ -51,7 +51,7 @@ async def test_a_generation_survives_its_replica():
     assert [chunk.finish for chunk in one.chunks[:-1]] == [None] * (len(one.chunks) - 1)
 
 
-async def test_a_session_moves_once():
+async def test_session_moves_once():
     """To where its generation went on; it stays there when the old replica comes back."""
     async with open_replica_stack("a", "b") as stack:
         await stack.generate(request(key="s"))
@@ -67,8 +67,8 @@ async def test_a_session_moves_once():
     ("num_tokens", "options", "finish"),
     [(3, {}, FinishReason.LENGTH), (8, {"stop_token_ids": (START + 3,)}, FinishReason.STOP)],
 )
-async def test_the_end_is_told_although_its_replica_did_not_live_to_tell_it(num_tokens, options, finish):
-    """When all was sampled, nobody is asked for more."""
+async def test_finish_is_reported_although_replica_died_before_it(num_tokens, options, finish):
+    """When all tokens are known, no other replica is asked."""
 
     class Mute(CountingEngine):
         def _find_finish(self, generation, token_id):
@@ -86,7 +86,7 @@ async def test_the_end_is_told_although_its_replica_did_not_live_to_tell_it(num_
     assert one.error is None
 
 
-async def test_a_generation_that_fails_everywhere_fails():
+async def test_generation_that_fails_everywhere_fails():
     """After as many replicas as are allowed, with the last reason; each was asked once."""
     async with open_replica_stack("a", "b", "c", "d") as stack:
         for engine in stack.engines.values():
@@ -98,9 +98,9 @@ async def test_a_generation_that_fails_everywhere_fails():
     assert {"serving"} == set(states.values())
 
 
-async def test_an_engine_that_fails_moves_the_generation_and_is_out_after_a_few():
+async def test_failing_engine_is_taken_out_after_several_failures():
     """One failure is the generation's, many in a row are the engine's; others are not disturbed."""
-    async with open_replica_stack("a", "b", config=RouterConfig(max_failures=2)) as stack:
+    async with open_replica_stack("a", "b", config=ReplicaSetConfig(max_failures=2)) as stack:
         stack.engines["a"].fail(RuntimeError("broken"))
         answers = [ids_of(await stack.generate(request(key=str(number)))) for number in range(8)]
         views = await stack.views()
@@ -111,7 +111,7 @@ async def test_an_engine_that_fails_moves_the_generation_and_is_out_after_a_few(
 
 
 @pytest.mark.parametrize("refusal", [InvalidRequest("no", param="id"), CaptureViolation("no")])
-async def test_what_is_wrong_with_the_request_is_passed_on(refusal: Exception):
+async def test_error_of_the_request_is_not_retried(refusal: Exception):
     """Another replica would say the same."""
 
     class Refusing(CountingEngine):
@@ -128,7 +128,7 @@ async def test_what_is_wrong_with_the_request_is_passed_on(refusal: Exception):
     assert 1 == sum(whereabouts(stack).values())
 
 
-async def test_a_generation_under_a_grammar_moves_only_before_it_began():
+async def test_constrained_generation_moves_only_before_it_began():
     """An engine begins a grammar at its beginning; the client is told to ask again."""
     async with open_replica_stack() as stack:
         first = await stack.add("a", CountingEngine(is_gated=True, has_grammars=True))
@@ -145,7 +145,7 @@ async def test_a_generation_under_a_grammar_moves_only_before_it_began():
     assert EIGHT == fresh.ids
 
 
-async def test_leaving_aborts_at_the_replica():
+async def test_leaving_the_stream_aborts_at_the_replica():
     """As with one engine."""
     async with open_replica_stack() as stack:
         engine = await stack.add("a", CountingEngine(is_gated=True))
@@ -156,7 +156,7 @@ async def test_leaving_aborts_at_the_replica():
     assert (0, 1) == (views["a"].num_running, engine.statistics().aborted)
 
 
-async def test_the_deadline_of_the_asker_is_no_failure_of_the_replica():
+async def test_deadline_of_the_asker_is_not_a_failure_of_the_replica():
     """Nothing is moved for it."""
     async with open_replica_stack() as stack:
         await stack.add("a", CountingEngine(is_gated=True))
@@ -170,7 +170,7 @@ async def test_the_deadline_of_the_asker_is_no_failure_of_the_replica():
     assert {"a": 1, "b": 1} == whereabouts(stack)
 
 
-async def test_a_replica_that_restarts_is_told_everything_anew():
+async def test_restarted_replica_gets_weights_again():
     """Its actor begins a new life behind the same ref, with the weights that it was made with."""
     async with open_replica_stack() as stack:
         made: list[CountingEngine] = []
@@ -196,7 +196,7 @@ async def test_a_replica_that_restarts_is_told_everything_anew():
     assert [4] == [snapshot.version for snapshot in made[1].loaded]
 
 
-async def test_a_session_remembers_one_answer_of_two_replicas():
+async def test_session_stores_one_answer_of_two_replicas():
     """Its completion has the tokens of both, and says which weights sampled which."""
     async with open_replica_stack() as stack:
         first = await stack.add("a", CountingEngine(is_gated=True))

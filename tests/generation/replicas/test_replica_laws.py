@@ -1,6 +1,4 @@
-"""Random histories of a router: replicas come, die, fail and return, weights are published, generations go on.
-
-Half of the generations pass through the router. Tokens of the others come from the replicas themselves.
+"""Random histories of a replica set: replicas come, die, fail and return, weights are published, generations run.
 
 * Each generation ends once; its tokens are contiguous; its length is what was asked for.
 * The version of each token had been published (or was the first one) when it was sampled, and versions do not fall.
@@ -17,12 +15,11 @@ import anyio
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.stacks.direct_stack import DirectStack, open_direct_stack
-from tests.stacks.replica_stack import START, CountingEngine, Reading, open_replica_stack, request
+from tests.stacks.replica_stack import START, CountingEngine, Reading, ReplicaStack, open_replica_stack, request
 
 from areal_actors.domain import FinishReason, PauseMode
 from areal_actors.errors import ArealError, EngineError
-from areal_actors.generation.router import RouterConfig
+from areal_actors.generation.replicas import ReplicaSetConfig
 from areal_actors.messages import PauseGeneration, ResumeGeneration
 from areal_actors.testing import virtual_backend
 
@@ -32,7 +29,6 @@ STEPS = st.one_of(
     st.tuples(st.just("add"), NAMES),
     st.tuples(st.just("kill"), NAMES),
     st.tuples(st.just("remove"), NAMES),
-    st.tuples(st.just("cut"), NAMES),
     st.tuples(st.just("fail"), NAMES),
     st.tuples(st.just("refuse"), NAMES),
     st.tuples(st.just("block"), NAMES),
@@ -40,8 +36,8 @@ STEPS = st.one_of(
     st.tuples(st.just("publish"), st.sampled_from(["lent", "disk"])),
     st.tuples(st.just("pause"), st.sampled_from([PauseMode.KEEP])),
     st.tuples(st.just("resume"), st.none()),
-    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]), st.booleans())),
-    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]), st.booleans())),
+    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]))),
+    st.tuples(st.just("begin"), st.tuples(st.integers(1, 12), st.sampled_from(["", "x", "y"]))),
     st.tuples(st.just("sample"), st.integers(1, 6)),
     st.tuples(st.just("sample"), st.integers(1, 6)),
     st.tuples(st.just("wait"), st.integers(1, 40)),
@@ -49,10 +45,10 @@ STEPS = st.one_of(
 
 
 class History:
-    """What was done, and what must hold of it."""
+    """The steps so far, and the checks of their results."""
 
-    def __init__(self, direct: DirectStack, tasks) -> None:
-        self.direct, self.stack, self.tasks = direct, direct.far, tasks
+    def __init__(self, stack: ReplicaStack, tasks) -> None:
+        self.stack, self.tasks = stack, tasks
         self.version = self.next_version = 0
         self.published = {0}
         self.readings: list[tuple[Reading, int]] = []
@@ -64,14 +60,11 @@ class History:
         self.check()
 
     async def add(self, name: str) -> None:
-        self.engines.append(await self.direct.add(name, CountingEngine(is_gated=True)))
+        self.engines.append(await self.stack.add(name, CountingEngine(is_gated=True)))
 
     async def kill(self, name: str) -> None:
         if name in self.stack.refs:
             await self.stack.kill(name)
-
-    async def cut(self, name: str) -> None:
-        self.direct.cut(name)
 
     async def remove(self, name: str) -> None:
         await self.stack.remove(name)
@@ -85,7 +78,7 @@ class History:
             self.stack.engines[name].refuses.add(self.next_version + 1)
 
     async def block(self, name: str) -> None:
-        """What it loads from now on takes its time."""
+        """Have loads wait."""
         if name in self.stack.engines:
             self.stack.engines[name].gate = anyio.Event()
 
@@ -109,9 +102,9 @@ class History:
     async def resume(self, _: None) -> None:
         await self.stack.router.ask(ResumeGeneration())
 
-    async def begin(self, what: tuple[int, str, bool]) -> None:
-        num_tokens, key, is_direct = what
-        reading = Reading(self.direct.near if is_direct else self.stack, request(num_tokens, key=key))
+    async def begin(self, what: tuple[int, str]) -> None:
+        num_tokens, key = what
+        reading = Reading(self.stack, request(num_tokens, key=key))
         self.readings.append((reading, self.version))
         self.tasks.start_soon(reading.run)
 
@@ -132,7 +125,7 @@ class History:
             assert len(finishes) <= 1
 
     async def end(self) -> None:
-        """Give everybody what they need: all that can end does."""
+        """Let everything continue: all generations that can end do."""
         for engine in self.engines:
             engine.gate.set()
         await self.resume(None)
@@ -153,7 +146,7 @@ class History:
 
 async def play(steps: list[tuple[str, object]]) -> None:
     async with (
-        open_direct_stack(config=RouterConfig(wait_seconds=100, load_seconds=30)) as stack,
+        open_replica_stack(config=ReplicaSetConfig(wait_seconds=100, load_seconds=30)) as stack,
         anyio.create_task_group() as tasks,
     ):
         history = History(stack, tasks)
@@ -167,8 +160,8 @@ async def play(steps: list[tuple[str, object]]) -> None:
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @settings(max_examples=40)
 @given(steps=st.lists(STEPS, max_size=30))
-def test_whatever_happens_answers_are_whole(backend: str, steps: list[tuple[str, object]]):
-    """Or fail once, by name."""
+def test_answers_are_whole_or_fail_once(backend: str, steps: list[tuple[str, object]]):
+    """Whatever happens to the replicas."""
     name, options = virtual_backend(backend)
     anyio.run(partial(play, steps), backend=name, backend_options=options)
 
@@ -176,7 +169,7 @@ def test_whatever_happens_answers_are_whole(backend: str, steps: list[tuple[str,
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @settings(max_examples=20)
 @given(others=st.lists(st.tuples(st.sampled_from("bc"), st.sampled_from(["add", "kill", "begin"])), max_size=12))
-def test_a_session_stays_while_its_replica_serves(backend: str, others: list[tuple[str, str]]):
+def test_session_stays_while_its_replica_serves(backend: str, others: list[tuple[str, str]]):
     """Whatever becomes of the other replicas, and however many sessions there are."""
 
     async def stay() -> None:

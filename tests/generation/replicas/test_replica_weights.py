@@ -8,13 +8,13 @@ from tests.stacks.replica_stack import EIGHT, CountingEngine, open_replica_stack
 
 from areal_actors.domain import Snapshot
 from areal_actors.errors import EngineError, ModelError
-from areal_actors.generation.router import RouterConfig
+from areal_actors.generation.replicas import ReplicaSetConfig
 from areal_actors.messages import DescribeEngine, PublishWeights
 
 pytestmark = pytest.mark.anyio
 
 
-async def test_all_replicas_load_what_is_published():
+async def test_all_replicas_load_published_weights():
     """At once, and the reply comes when all have it."""
     async with open_replica_stack("a", "b") as stack:
         replied = await stack.publish(3)
@@ -24,7 +24,7 @@ async def test_all_replicas_load_what_is_published():
     assert [[3], [3]] == [[one.version for one in engine.loaded] for engine in stack.engines.values()]
 
 
-async def test_who_joins_late_gets_the_weights_before_it_gets_requests():
+async def test_late_replica_gets_weights_before_requests():
     """And no token comes from those that it was made with."""
     async with open_replica_stack("a") as stack:
         await stack.publish(1)
@@ -42,7 +42,7 @@ async def test_who_joins_late_gets_the_weights_before_it_gets_requests():
     assert {2} == set(one.versions)
 
 
-async def test_what_is_kept_is_asked_for_by_who_joins_late():
+async def test_late_replica_loads_kept_weights():
     """Unlike what is lent, it is there until the next publication; a snapshot of nothing is refused."""
     async with open_replica_stack("a") as stack:
         await stack.router.ask(PublishWeights(snapshot=Snapshot(version=1, is_kept=True)))
@@ -56,7 +56,7 @@ async def test_what_is_kept_is_asked_for_by_who_joins_late():
     assert {"a": "serving", "b": "serving"} == states
 
 
-async def test_a_replica_that_hangs_while_it_loads_does_not_hold_the_others():
+async def test_replica_that_hangs_during_a_load_does_not_hold_the_others():
     """It is left out within 10 s, its generation goes on elsewhere, and it comes back with the weights once it can."""
     async with open_replica_stack("a") as stack:
         hanging = await stack.add("b", CountingEngine(is_gated=True))
@@ -79,7 +79,7 @@ async def test_a_replica_that_hangs_while_it_loads_does_not_hold_the_others():
     assert (EIGHT, {1}) == (one.ids, set(one.versions))
 
 
-async def test_who_cannot_load_is_out_until_it_can():
+async def test_replica_that_cannot_load_is_out_until_it_can():
     """Its generations go on elsewhere under the new weights; it comes back by itself."""
     async with open_replica_stack() as stack:
         failing = await stack.add("a", CountingEngine(is_gated=True))
@@ -101,7 +101,7 @@ async def test_who_cannot_load_is_out_until_it_can():
     assert [0, 0, *[1] * 6] == one.versions
 
 
-async def test_no_generation_goes_on_under_older_weights():
+async def test_generation_never_continues_with_older_weights():
     """Where the publication has not come to all yet, it waits for one that has them."""
     async with open_replica_stack() as stack:
         first = await stack.add("a", CountingEngine(is_gated=True))
@@ -120,7 +120,7 @@ async def test_no_generation_goes_on_under_older_weights():
     assert one.is_whole_under(1)
 
 
-async def test_weights_that_nobody_can_load_are_refused_and_the_old_ones_served_on():
+async def test_weights_that_no_replica_can_load_are_refused():
     """As with one engine that keeps its weights."""
     async with open_replica_stack("a", "b") as stack:
         await stack.publish(1)
@@ -133,9 +133,9 @@ async def test_weights_that_nobody_can_load_are_refused_and_the_old_ones_served_
     assert {1} == {chunk.version for chunk in chunks}
 
 
-async def test_a_load_that_does_not_end_is_given_up():
+async def test_load_that_does_not_end_is_given_up():
     """The others serve the new weights meanwhile."""
-    async with open_replica_stack("a", "b", config=RouterConfig(load_seconds=30, straggler_seconds=600)) as stack:
+    async with open_replica_stack("a", "b", config=ReplicaSetConfig(load_seconds=30, straggler_seconds=600)) as stack:
         stack.engines["a"].gate = anyio.Event()
         began = anyio.current_time()
         await stack.publish(1)
@@ -177,7 +177,7 @@ async def test_weights_in_memory_are_lent_for_the_publication_only():
     assert [2] == [snapshot.version for snapshot in fitting.loaded]
 
 
-async def test_a_publication_without_replicas_is_for_those_that_come():
+async def test_publication_without_replicas_reaches_later_ones():
     """The trainer does not wait for them."""
     async with open_replica_stack() as stack:
         assert 5 == await stack.publish(5)
@@ -186,7 +186,7 @@ async def test_a_publication_without_replicas_is_for_those_that_come():
     assert [5] == [snapshot.version for snapshot in engine.loaded]
 
 
-async def test_a_replica_with_older_weights_than_the_run_waits_for_the_first_publication():
+async def test_replica_with_older_weights_waits_for_publication():
     """A resumed run begins at its own version, whatever the replica was made with."""
     async with open_replica_stack(version=7) as stack:
         await stack.add("a")
@@ -198,7 +198,7 @@ async def test_a_replica_with_older_weights_than_the_run_waits_for_the_first_pub
         assert {"a": "serving"} == await stack.states()
 
 
-async def test_a_replica_of_another_model_is_kept_out():
+async def test_replica_of_another_model_is_kept_out():
     """Its ids would be others."""
     async with open_replica_stack("a") as stack:
         await stack.add("b", CountingEngine(vocab_size=17))

@@ -1,4 +1,4 @@
-"""The router: sessions stay where they are, a pause holds for all, and replicas come and go at no answer's cost."""
+"""The replica set: sessions stay at their replica, a pause holds for all, and replicas come and go."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.stacks.replica_stack import EIGHT, CountingEngine, ids_of, open_repli
 
 from areal_actors.domain import PauseMode
 from areal_actors.errors import Unavailable
-from areal_actors.generation.router import RouterConfig
+from areal_actors.generation.replicas import ReplicaSetConfig
 from areal_actors.messages import AddReplica, DescribeEngine, Generation, PauseGeneration, ResumeGeneration
 from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.remote import pretend_remote
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 # ------------------------------------------------------------------------------------------------------ choosing
 
 
-async def test_a_session_stays_at_its_replica_and_new_ones_are_spread():
+async def test_session_stays_at_its_replica_and_new_ones_are_spread():
     """Each routing key goes to one engine; keys are dealt out evenly."""
     async with open_replica_stack("a", "b", "c") as stack:
         for _ in range(3):
@@ -32,7 +32,7 @@ async def test_a_session_stays_at_its_replica_and_new_ones_are_spread():
     assert {"a": 3, "b": 3, "c": 3} == whereabouts(stack)
 
 
-async def test_a_new_session_goes_to_the_least_loaded():
+async def test_new_session_goes_to_least_loaded_replica():
     """By the share of places that are taken."""
     async with open_replica_stack() as stack:
         await stack.add("busy", CountingEngine(is_gated=True))
@@ -42,8 +42,8 @@ async def test_a_new_session_goes_to_the_least_loaded():
                 assert {"busy": 2, "idle": 2} == whereabouts(stack)
 
 
-async def test_requests_wait_for_the_first_replica():
-    """Nobody is refused while the first one is on its way."""
+async def test_requests_wait_for_first_replica():
+    """They are not refused meanwhile."""
     async with open_replica_stack() as stack, reading(stack, request()) as one:
         assert not one.is_over
         await stack.add("a")
@@ -52,9 +52,9 @@ async def test_requests_wait_for_the_first_replica():
         assert EIGHT == one.ids
 
 
-async def test_without_a_replica_requests_are_refused_in_time():
+async def test_requests_without_a_replica_are_refused_in_time():
     """With 503 and a hint, which clients repeat; the deadline of the asker comes first if it is earlier."""
-    async with open_replica_stack(config=RouterConfig(wait_seconds=7)) as stack:
+    async with open_replica_stack(config=ReplicaSetConfig(wait_seconds=7)) as stack:
         began = anyio.current_time()
         with pytest.raises(Unavailable, match="none is known") as refusal:
             await stack.generate()
@@ -69,7 +69,7 @@ async def test_without_a_replica_requests_are_refused_in_time():
 # -------------------------------------------------------------------------------------------------------- pauses
 
 
-async def test_a_pause_holds_for_all_and_for_those_that_join():
+async def test_pause_holds_for_all_replicas_and_for_those_that_join():
     """Nothing is sampled until the end of the pause, wherever it would be."""
     async with open_replica_stack("a") as stack:
         await stack.router.ask(PauseGeneration())
@@ -84,8 +84,8 @@ async def test_a_pause_holds_for_all_and_for_those_that_join():
     assert EIGHT == first.ids == second.ids
 
 
-async def test_who_was_paused_while_it_was_away_goes_on_when_it_joins():
-    """What another life of the router had said does not hold any more."""
+async def test_replica_that_was_paused_before_resumes_when_it_joins():
+    """A pause of an earlier replica set does not hold any more."""
     engine = CountingEngine()
     await engine.pause(PauseMode.KEEP)
     async with open_replica_stack() as stack:
@@ -97,7 +97,7 @@ async def test_who_was_paused_while_it_was_away_goes_on_when_it_joins():
 # ---------------------------------------------------------------------------------------------- coming and going
 
 
-async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere():
+async def test_generations_of_removed_replica_continue_elsewhere():
     """The reply comes when nothing runs there; unknown names are fine."""
     async with open_replica_stack() as stack:
         first = await stack.add("a", CountingEngine(is_gated=True))
@@ -106,7 +106,7 @@ async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere():
             await anyio.wait_all_tasks_blocked()
             await stack.add("b")
             await stack.remove("a")
-            await stack.remove("nobody")
+            await stack.remove("unknown")
             await anyio.wait_all_tasks_blocked()
 
             assert {"b": "serving"} == await stack.states()
@@ -114,8 +114,8 @@ async def test_what_runs_at_a_replica_that_is_removed_goes_on_elsewhere():
     assert 1 == first.statistics().aborted
 
 
-async def test_a_namesake_takes_the_place():
-    """The old one's end is not news of the new one."""
+async def test_added_replica_replaces_one_of_the_same_name():
+    """The end of the old one does not affect the new one."""
     async with open_replica_stack("a") as stack:
         former = stack.refs["a"]
         await stack.add("a")
@@ -126,7 +126,7 @@ async def test_a_namesake_takes_the_place():
         assert EIGHT == ids_of(await stack.generate())
 
 
-async def test_counters_are_sums_that_never_fall():
+async def test_counters_are_sums_that_never_decrease():
     """Dead replicas have sampled what they sampled; those that come back begin at zero."""
     async with open_replica_stack("a", "b") as stack:
         for number in range(4):
@@ -143,9 +143,9 @@ async def test_counters_are_sums_that_never_fall():
     assert [2048, 1024, 2048] == [view.info.max_concurrent for view in (before, without, after)]
 
 
-async def test_who_asks_for_facts_waits_for_the_first_replica():
+async def test_describe_waits_for_first_replica():
     """Sessions ask for them before anything else."""
-    async with open_replica_stack(config=RouterConfig(wait_seconds=9)) as stack:
+    async with open_replica_stack(config=ReplicaSetConfig(wait_seconds=9)) as stack:
         with pytest.raises(Unavailable):
             await stack.router.ask(DescribeEngine())
         async with anyio.create_task_group() as tasks:
@@ -155,7 +155,7 @@ async def test_who_asks_for_facts_waits_for_the_first_replica():
     assert "echo" == view.info.name
 
 
-async def test_a_replica_elsewhere_is_as_good():
+async def test_remote_replica_serves_and_its_loss_is_noticed():
     """Behind a connection: generations, weights and pauses pass, and its loss is noticed."""
     async with open_replica_stack() as stack:
         engine = CountingEngine(is_gated=True)
@@ -175,8 +175,8 @@ async def test_a_replica_elsewhere_is_as_good():
     assert one.is_whole_under(1)
 
 
-async def test_the_router_leaves_its_replicas_alone_when_it_ends():
-    """They belong to whoever started them, and are watched no longer."""
+async def test_replicas_outlive_their_set():
+    """They belong to their creator, and are not watched any longer."""
     async with open_replica_stack("a") as stack:
         await stack.router.stop()
         view = await stack.refs["a"].ask(DescribeEngine())

@@ -288,10 +288,9 @@ def train(config: ServerConfig, directory: Path, way: str, *more: str) -> None:
         "command": list(config.command),
         "arguments": list(config.arguments),
         "environment": dict(config.environment),
-        "health_interval_seconds": 0.5,
     }
     arguments = ["examples/tiny.yaml", "rollout.backend=sglang", f"sglang={json.dumps(servers)}", "total_steps=3"]
-    arguments += [f"trainer.publish={way}", "trainer.publish_bucket_mib=1", "trainer.dtype=float32", *more]
+    arguments += [f"trainer.publish={way}", "trainer.dtype=float32", *more]
     arguments += [f"fileroot={directory}", "logging.display=plain"]
     subprocess.run([sys.executable, "-m", "areal_actors", "train", *arguments], check=True)
     records = [json.loads(line) for line in (directory / "tiny/trial/metrics.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 NAME = "aa-0123456789abcdef-generation-1.1000"
 
 
-def test_a_number_that_was_given_twice_tells_the_end_of_its_own_job(tmp_path):
+def test_exit_record_belongs_to_name_and_number_of_job(tmp_path):
     """A controller that has lost its state counts anew: a record of exit is that of a name and of a number."""
     files = SlurmFiles(path=tmp_path / "slurm")
     files.create()
@@ -30,16 +30,16 @@ def test_a_number_that_was_given_twice_tells_the_end_of_its_own_job(tmp_path):
     assert (0, 1) == (found.code, found.restarts)
 
 
-def test_a_record_of_an_earlier_version_is_read(tmp_path):
-    """It knows nothing of traits: its job is not kept."""
+def test_records_are_read_without_what_cannot_be_parsed(tmp_path):
+    """Fields of other versions are ignored."""
     files = SlurmFiles(path=tmp_path / "slurm")
     files.create()
-    words = {"name": NAME, "worker": "generation-1", "life": 1000, "created_at": 1.0, "job": 7, "ended": None}
+    words = {"name": NAME, "worker": "generation-1", "life": 1000, "created_at": 1.0, "job": 7, "traits": {"a": "b"}}
     (files.path / "jobs" / f"{NAME}.json").write_text(json.dumps(words))
     (files.path / "jobs" / "other.json").write_text("what")
-
-    (old,) = files.read_records()
-    assert (7, None, 1) == (old.job, old.traits, old.num_tasks)
-    new = JobRecord(name=NAME, worker="x", life=1, created_at=2.0, traits={"--time": "60", "$A": "b"}, num_tasks=2)
+    new = JobRecord(name="aa-1", worker="x", life=1, created_at=2.0)
     files.write_record(new)
-    assert (new,) == files.read_records()
+
+    old, written = files.read_records()
+    assert (7, None) == (old.job, old.ended)
+    assert new == written

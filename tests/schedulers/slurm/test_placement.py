@@ -27,9 +27,6 @@ class _Queue:
     async def refresh(self):
         raise NotImplementedError
 
-    async def is_superseded(self):
-        return False
-
 
 async def placed(directory, *, scontrol=SAYING, **settings):
     """Job 7, and what its commands were asked."""

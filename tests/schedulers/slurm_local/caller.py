@@ -1,9 +1,8 @@
 """A worker with nothing to do: ``python -m tests.schedulers.slurm_local.caller``.
 
 It calls its controller, stays connected, and calls again when it is cut off, until its lease is over. Told to end, it
-writes a checkpoint, and exits with the status that asks to be started again. When the controller is lost, it looks for
-the next one, if it may (``schedulers.bootstrap``). Twice a second it leaves a sign of life, which only one incarnation
-of a worker may do at a time. ``CALLER_ORDER`` can have it do something else.
+writes a checkpoint, and exits with the status that asks to be started again. Twice a second it leaves a sign of life,
+which only one incarnation of a worker may do at a time. ``CALLER_ORDER`` can have it do something else.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import os
 import signal
 import sys
 import time
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 
@@ -22,13 +20,7 @@ import anyio
 from areal_actors.errors import Unreachable
 from areal_actors.kernel.remote import Limits, connect
 from areal_actors.schedulers.base import CONTROLLER_LOST, RUN_AGAIN
-from areal_actors.schedulers.bootstrap import (
-    BOOTSTRAP_VARIABLE,
-    Bootstrap,
-    is_superseded,
-    read_bootstrap,
-    rejoin_next_controller,
-)
+from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, read_bootstrap
 
 _LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5, hello_seconds=1.5)
 
@@ -44,17 +36,14 @@ def main() -> None:
     if order == "show":
         shown = {name: text for name, text in os.environ.items() if name in value.split(",")}
         (_directory() / f"shown-{told.name}").write_text(json.dumps(shown))
-    status = anyio.run(partial(_live, told, is_deaf=order == "deaf"))
-    if status == CONTROLLER_LOST and told.rejoin_seconds:
-        rejoin_next_controller(told, "tests.schedulers.slurm_local.caller")
-    sys.exit(status)
+    sys.exit(anyio.run(_live, told))
 
 
 def _directory() -> Path:
     return Path(os.environ[BOOTSTRAP_VARIABLE]).parent.parent
 
 
-async def _live(told: Bootstrap, *, is_deaf: bool) -> int:
+async def _live(told: Bootstrap) -> int:
     status = 0
     async with anyio.create_task_group() as tasks:
 
@@ -69,7 +58,7 @@ async def _live(told: Bootstrap, *, is_deaf: bool) -> int:
 
         async def until_lost() -> None:
             nonlocal status
-            await _stay_connected(told, lease=float(os.environ.get("CALLER_LEASE", "4")), is_deaf=is_deaf)
+            await _stay_connected(told, lease=float(os.environ.get("CALLER_LEASE", "4")))
             print("controller is lost", flush=True)
             status = CONTROLLER_LOST
             tasks.cancel_scope.cancel()
@@ -79,10 +68,10 @@ async def _live(told: Bootstrap, *, is_deaf: bool) -> int:
     return status
 
 
-async def _stay_connected(told: Bootstrap, *, lease: float, is_deaf: bool) -> None:
+async def _stay_connected(told: Bootstrap, *, lease: float) -> None:
     last = anyio.current_time()
     addresses = cycle(told.addresses)
-    while anyio.current_time() - last < lease and (is_deaf or not is_superseded(told)):
+    while anyio.current_time() - last < lease:
         try:
             async with connect(
                 next(addresses), secret=told.secret, node=told.name, incarnation=told.life + 1, limits=_LIMITS
@@ -100,7 +89,7 @@ async def _stay_connected(told: Bootstrap, *, lease: float, is_deaf: bool) -> No
 async def _send_heartbeats(told: Bootstrap) -> None:
     while True:
         with (_directory() / f"beats-{told.name}").open("a") as file:
-            file.write(f"{told.life} {time.time():.3f} {told.epoch}\n")
+            file.write(f"{told.life} {time.time():.3f}\n")
         await anyio.sleep(0.5)
 
 

@@ -1,9 +1,9 @@
-"""Homes, schedulers and specifications for ``caller``, the worker of these tests."""
+"""Controllers, schedulers and specifications for ``caller``, the worker of these tests."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
 __all__ = ["CALLER", "SECRET", "SETTINGS", "open_controller", "open_scheduler", "spec"]
 
 CALLER = "tests.schedulers.slurm_local.caller"
-SECRET = b"known to both sides, nobody else"
+SECRET = b"known only to both sides of a test"
 _LIMITS = Limits(heartbeat_seconds=0.3, silence_seconds=1.5)
 SETTINGS = {
     "poll_seconds": 0.3,
@@ -25,7 +25,6 @@ SETTINGS = {
     "margin_seconds": 60,
     "preflight_seconds": 5.0,
     "command_timeout_seconds": 5.0,
-    "rejoin_seconds": 0.0,
 }
 """Of the scheduler."""
 
@@ -36,7 +35,6 @@ async def open_scheduler(
     directory: Path,
     *,
     environment: Mapping[str, str] | None = None,
-    wanted: Sequence[WorkerSpec] = (),
     **settings: Any,
 ) -> AsyncIterator[SlurmScheduler]:
     """A scheduler of the cluster whose workers are callers."""
@@ -44,7 +42,6 @@ async def open_scheduler(
         SlurmConfig(**(SETTINGS | settings)),
         directory=directory,
         environment=cluster.environment | (environment or {}),
-        wanted=wanted,
         module=CALLER,
     ) as scheduler:
         yield scheduler

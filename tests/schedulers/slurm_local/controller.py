@@ -20,7 +20,6 @@ from tests.schedulers.slurm_local.cluster import ROOT, Cluster
 
 from areal_actors.errors import SchedulerError
 from areal_actors.kernel.remote import Listener
-from areal_actors.schedulers.base import ControllerAddress, WorkerSpec
 from areal_actors.schedulers.slurm import SlurmConfig, SlurmScheduler
 
 __all__ = ["hear", "shard_of"]
@@ -59,15 +58,10 @@ async def _be_controller(address: str, directory: Path, settings: Mapping[str, A
         anyio.create_task_group() as tasks,
     ):
         for name in names:
-            placement = await stack.enter_async_context(scheduler.place(_spec(controller, name)))
+            placement = await stack.enter_async_context(scheduler.place(spec(controller, name)))
             print(f"placed {placement.job}", flush=True)
             tasks.start_soon(_tell, listener, name)
         await anyio.sleep_forever()
-
-
-def _spec(controller: ControllerAddress, name: str) -> WorkerSpec:
-    """One that is called deaf hears of no other controller."""
-    return spec(controller, name, order="deaf", lease=600) if name == "deaf" else spec(controller, name)
 
 
 async def _tell(listener: Listener, name: str) -> None:

@@ -1,6 +1,6 @@
-"""A real cluster whose controller or munge is away, or that cannot see our files: ``nox -s slurm``. Takes minutes.
+"""A real cluster whose controller or munge is away, and killed controllers of runs: ``nox -s slurm``. Takes minutes.
 
-What is not known is not a reason to end anything, and no command waits for ever.
+An unknown state ends no job, no command waits indefinitely, and a killed controller leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
-from tests.schedulers.slurm_local.breaking import act, assert_no_two_lives_at_once, beats, cluster, wait_state
+from tests.schedulers.slurm_local.breaking import act, assert_no_two_lives_at_once, beats, cluster, invoke, wait_state
 from tests.schedulers.slurm_local.callers import SECRET, open_controller, open_scheduler, spec
 from tests.schedulers.slurm_local.cluster import Cluster, open_cluster, why_no_namespaces, why_not
+from tests.schedulers.slurm_local.controller import hear, shard_of
 
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.base import ControllerAddress, PlacementState
@@ -134,3 +135,64 @@ async def test_a_directory_that_nodes_do_not_share_is_said_so(tmp_path):
                     ended = await placement.wait_ended()
 
     assert "file system that nodes share" in ended.reason
+
+
+def drain(cluster: Cluster, state: str) -> None:
+    """Have no node take another job, or all of them again (``RESUME``)."""
+    nodes = ",".join(cluster.node(number) for number in range(1, 5))
+    cluster.run("scontrol", "update", f"NodeName={nodes}", f"State={state}", "Reason=test")
+
+
+async def test_workers_of_killed_controller_end_with_their_lease(cluster, tmp_path):
+    """Its callers end within their lease; the records say what there was."""
+    with shard_of(cluster, tmp_path, "a", "b") as controller:
+        await hear(controller, "here", 2)
+        controller.kill()
+        with anyio.fail_after(4 + 5 + 5 + 5):
+            while await to_thread.run_sync(cluster.queue) or cluster.processes(f"{tmp_path}/slurm/bootstrap"):
+                await anyio.sleep(0.2)
+    reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
+
+    assert reaped.exit_code == 0, reaped.output
+    assert "Ended: " in reaped.stdout
+    listed = await to_thread.run_sync(invoke, cluster, "status", str(tmp_path), "--json")
+    assert '"gone"' in listed.stdout
+    assert '"RUNNING"' not in listed.stdout
+
+
+async def test_job_that_starts_after_its_controller_was_killed_frees_its_node(cluster, tmp_path):
+    """It waited meanwhile; nobody answers it."""
+    drain(cluster, "DRAIN")
+    with shard_of(cluster, tmp_path, "a") as controller:
+        (job,) = await hear(controller, "placed")
+        controller.kill()
+        drain(cluster, "RESUME")
+        with anyio.fail_after(30):
+            while await to_thread.run_sync(cluster.queue):
+                await anyio.sleep(0.2)
+
+    (record,) = (tmp_path / "slurm" / "exit").glob(f"*.{job}-0")
+    assert record.read_text().startswith("76 ")
+    assert "the controller cannot be reached" in (tmp_path / "logs" / "workers" / "a.log").read_text()
+
+
+async def test_second_controller_is_refused_while_first_is_stopped(cluster, tmp_path):
+    """It holds its lock: the other one says who lives there, and does nothing. Continued, it goes on."""
+    with shard_of(cluster, tmp_path, "caller-0") as former:
+        await hear(former, "here")
+        former.send_signal(signal.SIGSTOP)
+        with pytest.raises(
+            SchedulerError, match=rf"process {former.pid} on .* is the controller of the jobs of .*; end that run"
+        ):
+            async with open_scheduler(cluster, tmp_path):
+                pass
+        former.send_signal(signal.SIGCONT)
+        num_beats = len(beats(tmp_path))
+        with anyio.fail_after(20):
+            while len(beats(tmp_path)) < num_beats + 6:
+                await anyio.sleep(0.2)
+        former.kill()
+    reaped = await to_thread.run_sync(invoke, cluster, "reap", str(tmp_path))
+
+    assert "Ended: " in reaped.stdout
+    assert {0} == {life for life, _ in beats(tmp_path)}

@@ -53,7 +53,7 @@ COMMON = (
     "eval_dataset=null",
     "engine.dtype=float32",
     "trainer.dtype=float32",
-    "logging.tensorboard=false",
+    "logging.trackers=[]",
 )
 ROLES = {"trainer": 8, "generation": 8, "proxy": 2, "sessions": 2, "rollout": 2}
 """CPUs of each role: one node of four is left."""

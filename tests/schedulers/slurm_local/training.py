@@ -201,62 +201,10 @@ def test_two_runs_that_want_more_than_there_is_come_one_after_the_other(cluster,
     assert any("roles_given_back" in words for words in said)
 
 
-@pytest.mark.parametrize("has_roles_at_home", [False, True], ids=["roles apart", "the proxy at home"])
-def test_a_controller_that_is_killed_and_started_again_keeps_its_jobs(cluster, tmp_path, has_roles_at_home):
-    """The same jobs train on, from the newest checkpoint. No step is missing or made twice."""
-    directory = tmp_path / "run"
-    at_home = ("scheduler.roles.proxy=null", "proxy.host=127.0.0.1") if has_roles_at_home else ()
-    settings = (*TINY, *at_home, "checkpoint.every_steps=2", "total_steps=10")
-    with training(cluster, directory, *settings) as run:
-        wait_until(run, lambda: len(steps(directory)) >= 3)
-        run.kill()
-    before = jobs(cluster, "RUNNING")
-    with training(cluster, directory, *settings, "--resume") as run:
-        wait_until(run, lambda: len(steps(directory)) >= 6)
-        during = jobs(cluster, "PENDING,RUNNING,COMPLETING")
-        said, _ = run.communicate(timeout=300)
-
-    assert run.returncode == 0
-    assert 10 == json.loads(said.splitlines()[-1])["steps"]
-    assert 3 + (not has_roles_at_home) == len(before)
-    assert before == during
-    assert list(range(1, 11)) == steps(directory)
-    words = (directory / "logs" / "run.jsonl").read_text()
-    assert all(f"job {job} of" in words and "is kept" in words for job in before.values())
-
-
-def test_a_controller_that_is_started_again_otherwise_submits_anew(cluster, tmp_path):
-    """What has changed is ended before another is submitted, so that no worker has two; what has not goes on."""
+def test_resumed_run_ends_jobs_of_killed_controller_first(cluster, tmp_path):
+    """Its jobs are gone before others are submitted, and no step is missing or made twice."""
     directory = tmp_path / "run"
     settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8")
-    with training(cluster, directory, *settings) as run:
-        wait_until(run, lambda: len(steps(directory)) >= 3)
-        run.kill()
-    before = jobs(cluster, "RUNNING")
-    changed = "scheduler.roles.trainer={cpus: 8, environment: {NOTE: changed}}"
-    seen = []
-    with training(cluster, directory, *settings, changed, "--resume") as run:
-        while run.poll() is None:
-            seen.append(jobs(cluster, "RUNNING,COMPLETING"))
-            time.sleep(0.5)
-        said, _ = run.communicate(timeout=60)
-
-    assert run.returncode == 0
-    assert 8 == json.loads(said.splitlines()[-1])["steps"]
-    assert list(range(1, 9)) == steps(directory)
-    assert all(sum("trainer" in name for name in names) <= 1 for names in seen)
-    kept = {name for name in before if "trainer" not in name}
-    assert 3 == len(kept)
-    assert kept <= next(names for names in seen if len(names) == 4 and names != before).keys()
-    log = (directory / "logs" / "run.jsonl").read_text()
-    assert "job_not_kept" in log
-    assert "it would be submitted with other $NOTE now" in log
-
-
-def test_a_controller_that_keeps_no_jobs_ends_them_first(cluster, tmp_path):
-    """With scheduler.slurm.rejoin_seconds=0, jobs of the former controller are gone before others are submitted."""
-    directory = tmp_path / "run"
-    settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8", "scheduler.slurm.rejoin_seconds=0")
     with training(cluster, directory, *settings) as run:
         wait_until(run, lambda: len(steps(directory)) >= 3)
         run.kill()

@@ -46,6 +46,7 @@ from areal_actors.messages import (
     Training,
 )
 from areal_actors.rollouts.staleness import CapacityLimits
+from areal_actors.run.loop import train
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.training.actor import TrainerActor, TrainingPeers
 from areal_actors.training.config import CheckpointConfig, EvaluationConfig, StopConfig, TrainerConfig, TrainingPlan
@@ -180,6 +181,7 @@ async def open_school(
                 progress=stage.progress,
             ),
             plan=plan,
+            loop=train,
             checkpoints=checkpoints,
             counters=counters,
             publisher=publisher,

@@ -9,6 +9,8 @@ from pathlib import Path
 from attrs import field, frozen
 from attrs.validators import ge, gt, le
 
+from areal_actors.lib.settings import constant
+
 __all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig"]
 
 
@@ -48,29 +50,26 @@ class ServerConfig:
     """How long a server may take until it answers."""
     publish_directory: Path | None = None
     """Directory for weights, which the servers see under the same path; null: in the run directory."""
-    update_timeout_seconds: float = field(default=600.0, validator=gt(0))
+    update_timeout_seconds: float = constant(600.0)
     """How long a server may take to load weights, or to pause."""
-    read_timeout_seconds: float = field(default=3600.0, validator=gt(0))
+    read_timeout_seconds: float = constant(3600.0)
     """How long a server may send nothing during an answer; it does while weights are loaded."""
-    health_interval_seconds: float = field(default=2.0, validator=gt(0))
+    health_interval_seconds: float = constant(2.0)
     """Interval between health checks."""
-    health_timeout_seconds: float = field(default=3.5, validator=gt(0))
+    health_timeout_seconds: float = constant(3.5)
     """How long a health check may take. After two that took longer, requests continue at other servers."""
-    hang_timeout_seconds: float = field(default=90.0, validator=gt(0))
+    hang_timeout_seconds: float = constant(90.0)
     """A server that was started here, has served, and has not answered health checks for this long is killed and
     started again."""
-    stall_timeout_seconds: float = field(default=6.0, validator=gt(0))
+    stall_timeout_seconds: float = field(default=60.0, validator=gt(0))
     """A server that has sampled before, and then has requests but sends no token of any of them for this long, has
     stalled even if it answers health checks: its requests continue at other servers, and it gets no others until it
-    has sampled a token. The time is longer if three times what its prompts and the next tokens should take, at the
-    speed measured so far, is longer. Time in which it is paused or loads weights does not count."""
-    progress_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """The longest time that a server may send no token, whatever its prompts. A server that was started here and
-    samples nothing for this long is killed and started again."""
-    stream_interval: int = field(default=32, validator=ge(1))
+    has sampled a token. After twice this long, one that was started here is killed and started again. Longer than the
+    longest prompt takes. Time in which it is paused or loads weights does not count."""
+    stream_interval: int = constant(32)
     """Tokens per event of answers that no client streams; each event costs 40 µs on its way. A lost server loses the
     tokens of an incomplete event, which another one samples again."""
-    max_failures: int = field(default=3, validator=ge(1))
+    max_failures: int = constant(3)
     """A generation fails after this many attempts in a row without a new token."""
 
 

@@ -2,7 +2,7 @@
 
 A generation consists of one or several *attempts* at the server. An attempt also ends because another client ended it
 there, or because the next one samples under another adapter; the next attempt continues after the tokens already known.
-If the server is lost, the generation fails with ``EngineError``, and the replica set (``router``) continues it at
+If the server is lost, the generation fails with ``EngineError``, and the replica set (``replicas``) continues it at
 another server. A server's stream is read only when the consumer asks for a chunk. ``Attribution`` determines which
 weights sampled a token.
 
@@ -47,8 +47,8 @@ from areal_actors.generation.base import (
     StopScanner,
     validate_request,
 )
-from areal_actors.generation.router import EngineSet, RouterConfig
-from areal_actors.generation.routing import ReroutableGeneration
+from areal_actors.generation.replicas import EngineSet, ReplicaSetConfig
+from areal_actors.generation.resumable import ResumableGeneration
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
 from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
@@ -192,7 +192,7 @@ class ServerEngine:
             raise InvalidRequest(
                 f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
             )
-        generation = ReroutableGeneration(request, context_length=self._info.context_length)
+        generation = ResumableGeneration(request, context_length=self._info.context_length)
         run = self._running[request.id] = ServerGeneration(generation)
         self._counters["prompt_tokens"] += len(request.prompt)
         try:
@@ -232,7 +232,7 @@ class ServerEngine:
     async def resume(self) -> None:
         """Continue sampling."""
         self._is_paused = self._server.is_paused = False
-        self._server.progress.restart(anyio.current_time())
+        self._server.restart_clock()
         async with self._control:
             if not self._is_paused and self._server.is_ready:
                 await self._command(self._dialect.resume(self._server.control))
@@ -309,7 +309,7 @@ class ServerEngine:
             if not self._is_paused and server.is_ready:
                 await self._command(self._dialect.resume(server.control))
             server.is_loading = False
-            self._server.progress.restart(anyio.current_time())
+            server.restart_clock()
             server.changed.notify()
 
     async def _load_adapter(self, weights: Weights) -> None:
@@ -402,7 +402,7 @@ class ServerEngine:
             _log.info("server_serves", url=server.url, version=weights.version)
         finally:
             server.may_be_outdated = server.is_loading = False
-            self._server.progress.restart(anyio.current_time())
+            server.restart_clock()
             server.changed.notify()
 
     async def _pause_server(self) -> None:
@@ -469,7 +469,7 @@ class ServerEngine:
         name = None if adapter is None else adapter.name
         request = run.begin_attempt(adapter=name, decode=self._decode)
         has_ended = was_abort_repeated = False
-        self._begin(run, request)
+        self._begin(run)
         try:
             opening = self._dialect.generate(server.generating, request, routing_key=routing_key, adapter=name)
             async with AsyncExitStack() as stack:
@@ -505,12 +505,10 @@ class ServerEngine:
 
     async def _next_delta(self, attempt_id: str, deltas: AsyncIterator[Delta]) -> Delta | None:
         """Return the next tokens of an attempt; ``None`` at the end of its stream."""
-        progress = self._server.progress
-        progress.wait(attempt_id, now=anyio.current_time())
+        self._server.await_tokens(attempt_id)
         delta = await self._server.until_silent(anext(deltas, None))
         if delta is not None:
-            num_tokens, num_cached = len(delta.token_ids), delta.num_cached_tokens
-            progress.note_tokens(attempt_id, num_tokens=num_tokens, num_cached=num_cached, now=anyio.current_time())
+            self._server.note_tokens(attempt_id)
         return delta
 
     async def _sample_one(self) -> None:
@@ -526,17 +524,14 @@ class ServerEngine:
                     pass
             _log.info("server_samples_again", url=server.url)
             server.stalled_since = None
-            server.progress.excuse()
+            server.stall_seconds *= 2
             return
         raise EngineError(f"{server.url} answers health checks, but has not sampled a token within {seconds:g} s.")
 
-    def _begin(self, run: ServerGeneration, request: EngineRequest) -> None:
-        """Count an attempt that begins with ``request``."""
-        now = anyio.current_time()
+    def _begin(self, run: ServerGeneration) -> None:
+        """Count an attempt that begins."""
         if not self._placed:
-            self._busy_since = now
-        num_tokens, has_grammar = len(request.prompt), request.grammar is not None
-        self._server.progress.begin(request.id, num_tokens=num_tokens, has_grammar=has_grammar, now=now)
+            self._busy_since = anyio.current_time()
         self._placed.add(run)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] += 1
@@ -547,7 +542,7 @@ class ServerEngine:
             self._finished_seconds += self._busy_seconds
         self._placed.remove(run)
         assert run.attempt_id is not None
-        self._server.progress.end(run.attempt_id)
+        self._server.end_attempt(run.attempt_id)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] -= 1
         self._server.changed.notify()
@@ -655,7 +650,7 @@ async def open_server_engines(
                     engines={engine.server.url: engine for engine in engines},
                     snapshot=Snapshot(version=weights.version, path=weights.path),
                     admission=ServerAdmission(publisher, loaded, tuple(receivers)),
-                    config=RouterConfig(
+                    config=ReplicaSetConfig(
                         wait_seconds=config.start_timeout_seconds,
                         max_attempts=config.max_failures,
                         # A pause, a broadcast and a load from disk may take as long as an update each.
@@ -679,7 +674,7 @@ async def open_server_engines(
 class ServerGeneration:
     """A generation, and its current attempt at a server."""
 
-    generation: ReroutableGeneration
+    generation: ResumableGeneration
     attempt_id: str | None = None
     """Request id of the current attempt at its server."""
     adapter: str | None = None

@@ -1,10 +1,10 @@
 """One inference server: its clients, its health, and the process that it runs in if that was started here.
 
 A server that refuses connections, or fails a request, is lost at once; one that is silent (its process is stopped or
-hangs) after two health checks. One that answers these, and sends no token for longer than ``progress`` allows, has
-stalled: it gets no requests until it has sampled one token. What waits for an answer of either is cancelled, so that
-requests continue at other replicas and an update does not wait for it. A process that was started here is killed if it
-stays silent, or stalled.
+hangs) after two health checks. One that answers these, and sends no token of any request for ``stall_timeout_seconds``,
+has stalled: it gets no requests until it has sampled one token. What waits for an answer of either is cancelled, so
+that requests continue at other replicas and an update does not wait for it. A process that was started here is killed
+if it stays silent, or stalled.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from areal_actors.errors import ConfigError, EngineError
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.dialect import ServerDialect, ServerFacts
 from areal_actors.generation.servers.http import create_client
-from areal_actors.generation.servers.progress import Progress
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.telemetry import get_logger
 
@@ -73,8 +72,8 @@ class Server:
     """Incremented before its weights change."""
     silent_since: float | None = None
     """When the first health check began that it left without an answer; ``None`` if it answered the last one."""
-    progress: Progress = field(init=False)
-    """The requests that it has, and its speed."""
+    stall_seconds: float = field(init=False)
+    """How long it may send no token of any request; doubled whenever it turns out to have been only slow."""
     stalled_since: float | None = None
     """When it sent the last token, if it has stalled and has not sampled since."""
     is_paused: bool = False
@@ -85,13 +84,35 @@ class Server:
     """Notified when the state of this server or of a peer changes."""
     _wakeup: anyio.Event = field(factory=anyio.Event, init=False)
     _waiting: set[anyio.CancelScope] = field(factory=set, init=False)
+    _awaited: set[str] = field(factory=set, init=False)
+    """Attempts whose next tokens are awaited. A stream is read only when its consumer asks, who may be slow."""
+    _silent_from: float = field(default=0.0, init=False)
+    """When it sent the last token, or tokens began to be awaited."""
+    _has_sampled: bool = field(default=False, init=False)
+    """Whether it has sent a token since it was lost last: before that, it may compile kernels for minutes."""
 
     def __attrs_post_init__(self) -> None:
-        self.progress = Progress(
-            limit_seconds=self.config.progress_timeout_seconds,
-            floor_seconds=self.config.stall_timeout_seconds,
-            tokens_per_event=self.config.stream_interval,
-        )
+        self.stall_seconds = self.config.stall_timeout_seconds
+
+    def await_tokens(self, attempt_id: str) -> None:
+        """Note that the next tokens of an attempt are awaited from now on."""
+        if not self._awaited:
+            self.restart_clock()
+        self._awaited.add(attempt_id)
+
+    def note_tokens(self, attempt_id: str) -> None:
+        """Note that tokens of an attempt have arrived."""
+        self._has_sampled = True
+        self.restart_clock()
+        self._awaited.discard(attempt_id)
+
+    def end_attempt(self, attempt_id: str) -> None:
+        """Note that no more tokens of an attempt are awaited."""
+        self._awaited.discard(attempt_id)
+
+    def restart_clock(self) -> None:
+        """Count the time without a token from now on, as after a pause or a load."""
+        self._silent_from = anyio.current_time()
 
     def mark_unhealthy(self) -> None:
         """Take the server out until its health and its weights were checked, which begins now."""
@@ -135,7 +156,7 @@ class Server:
                     if self.is_ready:
                         _log.warning("server_lost", url=self.url, reason="it does not answer")
                     self.is_ready = self.may_be_outdated = False
-                    self.progress.lose()
+                    self._has_sampled = False
                 elif not (self.is_ready or is_restoring):
                     self.may_be_outdated = True
                     # In a task: the server is also watched while it is given weights.
@@ -175,15 +196,16 @@ class Server:
         """Give up what waits for a server that has stalled; kill it in the end, and return whether it was not."""
         now = anyio.current_time()
         if self.stalled_since is None:
-            seconds = self.progress.silent_seconds(now)
-            if self.is_loading or self.is_paused or seconds < self.progress.allowed_seconds():
+            seconds = now - self._silent_from
+            is_busy = self._awaited and self._has_sampled and not (self.is_loading or self.is_paused)
+            if not is_busy or seconds < self.stall_seconds:
                 return True
             self.stalled_since = now - seconds
             _log.warning("server_stalled", url=self.url, reason=f"it has sent no token for {seconds:.0f} s")
             self.mark_unhealthy()
             self._give_up()
         stalled_seconds = now - self.stalled_since
-        if self.processes is None or stalled_seconds < self.config.progress_timeout_seconds:
+        if self.processes is None or stalled_seconds < 2 * self.stall_seconds:
             return True
         self.stalled_since = None
         self._kill(f"it has sampled nothing for {stalled_seconds:.0f} s")

@@ -1,7 +1,7 @@
 """One connection: a reader, a writer and a heartbeat for one socket. ``peer`` interprets the frames.
 
-Only the reader and writer touch the socket, so that a cancelled asker cannot cut a frame in half. Any other byte stream
-works as well.
+Only the reader and writer touch the socket, so that a cancelled asker cannot cut a frame in half. ``sockets`` waits
+until a socket is ready; any other byte stream works as well, and is then read and written by the two tasks themselves.
 
 A connection ends exactly once, with a cause in words, and its owner is notified at that moment.
 """
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import anyio
@@ -18,7 +19,7 @@ from anyio.lowlevel import checkpoint
 
 from areal_actors.errors import ProtocolError
 from areal_actors.kernel.remote.frames import CHUNK_BYTES, Assembler, Buffer, Frame, Kind, Limits, Outbox, Outgoing
-from areal_actors.kernel.remote.sockets import SocketStream
+from areal_actors.kernel.remote.sockets import SocketStream, run_reader, run_writer
 from areal_actors.lib.loops import Loop, running_loop
 
 __all__ = ["Connection", "Owner"]
@@ -142,9 +143,8 @@ class Connection:
 
     async def _read(self) -> None:
         try:
-            while isinstance(self._stream, SocketStream):
-                await anyio.wait_readable(self._stream.raw)
-                self._receive(self._stream)
+            if isinstance(self._stream, SocketStream):
+                await run_reader(self._stream, partial(self._receive, self._stream))
             while True:
                 data = await self._stream.receive(CHUNK_BYTES)
                 self._take_in(self.assembler.feed(data))
@@ -178,18 +178,15 @@ class Connection:
 
     async def _write(self) -> None:
         try:
+            if isinstance(self._stream, SocketStream):
+                await run_writer(self._stream, partial(self._flush, self._stream), self._on_next)
             while True:
-                if isinstance(self._stream, SocketStream):
-                    if not self._flush(self._stream):
-                        await anyio.wait_writable(self._stream.raw)
-                        continue
-                else:
-                    if data := b"".join(self.outbox.take()):
-                        await self._stream.send(data)
-                    if not self._is_all_written():
-                        continue
+                if data := b"".join(self.outbox.take()):
+                    await self._stream.send(data)
+                if not self._is_all_written():
+                    continue
                 arrival = self.loop.new_signal()
-                self.outbox.wake = arrival.set
+                self._on_next(arrival.set)
                 await arrival.wait()
         except _LOST as error:
             self.cut(_describe_loss(error))
@@ -222,6 +219,9 @@ class Connection:
         if is_empty:
             self._notify_empty()
         return not self.outbox
+
+    def _on_next(self, wake: Callable[[], object]) -> None:
+        self.outbox.wake = wake
 
     def _notify_empty(self) -> None:
         waiting, self._on_empty = self._on_empty, None

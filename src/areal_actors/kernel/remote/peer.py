@@ -34,6 +34,7 @@ from areal_actors.errors import (
     RemoteError,
     Unreachable,
 )
+from areal_actors.kernel.asks import PENDING, Ask, StreamCall
 from areal_actors.kernel.failure import error_from_data, error_to_data
 from areal_actors.kernel.message import Address, AnyMessage, Handler, Message, StreamMessage, protocol_of, reply_of
 from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Life, Ref, Watched
@@ -41,8 +42,8 @@ from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import CHUNK_BYTES, Buffer, Frame, Kind, Limits, Outgoing
 from areal_actors.kernel.remote.hello import Hello
-from areal_actors.kernel.runtime import PENDING, Ask, LocalRef, StreamCall
-from areal_actors.kernel.stream import BufferedStream
+from areal_actors.kernel.runtime import LocalRef
+from areal_actors.kernel.stream import Stream, check_buffer_size
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Signal
 from areal_actors.lib.telemetry import get_logger
@@ -139,6 +140,7 @@ class Call:
         "limit",
         "message",
         "num_items",
+        "num_taken",
         "outgoing",
         "parts",
         "reply",
@@ -156,7 +158,7 @@ class Call:
         self.reply: Any = PENDING
         self.error: ArealError | None = None
         self.buffer: deque[Any] = deque()
-        self.num_items = 0
+        self.num_items = self.num_taken = 0
         self.limit = 0
         self.arrival: Signal | None = None
 
@@ -173,14 +175,37 @@ class Call:
             if self.arrival is not None:
                 self.arrival.set()
 
-    def claim_error(self) -> ArealError:
-        """Return the error, once, to be raised.
+    @property
+    def is_overdue(self) -> bool:
+        """True if the call has ended because its deadline passed."""
+        return type(self.error) is DeadlineExceeded
 
-        Its traceback refers to this object, so keeping it would make a reference cycle.
-        """
-        assert self.error is not None, "it has not failed"
+    def claim(self) -> Any:
+        """Return the reply, or raise the error, once."""
+        reply, self.reply = self.reply, None
+        if self.error is None:
+            return reply
         error, self.error = self.error, None
-        return error
+        try:
+            raise error
+        finally:
+            # The traceback refers to this frame; a local variable would make a reference cycle.
+            del error
+
+    def make_room(self) -> None:
+        """Report taken items in quarters of the buffer."""
+        self.num_taken += 1
+        if self.num_taken * 4 >= self.limit and not self.is_done and self.outgoing is not None:
+            self.channel.peer.connection.send(Kind.TAKEN, self.outgoing.id, seconds=float(self.num_taken))
+            self.num_taken = 0
+
+    def cancel(self) -> None:
+        """Discard the call if it was not sent, or have its handler cancelled."""
+        self.channel.withdraw(self)
+
+    def close(self) -> None:
+        """Drop a late answer to the call."""
+        self.channel.peer.forget(self)
 
     def cut(self, cause: str) -> None:
         """End the call with ``Unreachable`` because the connection is lost."""
@@ -248,8 +273,7 @@ class Channel(Watched):
         elif self.final_down is not None:
             call.finish(error=self._stopped(call))
         # ``cut`` and ``finish`` store the error; raise it here, once, instead of waiting.
-        if call.error is not None:
-            raise call.claim_error()
+        call.claim()
         # Queue behind calls that wait already, to keep the order.
         if self._waiting or not self.has_credit:
             self._waiting.append(call)
@@ -413,8 +437,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         except BaseException:
             channel.withdraw(call)
             raise
-        if call.error is not None:
-            raise call.claim_error()
+        call.claim()
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
         """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
@@ -430,10 +453,19 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
     def stream(
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Open a stream of items; see ``Ref.stream``. A ``buffer_size`` of 0 is treated as 1."""
-        if buffer_size < 0:
-            raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
-        return _RemoteStream(self._channel, message, max(buffer_size, 1))
+        """Open a stream of items; see ``Ref.stream``."""
+        check_buffer_size(buffer_size)
+        channel, connection = self._channel, self._channel.peer.connection
+
+        def open_call() -> Call:
+            call = channel.create(Kind.STREAM, message, buffer_size)
+            call.limit = buffer_size
+            call.deadline = connection.loop.effective_deadline()
+            channel.submit(call)
+            return call
+
+        what = f"the handler of {type(message).__name__} in actor {channel.name!r}"
+        return Stream(open_call, what, connection.loop, connection.limits.cleanup_seconds)
 
     async def stop(self, *, grace: float | None = None) -> None:
         """End the actor and wait until it is gone; see ``Ref.stop``.
@@ -449,8 +481,7 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         except BaseException:
             channel.peer.forget(call)
             raise
-        if call.error is not None:
-            raise call.claim_error()
+        call.claim()
 
     def statistics(self) -> ActorStatistics:
         """Return what this side knows: the counts of its own calls, and whether the actor runs."""
@@ -461,48 +492,13 @@ class RemoteRef(Ref[P_contra], Generic[P_contra]):
         channel.submit(call)
         try:
             await call.signal.wait()
-            if type(call.error) is DeadlineExceeded:
+            if call.is_overdue:
                 # A scope of the caller with the same deadline must expire first.
                 await checkpoint()
         except BaseException:
             channel.withdraw(call)
             raise
-        if call.error is not None:
-            raise call.claim_error()
-        return call.reply
-
-
-class _RemoteStream(BufferedStream[Call, Item]):
-    """The consumer's end of a remote stream. It reports consumed items in batches, as credit for more."""
-
-    def __init__(self, channel: Channel, message: Any, limit: int) -> None:
-        connection = channel.peer.connection
-        super().__init__(message, channel.name, connection.loop, connection.limits.cleanup_seconds)
-        self._channel, self._limit = channel, limit
-        self._num_taken = 0
-
-    def open_call(self) -> Call:
-        """Send the message, once there is credit for it."""
-        call = self._channel.create(Kind.STREAM, self._message, self._limit)
-        call.limit = self._limit
-        call.deadline = self._loop.effective_deadline()
-        self._channel.submit(call)
-        return call
-
-    def make_room(self, call: Call) -> None:
-        """Report taken items in quarters of the buffer."""
-        self._num_taken += 1
-        if self._num_taken * 4 >= self._limit and not call.is_done and call.outgoing is not None:
-            self._channel.peer.connection.send(Kind.TAKEN, call.outgoing.id, seconds=float(self._num_taken))
-            self._num_taken = 0
-
-    def cancel_call(self, call: Call) -> None:
-        """Discard the call if it was not sent, or have its handler cancelled."""
-        self._channel.withdraw(call)
-
-    def close_call(self, call: Call) -> None:
-        """Drop a late answer to the call."""
-        self._channel.peer.forget(call)
+        return call.claim()
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -678,7 +674,7 @@ class Server:
             credit = _Once(lambda: self.give_credit(name, num_bytes))
             self._num_unadmitted[name] += 1
             try:
-                ref.accept(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
+                ref.queue_tell(value, lambda admitted: self._note_told(credit, value, name, admitted=admitted))
             except ArealError:
                 self._num_unadmitted[name] -= 1
                 raise
@@ -691,7 +687,8 @@ class Server:
         answering = ask.signal = _Answering(self, frame.id, ask, num_bytes, name)
         self._running[frame.id] = ask
         try:
-            ref.accept(ask, answering.on_admission)
+            answering.on_admission(True)
+            ref.send(ask)
         except ArealError:
             del self._running[frame.id]
             raise
@@ -726,7 +723,7 @@ class Server:
             self._peer.queue(Outgoing(Kind.END, call, []))
         else:
             try:
-                outgoing = Outgoing(Kind.REPLY, call, self._peer.encode_reply(ask.handler.message, ask.claim_reply()))
+                outgoing = Outgoing(Kind.REPLY, call, self._peer.encode_reply(ask.handler.message, ask.claim()))
             except ProtocolError as error:
                 self._fail(call, ask.cell.name, error, is_handlers=True)
             else:
@@ -816,7 +813,7 @@ class _RemoteStreamCall(StreamCall):
     def __init__(  # noqa: PLR0917 - all of an envelope, and where its items go
         self, message: Any, handler: Handler, cell: Any, deadline: float, peer: Peer, call: int, limit: int
     ) -> None:
-        super().__init__(message, handler, cell, None, deadline, limit=max(limit, 1))
+        super().__init__(message, handler, cell, None, deadline, max(limit, 1))
         self._peer, self._call, self._credit = peer, call, self.limit
         self._num_sent = 0
         self._reply = type(message)

@@ -34,6 +34,7 @@ from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret
 from areal_actors.kernel.remote.peer import Peer
 from areal_actors.kernel.remote.transport import Listener, connect
+from areal_actors.kernel.stream import check_buffer_size
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
@@ -360,8 +361,7 @@ class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
         self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
     ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
         """Open a stream of items; see ``Ref.stream``."""
-        if buffer_size < 0:
-            raise ValueError(f"buffer_size={buffer_size} is not a number of items; give 0 or more")
+        check_buffer_size(buffer_size)
         return self._stream(message, buffer_size)
 
     async def stop(self, *, grace: float | None = None) -> None:

@@ -1,7 +1,9 @@
-"""Addresses, and sockets that are read and written without copies: received bytes go directly to their destination.
+"""Addresses, and socket I/O without an intermediate layer: received bytes go directly to their destination.
 
-A portable stream returns new bytes for every receive, which for arrays is most of the cost. ``frames`` defines the
-bytes, and ``connection`` interprets them.
+A portable stream returns new bytes for every receive and takes one bytes object for every send, each with a turn of the
+event loop; for small messages that is half of their cost, and for arrays most of it. Here a socket is read and written
+when it is ready: on asyncio in callbacks of the event loop, as its transports do, on trio in a task. ``frames`` defines
+the bytes, and ``connection`` interprets them.
 
 An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. The directory of a unix socket must be
 accessible to its owner only; TCP listens on the named interface, never on all of them.
@@ -9,6 +11,7 @@ accessible to its owner only; TCP listens on the named interface, never on all o
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import ipaddress
 import math
@@ -25,6 +28,7 @@ from anyio.abc import ByteStream
 
 from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.frames import Buffer
+from areal_actors.lib.loops import is_trio, running_loop
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
@@ -36,6 +40,8 @@ __all__ = [
     "is_loopback",
     "own_address",
     "parse_address",
+    "run_reader",
+    "run_writer",
 ]
 
 _DISCARD = 9
@@ -210,6 +216,128 @@ class SocketStream(ByteStream):
         if self.raw.fileno() < 0:
             raise anyio.ClosedResourceError
         await ready(self.raw)  # type: ignore[misc]
+
+
+# ------------------------------------------------------------------------------------------------- when it is ready
+
+
+async def run_reader(stream: SocketStream, receive: Callable[[], object]) -> None:
+    """Call ``receive`` whenever data has arrived, until it raises.
+
+    Raises:
+        Exception: the error that ``receive`` raised.
+    """
+    if is_trio():
+        import trio
+
+        while True:
+            await trio.lowlevel.wait_readable(stream.raw)
+            receive()
+    loop, descriptor = asyncio.get_running_loop(), stream.raw.fileno()
+    failed: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(descriptor, _guarded, receive, failed)
+    try:
+        await failed
+    finally:
+        loop.remove_reader(descriptor)
+        _retrieve(failed)
+
+
+async def run_writer(
+    stream: SocketStream, flush: Callable[[], bool], on_next: Callable[[Callable[[], object]], object]
+) -> None:
+    """Call ``flush`` when there is data to write and room for it, until it raises.
+
+    Args:
+        stream: the socket to write to.
+        flush: writes, and returns whether everything was written.
+        on_next: registers a callback, which is called once when there is data to write again.
+
+    Raises:
+        Exception: the error that ``flush`` raised.
+    """
+    if is_trio():
+        import trio
+
+        new_signal = running_loop().new_signal
+        while True:
+            if flush():
+                arrival = new_signal()
+                on_next(arrival.set)
+                await arrival.wait()
+            else:
+                await trio.lowlevel.wait_writable(stream.raw)
+    writer = _AsyncioWriter(stream, flush, on_next)
+    try:
+        writer.on_ready()
+        await writer.failed
+    finally:
+        writer.stop()
+        _retrieve(writer.failed)
+
+
+class _AsyncioWriter:
+    """Writes in callbacks of the event loop. Everything that is queued in one turn of the loop leaves in one write."""
+
+    def __init__(
+        self, stream: SocketStream, flush: Callable[[], bool], on_next: Callable[[Callable[[], object]], object]
+    ) -> None:
+        self._loop, self._descriptor = asyncio.get_running_loop(), stream.raw.fileno()
+        self._flush, self._on_next = flush, on_next
+        self._is_waiting = self._is_stopped = False
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+
+    def on_ready(self) -> None:
+        """Write, because there is room or data."""
+        if self._is_stopped:
+            return
+        try:
+            is_done = self._flush()
+        except Exception as error:  # noqa: BLE001 - raised by the task that waits for it
+            if not self.failed.done():
+                self.failed.set_exception(error)
+            self.stop()
+            return
+        if is_done:
+            self._wait_for_room(is_needed=False)
+            self._on_next(self._on_arrival)
+        else:
+            self._wait_for_room(is_needed=True)
+
+    def stop(self) -> None:
+        """Stop writing."""
+        self._is_stopped = True
+        self._wait_for_room(is_needed=False)
+
+    def _on_arrival(self) -> None:
+        # Not called directly, so that everything queued in this turn of the loop leaves in one write.
+        self._loop.call_soon(self.on_ready)
+
+    def _wait_for_room(self, *, is_needed: bool) -> None:
+        if is_needed is self._is_waiting:
+            return
+        self._is_waiting = is_needed
+        if is_needed:
+            self._loop.add_writer(self._descriptor, self.on_ready)
+        else:
+            self._loop.remove_writer(self._descriptor)
+
+
+def _retrieve(failed: asyncio.Future[None]) -> None:
+    """Mark the error as retrieved."""
+    # If its waiter was cancelled at the same moment, asyncio would log it as never retrieved.
+    if failed.done() and not failed.cancelled():
+        failed.exception()
+
+
+def _guarded(act: Callable[[], object], failed: asyncio.Future[None]) -> None:
+    """Call ``act`` and pass its error to ``failed``, because the event loop would only log it."""
+    if failed.done():
+        return
+    try:
+        act()
+    except Exception as error:  # noqa: BLE001 - raised by the task that waits for it
+        failed.set_exception(error)
 
 
 # ------------------------------------------------------------------------------------------------- where they come from

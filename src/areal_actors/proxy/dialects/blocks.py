@@ -16,6 +16,7 @@ from typing import Any
 from attrs import evolve, frozen
 
 from areal_actors.errors import InvalidRequest
+from areal_actors.lib.settings import constant
 from areal_actors.proxy.dialects.fields import wrong
 from areal_actors.proxy.dialects.prefixes import MessageList
 
@@ -50,7 +51,7 @@ class UnsupportedBlocks:
     """Images. The placeholder names media type, width and height, or the URL."""
     files: BlockPolicy | None = None
     """Files, documents and audio. The placeholder names media type and file name."""
-    tool_references: BlockPolicy = BlockPolicy.PLACEHOLDER
+    tool_references: BlockPolicy = constant(BlockPolicy.PLACEHOLDER)
     """References to tools in results of a tool search. The placeholder names the tool, which is all they say."""
     server_tools: ToolPolicy | None = None
     """Tools that the vendor's servers run, such as ``web_search``.

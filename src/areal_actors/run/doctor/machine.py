@@ -23,24 +23,18 @@ from areal_actors.lib.open_files import open_files_limit
 from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
+from areal_actors.run.advice import advise
 from areal_actors.run.checks import try_functions
+from areal_actors.run.directory import require_packages
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
-from areal_actors.run.job import (
-    advise,
-    load_set,
-    load_training_problems,
-    local_teacher,
-    prepare_agents,
-    require_memory,
-    require_packages,
-)
-from areal_actors.sandbox import SandboxKind, create_sandbox
+from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agents
+from areal_actors.sandbox import create_sandbox
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
 from areal_actors.workflows import CommandConfig, VerifiersWorkflow
 
 __all__ = ["examine_machine", "examine_memory"]
 
-_PACKAGES = ("torch", "transformers", "anyio", "starlette", "hypercorn")
+_PACKAGES = ("torch", "transformers", "anyio", "starlette", "uvicorn", "hypercorn")
 _OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
 """A checkpoint holds the weights, and two moments of each."""
 _OWN_FILES = 256
@@ -61,7 +55,6 @@ def examine_machine(config: RunConfig) -> Iterator[Finding]:
     yield from _examine_disk(config)
     yield from _examine_limits(config)
     with Examination("memory") as found:
-        require_memory(config)
         found.findings.extend(examine_memory(config))
     yield from found.findings
 
@@ -122,7 +115,7 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
     yield from found.findings
     with Examination("sandbox") as found:
         for sandbox in sandboxes:
-            if sandbox.backend is not SandboxKind.NONE:
+            if sandbox.is_isolated:
                 found.add(Verdict.OK, f"{create_sandbox(sandbox.backend).check(sandbox)} opens a sandbox")
     yield from found.findings
     with Examination("functions") as found:

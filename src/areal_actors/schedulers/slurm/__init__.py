@@ -2,8 +2,7 @@
 
 ``settings`` holds what a site can configure. ``script`` and ``queue`` are pure: they render what is submitted, and
 parse and interpret what the cluster reports. ``commands`` runs Slurm's programs, ``files`` is the directory that
-controller and jobs share, and ``scheduler`` and ``placement`` combine them. ``takeover`` keeps or ends the jobs that a
-killed controller has left behind.
+controller and jobs share, and ``scheduler`` and ``placement`` combine them.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ from __future__ import annotations
 from areal_actors.schedulers.slurm.commands import SlurmCommands, clean_environment
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles, find_slurm_files
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
-from areal_actors.schedulers.slurm.scheduler import SlurmScheduler
+from areal_actors.schedulers.slurm.scheduler import SlurmScheduler, cancel_records
 from areal_actors.schedulers.slurm.settings import ApptainerConfig, GpuOption, PyxisConfig, SlurmConfig
-from areal_actors.schedulers.slurm.takeover import cancel_records
 
 __all__ = [
     "ApptainerConfig",

@@ -3,11 +3,9 @@
 ::
 
     slurm/                      accessible to its owner only
-      home                      lock file of the running controller; the name is that of earlier versions
+      controller.lock           lock file of the running controller
       jobs/<name>.json          a record of intent: written before a job is submitted, closed at its end
-      epoch                     number of controllers so far; one that is not the latest exits
       bootstrap/<name>.json     the controller's address for the worker, with the secret; removed with the job
-      let-go/<name>.<n>.<rank>  a process of a job has left its former controller (``schedulers.bootstrap``)
       stop/<name>               the job is no longer wanted: it does not start, and does not ask to run again
       exit/<name>.<job>-<n>     how each run of a job ended, written by its script
       scripts/<name>.sh         the script that was submitted, for people to read
@@ -30,12 +28,12 @@ from attrs import asdict, frozen
 from areal_actors.errors import SchedulerError
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import NO_LOCKS, LockHeld, hold, is_held
-from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
+from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
 
 __all__ = ["JobRecord", "SlurmFiles", "find_slurm_files"]
 
-_DIRECTORIES = ("jobs", "bootstrap", "let-go", "stop", "exit", "scripts")
+_DIRECTORIES = ("jobs", "bootstrap", "stop", "exit", "scripts")
 
 
 @frozen(kw_only=True)
@@ -51,9 +49,6 @@ class JobRecord:
     """``None``: it is unknown whether the job was accepted."""
     ended: str | None = None
     """How the job ended; ``None`` while that is unknown."""
-    num_tasks: int = 1
-    traits: dict[str, str] | None = None
-    """The traits of its submission (``takeover.traits_of``); ``None``: the job ends with its controller."""
 
 
 @frozen(kw_only=True)
@@ -98,7 +93,7 @@ class SlurmFiles:
 
     @property
     def _lock(self) -> Path:
-        return self.path / "home"
+        return self.path / "controller.lock"
 
     @contextmanager
     def _locking(self) -> Iterator[None]:
@@ -114,25 +109,6 @@ class SlurmFiles:
                     "mount its file system with locks that hold on all nodes (Lustre: -o flock), or set fileroot to "
                     "one that has them."
                 ) from None
-
-    def begin_epoch(self) -> int:
-        """Start a new epoch and return its number. Only the holder of the directory may call this.
-
-        Earlier controllers that still run notice the new epoch, and exit.
-
-        Raises:
-            SchedulerError: the latest epoch cannot be determined.
-        """
-        epoch = read_epoch(self.path) + 1
-        # read_epoch() returns 0 for an unreadable file, too. Counting from 1 again would make older controllers look
-        # newer.
-        if epoch == 1 and (self.path / "epoch").exists():
-            raise SchedulerError(
-                f"{self.path / 'epoch'} does not say how many controllers there were. End their jobs (areal-actors "
-                f"slurm cancel {self.path.parent}), and remove the file."
-            )
-        _write_durably(self.path / "epoch", f"{epoch}\n")
-        return epoch
 
     # ----------------------------------------------------------------------------------------------- records
 
@@ -169,16 +145,10 @@ class SlurmFiles:
         with _on_disk():
             (self.path / "stop" / name).touch()
 
-    def is_stopped(self, name: str) -> bool:
-        """Return whether the job is marked as no longer wanted."""
-        return (self.path / "stop" / name).exists()
-
     def remove_bootstrap(self, name: str) -> None:
-        """Remove the files of a job that has ended: the bootstrap message with its secret, and its confirmations."""
+        """Remove the bootstrap message of a job that has ended, with its secret."""
         with _on_disk():
             (self.path / "bootstrap" / f"{name}.json").unlink(missing_ok=True)
-            for path in (self.path / "let-go").glob(f"{name}.*"):
-                path.unlink(missing_ok=True)
 
     def read_exit(self, name: str, job: int) -> ExitStatus | None:
         """Return how the latest run of a job ended, or ``None`` if its script left no record.

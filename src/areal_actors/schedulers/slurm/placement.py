@@ -55,13 +55,6 @@ class QueueReader(Protocol):
         """Read the queue now, and update every placement."""
         ...
 
-    async def is_superseded(self) -> bool:
-        """Return whether a later controller has taken over the jobs.
-
-        If so, every placement has been told to leave its job alone.
-        """
-        ...
-
 
 class SlurmPlacement:
     """A job, from its submission until it has ended; implements ``Placement``."""
@@ -134,20 +127,6 @@ class SlurmPlacement:
         self._view = JobView(job=job)
         self.record = evolve(self.record, job=job)
         await to_thread.run_sync(self._files.write_record, self.record)
-
-    async def resume(self, row: JobRow, *, num_restarts: int) -> None:
-        """Take over a job of a former controller, which is in the queue as ``row``."""
-        assert self.job is not None
-        self._view = observe(JobView(job=self.job, num_restarts=num_restarts), row, now=0.0, patience=0.0)
-        self._num_hurried = num_restarts
-        await to_thread.run_sync(self._files.write_record, self.record)
-
-    def hand_over(self, why: str) -> None:
-        """Leave the job to a later controller, which decides when it ends."""
-        if self._final is None:
-            self._final = PlacementStatus(state=PlacementState.ENDED, reason=why)
-            self._is_uncertain = False
-            self._gone.set()
 
     def mark_uncertain(self, why: str) -> None:
         """Record that it is unknown whether the job was accepted; it may even have been accepted twice."""
@@ -277,7 +256,6 @@ class SlurmPlacement:
                 await self._end(grace)
 
     async def _end(self, grace: float) -> None:
-        await self._queue.is_superseded()
         if self._final is not None:
             if self._is_uncertain:
                 await self._commands.cancel_named(self.name)
@@ -293,7 +271,7 @@ class SlurmPlacement:
         why = "it did not end"
         began = anyio.current_time()
         with anyio.move_on_after(self._config.cancel_timeout_seconds):
-            while self._final is None and not await self._queue.is_superseded():
+            while self._final is None:
                 try:
                     await self._cancel()
                 except SchedulerError as error:

@@ -1,7 +1,7 @@
 """The Slurm scheduler: each worker is a job, and all jobs have ended when the controller leaves.
 
 A job is recorded before it is submitted, so that jobs of a killed controller can be found: the next controller of the
-same directory takes them over (``takeover``), or ``areal-actors slurm reap`` ends them. The queue is read once for all
+same directory ends them before it submits others, or ``areal-actors slurm reap`` does. The queue is read once for all
 jobs, off the event loop. While the cluster does not answer, jobs are neither given up nor submitted again.
 """
 
@@ -24,28 +24,28 @@ from areal_actors.errors import SchedulerError
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.base import WorkerSpec
-from areal_actors.schedulers.bootstrap import Bootstrap, read_epoch
+from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.slurm.commands import (
     RETRY_SECONDS,
     Refused,
     SlurmCommands,
     Submitted,
     Unconfirmed,
-    clean_environment,
 )
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
-from areal_actors.schedulers.slurm.queue import JobPhase
+from areal_actors.schedulers.slurm.queue import JobPhase, JobRow
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 from areal_actors.schedulers.slurm.settings import SlurmConfig
-from areal_actors.schedulers.slurm.takeover import KeptJob, Traits, cancel_records, take_over, traits_of
 
-__all__ = ["SlurmScheduler"]
+__all__ = ["SlurmScheduler", "cancel_records"]
 
 _log = get_logger(__name__)
 
 _RUN_BYTES = 8
 _STOP_GRACE_SECONDS = 0.0
+_CANCEL_POLL_SECONDS = 0.3
+_ASK_AGAIN_LOOKS = 30
 _NUM_LOOKS = 2
 """A submission with an unknown outcome counts as rejected after this many queue listings without the job."""
 
@@ -67,9 +67,6 @@ class SlurmScheduler:
         self._jitter, self._module = jitter, module
         self._run = secrets.token_hex(_RUN_BYTES)
         self._placements: dict[str, SlurmPlacement] = {}
-        self._kept: dict[str, KeptJob] = {}
-        self._epoch = 0
-        self._superseded: SchedulerError | None = None
         self._left: set[str] = set()
         self._reading = anyio.Lock()
         self._num_failed_reads = 0
@@ -81,8 +78,8 @@ class SlurmScheduler:
         config: SlurmConfig | None = None,
         *,
         directory: Path,
+        logs: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        wanted: Sequence[WorkerSpec] = (),
         jitter: Callable[[], float] = random.random,
         module: str = "areal_actors.worker",
     ) -> AsyncIterator[SlurmScheduler]:
@@ -91,16 +88,15 @@ class SlurmScheduler:
         Args:
             config: settings of the cluster.
             directory: the run directory, on a file system that the controller shares with the nodes.
+            logs: directory for the output of the jobs; by default ``logs/workers`` in the run directory.
             environment: environment of the jobs, from which Slurm's variables are removed; by default that of this
                 process.
-            wanted: the workers that will be placed first. Jobs that a former controller has left for them are kept if
-                they are the same; all its other jobs have ended when the block begins.
             jitter: returns a number from 0 to 1 that spreads the polls of many controllers over time.
             module: the module that a worker's interpreter runs.
 
         Raises:
             SchedulerError: Slurm is not installed or does not answer, another controller holds this directory, or jobs
-                of an earlier one cannot be ended. During the block: a later controller has taken over the jobs.
+                of an earlier one cannot be ended.
         """
         config = config or SlurmConfig()
         commands = SlurmCommands(
@@ -111,24 +107,17 @@ class SlurmScheduler:
         await commands.check_answers()
         files = SlurmFiles(path=Path(await anyio.Path(directory).absolute()) / "slurm")
         await to_thread.run_sync(files.create)
-        logs = files.path.parent / "logs" / "workers"
+        # Absolute, because nodes open it.
+        logs = Path(await anyio.Path(logs or files.path.parent / "logs" / "workers").absolute())
         await to_thread.run_sync(partial(logs.mkdir, parents=True, exist_ok=True))
         self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
-        # Lock first: two controllers must never take over the same jobs.
+        # Lock first: only the jobs of a controller that is gone may be ended.
         with files.hold():
-            self._epoch = await to_thread.run_sync(files.begin_epoch)
-            traits = {spec.name: self._traits(spec) for spec in wanted} if config.rejoin_seconds else {}
-            self._kept = await take_over(files, commands, config, epoch=self._epoch, wanted=traits)
+            await cancel_records(files, commands, timeout_seconds=config.cancel_timeout_seconds)
             async with open_tasks() as tasks:
-                tasks.start_soon(self._watch, tasks.cancel_scope)
-                try:
-                    yield self
-                finally:
-                    with anyio.CancelScope(shield=True):  # bounded by cancel_timeout_seconds
-                        await self._end_kept(*self._kept)
+                tasks.start_soon(self._watch)
+                yield self
                 tasks.cancel_scope.cancel()
-            if self._superseded is not None:
-                raise self._superseded
 
     @property
     def name(self) -> str:
@@ -154,25 +143,10 @@ class SlurmScheduler:
         # Names of jobs consist of worker and incarnation, and must be unique.
         if any((one.spec.name, one.spec.life) == (spec.name, spec.life) for one in self._placements.values()):
             raise SchedulerError(f"{spec.name} has been placed in its life {spec.life} already; give it the next one")
-        if await self.is_superseded() and self._superseded is not None:
-            raise self._superseded
-        request, traits = self._request(spec), self._traits(spec)
-        kept = self._kept.get(spec.name)
-        if kept is not None and kept.record.traits != traits:
-            # The kept job differs from what is requested now.
-            await self._end_kept(spec.name)
-        kept = self._kept.pop(spec.name, None)
-        record = JobRecord(
-            name=request.name,
-            worker=spec.name,
-            life=spec.life,
-            created_at=time.time(),
-            num_tasks=spec.num_tasks,
-            traits=dict(traits) if self._config.rejoin_seconds else None,
-        )
+        request = self._request(spec)
         placement = SlurmPlacement(
             spec,
-            record=record if kept is None else evolve(kept.record, life=spec.life),
+            record=JobRecord(name=request.name, worker=spec.name, life=spec.life, created_at=time.time()),
             log=request.log,
             files=self._files,
             commands=self._commands,
@@ -183,11 +157,7 @@ class SlurmScheduler:
         try:
             # An interrupted submission may have been accepted, so it is bounded by its own time limits instead.
             with anyio.CancelScope(shield=True):
-                if kept is None:
-                    await self._submit(placement, request)
-                else:
-                    await placement.resume(kept.row, num_restarts=kept.num_restarts)
-                    await to_thread.run_sync(self._write_bootstrap, placement, kept.num_restarts)
+                await self._submit(placement, request)
             yield placement
         finally:
             try:
@@ -195,27 +165,6 @@ class SlurmScheduler:
             finally:
                 self._left.add(placement.name)
                 self._prune()
-
-    # --------------------------------------------------------------------------------------- a former controller's jobs
-
-    async def _end_kept(self, *workers: str) -> None:
-        records = [self._kept.pop(worker).record for worker in workers]
-        if not await self.is_superseded():
-            seconds = self._config.cancel_timeout_seconds
-            await cancel_records(self._files, self._commands, records=records, timeout_seconds=seconds)
-
-    def _write_bootstrap(self, placement: SlurmPlacement, num_restarts: int = 0) -> None:
-        told = Bootstrap.of(
-            placement.spec,
-            num_restarts=num_restarts,
-            epoch=self._epoch,
-            rejoin_seconds=self._config.rejoin_seconds,
-        )
-        self._files.write_bootstrap(placement.name, told)
-
-    def _traits(self, spec: WorkerSpec) -> Traits:
-        environment = {**clean_environment(self._commands.environment), **spec.environment}
-        return traits_of(self._request(spec), self._config, environment)
 
     # ------------------------------------------------------------------------------------------- submitting
 
@@ -244,7 +193,7 @@ class SlurmScheduler:
     async def _submit(self, placement: SlurmPlacement, request: JobRequest) -> None:
         script = render_script(request, self._config)
         await to_thread.run_sync(self._files.write_script, placement.name, script)
-        await to_thread.run_sync(self._write_bootstrap, placement)
+        await to_thread.run_sync(self._files.write_bootstrap, placement.name, Bootstrap.of(placement.spec))
         # The record last: a job on record has its script and its bootstrap message.
         await to_thread.run_sync(self._files.write_record, placement.record)
         arguments = create_arguments(request, self._config)
@@ -286,35 +235,15 @@ class SlurmScheduler:
 
     # ------------------------------------------------------------------------------------------- watching
 
-    async def _watch(self, scope: anyio.CancelScope) -> None:
-        while not await self.is_superseded():
+    async def _watch(self) -> None:
+        while True:
             # 25 % of jitter in both directions: many controllers must not poll at the same moment.
             await anyio.sleep(self._config.poll_seconds * (0.75 + self._jitter() / 2))
             await self.refresh()
-        scope.cancel()
-
-    async def is_superseded(self) -> bool:
-        """Return whether a later controller has taken over the jobs, which are then left to it.
-
-        The lock prevents that, except on file systems that do not keep locks.
-        """
-        epoch = await to_thread.run_sync(read_epoch, self._files.path)
-        if epoch > self._epoch and self._superseded is None:
-            why = (
-                f"another controller has taken over the jobs of {self._files.path.parent}: it is number {epoch} there, "
-                f"this one was number {self._epoch}. This one ends, and leaves them alone: a run has one controller."
-            )
-            _log.error("jobs_taken_over", reason=why)
-            self._superseded = SchedulerError(why)
-            for one in self._placements.values():
-                one.hand_over(why)
-        return self._superseded is not None
 
     async def refresh(self) -> None:
         """Read the queue once, and update every placement. Errors are counted and logged, not raised."""
         async with self._reading:
-            if await self.is_superseded():
-                return
             living = [one for one in self._placements.values() if one.job is not None and not one.is_gone]
             if not living:
                 return
@@ -346,3 +275,63 @@ class SlurmScheduler:
         for name in [name for name in self._left if self._placements[name].is_gone]:
             self._left.remove(name)
             del self._placements[name]
+
+
+async def cancel_records(
+    files: SlurmFiles,
+    commands: SlurmCommands,
+    *,
+    timeout_seconds: float,
+    records: Sequence[JobRecord] | None = None,
+) -> tuple[JobRecord, ...]:
+    """End every job of ``files`` that is not known to have ended, and return their records, closed. Safe to repeat.
+
+    Args:
+        files: the files of the run.
+        commands: the cluster.
+        timeout_seconds: how long the jobs may take to end.
+        records: end only these.
+
+    Raises:
+        SchedulerError: some jobs still exist, or the cluster does not answer.
+    """
+    if records is None:
+        records = await to_thread.run_sync(files.read_records)
+    records = [one for one in records if one.ended is None]
+    for record in records:
+        # Before any cancellation: a job that starts meanwhile, or asks for a requeue, must see the mark.
+        await to_thread.run_sync(files.mark_stopped, record.name)
+    left = {record.name: record for record in records}
+    why = ""
+    with anyio.move_on_after(timeout_seconds):
+        num_looks = 0
+        while left:
+            try:
+                for record in left.values() if num_looks % _ASK_AGAIN_LOOKS == 0 else ():
+                    if record.job is not None:
+                        await commands.cancel(record.job)
+                    await commands.cancel_named(record.name)
+                rows = await commands.list_jobs(list(left))
+            except SchedulerError as error:
+                why = str(error)
+            else:
+                num_looks += 1
+                why = ""
+                await _close(files, left, rows)
+            if left:
+                await anyio.sleep(_CANCEL_POLL_SECONDS)
+    if left:
+        raise SchedulerError(f"{len(left)} jobs may still run ({', '.join(left)}): {why or 'they do not end'}")
+    return tuple(evolve(record, ended="cancelled") for record in records)
+
+
+async def _close(files: SlurmFiles, left: dict[str, JobRecord], rows: Sequence[JobRow]) -> None:
+    """Close the records of jobs that have ended, and remove them from ``left``."""
+    for name, record in list(left.items()):
+        states = [row.phase for row in rows if row.name == name]
+        # If the cluster restarts a doubtful job, its stop mark prevents it from doing anything.
+        if all(state in (JobPhase.ENDED, JobPhase.UNCERTAIN) for state in states):
+            ended = next((row.state for row in rows if row.name == name), "cancelled")
+            await to_thread.run_sync(files.write_record, evolve(record, ended=f"found and ended: {ended}"))
+            await to_thread.run_sync(files.remove_bootstrap, name)
+            del left[name]

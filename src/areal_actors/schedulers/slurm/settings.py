@@ -13,6 +13,8 @@ from typing import Any
 from attrs import Attribute, field, frozen
 from attrs.validators import and_, deep_iterable, ge, gt, le, optional
 
+from areal_actors.lib.settings import constant
+
 __all__ = ["ALLOWED_ARGUMENTS", "ApptainerConfig", "GpuOption", "PyxisConfig", "SlurmConfig"]
 
 ALLOWED_ARGUMENTS = frozenset(
@@ -148,23 +150,19 @@ class SlurmConfig:
     """Additional options of sbatch, such as ``--licenses=matlab``; only options that are known to be harmless."""
     poll_seconds: float = field(default=5.0, validator=gt(0))
     """How often the queue is read, once for the whole run. 30 is considerate at a large site."""
-    command_timeout_seconds: float = field(default=20.0, validator=gt(0))
+    command_timeout_seconds: float = constant(20.0)
     """How long one call of sbatch, squeue, scancel or scontrol may take."""
-    submit_timeout_seconds: float = field(default=120.0, validator=gt(0))
+    submit_timeout_seconds: float = constant(120.0)
     """How long a submission is retried while slurmctld does not answer."""
-    cancel_timeout_seconds: float = field(default=120.0, validator=gt(0))
+    cancel_timeout_seconds: float = constant(120.0)
     """How long to wait at the end until all jobs are gone; must be longer than the cluster's KillWait."""
     completing_seconds: float = field(default=60.0, validator=gt(0))
     """How long to wait for the node of a cancelled job to confirm its end. After that, the job is left to the cluster,
     and its node is avoided until the cluster has given it up. Longer than KillWait."""
-    lost_seconds: float = field(default=60.0, validator=gt(0))
+    lost_seconds: float = constant(60.0)
     """A job counts as lost after this time without a line in the queue and without an exit record."""
-    preflight_seconds: float = field(default=60.0, validator=gt(0))
+    preflight_seconds: float = constant(60.0)
     """How long a job tries to reach the controller before it releases its node."""
-    rejoin_seconds: float = field(default=300.0, validator=ge(0))
-    """How long a job that has lost its controller keeps its nodes for the next one, which is the same run started again
-    with --resume. Must be longer than two steps of the trainer. 0: the job ends when its lease expires, and the next
-    controller submits another one."""
 
     def __attrs_post_init__(self) -> None:
         if self.margin_seconds >= self.time_minutes * 60:

@@ -422,7 +422,6 @@ async function system() {
   const actors = Object.entries(state.summary.actors);
   const names = { state: "state", num_queued: "waiting messages", mailbox_size: "room", num_running: "running", num_waiting_senders: "senders held back", num_handled: "handled", num_failed: "failed", num_cancelled: "cancelled", incarnation: "starts" };
   put($("view"), h("div", { class: "bar" }, h("button", { type: "button", onclick: () => system() }, "Read again")),
-    ...Object.entries(state.summary.replicas).map(([role, one]) => h("p", { class: "facts" }, `${role}: ${one.serving} of ${one.wanted} serve${one.error ? ` · ${one.error}` : ""}`)),
     actors.length ? h("div", { class: "scroll" }, h("table", {}, h("thead", {}, h("tr", {}, ["actor", ...Object.values(names)].map((name) => h("th", {}, name)))),
       h("tbody", {}, actors.map(([name, found]) => h("tr", {}, h("td", {}, name), Object.keys(names).map((key) => h("td", { class: "number" }, number(found[key]))))))))
       : h("p", { class: "empty" }, "The actors of a run can be seen while it runs, on the page that it serves."));

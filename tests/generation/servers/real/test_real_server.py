@@ -66,7 +66,7 @@ def test_a_run_learns_through_the_server(backend, policy, server, tmp_path, repo
         f"model={policy.directory}",
         f"rollout.backend={backend.value}",
         f"{backend.value}.urls=[{server}]",
-        "logging={tensorboard: false, display: plain}",
+        "logging={trackers: [], display: plain}",
         "trainer.dtype=float32",
         "total_steps=10",
     )

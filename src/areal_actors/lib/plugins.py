@@ -1,0 +1,85 @@
+"""Plug-ins: what other distributions add to a run, found by their entry points.
+
+A distribution adds an object by an entry point, whose group says what it is::
+
+    [project.entry-points."areal_actors.sandboxes"]
+    bubblewrap = "areal_actors_sandbox:open_bubblewrap"
+
+| Group | The name is | The object is |
+|---|---|---|
+| ``SANDBOXES`` | a backend of ``rollout.openai.sandbox`` | a function that returns a ``SandboxBackend`` |
+| ``DATASETS`` | a source of problems, a key of ``dataset`` | an attrs class with ``DatasetPlugin``'s methods |
+| ``WORKFLOWS`` | a form of ``rollout.workflow`` | an attrs class with ``WorkflowPlugin``'s methods |
+| ``PROBLEMS`` | a key of problems that commands work on in an environment | a ``ProblemEnvironment`` |
+| ``SECTIONS`` | a section of the configuration | an attrs class |
+| ``COMMANDS`` | a command of ``areal-actors`` | a click command |
+
+The core uses an object where a configuration names it, and imports no plug-in before that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import StrEnum
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from areal_actors.errors import ConfigError
+
+__all__ = ["PluginGroup", "forget_plugins", "install_advice", "load_plugin", "plugin_names"]
+
+
+class PluginGroup(StrEnum):
+    """The kinds of objects that plug-ins add."""
+
+    SANDBOXES = "areal_actors.sandboxes"
+    DATASETS = "areal_actors.datasets"
+    WORKFLOWS = "areal_actors.workflows"
+    PROBLEMS = "areal_actors.problems"
+    SECTIONS = "areal_actors.sections"
+    COMMANDS = "areal_actors.commands"
+
+
+KNOWN: Mapping[PluginGroup, Mapping[str, str]] = {
+    PluginGroup.SANDBOXES: dict.fromkeys(("bubblewrap", "docker", "podman", "apptainer"), "sandbox"),
+}
+"""The plug-ins of this repository, so that a name whose plug-in is missing is answered with the line to install it."""
+
+
+def plugin_names(group: PluginGroup) -> tuple[str, ...]:
+    """Return the names that installed plug-ins add to a group, sorted."""
+    return tuple(sorted(_find(group)))
+
+
+def load_plugin(group: PluginGroup, name: str) -> Any:
+    """Return the object of an installed plug-in.
+
+    Raises ``ConfigError`` for an unknown name, with the line that installs a known one, and for a plug-in that cannot
+    be imported.
+    """
+    found = _find(group).get(name)
+    if found is None:
+        raise ConfigError(install_advice(group, name) or f"No plug-in adds {name} to {group}.")
+    try:
+        return found.load()
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"The plug-in {found.value}, which adds {name}, cannot be imported: {error}") from error
+
+
+def install_advice(group: PluginGroup, name: str) -> str | None:
+    """Return how to install the plug-in that adds ``name``; ``None`` if it is installed, or if no plug-in is known."""
+    plugin = KNOWN.get(group, {}).get(name)
+    if plugin is None or name in _find(group):
+        return None
+    return f"{name} needs the plug-in areal-actors-{plugin}; run: pip install areal-actors-{plugin}"
+
+
+@cache
+def _find(group: PluginGroup) -> Mapping[str, EntryPoint]:
+    return {found.name: found for found in entry_points(group=group)}
+
+
+def forget_plugins() -> None:
+    """Look for plug-ins again at the next use, after one was installed into this process."""
+    _find.cache_clear()

@@ -1,0 +1,132 @@
+"""Settings that cannot act are named at the start of a run, with the reason and a way out."""
+
+from __future__ import annotations
+
+import pytest
+
+from areal_actors.run.advice import doubtful_settings, inert_settings
+from areal_actors.training.config import (
+    Activations,
+    AdvantageConfig,
+    Aggregation,
+    BehaviourConfig,
+    CaptureConfig,
+    GangConfig,
+    KlConfig,
+    KlEstimator,
+    KlPlace,
+    LoraConfig,
+    LoraServing,
+    Normalisation,
+    ObjectiveConfig,
+    OffloadTo,
+    OptimizerConfig,
+    OptimizerName,
+    OverlongConfig,
+    Surrogate,
+    TrainerConfig,
+)
+
+PPO = Surrogate.PPO
+IN_REWARD = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
+
+
+def test_the_defaults_are_silent():
+    """A run that sets nothing is told nothing."""
+    assert inert_settings(TrainerConfig()) == doubtful_settings(TrainerConfig()) == []
+
+
+@pytest.mark.parametrize(
+    ("objective", "setting"),
+    [
+        (ObjectiveConfig(surrogate=PPO, is_decoupled=True, clip_low=0.1), "clip_low"),
+        (ObjectiveConfig(surrogate=Surrogate.REINFORCE, clip_high=0.1), "clip_high"),
+        (ObjectiveConfig(surrogate=Surrogate.CISPO, dual_clip=4.0), "dual_clip"),
+        (ObjectiveConfig(dual_clip=4.0), "dual_clip"),
+        (ObjectiveConfig(is_decoupled=False), "is_decoupled"),
+        (ObjectiveConfig(surrogate=PPO, behaviour=BehaviourConfig(cap=2.0)), "behaviour.cap"),
+        (ObjectiveConfig(kl=KlConfig(estimator=KlEstimator.K2)), "kl.estimator"),
+        (ObjectiveConfig(kl=KlConfig(place=KlPlace.REWARD)), "kl.place"),
+        (ObjectiveConfig(kl=KlConfig(coefficient=1, place=KlPlace.REWARD, is_unbiased=False)), "kl.is_unbiased"),
+        (ObjectiveConfig(overlong=OverlongConfig(buffer_tokens=7)), "overlong.buffer_tokens"),
+        (ObjectiveConfig(aggregation=Aggregation.TOKEN_MEAN, fixed_length=7), "fixed_length"),
+    ],
+)
+def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting):
+    """One sentence each, that begins with the name."""
+    (sentence,) = inert_settings(TrainerConfig(objective=objective))
+
+    assert sentence.startswith(f"objective.{setting} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    ("config", "setting"),
+    [
+        (
+            TrainerConfig(advantages=AdvantageConfig(normalisation=Normalisation.RLOO, std_floor=0.1)),
+            "advantages.std_floor",
+        ),
+        (TrainerConfig(optimizer=OptimizerConfig(num_decay_steps=7)), "optimizer.num_decay_steps"),
+        (TrainerConfig(capture=CaptureConfig(enabled=False, tolerance=0.2)), "capture.tolerance"),
+        (TrainerConfig(gang=GangConfig(timeout_seconds=7.0)), "gang.timeout_seconds"),
+        (TrainerConfig(publish_keep=7), "publish_keep"),
+        (TrainerConfig(device="cpu", optimizer=OptimizerConfig(offload=OffloadTo.CPU)), "optimizer.offload"),
+        (TrainerConfig(optimizer=OptimizerConfig(name=OptimizerName.SGD, beta1=0.5)), "optimizer.beta1"),
+        (TrainerConfig(publish_bucket_mib=7), "publish_bucket_mib"),
+        (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations"),
+    ],
+)
+def test_other_settings_that_cannot_act_are_named(config, setting):
+    """Those that need another setting to act."""
+    (sentence,) = inert_settings(config)
+
+    assert sentence.startswith(f"{setting} has no effect: ")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        TrainerConfig(objective=ObjectiveConfig(clip_low=0.1, clip_high=0.1)),
+        TrainerConfig(objective=ObjectiveConfig(surrogate=PPO, clip_low=0.1, dual_clip=4.0)),
+        TrainerConfig(objective=ObjectiveConfig(surrogate=PPO, is_decoupled=True, clip_low=0.1), num_minibatches=4),
+        TrainerConfig(objective=ObjectiveConfig(behaviour=BehaviourConfig(cap=2.0), kl=IN_REWARD)),
+        TrainerConfig(objective=ObjectiveConfig(aggregation=Aggregation.FIXED_LENGTH, fixed_length=7)),
+    ],
+)
+def test_settings_that_act_are_not_named(config):
+    """Nothing is said about them."""
+    assert inert_settings(config) == []
+
+
+def test_the_form_of_an_adapter_matters_to_servers_alone():
+    """The embedded engine gets merged weights in any case."""
+    merged = TrainerConfig(lora=LoraConfig(serving=LoraServing.MERGED))
+    (sentence,) = inert_settings(merged, has_servers=False)
+
+    assert sentence.startswith("lora.serving has no effect: the embedded engine")
+    assert inert_settings(merged) == inert_settings(TrainerConfig(lora=LoraConfig()), has_servers=False) == []
+
+
+def test_a_rate_of_full_training_is_named():
+    """An adapter hardly learns with it."""
+    (sentence,) = doubtful_settings(TrainerConfig(lora=LoraConfig()))
+    assert sentence.startswith("optimizer.learning_rate 2e-05 ")
+    assert not doubtful_settings(TrainerConfig(lora=LoraConfig(), optimizer=OptimizerConfig(learning_rate=2e-4)))
+
+
+@pytest.mark.parametrize(
+    ("objective", "setting"),
+    [
+        (
+            ObjectiveConfig(kl=KlConfig(coefficient=1, place=KlPlace.REWARD, estimator=KlEstimator.K3)),
+            "kl.estimator k3",
+        ),
+        (ObjectiveConfig(kl=KlConfig(coefficient=1, estimator=KlEstimator.K1, is_unbiased=False)), "kl.estimator k1"),
+        (ObjectiveConfig(surrogate=Surrogate.GSPO), "aggregation episode_sum"),
+    ],
+)
+def test_biased_settings_are_named(objective, setting):
+    """They do what they say, which is not what a user means by them."""
+    (sentence,) = doubtful_settings(TrainerConfig(objective=objective))
+
+    assert sentence.startswith(f"objective.{setting} ")

@@ -5,19 +5,18 @@ from __future__ import annotations
 import anyio
 import pytest
 from tests.stacks.callers import FIRST, NAMED, RETRY, WAYS, Caller, call, same, turns
-from tests.stacks.inference_stack import encode, open_inference_stack, say
+from tests.stacks.inference_stack import encode, open_inference_stack
 
 from areal_actors.domain import (
     AnswerStarted,
-    Attempt,
     Credential,
     InteractionStatus,
     Tool,
     ToolArgumentsDelta,
     ToolCallStarted,
 )
-from areal_actors.errors import EngineError, IdempotencyMismatch, SessionEnded
-from areal_actors.messages import EndSession, NoteRefusal, SetReward
+from areal_actors.errors import EngineError, SessionEnded
+from areal_actors.messages import EndSession, NoteRefusal
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = pytest.mark.anyio
@@ -178,51 +177,3 @@ async def test_retry_of_a_refused_request_does_not_join_an_equal_request():
 
     assert [turn.id for turn in known] == [*pending.ids, *again.ids]
     assert 2 == len({request.key for request in engine.requests})
-
-
-async def test_parallel_equal_requests_are_siblings():
-    """Twenty first sendings are twenty turns."""
-    async with open_inference_stack() as inference, anyio.create_task_group() as tasks:
-        session = (await inference.open()).session
-        callers = [Caller(inference, session, WAYS[index % 2], FIRST) for index in range(20)]
-        for caller in callers:
-            tasks.start_soon(caller)
-        await anyio.wait_all_tasks_blocked()
-        known = await turns(inference, session)
-
-    assert {turn.id for turn in known} == {name for caller in callers for name in caller.ids}
-    assert 20 == len(known)
-
-
-async def test_retry_does_not_repeat_an_answer_that_was_continued_or_rewarded():
-    """Its client has read it, so the retry belongs to another call."""
-    async with open_inference_stack(
-        script_answers(encode("a"), encode("b"), encode("c"), encode("d"), encode("e"))
-    ) as inference:
-        session = (await inference.open()).session
-        (rewarded,) = (await call(inference, session, "complete", FIRST)).answers
-        (continued,) = (await call(inference, session, "complete", FIRST)).answers
-        reward = SetReward(
-            credential=Credential(session=session, has_control=True), reward=1.0, interaction=rewarded.interaction
-        )
-        await inference.sessions.ask(reward)
-        await inference.complete(session, (*say("why?", continued.message.content), *say("really?")))
-        again = await call(inference, session, "complete", RETRY)
-        known = await turns(inference, session)
-
-    assert 4 == len(known)
-    assert [known[-1].id] == again.ids
-
-
-async def test_idempotency_key_names_a_request_of_a_session():
-    """A second sending is answered once; another body with that key is refused, but not in another session."""
-    async with open_inference_stack() as inference:
-        session, other = (await inference.open()).session, (await inference.open()).session
-        first = await call(inference, session, "complete", NAMED)
-        again = await call(inference, session, "stream", NAMED)
-        wrong = await call(inference, session, "complete", Attempt(fingerprint="g", idempotency_key="k"))
-        elsewhere = await call(inference, other, "complete", Attempt(fingerprint="g", idempotency_key="k"))
-
-    assert first.ids == again.ids != elsewhere.ids
-    assert isinstance(wrong.error, IdempotencyMismatch)
-    assert 422 == wrong.error.status

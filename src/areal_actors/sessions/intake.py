@@ -586,38 +586,24 @@ def describe_session(group: OpenGroup, seat: Seat) -> Mapping[str, Any]:
     }
 
 
-@frozen
-class _Remembered:
-    """The group's part of ``describe_session``, read back."""
-
-    group_id: str | None
-    group_owner: str | None
-    group_size: int
-    position: int
-    version: int
-
-
 def restore_group(sessions: tuple[RecoveredSession, ...], permit: Permit, *, is_queued: bool, now: float) -> OpenGroup:
-    """Rebuild a group from its sessions' metadata. A group that was complete cannot be joined."""
-    first = sessions[0]
-    names = ("group_id", "group_owner", "group_size", "position", "version")
-    remembered = _Remembered(*(first.metadata[name] for name in names))
+    """Rebuild a group from the metadata of ``describe_session``. A group that was complete cannot be joined."""
+    first = sessions[0].metadata
     group = OpenGroup(
-        id=first.group,
-        name=remembered.group_id,
-        owner=remembered.group_owner,
-        size=remembered.group_size,
-        position=remembered.position,
+        id=sessions[0].group,
+        name=first["group_id"],
+        owner=first["group_owner"],
+        size=first["group_size"],
+        position=first["position"],
         permit=permit,
-        version=remembered.version,
+        version=first["version"],
         is_closed=is_queued,
-        # Journals of earlier versions do not say it.
-        is_trained=first.metadata.get("is_trained", True),
+        is_trained=first["is_trained"],
     )
     for session in sessions:
-        member = int(session.metadata["member"])
-        task = session.metadata["task_id"]
-        group.seats[member] = Seat(member=member, task=task, started_at=now, is_known=session.ended_at is not None)
+        member, task = int(session.metadata["member"]), session.metadata["task_id"]
+        is_known = session.ended_at is not None
+        group.seats[member] = Seat(member=member, task=task, started_at=now, is_known=is_known)
     return group
 
 

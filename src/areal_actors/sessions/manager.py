@@ -619,7 +619,7 @@ class SessionManager(Actor[Sessions]):
         while True:
             try:
                 with deferring_long_texts(encoded):
-                    return self._planner.num_prompt_tokens(session, request)
+                    return len(self._planner.plan(session, request).token_ids)
             except LongText as text:
                 encoded[text.key] = await to_thread.run_sync(text.encode, limiter=self._encoding)
 

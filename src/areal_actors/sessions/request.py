@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 
 import anyio
 import numpy as np
@@ -39,6 +39,7 @@ from areal_actors.domain import (
     ReasoningDelta,
     SampledTokens,
     SampleKey,
+    Sampling,
     StreamItem,
     TextDelta,
     TokenHash,
@@ -68,7 +69,6 @@ __all__ = [
     "answer",
     "asked_of",
     "check_complete",
-    "engine_request",
     "find_grammar",
     "replay",
     "sampling",
@@ -135,26 +135,17 @@ class PendingRequest:
             Unavailable: the answers could not be written, and are not recorded.
             SessionEnded: the session ended while the answers waited to be written.
         """
-        if self.trace is not None:
-            with self.trace.capturing():
-                return await self._complete(*choices)
-        return await self._complete(*choices)
-
-    async def _complete(self, *choices: Choice) -> tuple[Answer, ...]:
-        journal = self.journal
-        if journal is None or not choices:
-            return tuple(choice.complete() for choice in choices)
-        # Held from the decision to the change, so that the journal and the tree agree on one order.
-        await journal.acquire()
-        try:
-            for choice in choices:
-                # The session may have ended while this turn waited for the lock.
-                check_complete(self, choice)
-            now = journal.clock()
-            await journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
-            return tuple([choice.complete() for choice in choices])
-        finally:
-            journal.lock.release()
+        with nullcontext() if self.trace is None else self.trace.capturing():
+            if self.journal is None or not choices:
+                return tuple(choice.complete() for choice in choices)
+            # Held from the decision to the change, so that the journal and the tree agree on one order.
+            async with self.journal.lock:
+                for choice in choices:
+                    # The session may have ended while this turn waited for the lock.
+                    check_complete(self, choice)
+                now = self.journal.clock()
+                await self.journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
+                return tuple([choice.complete() for choice in choices])
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
         history, sending = self.plan.match.history, self.sending
@@ -293,10 +284,6 @@ class RequestPlanner:
         self._has_grammars = engine.has_grammars
         self._logprobs_follow_truncation = engine.logprobs_follow_truncation
 
-    def num_prompt_tokens(self, session: Session, request: CompletionRequest) -> int:
-        """Return the length of the prompt in tokens, without beginning a turn."""
-        return len(plan_prompt(session.tree, self._renderer, request).token_ids)
-
     def plan(self, session: Session, request: CompletionRequest) -> PromptPlan:
         """Return the prompt of ``request``, without beginning a turn."""
         return plan_prompt(session.tree, self._renderer, request)
@@ -331,17 +318,21 @@ class RequestPlanner:
         # The id that the client sees.
         first = f"{request.id_prefix}{self._token()}"
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
+        wanted, is_streamed = self._fit(plan), is_streaming
+        if wanted.stop and self._renderer.has_reasoning and not is_raw(request):
+            # The engine would find stop strings in the thinking. ``Choice`` finds them instead, and sampling ends with
+            # the token that completes one. Tokens that are delivered late would be sampled in vain.
+            wanted, is_streamed = evolve(wanted, stop=()), True
         requests = tuple(
-            engine_request(
-                request_id=name,
-                plan=plan,
+            EngineRequest(
+                id=name,
+                prompt=plan.token_ids,
+                sampling=wanted,
                 key=key,
                 stop_token_ids=self._renderer.stop_token_ids,
-                context_length=self._context_length,
                 grammar=grammar,
                 routing_key=session.id,
-                is_streamed=is_streaming,
-                has_reasoning=self._renderer.has_reasoning and not is_raw(request),
+                is_streamed=is_streamed,
             )
             for name, key in zip(names, keys, strict=True)
         )
@@ -370,6 +361,18 @@ class RequestPlanner:
             journal=journal,
             digest=digest,
         )
+
+    def _fit(self, plan: PromptPlan) -> Sampling:
+        """Return the sampling settings of a request, limited to the room that its prompt leaves.
+
+        Raises:
+            ContextLengthExceeded: there is no room for a single token.
+        """
+        room, sampling = self._context_length - len(plan.token_ids), plan.request.sampling
+        if room < 1:
+            num_tokens = len(plan.token_ids) + sampling.max_new_tokens
+            raise ContextLengthExceeded(num_tokens=num_tokens, max_tokens=self._context_length)
+        return sampling if sampling.max_new_tokens <= room else evolve(sampling, max_new_tokens=room)
 
 
 _NUM_KEY_DIGITS = 16
@@ -455,48 +458,6 @@ def find_grammar(renderer: Renderer, request: CompletionRequest, *, has_grammars
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=request.response_format,
         template_kwargs=request.template_kwargs,
-    )
-
-
-def engine_request(
-    *,
-    request_id: str,
-    plan: PromptPlan,
-    key: SampleKey,
-    stop_token_ids: tuple[int, ...],
-    context_length: int,
-    grammar: Grammar | None = None,
-    routing_key: str = "",
-    is_streamed: bool = True,
-    has_reasoning: bool = False,
-) -> EngineRequest:
-    """Return the engine's request for one choice, limited to the room that the prompt leaves.
-
-    If the answer may contain thinking (``has_reasoning``), the engine is not given the stop strings: it would find them
-    in the thinking. ``Choice`` finds them instead, and sampling ends with the token that completes one.
-
-    Raises:
-        ContextLengthExceeded: there is no room for a single token.
-    """
-    room = context_length - len(plan.token_ids)
-    sampling = plan.request.sampling
-    if room < 1:
-        wanted = len(plan.token_ids) + sampling.max_new_tokens
-        raise ContextLengthExceeded(num_tokens=wanted, max_tokens=context_length)
-    if sampling.max_new_tokens > room:
-        sampling = evolve(sampling, max_new_tokens=room)
-    if has_reasoning and sampling.stop:
-        # Tokens that are delivered late would be sampled in vain.
-        sampling, is_streamed = evolve(sampling, stop=()), True
-    return EngineRequest(
-        id=request_id,
-        prompt=plan.token_ids,
-        sampling=sampling,
-        key=key,
-        stop_token_ids=stop_token_ids,
-        grammar=grammar,
-        routing_key=routing_key,
-        is_streamed=is_streamed,
     )
 
 

@@ -7,7 +7,7 @@ roles of a run (``openers``) spawn the same actors with the functions below, eac
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -40,8 +40,16 @@ from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelSta
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
-from areal_actors.journal.recovery import UnfinishedWork
+from areal_actors.journal import (
+    Journal,
+    NoJournal,
+    RecoveredSession,
+    as_of,
+    read_journal,
+    recover,
+    restate,
+    restore_groups,
+)
 from areal_actors.kernel import Actor, ActorSystem, Ref, root_cause
 from areal_actors.lib.notebooks import Startable, format_table
 from areal_actors.lib.plugins import PluginGroup, load_plugin, plugin_names
@@ -148,8 +156,7 @@ class InferenceConfig:
 class SessionActors:
     """The actors that share the journal.
 
-    ``sessions`` is the session manager, or in the first of several processes the router. ``unfinished`` is unfinished
-    work found in the journal of earlier processes, apart from the sessions, which are restored.
+    ``sessions`` is the session manager, or in the first of several processes the router.
     """
 
     sessions: Ref[Sessions]
@@ -158,7 +165,6 @@ class SessionActors:
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     """Users and their keys, if a plug-in keeps them."""
-    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
 
     @property
     def actors(self) -> dict[str, Ref[Any]]:
@@ -416,7 +422,7 @@ async def spawn_session_actors(
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journals(journal, open_shards, version=version)
-    restored, unfinished = restore_groups(facts, version=version), recovered.unfinished
+    restored = restore_groups(facts, version=version)
     del facts
     queue = restored_queue or RestoredQueue()
     records = None
@@ -481,7 +487,6 @@ async def spawn_session_actors(
         capacity=capacity,
         intake=intake,
         accounts=accounts,
-        unfinished=unfinished,
     )
 
 
@@ -518,9 +523,10 @@ async def spawn_shard(
 
 async def _read_journals(
     journal: Journal, open_shards: OpenShards | None, *, version: int
-) -> tuple[Recovered, list[JournalEvent]]:
+) -> tuple[Mapping[SessionId, RecoveredSession], list[JournalEvent]]:
     """Return the sessions in ``journal``, and the events of all journals from which groups are restored."""
-    recovered, facts = Recovered(), list[JournalEvent]()
+    recovered: Mapping[SessionId, RecoveredSession] = {}
+    facts: list[JournalEvent] = []
     async with nullcontext(()) if open_shards is None else open_shards() as shards:
         for one in (*shards, journal):
             told = [fact async for fact in one.read()]

@@ -18,7 +18,7 @@ def invoke(*arguments, path):
 
 @pytest.fixture
 def runs(tmp_path):
-    """Two runs: one with a job that runs and one that has ended, one whose job has no known number."""
+    """Two runs: one with a job that runs and one that has ended, one whose job number is unknown."""
     root = tmp_path / "runs"
     records = {
         "sums/a": [("trainer", 7, None), ("proxy", 6, "job 6 ended as COMPLETED")],

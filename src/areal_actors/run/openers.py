@@ -20,7 +20,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
-from areal_actors.dashboard import RunDirectory, RunGauges
+from areal_actors.dashboard import RunDirectory, read_gauges
 from areal_actors.domain import Role, Snapshot
 from areal_actors.errors import JournalError
 from areal_actors.generation.servers.config import Backend
@@ -309,7 +309,7 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
             actors,
             renderer=context.renderer,
             generation=generation,
-            read_run=RunGauges(context.directory),
+            read_run=partial(read_gauges, context.directory),
             process=spec.process,
         )
         yield OpenRole(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))

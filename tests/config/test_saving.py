@@ -33,8 +33,8 @@ def test_file_with_a_key_is_readable_by_its_owner_only(tmp_path):
     assert config == load_config(path)
 
 
-def test_a_file_keeps_what_it_was_closed_to(tmp_path):
-    """Whoever has made it for its owner alone has had a reason."""
+def test_saved_file_keeps_its_mode(tmp_path):
+    """A file that only its owner can read stays private."""
     path = tmp_path / "config.yaml"
     path.touch(mode=0o600)
     save_config(create_config(SETTINGS), path)
@@ -42,7 +42,7 @@ def test_a_file_keeps_what_it_was_closed_to(tmp_path):
     assert 0o600 == mode_of(path)
 
 
-def test_who_reads_meanwhile_reads_the_former_one(tmp_path):
+def test_saving_replaces_the_file_atomically(tmp_path):
     """Workers read it while a run is taken up again, which writes it anew."""
     path = tmp_path / "config.yaml"
     save_config(create_config(SETTINGS), path)

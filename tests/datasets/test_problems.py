@@ -27,7 +27,7 @@ def test_epoch_has_every_problem_once(size: int, seed: int, epoch: int) -> None:
 
 
 @given(size=sizes, seed=seeds, positions=st.lists(st.integers(0, 500), max_size=20))
-def test_problem_depends_on_its_position_only(size: int, seed: int, positions: list[int]) -> None:
+def test_position_determines_the_problem(size: int, seed: int, positions: list[int]) -> None:
     """Asked in any order, by another process, again: the same problem, which knows its position."""
     first, second = Problems(rows(size), seed=seed), Problems(rows(size), seed=seed)
     expected = {position: first.at(position) for position in sorted(set(positions))}
@@ -36,7 +36,7 @@ def test_problem_depends_on_its_position_only(size: int, seed: int, positions: l
     assert all(position == expected[position].position for position in positions)
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     """The order is another one in each epoch, and with each seed."""
 
     def order(seed: int, epoch: int) -> list[int]:
@@ -49,13 +49,13 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 @given(size=sizes, position=st.integers(0, 500))
-def test_without_shuffling_the_source_decides(size: int, position: int) -> None:
+def test_unshuffled_epochs_keep_the_order_of_the_source(size: int, position: int) -> None:
     """The order of the source, again and again."""
     assert Problems(rows(size), is_shuffled=False).at(position).data["n"] == position % size
 
 
 @given(size=sizes, seed=seeds)
-def test_evaluation_runs_every_problem_in_the_order_of_the_source(size: int, seed: int) -> None:
+def test_evaluation_keeps_the_order_of_the_source(size: int, seed: int) -> None:
     """Shuffled or not."""
     problems = Problems(rows(size), seed=seed)
 
@@ -63,7 +63,7 @@ def test_evaluation_runs_every_problem_in_the_order_of_the_source(size: int, see
     assert size == len(problems)
 
 
-def test_problem_data_is_a_copy() -> None:
+def test_problem_is_a_copy_for_each_agent() -> None:
     """The next epoch, and a resumed run, see the problem as the source has it."""
     problems = Problems([{"numbers": [1, 2]}])
     problems.at(0).data["numbers"].append(3)
@@ -71,7 +71,7 @@ def test_problem_data_is_a_copy() -> None:
     assert [1, 2] == problems.at(1).data["numbers"]
 
 
-def test_empty_dataset_is_refused() -> None:
+def test_dataset_without_problems_is_refused() -> None:
     """At once, not at the first step."""
     with pytest.raises(DatasetError, match="no problems"):
         Problems([])
@@ -92,7 +92,7 @@ def test_overlap_is_the_intersection(train: set[int], held_out: set[int], seed: 
     assert len(train & held_out) == find_overlap(tested, trained)
 
 
-def test_overlap_ignores_metadata() -> None:
+def test_problem_identity_ignores_how_it_was_made() -> None:
     """The metadata of a generator are not compared; values that are not JSON are, and do not fail."""
     trained = Problems([{"question": "1 + 1", "metadata": {"source_index": 0}, "big": 10**30, "set": {1}}])
     tested = Problems([{"question": "1 + 1", "metadata": {"source_index": 7}, "big": 10**30, "set": {1}}])

@@ -32,8 +32,8 @@ from areal_actors.cli.explaining import (
     verbose_option,
 )
 from areal_actors.errors import ConfigError, RunDirectoryError
-from areal_actors.lib.gc_tuning import relax_gc
 from areal_actors.lib.plugins import PluginGroup, install_advice, load_plugin, plugin_names
+from areal_actors.lib.process_limits import relax_gc
 
 if TYPE_CHECKING:
     from areal_actors.config import RunConfig
@@ -262,7 +262,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "train")
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run import train as run_training
 
     raise_open_files_limit()
@@ -298,7 +298,7 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 
     loaded, admin_key = load_config(config, overrides), read_admin_key(os.environ)
     _say_loading(loaded, "serve")
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
 
@@ -357,7 +357,7 @@ def evaluate(
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "evaluate", model=model)
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run.evaluation import evaluate as run_evaluation
     from areal_actors.run.evaluation import format_evaluation
 
@@ -590,25 +590,6 @@ def slurm() -> None:
     DIRECTORY is that of a run, or one with runs below it, such as the setting fileroot. A run ends its jobs itself;
     these commands are for jobs of a run that was killed, or whose cluster did not answer.
     """
-
-
-@slurm.command("status")
-@_runs
-@_as_json
-@verbose_option
-@explains_errors
-def show_jobs(*, directory: Path, is_json: bool) -> None:
-    """List the jobs of DIRECTORY, and their states.
-
-    \b
-    Examples:
-      areal-actors slurm status runs/sums/trial
-      areal-actors slurm status --json
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.run.slurm import format_jobs, format_json, list_known_jobs
-
-    jobs = list_known_jobs(directory)
-    click.echo(format_json(jobs) if is_json else format_jobs(jobs))
 
 
 @slurm.command("cancel")

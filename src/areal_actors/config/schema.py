@@ -1,8 +1,8 @@
 """The settings of a run: one class that composes the settings of all components.
 
-Each section is a frozen class defined with the component that it configures. ``RolloutConfig`` is defined here because
-its settings are used by several: the runner, the exporter and the granter each get their part by a property. Words such
-as ``mode: inline`` are resolved to members of enumerations; nothing below compares strings.
+Each section is a frozen class defined with the component that it configures. ``RolloutConfig`` and ``AgentConfig`` are
+those of the runner and of the exporter with the settings of others beside them. Words such as ``mode: inline`` are
+resolved to members of enumerations; nothing below compares strings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any, NewType
 
 from attrs import Attribute, evolve, field, fields, frozen
-from attrs.validators import and_, ge, gt, in_, le, lt, optional
+from attrs.validators import and_, ge, gt, le, lt, optional
 
-from areal_actors.cache import STYLES
-from areal_actors.cache.rewards import RULES, Unrewarded
-from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.config.documents import Document
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
@@ -39,7 +36,7 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.loops import EventLoop
 from areal_actors.lib.plugins import PluginGroup, plugin_settings
-from areal_actors.lib.references import FunctionReference, builtin_or_reference
+from areal_actors.lib.references import FunctionReference
 from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
@@ -64,7 +61,6 @@ from areal_actors.training.config import (
 from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
 from areal_actors.workflows import GenerationConfig, PluginWorkflow
 from areal_actors.workflows.commands import CommandConfig, CommandWord
-from areal_actors.workflows.rollout import MemberOutcome
 
 __all__ = [
     "AgentConfig",
@@ -120,14 +116,14 @@ _finite_not_negative: Any = and_(ge(0.0), lt(math.inf))
 
 
 @frozen(kw_only=True)
-class AgentConfig:
+class AgentConfig(ExportConfig):
     """How agents are run, and how their rewards become training rows (also called rollout.agent)."""
 
     mode: AgentMode = field(default=AgentMode.INLINE, metadata=COMMON)
     """inline runs agents in the event loop of the run; in a subprocess, agents may block."""
     subproc_max_workers: int = field(default=4, validator=ge(1))
     """Agent processes that run at the same time, in mode subprocess and for commands."""
-    subproc_start_timeout_seconds: float = field(default=60.0, validator=gt(0))
+    subproc_start_timeout_seconds: float = constant(60.0)
     """How long an agent process may take to import the agent's module and create the agent."""
     agents_may_reward: bool = False
     """Whether an agent may reward and end its own session over HTTP.
@@ -136,26 +132,10 @@ class AgentConfig:
     reward.
     """
     sandbox: SandboxConfig = field(factory=SandboxConfig)
-    turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
-    """The share of an answer's return that is passed on to the previous turn."""
-    reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
-    """How the returns of several continuations are combined: mean, sum, max, creation-order, or your own function."""
-    unrewarded: Unrewarded = Unrewarded.INHERIT
-    """How conversations without any rewarded answer are treated: they inherit the outcome that the agent returned, are
-    not trained (skip), or return 0."""
-    export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
-
-
-def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
-    if not roles:
-        raise ValueError("names no role, so nothing would be trained; leave it out to train all")
-    wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]
-    if wrong:
-        raise ValueError(f"has the role {wrong[0]!r}; {_NAME_RULE}")
 
 
 @frozen(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(RolloutsConfig):
     """The agent, how many episodes it runs, and how far rollouts may run ahead of training."""
 
     backend: Backend = field(default=Backend.TORCH, metadata=COMMON)
@@ -166,14 +146,6 @@ class RolloutConfig:
     serve, it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
-    group_size: int = field(default=8, validator=ge(1), metadata=COMMON)
-    """Episodes per problem."""
-    train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
-    """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
-    URL or x-areal-agent names another. null trains all roles."""
-    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
-    """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
-    episode had completed."""
     max_concurrent_rollouts: int = field(default=16, validator=ge(1), metadata=COMMON)
     """Groups that run at the same time."""
     max_head_offpolicyness: int = field(default=1, validator=ge(0), metadata=COMMON)
@@ -183,11 +155,6 @@ class RolloutConfig:
     them at any age; requeue and drop discard them, so that fewer long episodes are trained than are sampled. With
     serve, wait and requeue mean train."""
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
-    episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
-    max_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
-    at a URL, which eval asks, has no such limit."""
-    limits: EpisodeLimits = field(factory=EpisodeLimits)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
     resume: ResumeEpisodes = ResumeEpisodes.REPLAY
@@ -198,28 +165,9 @@ class RolloutConfig:
     openai: AgentConfig = field(factory=AgentConfig)
 
     @property
-    def runner(self) -> RolloutsConfig:
-        """The rollout runner's part of these settings."""
-        return RolloutsConfig(
-            group_size=self.group_size,
-            member_outcome=self.member_outcome,
-            episode_timeout_seconds=self.episode_timeout_seconds,
-            max_tokens=self.max_tokens,
-            limits=self.limits,
-            agents_may_reward=self.openai.agents_may_reward,
-            train_roles=self.train_roles,
-        )
-
-    @property
     def export(self) -> ExportConfig:
-        """The exporter's part of these settings."""
-        return ExportConfig(
-            style=self.openai.export_style,
-            discount=self.openai.turn_discount,
-            rule=self.openai.reward_rule,
-            unrewarded=self.openai.unrewarded,
-            train_roles=self.train_roles,
-        )
+        """The settings of the exporter."""
+        return evolve(self.openai, train_roles=self.train_roles)
 
 
 def _problems_of(workflow: WorkflowReference | CommandConfig | PluginWorkflow | None) -> DatasetConfig | None:
@@ -591,9 +539,13 @@ class RunConfig(ServerSections):
 
     @property
     def runners(self) -> Mapping[str, RolloutsConfig]:
-        """The rollout runner's part of the settings in ``agents``, and of those without an agent."""
+        """The settings of the rollout runner for each entry of ``agents``, and for episodes without an agent."""
         return {
-            name: evolve(rollout.runner, max_concurrent_evaluations=self.evaluation.max_concurrent)
+            name: evolve(
+                rollout,
+                agents_may_reward=rollout.openai.agents_may_reward,
+                max_concurrent_evaluations=self.evaluation.max_concurrent,
+            )
             for name, rollout in {"": self.rollout, **self.agents}.items()
         }
 

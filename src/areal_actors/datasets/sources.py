@@ -32,7 +32,7 @@ from areal_actors.datasets.problems import Problems
 from areal_actors.datasets.values import plain_row, without_null_keys
 from areal_actors.errors import ArealError, DatasetError
 from areal_actors.lib.plugins import PluginGroup, plugin_names, plugin_settings
-from areal_actors.lib.settings import COMMON
+from areal_actors.lib.settings import COMMON, constant
 
 __all__ = [
     "DataPath",
@@ -85,8 +85,8 @@ class DatasetConfig:
 
     ``start`` problems are skipped and ``size`` are taken (``None``: all of a file; 1000 of a generator). ``seed`` is
     passed to generators: different seeds make different problems. ``options`` are passed to the reasoning-gym
-    generator, or to the Python function as keyword arguments in addition to ``num`` and ``seed``. ``is_shuffled``
-    permutes the problems again in each epoch.
+    generator, or to the Python function as keyword arguments in addition to ``num`` and ``seed``. Problems
+    are permuted again in each epoch.
     """
 
     jsonl: DataPath | None = field(default=None, metadata=COMMON)
@@ -103,7 +103,7 @@ class DatasetConfig:
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = field(default=0, validator=ge(0))
     options: Mapping[str, Any] = field(factory=dict)
-    is_shuffled: bool = True
+    is_shuffled: bool = constant(True)
 
     def __attrs_post_init__(self) -> None:
         """Raise ``ValueError`` unless exactly one source is named."""

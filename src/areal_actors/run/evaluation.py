@@ -27,7 +27,7 @@ from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
 from areal_actors.config.schema import ModelName
 from areal_actors.dashboard import RunDirectory, write_report
-from areal_actors.dashboard.evaluation import EpisodeRecorder, keep_finished, read_outcomes
+from areal_actors.dashboard.dumps import EpisodeRecorder, keep_finished, read_outcomes
 from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.reporter import Listener
 from areal_actors.datasets import Problems

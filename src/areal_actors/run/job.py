@@ -41,8 +41,7 @@ from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import create_sandbox
-from areal_actors.training.phases import PhaseName
-from areal_actors.training.teaching import GroupTeacher
+from areal_actors.training.phases import GroupTeacher, PhaseName
 from areal_actors.workflows import (
     Agent,
     AgentPool,

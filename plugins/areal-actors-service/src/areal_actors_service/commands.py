@@ -50,7 +50,7 @@ def host(*, config: Path, overrides: tuple[str, ...]) -> None:
         loaded = evolve(loaded, plugins={**loaded.plugins, "host": own})
     if loaded.logging.display != "none":
         click.echo(f"{loaded.experiment_name}: starting the host; services load {loaded.model} on first use", err=True)
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors_service.host import run_host
 
     raise_open_files_limit()
@@ -74,7 +74,7 @@ def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
       areal-actors serve b.yaml sessions.service_name=b proxy.port=8002
       areal-actors entry a=http://127.0.0.1:8001 b=http://127.0.0.1:8002
     """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors_service.entry.server import parse_backends, run_entry
 
     raise_open_files_limit()

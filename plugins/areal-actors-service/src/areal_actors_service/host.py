@@ -15,7 +15,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, summarize_run
-from areal_actors.dashboard.record import RunStatus, read_record
+from areal_actors.dashboard.run_record import RunStatus, read_record
 from areal_actors.errors import ConfigError, InvalidRequest
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback

@@ -19,7 +19,7 @@ from areal_actors.datasets import find_overlap
 from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.journal.sqlite import filesystem_of, is_network
-from areal_actors.lib.open_files import open_files_limit
+from areal_actors.lib.process_limits import open_files_limit
 from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind

@@ -59,7 +59,7 @@ def test_parts_of_a_dataset_do_not_overlap(total: int, start: int, size: int) ->
 
 
 def test_jsonl_lines_become_problems(tmp_path: Path) -> None:
-    """In order; blank lines and a byte order mark are no problems; integers keep all their digits."""
+    """In order; blank lines and a byte order mark are skipped; integers keep all their digits."""
     rows = [{"question": "1 + 1", "answer": 2}, {"question": "é", "answer": 12345678901234567890123}]
     text = "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
     (tmp_path / "problems.jsonl").write_text(text, encoding="utf-8")

@@ -20,6 +20,7 @@ from areal_actors.lib.plugins import PluginGroup
 from areal_actors.lib.references import import_reference
 from areal_actors.run import Trainer
 
+IN_BOXES = needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
@@ -106,8 +107,8 @@ def test_the_tiny_job_trains(tmp_path):
         ("blocking", "sh"),
         ("frameworks/requests", "sh"),
         ("shell", "curl"),
-        pytest.param("sandbox", "sh", marks=needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")),
-        pytest.param("tasks", "sh", marks=needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")),
+        pytest.param("sandbox", "sh", marks=IN_BOXES),
+        pytest.param("tasks", "sh", marks=[IN_BOXES, needs_plugin(PluginGroup.DATASETS, "harbor")]),
     ],
 )
 def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend):

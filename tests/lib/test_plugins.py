@@ -8,8 +8,14 @@ from pathlib import Path
 import pytest
 
 from areal_actors.errors import ConfigError
-from areal_actors.lib import plugins
-from areal_actors.lib.plugins import PluginGroup, forget_plugins, install_advice, load_plugin, plugin_names
+from areal_actors.lib.plugins import (
+    KNOWN_PLUGINS,
+    PluginGroup,
+    forget_plugins,
+    install_advice,
+    load_plugin,
+    plugin_names,
+)
 
 MODULE = """
 class Box:
@@ -46,7 +52,7 @@ def test_missing_plugin_is_answered_with_its_install_line():
     """Only names of this repository's plug-ins have one."""
     with pytest.raises(ConfigError, match=r"nothing is added to areal_actors.sandboxes by no plug-in"):
         load_plugin(PluginGroup.SANDBOXES, "nothing")
-    for group, known in plugins.KNOWN.items():
+    for group, known in KNOWN_PLUGINS.items():
         for name, plugin in known.items():
             advice = install_advice(group, name)
             if name in plugin_names(group):

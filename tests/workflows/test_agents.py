@@ -142,7 +142,7 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
     ids=lambda value: type(value).__name__,
 )
 async def test_agent_exception_fails_only_its_episode(error: BaseException, complaint: str):
-    """The first cause is named, and kept for whoever wants the traceback."""
+    """The first cause is named, and kept with its traceback."""
     with pytest.raises(EpisodeError, match=complaint) as failure:
         await run(raising(error))
 

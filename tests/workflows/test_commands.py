@@ -89,7 +89,7 @@ async def test_command_failure_is_described(words: tuple[str, ...], complaint: s
 
 
 async def test_command_daemons_are_ended():
-    """It holds its stdout open, and nobody waits for it."""
+    """It holds its stdout open, and the episode does not wait for it."""
     async with open_agent(*shell('sleep 600 & echo "{\\"$!\\": 1}"')) as agent:
         (pid,) = await agent.run({}, **LINK)
 

@@ -139,7 +139,7 @@ async def test_a_process_may_be_cancelled_while_it_starts(tmp_path: Path):
 
 
 async def test_a_worker_that_was_killed_between_episodes_is_replaced():
-    """Nobody notices."""
+    """The next episode runs in a new process."""
     async with open_pool("Doing") as pool:
         first = int(await pool.run({"do": "succeed"}, **LINK))
         os.kill(first, signal.SIGKILL)
@@ -252,7 +252,7 @@ async def test_an_agent_that_cannot_be_made_ends_the_start(tmp_path: Path, text:
 
 @pytest.mark.parametrize("num_killed", [2, 3])
 async def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, num_killed: int):
-    """Whoever kills it is not a fault of the agent, and there may be too little memory for once; but not for good."""
+    """A kill from outside is no fault of the agent, such as one for lack of memory; after three, the start fails."""
     text = f"""
         import os, pathlib
         tally = pathlib.Path({str(tmp_path)!r}, "tally")

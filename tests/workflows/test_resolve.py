@@ -81,7 +81,7 @@ def test_a_reference_may_name_an_instance_or_something_inside(module: Path, refe
 
 
 def test_a_file_is_imported_once_and_two_files_of_one_name_are_two_modules(module: Path, tmp_path: Path):
-    """Its state is shared by whoever names it; its name is nobody else's."""
+    """All references to a file share its module; files with the same name do not."""
     other = tmp_path / "other" / module.name
     other.parent.mkdir()
     other.write_text("ready = 1")

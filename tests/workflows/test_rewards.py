@@ -101,7 +101,7 @@ async def test_reward_function_is_killed_after_its_timeout(tmp_path: Path) -> No
 
 
 async def test_reward_function_is_cancelled_in_its_worker(tmp_path: Path) -> None:
-    """Whoever stops waiting stops the computation."""
+    """A cancelled call ends the computation in its process."""
     marker = tmp_path / "pid"
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(AsyncRewardWrapper(hang), str(marker))

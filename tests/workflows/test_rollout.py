@@ -207,7 +207,7 @@ async def test_rejected_and_failed_members_cost_no_sibling() -> None:
 
 
 async def test_all_rejected_is_rejected_and_all_failed_is_a_failure() -> None:
-    """``None`` only if nobody failed to say so."""
+    """``None`` if all members rejected; an error if all of them failed."""
 
     def fail(_: int) -> Any:
         raise ValueError("broken")

@@ -30,7 +30,7 @@ NUMBER = {"title": "Guess", "properties": {"metadata": {}, "number": {"type": "i
 TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {"at": {}}}}
 
 installed = pytest.mark.skipif(
-    find_spec("openenv") is None, reason="needs openenv: pip install 'areal_actors[openenv]', or nox -s openenv"
+    find_spec("openenv") is None, reason="needs openenv: pip install 'areal-actors-environments[openenv]', or nox -s openenv"
 )
 
 # ------------------------------------------------------------------------------------------------- forms of actions
@@ -85,7 +85,7 @@ def test_openenv_problems_are_seeds():
 @pytest.mark.skipif(find_spec("openenv") is not None, reason="openenv is installed")
 def test_an_absent_package_is_named():
     """Before the run, with the line that installs it."""
-    with pytest.raises(WorkflowError, match=r"pip install 'areal_actors\[openenv\]'"):
+    with pytest.raises(WorkflowError, match=r"pip install 'areal-actors-environments\[openenv\]'"):
         OpenEnvAgent(url="http://127.0.0.1:1")
 
 

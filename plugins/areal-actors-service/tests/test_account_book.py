@@ -27,7 +27,7 @@ def test_key_is_valid_until_it_expires():
 
     assert book.authenticate(issued.secret, NOON + 9.9).user.name == "ada"
     texts = set()
-    for secret, now in ((issued.secret, NOON + 10), (f"{KEY_PREFIX}nobody", NOON), ("\udcff", NOON)):
+    for secret, now in ((issued.secret, NOON + 10), (f"{KEY_PREFIX}unknown", NOON), ("\udcff", NOON)):
         with pytest.raises(Unauthorized) as error:
             book.authenticate(secret, now)
         texts.add(error.value.message)
@@ -72,7 +72,7 @@ def test_user_name_is_normalised():
 
 
 def test_key_that_is_expired_already_is_refused():
-    """That would be a mistake of whoever asks for it."""
+    """Such a request is a mistake."""
     with pytest.raises(InvalidRequest, match="expired"):
         AccountBook().issue(Claim(user="ada", expires_at=NOON), NOON)
 
@@ -122,6 +122,6 @@ def test_saved_usage_is_counted_once():
 
 
 def test_unknown_key_id_is_named():
-    """Whoever revokes reads which one it was."""
+    """The error contains the id."""
     with pytest.raises(NotFound, match="key_x"):
         AccountBook().describe("key_x", NOON)

@@ -120,7 +120,7 @@ async def test_entry_forwards_streams_as_they_come():
 
 
 async def test_entry_aborts_the_generation_of_a_client_that_hangs_up():
-    """Nobody samples for a client that has gone."""
+    """The engine stops sampling when the client of the entry point has gone."""
     async with open_service_stack(is_gated=True) as hosted, OpenAIProxyClient(hosted.url, admin_key=ADMIN) as session:
         engine = hosted.engines[hosted.at_home(session)]
         async with create_http_client() as http, anyio.create_task_group() as tasks:
@@ -151,7 +151,7 @@ async def test_entry_reports_a_proxy_that_is_down_and_serves_others():
         third = await stack.enter_async_context(OpenAIProxyClient(hosted.url, admin_key=ADMIN))
         fourth = await stack.enter_async_context(OpenAIProxyClient(hosted.url, admin_key=ADMIN))
         homes = {hosted.at_home(third), hosted.at_home(fourth)}
-        first._is_ended = True  # nobody is there to end it
+        first._is_ended = True  # its service has ended already
 
     assert 503 == refused.value.status_code
     assert (200, {"ok", "unreachable"}) == (health.status_code, set(health.json()["proxies"].values()))

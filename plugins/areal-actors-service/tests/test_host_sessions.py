@@ -103,7 +103,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def test_session_outlives_its_service(tmp_path: Path):
     """It is stopped when idle, with a checkpoint, and woken by the session's next turn; then it makes room for another.
 
-    What an ordinary SDK sees is one conversation, which is one trajectory; strangers wake nobody meanwhile.
+    What an ordinary SDK sees is one conversation, which is one trajectory; unknown keys start no service meanwhile.
     """
     root = tmp_path / "runs"
     with hosted(root, "host.idle_seconds=1", "host.max_services=1", "host.make_room_seconds=0") as host:
@@ -132,7 +132,7 @@ def test_session_outlives_its_service(tmp_path: Path):
 
 @pytest.mark.anyio
 async def test_host_leaves_another_run_of_that_name_alone(tmp_path: Path):
-    """Whoever gets a key for the name of a run over a dataset does not go on with what that has learnt."""
+    """A key for the name of a run over a dataset does not continue that run."""
     directory = RunDirectory(path=tmp_path / "sums" / "one")
     directory.path.mkdir(parents=True)
     directory.metrics.write_text("{}\n")

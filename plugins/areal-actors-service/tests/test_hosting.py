@@ -93,11 +93,11 @@ async def test_hosting_routes_a_key_to_its_trial(tmp_path: Path):
 
 
 async def test_hosting_refuses_invalid_keys_and_sessions(tmp_path: Path):
-    """Revoked, unknown and missing keys, sessions of nobody: refused in words that SDKs know; nothing is started."""
+    """Revoked, unknown and missing keys, unknown sessions: refused in the format of the SDK; nothing is started."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="ada", experiment="sums", trial="one"))
         await hosted.accounts.ask(RevokeKey(key=issued.key.id))
-        for key in (issued.secret, "sk-user-unknown", "sk-nobody", f"sk-{SUMS.home}.0123456789abcdefgh"):
+        for key in (issued.secret, "sk-user-unknown", "sk-other", f"sk-{SUMS.home}.0123456789abcdefgh"):
             async with openai.AsyncOpenAI(base_url=f"{hosted.url}/v1", api_key=key) as client:
                 with pytest.raises(openai.AuthenticationError):
                     await client.chat.completions.create(model="any", messages=HELLO)
@@ -114,7 +114,7 @@ async def test_hosting_refuses_invalid_keys_and_sessions(tmp_path: Path):
 
 
 async def test_hosting_reports_unavailability_in_the_format_of_the_client(tmp_path: Path):
-    """503 with the time to wait; why is the administrator's business. The default is for whoever names no trial."""
+    """503 with the time to wait; only the administrator reads why. Keys without a trial use the default one."""
     async with open_service_stack(tmp_path) as hosted:
         issued = await hosted.accounts.ask(CreateKey(user="bob"))
         async with anthropic.AsyncAnthropic(base_url=hosted.url, api_key=issued.secret, max_retries=0) as client:

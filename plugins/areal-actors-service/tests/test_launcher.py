@@ -206,7 +206,7 @@ async def test_launcher_stops_the_least_recently_used_service_for_room():
 
 
 async def test_launcher_keeps_a_service_with_a_request():
-    """Nobody makes room in the middle of an answer."""
+    """A service is not stopped for room during an answer."""
     async with open_host(max_services=1, make_room_seconds=0) as host, anyio.create_task_group() as tasks:
         await host.use(ADA)
         tasks.start_soon(host.use, ADA, 100)
@@ -222,7 +222,7 @@ async def test_launcher_keeps_a_service_with_a_request():
 async def test_launcher_starts_a_service_for_its_session_only():
     """After the host was started anew, too: what was served before is known by its directory."""
     async with open_host(ScriptedProvider(trials=(ADA,), sessions={KEY})) as host:
-        assert None is await host.visit(ADA.home, "sk-of-somebody-else")
+        assert None is await host.visit(ADA.home, "sk-of-another-user")
         assert None is await host.visit(BOB.home, KEY)
         assert 0 == host.provider.num_starts.total()
         found = await host.visit(ADA.home, KEY)

@@ -1,4 +1,4 @@
-"""Ids and keys name the home of their session, and whoever forwards a request finds it."""
+"""Ids and keys contain the name of their proxy, and the entry point finds it there."""
 
 from __future__ import annotations
 

@@ -122,14 +122,14 @@ async def test_quota_counts_a_stream_that_was_cut(keys_path):
 
 
 async def test_quotas_of_users_are_separate(keys_path):
-    """What one has used up, another has not; nor has whoever has no name."""
+    """A quota that one user has used up limits neither another user nor sessions without a user."""
     async with served(keys_path) as service:
         ada, bob = [await service.create(name, max_requests_per_minute=1) for name in ("ada", "bob")]
-        nobody = await service.http.post("/rl/start_session", headers=service.proxy.admin_headers)
+        anonymous = await service.http.post("/rl/start_session", headers=service.proxy.admin_headers)
 
         assert [200, 429] == [(await service.ask(ada["key"])).status_code for _ in range(2)]
         assert (await service.ask(bob["key"])).status_code == 200
-        assert [200] * 3 == [(await service.ask(nobody.json()["api_key"])).status_code for _ in range(3)]
+        assert [200] * 3 == [(await service.ask(anonymous.json()["api_key"])).status_code for _ in range(3)]
 
 
 # ---------------------------------------------------------------------------------------------------- revocation
@@ -197,7 +197,7 @@ async def test_revocation_of_an_unknown_key_is_refused(keys_path):
 async def test_service_notices_keys_of_the_command_line(keys_path):
     """Another process writes to the file: a new key opens at once, a revoked one closes soon."""
     async with served(keys_path, save_seconds=0.01) as service:
-        assert (await service.ask("sk-user-nobody")).status_code == 401
+        assert (await service.ask("sk-user-unknown")).status_code == 401
         with closing(AccountStore(keys_path)) as store:
             from areal_actors_service.accounts import AccountBook, Claim
 

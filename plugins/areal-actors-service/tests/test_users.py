@@ -193,7 +193,7 @@ async def test_open_sessions_are_allowed_on_loopback(keys_path):
         key = await service.create(max_sessions=0)
         statuses = [
             (await service.http.get("/rl/start_session", headers=headers)).status_code
-            for headers in ({}, bearer("DUMMY"), bearer(key["key"]), bearer("sk-user-nobody"))
+            for headers in ({}, bearer("DUMMY"), bearer(key["key"]), bearer("sk-user-unknown"))
         ]
         exported = await service.http.post("/export_trajectories", json={"session_id": "x"})
 

@@ -3,7 +3,7 @@
 A distribution adds an object by an entry point, whose group says what it is::
 
     [project.entry-points."areal_actors.sandboxes"]
-    bubblewrap = "areal_actors_sandbox:open_bubblewrap"
+    bubblewrap = "areal_actors_sandbox.bubblewrap:BubblewrapSandbox"
 
 | Group | The name is | The object is |
 |---|---|---|
@@ -15,7 +15,8 @@ A distribution adds an object by an entry point, whose group says what it is::
 | ``ACCOUNTS`` | any | a function from the ``RunConfig`` to the actor that keeps users and their keys |
 | ``COMMANDS`` | a command of ``areal-actors`` | a click command |
 
-The core uses an object where a configuration names it, and imports no plug-in before that.
+Classes of settings are imported when a configuration is read, all other objects when something names them. ``import
+areal_actors`` imports no plug-in.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from attrs import field, fields
 from areal_actors.errors import ConfigError
 
 __all__ = [
+    "KNOWN_PLUGINS",
     "PluginGroup",
     "forget_plugins",
     "group_of",
@@ -53,7 +55,7 @@ class PluginGroup(StrEnum):
     ACCOUNTS = "areal_actors.accounts"
 
 
-KNOWN: Mapping[PluginGroup, Mapping[str, str]] = {
+KNOWN_PLUGINS: Mapping[PluginGroup, Mapping[str, str]] = {
     PluginGroup.SANDBOXES: dict.fromkeys(("bubblewrap", "docker", "podman", "apptainer"), "sandbox"),
     PluginGroup.DATASETS: dict.fromkeys(("harbor", "verifiers", "bfcl"), "environments"),
     PluginGroup.WORKFLOWS: {"verifiers": "environments"},
@@ -87,7 +89,7 @@ def load_plugin(group: PluginGroup, name: str) -> Any:
 
 def install_advice(group: PluginGroup, name: str) -> str | None:
     """Return words to follow ``name``: how to install its plug-in. ``None`` if it is installed, or none is known."""
-    plugin = KNOWN.get(group, {}).get(name)
+    plugin = KNOWN_PLUGINS.get(group, {}).get(name)
     if plugin is None or name in _find(group):
         return None
     return f"needs the plug-in areal-actors-{plugin}; run: pip install areal-actors-{plugin}"

@@ -398,16 +398,3 @@ def test_entry_command_refuses_invalid_proxies(words, complaint):
 
     assert 2 == result.exit_code
     assert complaint in result.output
-
-
-def test_entry_command_serves_until_interrupted():
-    """A real process; it says where it listens, and Ctrl-C ends it at once."""
-    command = [sys.executable, "-m", "areal_actors", "entry", "a=http://127.0.0.1:9", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        status = process.wait(30)
-
-    assert line.startswith("Listening at http://127.0.0.1:")
-    assert 0 == status

@@ -110,7 +110,7 @@ async def test_what_an_agent_returns(result: Any) -> None:
         (None, EpisodeError),
         (math.nan, InvalidRequest),
         ({"id": math.nan}, InvalidRequest),
-        ({"chatcmpl-nobody": 1.0}, NotFound),
+        ({"chatcmpl-unknown": 1.0}, NotFound),
     ],
 )
 async def test_what_is_no_reward_is_refused(result: Any, error: type[Exception]) -> None:

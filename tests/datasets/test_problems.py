@@ -77,7 +77,7 @@ def test_dataset_without_problems_is_refused() -> None:
         Problems([])
 
 
-def test_positions_count_from_zero() -> None:
+def test_negative_position_is_refused() -> None:
     """A negative one is a mistake of the caller, not the last problem."""
     with pytest.raises(IndexError, match="-1"):
         Problems(rows(3)).at(-1)

@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.plugins import needs_plugin
 from tests.stacks.run_files import step, write_lines, write_run
+
+from areal_actors.lib.plugins import PluginGroup
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -164,6 +167,7 @@ def test_page_filters_groups_and_failures(tmp_path: Path):
     assert [] == complaints
 
 
+@needs_plugin(PluginGroup.COMMANDS, "host")
 def test_host_page_shows_trials_to_their_users(tmp_path: Path):
     """The operator filters all trials by name and state, and follows a link; a user logs in and finds one."""
     runs = tmp_path / "runs"

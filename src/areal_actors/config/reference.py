@@ -59,7 +59,7 @@ def num_common(cls: type) -> int:
 
 def _lines(cls: type, *, indent: str, is_short: bool) -> Iterator[str]:
     explanations = _explanations(cls)
-    for name, setting in settings_of(cls).items():
+    for name, setting in settings_of(cls, with_plugins=False).items():
         if is_short and not is_common(setting) and not any(map(num_common, sections_of(setting.type))):
             continue
         # A kind that also takes text is described by its own words, which explain the section's settings, too.

@@ -27,7 +27,6 @@ from areal_actors.datasets import (
     DatasetConfig,
     DifficultyConfig,
     HubDataset,
-    PluginReference,
     ProblemsReference,
 )
 from areal_actors.domain import EpisodeLimits, Role
@@ -36,6 +35,7 @@ from areal_actors.generation.servers.config import AdapterSlots, Backend, Served
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.loops import EventLoop
+from areal_actors.lib.plugins import PluginGroup, plugin_settings
 from areal_actors.lib.references import FunctionReference
 from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy import ProxyConfig
@@ -46,8 +46,6 @@ from areal_actors.rollouts.runner import ResumeEpisodes, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 from areal_actors.sandbox import SandboxConfig
 from areal_actors.schedulers.config import SchedulerConfig, SchedulerType
-from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.service.launcher import LauncherConfig
 from areal_actors.sessions.intake import IntakeConfig
 from areal_actors.sessions.manager import SessionsConfig
 from areal_actors.training.config import (
@@ -61,15 +59,13 @@ from areal_actors.training.config import (
     TrainingPlan,
 )
 from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
-from areal_actors.workflows import GenerationConfig
+from areal_actors.workflows import GenerationConfig, PluginWorkflow
 from areal_actors.workflows.commands import CommandConfig, CommandWord
-from areal_actors.workflows.verifiers import VerifiersWorkflow
 
 __all__ = [
     "AgentConfig",
     "AgentMode",
     "DistillationConfig",
-    "HostConfig",
     "LoggingConfig",
     "ModelName",
     "RolloutConfig",
@@ -84,46 +80,6 @@ __all__ = [
     "save_config",
     "settings_class",
 ]
-
-
-@frozen(kw_only=True)
-class HostConfig:
-    """The address of a host (areal-actors host), and how many services it runs for the trials of its users."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = field(default=8080, validator=[ge(0), le(65535)])
-    """0 takes any free port."""
-    public_host: str | None = None
-    """Name under which agents reach this machine, if it differs from host."""
-    admin_key: str | None = field(default=None, repr=False)
-    """Authorises the routes that manage users and services.
-
-    Without it, a random one is created and kept in host.key.
-    """
-    max_services: int = field(default=4, validator=ge(1))
-    """Services that run at the same time, each with its own model."""
-    idle_seconds: float = field(default=1800.0, validator=gt(0))
-    """A service without requests for this long is stopped, with a checkpoint; the next request starts it again. .inf is
-    never."""
-    make_room_seconds: float = field(default=60.0, validator=ge(0))
-    """A service without requests for this long is stopped if another trial needs its place."""
-    start_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long a request waits for its service to start before it is told to retry."""
-    max_start_seconds: float = field(default=600.0, validator=gt(0))
-    """A service that does not listen after this long is stopped and started again."""
-    stop_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long a service may take to finish its step and to write its checkpoint, before it is killed."""
-
-    @property
-    def launcher(self) -> LauncherConfig:
-        """The launcher's part of these settings."""
-        return LauncherConfig(
-            max_services=self.max_services,
-            idle_seconds=self.idle_seconds,
-            make_room_seconds=self.make_room_seconds,
-            start_timeout_seconds=self.start_timeout_seconds,
-        )
 
 
 ModelName = NewType("ModelName", str)
@@ -184,10 +140,10 @@ class RolloutConfig(RolloutsConfig):
 
     backend: Backend = field(default=Backend.TORCH, metadata=COMMON)
     """The engine: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
-    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = field(default=None, metadata=COMMON)
+    workflow: WorkflowReference | CommandConfig | PluginWorkflow | None = field(default=None, metadata=COMMON)
     """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}, with
-    a grader and files; or {verifiers: {taskset: id, harness: id}}, an environment of the library verifiers. With serve,
-    it is run on the problems of eval_dataset only."""
+    a grader and files; or an agent of a plug-in, such as {verifiers: {taskset: id}} of areal-actors-environments. With
+    serve, it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
     max_concurrent_rollouts: int = field(default=16, validator=ge(1), metadata=COMMON)
@@ -214,15 +170,19 @@ class RolloutConfig(RolloutsConfig):
         return evolve(self.openai, train_roles=self.train_roles)
 
 
+def _problems_of(workflow: WorkflowReference | CommandConfig | PluginWorkflow | None) -> DatasetConfig | None:
+    return workflow.plugin.problems if isinstance(workflow, PluginWorkflow) else None
+
+
 @frozen(kw_only=True)
 class SourceConfig:
     """One of several sources of problems, with its agent and limits."""
 
     dataset: DatasetConfig | None = None
-    """Its problems; by default the taskset of an environment of verifiers."""
+    """Its problems; by default those of an agent of a plug-in that has some, such as a taskset of verifiers."""
     weight: float = field(default=1.0, validator=and_(gt(0.0), lt(math.inf)))
     """Its share of the groups, in relation to the weights of the others."""
-    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = None
+    workflow: WorkflowReference | CommandConfig | PluginWorkflow | None = None
     """Its agent; by default rollout.workflow."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
@@ -241,10 +201,8 @@ class SourceConfig:
 
     @property
     def problems(self) -> DatasetConfig | None:
-        """The source of its problems: ``dataset``, or the taskset of its agent."""
-        if self.dataset is None and isinstance(self.workflow, VerifiersWorkflow):
-            return DatasetConfig(verifiers=self.workflow.verifiers.taskset)
-        return self.dataset
+        """The source of its problems: ``dataset``, or that of its agent."""
+        return self.dataset or _problems_of(self.workflow)
 
     def configure(self, rollout: RolloutConfig) -> RolloutConfig:
         """Return the settings of its episodes: its own, and for all others those of ``rollout``."""
@@ -520,7 +478,7 @@ class RunConfig(ServerSections):
     sft: SftConfig | None = None
     distillation: DistillationConfig | None = None
     dataset: DatasetConfig | None = None
-    """The problems that train works on; by default the taskset of an environment of verifiers. serve trains on the
+    """The problems that train works on; by default those of an agent of a plug-in that has some. serve trains on the
     problems of external agents."""
     eval_dataset: DatasetConfig | None = None
     """The held-out problems, which are never trained on."""
@@ -532,12 +490,10 @@ class RunConfig(ServerSections):
     rollout: RolloutConfig = field(factory=RolloutConfig)
     journal: JournalConfig = field(factory=JournalConfig)
     serve: ServeConfig = field(factory=ServeConfig)
-    host: HostConfig = field(factory=HostConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
-    users: UsersConfig = field(factory=UsersConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig, validator=_check_publish)
     evaluation: EvaluationConfig = field(factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
@@ -546,6 +502,8 @@ class RunConfig(ServerSections):
     models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig, validator=_check_scheduler)
+    plugins: Mapping[str, Any] = plugin_settings(PluginGroup.SECTIONS)
+    """Sections of plug-ins, by name."""
     event_loop: EventLoop = EventLoop.ASYNCIO
     """The event loop of the run's processes, except those of agents. uvloop (pip install "areal_actors[uvloop]") serves
     streams with less CPU time."""
@@ -557,13 +515,11 @@ class RunConfig(ServerSections):
 
     @property
     def training_sets(self) -> Mapping[str, DatasetConfig]:
-        """The problems that train works on, by source; those of ``dataset`` or the agent's taskset have no name."""
+        """The problems that train works on, by source; those of ``dataset`` or the agent have no name."""
         if self.sources:
             named = self.sources.items()
             return {name: found for name, source in named if (found := source.problems) is not None}
-        agent, found = self.rollout.workflow, self.dataset
-        if found is None and isinstance(agent, VerifiersWorkflow):
-            found = DatasetConfig(verifiers=agent.verifiers.taskset)
+        found = self.dataset or _problems_of(self.rollout.workflow)
         return {} if found is None else {"": found}
 
     @property
@@ -597,11 +553,6 @@ class RunConfig(ServerSections):
     def held_out_sets(self) -> Mapping[str, DatasetConfig]:
         """The sets of held-out problems by name; the only set has the empty name unless it was given one."""
         return self.eval_datasets if self.eval_dataset is None else {"": self.eval_dataset}
-
-    @property
-    def user_accounts(self) -> UsersConfig:
-        """The settings of users; by default they are stored in one file for all runs below ``fileroot``."""
-        return evolve(self.users, path=self.users.path or self.fileroot / "keys.sqlite")
 
     @property
     def plan(self) -> TrainingPlan:
@@ -765,7 +716,6 @@ _SCHEMA = Schema(
         WorkflowReference: _resolve_reference,
         CommandWord: _resolve_word,
         ProblemsReference: _resolve_reference,
-        PluginReference: _resolve_reference,
         FunctionReference: _resolve_reference,
         DataPath: lambda text, directory: str(resolve_path(text, directory)),
         HubDataset: lambda text, directory: str(_resolve_model(text, directory)),

@@ -68,7 +68,7 @@ from areal_actors.messages import (
     SettlePermit,
     StoreEpisodes,
 )
-from areal_actors.training.teaching import GroupTeacher
+from areal_actors.training.phases import GroupTeacher
 from areal_actors.workflows import (
     Agent,
     EpisodeContext,

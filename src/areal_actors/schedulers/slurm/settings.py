@@ -17,52 +17,13 @@ from areal_actors.lib.settings import constant
 
 __all__ = ["ALLOWED_ARGUMENTS", "ApptainerConfig", "GpuOption", "PyxisConfig", "SlurmConfig"]
 
-ALLOWED_ARGUMENTS = frozenset(
-    {
-        "acctg-freq",
-        "batch",
-        "bb",
-        "begin",
-        "constraint",
-        "contiguous",
-        "core-spec",
-        "cores-per-socket",
-        "cpu-freq",
-        "deadline",
-        "delay-boot",
-        "distribution",
-        "exclusive",
-        "extra-node-info",
-        "gpu-bind",
-        "gpu-freq",
-        "gres-flags",
-        "hint",
-        "licenses",
-        "mail-type",
-        "mail-user",
-        "mcs-label",
-        "mem-bind",
-        "network",
-        "nice",
-        "nodelist",
-        "oversubscribe",
-        "power",
-        "prefer",
-        "priority",
-        "profile",
-        "qos",
-        "reboot",
-        "reservation",
-        "sockets-per-node",
-        "spread-job",
-        "switches",
-        "thread-spec",
-        "threads-per-core",
-        "tmp",
-        "use-min-nodes",
-        "wckey",
-    }
-)
+ALLOWED_ARGUMENTS = frozenset({
+    "acctg-freq", "batch", "bb", "begin", "constraint", "contiguous", "core-spec", "cores-per-socket", "cpu-freq",
+    "deadline", "delay-boot", "distribution", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gres-flags",
+    "hint", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "network", "nice", "nodelist",
+    "oversubscribe", "power", "prefer", "priority", "profile", "qos", "reboot", "reservation", "sockets-per-node",
+    "spread-job", "switches", "thread-spec", "threads-per-core", "tmp", "use-min-nodes", "wckey",
+})  # fmt: skip
 """Options of sbatch that a site may need and that do not take control of the job away from the scheduler."""
 
 _ARGUMENT = re.compile(r"--(?P<option>[a-z][a-z-]*)(=(?P<value>.*))?")

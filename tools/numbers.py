@@ -151,13 +151,14 @@ def _num_exported(node: ast.stmt) -> int:
 def count_settings() -> tuple[int, int, str]:
     """Return the number of distinct names of settings, of paths, and of those that the commands print."""
     from areal_actors.config import RunConfig
+    from areal_actors.lib.settings import is_constant
 
     paths, distinct = 0, set()
 
     def visit(cls: type) -> None:
         nonlocal paths
         for setting in attrs.fields(attrs.resolve_types(cls)):  # type: ignore[arg-type, type-var]
-            if not setting.init or setting.name.startswith("_"):
+            if not setting.init or setting.name.startswith("_") or is_constant(setting):
                 continue
             paths += 1
             distinct.add(setting.name)

@@ -16,7 +16,7 @@ def tree(directory: Path) -> dict[Path, bytes | None]:
     return {path: path.read_bytes() if path.is_file() else None for path in directory.rglob("*")}
 
 
-LORA, NO_AGENT = "trainer.lora={rank: 1000}", f"rollout.workflow={EXAMPLES / 'tiny_agent.py'}:Missing"
+LORA = "trainer.lora={rank: 1000}"
 
 
 @pytest.mark.parametrize(
@@ -24,11 +24,9 @@ LORA, NO_AGENT = "trainer.lora={rank: 1000}", f"rollout.workflow={EXAMPLES / 'ti
     [
         ("mine", ("train", "tiny.yaml", LORA), "rank: 1000 is more than the smaller dimension"),
         ("not/there/yet", ("train", "tiny.yaml", LORA), "rank: 1000 is more than the smaller dimension"),
-        ("mine", ("train", "tiny.yaml", NO_AGENT), "Missing"),
         ("mine/new", ("train", "tiny.yaml", "--resume"), "There is no run in"),
-        ("mine", ("serve", "serve.yaml", LORA), "rank: 1000 is more than the smaller dimension"),
     ],
-    ids=["model", "new-directory", "agent", "resume", "serve"],
+    ids=["model", "new-directory", "resume"],
 )
 def test_failed_start_keeps_existing_files(tmp_path, name, arguments, complaint):
     """In the directory of the run, and beside it; nothing is added, neither a lock nor a directory."""

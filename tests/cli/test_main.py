@@ -295,8 +295,11 @@ def test_report_command_writes_the_page(tmp_path):
 
 
 def test_settings_command_prints_sections():
-    """All of them, or one section; a section that does not exist names the nearest."""
-    assert "experiment_name:" in invoke("settings").stdout
+    """Those that most runs need, all of them, or one section; a misspelt section names the nearest."""
+    short, full = invoke("settings").stdout, invoke("settings", "--all").stdout
+    assert "experiment_name:" in short
+    assert "learning_rate:" in short
+    assert ("weight_decay:" in short, "weight_decay:" in full) == (False, True)
     assert "learning_rate" in invoke("settings", "trainer.optimizer").stdout
     result = invoke("settings", "trainer.optimzer")
     assert (result.exit_code, "did you mean trainer.optimizer?" in result.stderr) == (2, True)

@@ -25,6 +25,7 @@ from areal_actors.config.reference import paths_of, sections_of
 from areal_actors.errors import ConfigError
 from areal_actors.lib.plugins import PluginGroup
 from areal_actors.sandbox import SandboxConfig
+from areal_actors.training.config import StopConfig
 from areal_actors.workflows import CommandConfig
 
 MINIMAL: dict[str, Any] = {
@@ -303,6 +304,13 @@ def test_reference_loads_when_required_settings_are_filled_in():
     given |= {"experiment_name": "sums", "total_steps": 3, "model": "tiny", "dataset": MINIMAL["dataset"]}
     given["rollout"]["workflow"] = "agent.py:Agent"
     assert create_config(given) == create_config(MINIMAL)
+
+
+def test_constant_of_a_component_is_no_setting(write):
+    """A test or an embedding program passes it to the class; a file cannot."""
+    assert StopConfig(min_steps=3).min_steps == 3
+    with pytest.raises(ConfigError, match=r"stop\.min_steps is not a setting"):
+        load_config(write(stop={"min_steps": 3}))
 
 
 def test_section_is_found_by_its_path():

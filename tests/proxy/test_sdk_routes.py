@@ -60,13 +60,13 @@ def is_answered(operations: Operations, method: str, path: str) -> bool:
     return found is not None and method in operations.methods(found[0])
 
 
-def test_the_sdks_routes_are_found():
+def test_sdk_routes_are_found():
     """The pattern reads the sources as they are now."""
     assert len(ROUTES) > 200
     assert set(ROUTES) >= ANSWERED
 
 
-def test_every_route_of_the_sdks_is_answered_or_refused_with_a_reason(operations):
+def test_every_sdk_route_is_answered_or_refused(operations):
     """A client that uses a resource of its SDK is told what is not offered, and what to do instead."""
     for method, path in ROUTES:
         found, reason = operations.find(path), operations.explain(path)
@@ -85,7 +85,7 @@ def test_every_route_of_the_sdks_is_answered_or_refused_with_a_reason(operations
     ("path", "is_anthropics"),
     [("/v1/embeddings", False), ("/v1/messages/batches", True), ("/v1/responses/compact", False)],
 )
-async def test_a_refused_route_says_what_is_not_offered(path, is_anthropics):
+async def test_refused_route_says_why(path, is_anthropics):
     """In the dialect of the client, below a session as well; the answer is not worth a retry."""
     reason = NOT_OFFERED[path.removeprefix("/v1/")]
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:

@@ -122,14 +122,14 @@ async def test_a_stream_that_is_cut_counts(keys_path):
 
 
 async def test_users_do_not_share(keys_path):
-    """What one has used up, another has not; nor has whoever has no name."""
+    """Limits of one user do not concern another, or sessions without a user."""
     async with served(keys_path) as service:
         ada, bob = [await service.create(name, max_requests_per_minute=1) for name in ("ada", "bob")]
-        nobody = await service.http.post("/rl/start_session", headers=service.proxy.admin_headers)
+        anonymous = await service.http.post("/rl/start_session", headers=service.proxy.admin_headers)
 
         assert [200, 429] == [(await service.ask(ada["key"])).status_code for _ in range(2)]
         assert (await service.ask(bob["key"])).status_code == 200
-        assert [200] * 3 == [(await service.ask(nobody.json()["api_key"])).status_code for _ in range(3)]
+        assert [200] * 3 == [(await service.ask(anonymous.json()["api_key"])).status_code for _ in range(3)]
 
 
 # ---------------------------------------------------------------------------------------------------- revocation

@@ -23,7 +23,7 @@ pytestmark = [
 # ------------------------------------------------------------------------------------------------- what it opens
 
 
-async def test_a_users_key_starts_sessions(keys_path):
+async def test_user_key_starts_sessions(keys_path):
     """The session's key and URL work as everybody's do; its metadata say whose it is."""
     async with served(keys_path) as service:
         key = await service.create(experiment="sums", trial="one")
@@ -45,7 +45,7 @@ async def test_a_users_key_starts_sessions(keys_path):
     assert len(exported.json()["trajectories"]) >= 1
 
 
-async def test_another_users_sessions_do_not_exist(keys_path):
+async def test_sessions_of_another_user_are_hidden(keys_path):
     """Neither by name nor by URL, and in the words in which one is refused that was never started."""
     async with served(keys_path) as service:
         ada, bob = await service.create("ada"), await service.create("bob")
@@ -69,7 +69,7 @@ async def test_another_users_sessions_do_not_exist(keys_path):
     assert own.status_code == 200
 
 
-async def test_a_users_key_alone_answers_and_trains_nothing(keys_path):
+async def test_user_key_alone_is_not_trained(keys_path):
     """Plain inference; no session is left of it, and a reward for it says what to do."""
     async with served(keys_path) as service:
         key = await service.create(max_sessions=0)
@@ -89,7 +89,7 @@ async def test_a_users_key_alone_answers_and_trains_nothing(keys_path):
     assert (0, 6) == (left, listed["tokens_today"])
 
 
-async def test_administration_is_the_administrators(keys_path):
+async def test_user_keys_are_managed_by_the_admin(keys_path):
     """A user's key, a session's key and none issue, list and revoke nothing."""
     async with served(keys_path) as service:
         key = await service.create()
@@ -100,7 +100,7 @@ async def test_administration_is_the_administrators(keys_path):
         assert (await service.start(key)).status_code == 200
 
 
-async def test_a_service_without_users_has_no_keys(keys_path):
+async def test_service_without_users_has_no_keys(keys_path):
     """It says so, and what looks like a user's key opens nothing."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         created = await http.post("/keys", json={"user": "ada"}, headers=proxy.admin_headers)
@@ -111,7 +111,7 @@ async def test_a_service_without_users_has_no_keys(keys_path):
     assert not keys_path.exists()
 
 
-async def test_a_session_key_is_not_a_users(keys_path):
+async def test_session_key_is_not_a_user_key(keys_path):
     """A session cannot be given a key that would be taken for a user's."""
     async with served(keys_path) as service:
         key = await service.create()
@@ -120,7 +120,7 @@ async def test_a_session_key_is_not_a_users(keys_path):
         assert (await service.session(key, api_key="my-own-key"))["api_key"] == "my-own-key"
 
 
-async def test_a_session_key_may_change_hands(keys_path):
+async def test_session_key_may_change_its_user(keys_path):
     """Of a key that was used twice, the session that it opens now counts."""
     async with served(keys_path) as service:
         key = await service.create(max_requests_per_minute=1)
@@ -153,7 +153,7 @@ async def test_a_session_key_may_change_hands(keys_path):
         ({"max_session": 5}, "max_session"),
     ],
 )
-async def test_what_cannot_be_meant_is_refused(keys_path, fields, param):
+async def test_invalid_key_request_is_refused(keys_path, fields, param):
     """By the name of the field; nothing is issued."""
     async with served(keys_path) as service:
         answer = await service.http.post("/keys", json={"user": "ada"} | fields, headers=service.proxy.admin_headers)
@@ -163,7 +163,7 @@ async def test_what_cannot_be_meant_is_refused(keys_path, fields, param):
     assert [] == listed.json()["data"]
 
 
-async def test_a_key_expires(keys_path):
+async def test_user_key_expires(keys_path):
     """At the time that was named, in any zone."""
     async with served(keys_path) as service:
         key = await service.create(expires_at="2999-01-01T01:00:00+01:00")
@@ -171,7 +171,7 @@ async def test_a_key_expires(keys_path):
     assert 32472144000 == key["expires_at"]
 
 
-async def test_keys_do_not_reach_the_log(keys_path, caplog):
+async def test_user_keys_are_not_logged(keys_path, caplog):
     """Names and ids do."""
     with caplog.at_level(logging.DEBUG, logger="areal_actors"):
         async with served(keys_path) as service:
@@ -187,7 +187,7 @@ async def test_keys_do_not_reach_the_log(keys_path, caplog):
 # ------------------------------------------------------------------------------------------------- open sessions
 
 
-async def test_sessions_may_be_open_to_this_machine(keys_path):
+async def test_open_sessions_on_loopback(keys_path):
     """No key, or the placeholder that an SDK insists on; a user's key still names its user, and only if it is one."""
     async with served(keys_path, open_sessions=True) as service:
         key = await service.create(max_sessions=0)
@@ -201,7 +201,7 @@ async def test_sessions_may_be_open_to_this_machine(keys_path):
     assert exported.status_code == 401
 
 
-async def test_sessions_are_never_open_to_others():
+async def test_open_sessions_are_refused_elsewhere():
     """The configuration is refused, whatever the admin key."""
     with pytest.raises(ConfigError, match=r"proxy\.open_sessions"):
         async with open_scripted_proxy(

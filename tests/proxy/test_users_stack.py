@@ -49,12 +49,12 @@ async def test_a_proxy_learns_whose_a_session_is(tmp_path):
     async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, second):
         issued = await accounts.ask(CreateKey(user="ada", experiment="sums"))
         session = (await first.post("/rl/start_session", headers=bearer(issued.secret))).json()
-        nobodys = await sessions.ask(OpenSession(task="t"))
+        anonymous = await sessions.ask(OpenSession(task="t"))
         owner = await sessions.ask(DescribeOwner(credential=Credential(key=session["api_key"])))
         places = [
             ("/v1/chat/completions", bearer(session["api_key"])),
             (f"/{session['session_id']}/v1/chat/completions", {}),
-            ("/v1/chat/completions", bearer(nobodys.api_key)),
+            ("/v1/chat/completions", bearer(anonymous.api_key)),
         ]
         before = [(await second.post(path, json=BODY, headers=headers)).status_code for path, headers in places * 2]
         await accounts.ask(RevokeKey(key=issued.key.id))
@@ -69,13 +69,13 @@ async def test_a_proxy_hears_of_the_first_key(tmp_path, monkeypatch):
     """Which was issued, and has started a session, elsewhere, after this proxy had heard that there were no keys."""
     monkeypatch.setattr(access, "_NO_KEYS_SECONDS", 0.0)
     async with opened(tmp_path / "keys.sqlite") as (accounts, sessions, first, second):
-        nobodys = bearer((await sessions.ask(OpenSession(task="t"))).api_key)
+        anonymous = bearer((await sessions.ask(OpenSession(task="t"))).api_key)
         path = "/v1/chat/completions"
-        before = await second.post(path, json=BODY, headers=nobodys)
+        before = await second.post(path, json=BODY, headers=anonymous)
         issued = await accounts.ask(CreateKey(user="ada", quotas=Quotas(max_requests_per_minute=1)))
         started = (await first.post("/rl/start_session", headers=bearer(issued.secret))).json()
         adas = [await second.post(path, json=BODY, headers=bearer(started["api_key"])) for _ in range(2)]
-        after = await second.post(path, json=BODY, headers=nobodys)
+        after = await second.post(path, json=BODY, headers=anonymous)
 
     assert [200, 429] == [answer.status_code for answer in adas]
     assert (200, 200) == (before.status_code, after.status_code)

@@ -15,6 +15,12 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 def say(text: str, role: str = "user") -> dict[str, Any]:
     """A message."""
     return {"role": role, "content": text}

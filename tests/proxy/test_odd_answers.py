@@ -16,6 +16,13 @@ from areal_actors_testing.families import FAMILIES
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 QUESTION = {"role": "user", "content": "hi"}
 LONG = 98765432109876543210
 SCHEMA = {"type": "object", "properties": {"id": {"enum": [LONG, -LONG, 1.5]}}}

@@ -16,6 +16,13 @@ from areal_actors.proxy.exchange import Operations
 from areal_actors.proxy.openapi import create_document, describe_routes
 from areal_actors_testing.serving import open_scripted_proxy
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 jsonschema = pytest.importorskip("jsonschema", reason="needs a JSON schema validator: pip install jsonschema")
 
 MESSAGES = [{"role": "user", "content": "one two three"}]

@@ -15,6 +15,13 @@ from areal_actors.proxy.app import NOT_OFFERED
 from areal_actors.proxy.exchange import Operations
 from areal_actors_testing.serving import open_scripted_proxy
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 ASKED = re.compile(r'self\._(get|post|put|patch|delete|get_api_list)\(\s*(?:path_template\(\s*)?f?"(/[^"]*)"')
 METHODS = {"get_api_list": "GET"}
 

@@ -34,6 +34,13 @@ from areal_actors.proxy.dialects.responses.stored import (
     replace_references,
 )
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 QUESTION, FURTHER = ({"role": "user", "content": text} for text in ("one two", "and three"))
 
 

@@ -35,19 +35,19 @@ BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
         ("example.org", False),
     ],
 )
-def test_what_counts_as_this_machine(host, expected):
+def test_loopback_addresses_are_recognised(host, expected):
     """Anything else is treated as reachable by strangers."""
     assert is_loopback(host) is expected
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.0.2.1"])
-def test_strangers_need_a_chosen_key(host):
-    """A proxy that others can reach must not run on a key that nobody chose; nothing is bound."""
+def test_address_of_other_machines_needs_an_admin_key(host):
+    """A proxy that others can reach needs a configured key; without one, nothing is bound."""
     with pytest.raises(ConfigError, match=r"proxy\.admin_key"):
         bind(ProxyConfig(host=host))
 
 
-def test_addresses_that_cannot_be_used_are_explained():
+def test_unusable_address_is_explained():
     """A port in use names the place and the ways out; so does an address of another machine."""
     with bind(ProxyConfig()) as taken:
         port = taken.getsockname()[1]
@@ -59,7 +59,7 @@ def test_addresses_that_cannot_be_used_are_explained():
         bind(ProxyConfig(host="no-such-host.invalid", admin_key="k"))
 
 
-def test_the_url_is_one_that_agents_reach():
+def test_url_names_a_reachable_host():
     """A wildcard is advertised under this machine's name, or the one that was configured."""
     config = ProxyConfig(host="0.0.0.0", admin_key="k")
     with bind(config) as listener:
@@ -71,13 +71,13 @@ def test_the_url_is_one_that_agents_reach():
         assert url_of(listener) == f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_keys_do_not_show_in_settings():
+def test_admin_key_is_not_printed():
     """Configurations are logged; keys are not."""
     assert "sk-1" not in repr(ProxyConfig(admin_key="sk-1"))
 
 
 @pytest.mark.anyio
-async def test_a_port_in_use_stops_the_start():
+async def test_port_in_use_fails_the_start():
     """The mistake is raised where the actor is spawned, before anything is served."""
     async with open_scripted_proxy() as proxy:
         port = int(proxy.url.rsplit(":", 1)[1])
@@ -87,7 +87,7 @@ async def test_a_port_in_use_stops_the_start():
 
 
 @pytest.mark.anyio
-async def test_keys_are_random_unless_chosen():
+async def test_admin_key_is_random_unless_configured():
     """Two proxies have two keys; a chosen one is used."""
     async with open_scripted_proxy() as one, open_scripted_proxy(config=ProxyConfig(admin_key="chosen")) as two:
         assert len(one.endpoint.admin_key) > 32
@@ -96,7 +96,7 @@ async def test_keys_are_random_unless_chosen():
 
 
 @pytest.mark.anyio
-async def test_the_port_is_free_again_afterwards():
+async def test_port_is_free_after_stop():
     """Stopping closes the socket: the same port can be bound at once."""
     async with open_scripted_proxy() as proxy:
         port = int(proxy.url.rsplit(":", 1)[1])
@@ -125,7 +125,7 @@ async def _read(session, held, into, *, is_stream=True):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_stream", [True, False])
-async def test_stopping_cuts_what_would_not_end(is_stream):
+async def test_stop_cuts_endless_requests(is_stream):
     """A stream that is open when the time to drain is over ends with an error event, any other request with 503."""
     held, answers = Held(), []
     config = ProxyConfig(drain_seconds=0.0)
@@ -146,7 +146,7 @@ async def test_stopping_cuts_what_would_not_end(is_stream):
 
 
 @pytest.mark.anyio
-async def test_stopping_lets_finish_what_can():
+async def test_stop_waits_for_requests_in_flight():
     """While it drains, an open stream goes on to its end, new requests get 503, and health says so."""
     held, answers, late = Held(), [], []
     async with open_scripted_proxy(held.script, config=ProxyConfig(drain_seconds=4.0)) as proxy:
@@ -170,7 +170,7 @@ async def test_stopping_lets_finish_what_can():
 
 
 @pytest.mark.anyio
-async def test_a_proxy_that_never_served_leaves_nothing():
+async def test_proxy_stopped_before_serving_closes_its_socket():
     """A system that fails right after the start closes the socket."""
     with pytest.raises(RuntimeError, match="boom"):
         async with open_scripted_proxy():

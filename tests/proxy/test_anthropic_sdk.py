@@ -59,7 +59,7 @@ async def connected(script=echo_script, **options):
         yield client, session, statuses, proxy
 
 
-async def test_an_answer():
+async def test_messages_sdk_reads_an_answer():
     """The typed object holds what was said, and its id can be rewarded."""
     async with connected() as (client, session, _, proxy):
         answer = await client.messages.create(
@@ -77,7 +77,7 @@ async def test_an_answer():
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_conversation_with_parallel_tools(is_stream):
+async def test_messages_sdk_runs_parallel_tools(is_stream):
     """The blocks are sent back as they came, thinking included, and two results in one turn are two messages."""
     async with connected(call_script) as (client, _, _, proxy):
         ask = ASK | {"tools": [TOOL]}
@@ -100,7 +100,7 @@ async def test_a_conversation_with_parallel_tools(is_stream):
     assert [call.arguments for call in echoed.tool_calls] == ['{"a":1}', "{}"]
 
 
-async def test_text_streams():
+async def test_messages_sdk_streams_text():
     """Plain iteration over events; the answer's id comes first, and usage at both ends."""
     async with connected() as (client, session, _, _):
         events = [event async for event in await client.messages.create(**ASK, stream=True)]
@@ -119,7 +119,7 @@ async def test_text_streams():
     assert (events[-2].delta.stop_reason, events[-2].usage.output_tokens) == ("end_turn", 3)
 
 
-async def test_a_silent_stream_carries_pings():
+async def test_silent_messages_stream_sends_pings():
     """Anthropic's own keep-alive, also before the first event; the SDK skips it, a watchdog sees it."""
     gate = anyio.Event()
 
@@ -145,7 +145,7 @@ async def test_a_silent_stream_carries_pings():
 
 
 @pytest.mark.parametrize("is_by_header", [False, True])
-async def test_a_key_alone_names_its_session(is_by_header):
+async def test_messages_key_names_its_session(is_by_header):
     """Newer SDKs send it as a bearer, older ones and Claude Code as ``x-api-key``; ``?beta=true`` changes nothing."""
     async with connected() as (client, session, _, proxy):
         plain = client.with_options(base_url=proxy.url)
@@ -158,7 +158,7 @@ async def test_a_key_alone_names_its_session(is_by_header):
     assert answer.content[0].text == "one two three "
 
 
-async def test_counting_tokens_leaves_no_trace():
+async def test_token_count_records_nothing():
     """The count is that of the answer's usage, and there is no turn to reward."""
     async with connected() as (client, _, _, proxy):
         count = await client.messages.count_tokens(model="m", messages=MESSAGES, system="Echo.", tools=[TOOL])
@@ -188,7 +188,7 @@ async def test_counting_tokens_leaves_no_trace():
         (RuntimeError("x"), anthropic.InternalServerError, 500, "api_error"),
     ],
 )
-async def test_what_is_not_worth_retrying_is_asked_once(error, expected, status, kind):
+async def test_permanent_error_is_not_retried_by_the_messages_sdk(error, expected, status, kind):
     """The SDK raises its class for the status, after one request, although it may retry five times."""
 
     async def script(request):
@@ -211,7 +211,7 @@ async def test_what_is_not_worth_retrying_is_asked_once(error, expected, status,
         (errors.CapacityExhausted("x"), anthropic.RateLimitError, "rate_limit_error"),
     ],
 )
-async def test_what_is_worth_retrying_says_when(error, expected, kind):
+async def test_temporary_error_says_when_to_retry_messages(error, expected, kind):
     """With its retries spent, the SDK raises; the answer had told it how long to wait."""
 
     async def script(request):
@@ -227,8 +227,8 @@ async def test_what_is_worth_retrying_says_when(error, expected, kind):
     assert caught.value.body["error"]["type"] == kind
 
 
-async def test_a_wrong_key_and_a_lost_session():
-    """401 and 404 are classes of their own; so is a path that nobody serves."""
+async def test_wrong_key_and_unknown_session_are_messages_errors():
+    """401 and 404 have their own classes; so has an unknown path."""
     async with connected() as (client, _, _, proxy):
         with pytest.raises(anthropic.AuthenticationError):
             await client.with_options(base_url=proxy.url, api_key="sk-wrong").messages.create(**ASK)
@@ -240,7 +240,7 @@ async def test_a_wrong_key_and_a_lost_session():
     assert unrouted.value.body["error"]["type"] == "not_found_error"
 
 
-async def test_a_wrong_method_is_worded_in_the_dialect():
+async def test_wrong_method_has_an_anthropic_body():
     """405 has Anthropic's body, too."""
     async with connected() as (_, _, _, proxy), httpx2.AsyncClient(base_url=proxy.url) as http:
         refused = await http.get("/v1/messages")
@@ -248,7 +248,7 @@ async def test_a_wrong_method_is_worded_in_the_dialect():
     assert (refused.status_code, refused.json()["type"], refused.headers["allow"]) == (405, "error", "POST")
 
 
-async def test_an_error_within_a_stream_is_raised():
+async def test_stream_error_is_raised_by_the_messages_sdk():
     """The SDK turns the error event into an exception that has its type."""
 
     async def script(request):

@@ -44,7 +44,7 @@ async def _ask(client, *, is_stream, **fields):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_what_was_sampled_is_what_is_exported(is_stream):
+async def test_messages_export_equals_the_sampled_tokens(is_stream):
     """Parallel calls and their results: ids and logprobs of the rows are the engine's, and rewards find their turn."""
     async with _stack("Let me see.\n" + CALLS, "It is 408 and 60.") as (client, stack):
         first = await _ask(client, is_stream=is_stream, messages=[QUESTION], tools=[TOOL])
@@ -82,7 +82,7 @@ def _without_nulls(content):
 
 
 @pytest.mark.parametrize("echo", [list, _plain, _moved_mark, _without_nulls])
-async def test_every_way_of_echoing_finds_its_parent(echo):
+async def test_echoed_message_finds_its_parent(echo):
     """As blocks, as a string, with a mark that moves, without nulls: the turn extends its parent's exact tokens."""
     question = {"role": "user", "content": [{"type": "text", "text": QUESTION["content"], **CACHED}]}
     system = [{"type": "text", "text": "x-anthropic-billing-header: cch=1;"}, {"type": "text", "text": "Hm.", **CACHED}]
@@ -98,7 +98,7 @@ async def test_every_way_of_echoing_finds_its_parent(echo):
     assert (turns[1].parent, turns[1].token_parent, turns[1].fork) == (first.id, first.id, None)
 
 
-async def test_tokens_are_counted_as_they_will_be_used():
+async def test_token_count_equals_usage():
     """Of a first turn and of one that extends it; counting adds no turn."""
     async with _stack("408.") as (client, stack):
         ask = {"model": "m", "messages": [QUESTION], "tools": [TOOL], "system": "Be brief."}
@@ -113,7 +113,7 @@ async def test_tokens_are_counted_as_they_will_be_used():
     assert len(turns) == 2
 
 
-async def test_the_stop_sequence_is_named():
+async def test_stop_sequence_is_reported():
     """Streamed or not; the text ends before it."""
     async with _stack("one two three") as (client, _):
         answers = [
@@ -125,7 +125,7 @@ async def test_the_stop_sequence_is_named():
         assert (answer.stop_reason, answer.stop_sequence, answer.content[0].text) == ("stop_sequence", "tw", "one ")
 
 
-async def test_hanging_up_in_a_stream_aborts_in_the_engine():
+async def test_closed_messages_stream_aborts_the_engine():
     """What was sampled by then is kept as a cancelled turn, which is never trained."""
     async with _stack("It is 408.", is_gated=True) as (client, stack):
         stack.engine.release(3)
@@ -144,7 +144,7 @@ async def test_hanging_up_in_a_stream_aborts_in_the_engine():
     assert turn.completion is not None
 
 
-async def test_a_conversation_that_does_not_fit_is_worded_for_clients():
+async def test_messages_context_overflow_has_the_wording_of_anthropic():
     """The SDK sees the wording that agents look for."""
     async with _stack("no") as (client, _):
         long = {"role": "user", "content": "higher lower between " * 20_000}
@@ -152,7 +152,7 @@ async def test_a_conversation_that_does_not_fit_is_worded_for_clients():
             await client.messages.create(**ASK, messages=[long])
 
 
-async def test_a_thread_is_continued_without_its_history():
+async def test_thread_continues_without_its_history():
     """The beta's ``thread``: the next turn sends its own messages, and follows the answer with the same prompt."""
     question, further = ({"role": "user", "content": text} for text in ("one two", "and three"))
     base = {"max_tokens": 30, "system": "Be kind."}
@@ -173,7 +173,7 @@ async def test_a_thread_is_continued_without_its_history():
     assert (lost.status_code, lost.json()["error"]["details"]) == (400, {"error_code": "thread_not_found"})
 
 
-async def test_a_thread_keeps_its_system_prompt_and_tools():
+async def test_thread_keeps_system_prompt_and_tools():
     """Anthropic's tool runner sends neither again; the model sees both in every turn, and the count of tokens, too."""
     question, further, last = ({"role": "user", "content": text} for text in ("one two", "and three", "and four"))
     base = {"max_tokens": 30}

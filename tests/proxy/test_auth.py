@@ -25,12 +25,12 @@ STRICT = Authenticator(admin_key="sk-admin", session_urls=False)
         ({}, None),
     ],
 )
-def test_a_key_is_read_from_either_header(headers, expected):
+def test_key_is_read_from_either_header(headers, expected):
     """OpenAI's clients send a bearer token, some of Anthropic's ``x-api-key``."""
     assert read_key(headers) == expected
 
 
-def test_a_url_is_a_capability():
+def test_session_url_is_a_capability():
     """Who knows the URL needs no key; whatever placeholder came along is passed on for the sessions to judge."""
     credential = KEEPER.credential(key="DUMMY", in_path="s", in_request=None)
 
@@ -38,7 +38,7 @@ def test_a_url_is_a_capability():
     assert KEEPER.credential(key=None, in_path="s", in_request=None).is_capability
 
 
-def test_a_session_named_in_the_request_needs_its_key():
+def test_session_named_in_body_or_query_needs_its_key():
     """A name in a query or a body opens nothing by itself, nor does a URL where that is switched off."""
     for keeper, place in ((KEEPER, "in_request"), (STRICT, "in_path")):
         arguments = {"in_path": None, "in_request": None, place: "s"}
@@ -48,20 +48,20 @@ def test_a_session_named_in_the_request_needs_its_key():
             keeper.credential(key=None, **arguments)
 
 
-def test_the_administrator_opens_every_session_by_name():
+def test_admin_key_opens_every_session():
     """The controller of a run rewards and ends sessions whose keys it never saw."""
     for keeper in (KEEPER, STRICT):
         assert keeper.credential(key="sk-admin", in_path=None, in_request="s").has_control
 
 
-def test_no_other_key_has_control_by_naming_a_session():
+def test_other_keys_have_no_control_of_named_sessions():
     """The sessions judge keys; a URL and placeholders are never enough to reward."""
     for keeper in (KEEPER, STRICT):
         for place in ("in_path", "in_request"):
             assert not keeper.credential(key="k", **({"in_path": None, "in_request": None} | {place: "s"})).has_control
 
 
-def test_only_the_admin_key_administrates():
+def test_administration_needs_the_admin_key():
     """Keys of sessions, no key and keys that are not ASCII are refused alike."""
     KEEPER.require_admin("sk-admin")
     for key in ("sk-other", None, "\xff"):
@@ -69,7 +69,7 @@ def test_only_the_admin_key_administrates():
             KEEPER.require_admin(key)
 
 
-def test_the_admin_key_does_not_show():
+def test_admin_key_is_not_in_repr():
     """A representation gives nothing away, and made keys are never the same."""
     assert "sk-admin" not in repr(KEEPER)
     assert create_admin_key() != create_admin_key()

@@ -78,12 +78,12 @@ def test_images_are_refused_described_or_dropped(dialect, image):
         (REFERENCE, "[Tool WebFetch is available.]"),
     ],
 )
-def test_placeholders_say_what_is_known(block, words):
+def test_placeholder_describes_the_image(block, words):
     """Media type, name and URL, where the block has them."""
     assert words in ask(MessagesDialect(), block, TOLERANT)[0].content
 
 
-def test_a_tool_reference_is_readable_without_a_setting():
+def test_tool_reference_is_described():
     """Claude Code's tool search answers with references: within a result, their names are the result."""
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [REFERENCE]}
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [result]}]}
@@ -91,7 +91,7 @@ def test_a_tool_reference_is_readable_without_a_setting():
     assert parse(MessagesDialect(), body).messages[-1].content == "[Tool WebFetch is available.]"
 
 
-def test_results_are_searched_for_images():
+def test_images_in_results_are_replaced():
     """An agent that reads a picture sends it in a tool's result."""
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [ANTHROPIC_IMAGE]}
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [result]}]}
@@ -102,7 +102,7 @@ def test_results_are_searched_for_images():
 
 
 @given(st.dictionaries(st.sampled_from(["messages", "input", "tools", "x"]), json_values, max_size=4))
-def test_any_json_is_accepted(body):
+def test_blocks_of_any_json_are_accepted(body):
     """Malformed bodies pass unchanged in shape: the dialect refuses them by name. Malformed images are refused here."""
     with suppress(InvalidRequest):
         assert replace_blocks(body, TOLERANT).keys() == body.keys()
@@ -126,7 +126,7 @@ def test_any_json_is_accepted(body):
         (MessagesDialect, {"type": "image", "source": {"media_type": "image/png", "data": 7}}, "source.data"),
     ],
 )
-def test_a_malformed_image_is_refused_by_the_name_of_its_field(policy, dialect, image, field):
+def test_malformed_image_is_refused(policy, dialect, image, field):
     """A placeholder, or a gap, would hide the mistake from the author of the client."""
     with pytest.raises(InvalidRequest) as caught:
         ask(dialect(), image, policy)
@@ -135,7 +135,7 @@ def test_a_malformed_image_is_refused_by_the_name_of_its_field(policy, dialect, 
     assert caught.value.param == f"{base}[0].content[1].{field}"
 
 
-def test_an_uploaded_image_is_described():
+def test_uploaded_image_is_described():
     """It has an id of the vendor's in place of data or URL."""
     image = {"type": "input_image", "file_id": "file_1"}
 
@@ -143,7 +143,7 @@ def test_an_uploaded_image_is_described():
 
 
 @pytest.mark.anyio
-async def test_the_setting_reaches_the_routes():
+async def test_block_policy_reaches_the_routes():
     """A picture read by an agent does not end the episode."""
     config = ProxyConfig(unsupported_blocks=TOLERANT)
     body = {"max_tokens": 64, "messages": [{"role": "user", "content": [ANTHROPIC_IMAGE]}]}
@@ -203,7 +203,7 @@ ACTS = [
 
 
 @pytest.mark.parametrize(("dialect", "body", "message"), ACTS)
-def test_what_an_agent_has_read_is_described(dialect, body, message):
+def test_images_after_the_first_call_are_described(dialect, body, message):
     """It repeats its history, so a picture that its tools read would have every later request refused."""
     ((name, before),) = body.items()
 
@@ -211,14 +211,14 @@ def test_what_an_agent_has_read_is_described(dialect, body, message):
 
 
 @pytest.mark.parametrize(("dialect", "image"), CASES)
-def test_what_the_author_of_a_task_sends_is_refused(dialect, image):
+def test_images_before_the_first_call_are_refused(dialect, image):
     """Before the first call; the author can be told, so nothing is replaced in silence."""
     with pytest.raises(UnsupportedParameter):
         ask(dialect(), image, UNSET)
 
 
 @given(st.sampled_from(BlockPolicy), st.sampled_from(ToolPolicy))
-def test_a_policy_that_is_set_holds_in_every_message(block, tool):
+def test_configured_block_policy_holds_in_every_message(block, tool):
     """Before the first call of a tool, and after it."""
     settings = UnsupportedBlocks(images=block, files=block, server_tools=tool)
 
@@ -226,7 +226,7 @@ def test_a_policy_that_is_set_holds_in_every_message(block, tool):
 
 
 @pytest.mark.anyio
-async def test_content_means_the_same_from_every_client():
+async def test_content_has_the_same_meaning_from_every_client():
     """No name of a client decides what its model reads."""
     read = {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c", "content": [ANTHROPIC_IMAGE]}]}
     codes = []
@@ -264,13 +264,13 @@ TEXTS = [
 
 @pytest.mark.parametrize("policy", [UNSET, TOLERANT, UnsupportedBlocks(files=BlockPolicy.DROP), REFUSING])
 @pytest.mark.parametrize(("dialect", "block"), TEXTS)
-def test_text_in_documents_is_read_whatever_the_policy(dialect, block, policy):
+def test_text_documents_are_read_under_every_policy(dialect, block, policy):
     """A document is a form of text, if it holds text."""
     assert ask(dialect(), block, policy)[0].content == f"look\n{TEXT}"
 
 
 @pytest.mark.parametrize("block", PLAIN)
-def test_text_in_documents_is_read_in_results(block):
+def test_text_documents_in_results_are_read(block):
     """Next to other text."""
     result = {"type": "tool_result", "tool_use_id": "t1", "content": [block, {"type": "text", "text": "end"}]}
     body = {"messages": [{"role": "user", "content": "hi"}, {"role": "user", "content": [result]}]}
@@ -278,7 +278,7 @@ def test_text_in_documents_is_read_in_results(block):
     assert parse(MessagesDialect(), body, UNSET).messages[-1].content == f"{TEXT}\nend"
 
 
-def test_the_names_of_a_document_come_first():
+def test_document_title_precedes_its_text():
     """Title, origin, context and the name of a file are for the model to read, too."""
     found = {"title": "Fruit", "source": "https://x/y", **PLAIN[4]}
     document = {**PLAIN[0], "title": "Fruit", "context": "A list."}
@@ -305,7 +305,7 @@ def test_the_names_of_a_document_come_first():
         (ResponsesDialect, {"type": "input_file", "file_url": "https://x/y.txt"}),
     ],
 )
-def test_documents_without_text_are_refused(dialect, block):
+def test_document_without_text_is_refused(dialect, block):
     """By the name of their type."""
     with pytest.raises(UnsupportedParameter, match=block["type"]):
         ask(dialect(), block, UNSET)
@@ -320,7 +320,7 @@ def test_documents_without_text_are_refused(dialect, block):
         ({"type": "search_result"}, "content"),
     ],
 )
-def test_a_malformed_document_is_refused_by_the_name_of_its_field(block, field):
+def test_malformed_document_is_refused(block, field):
     """So that the author of the client finds it."""
     with pytest.raises(InvalidRequest) as caught:
         ask(MessagesDialect(), block, UNSET)

@@ -59,7 +59,7 @@ def _chunks_of(items, **fields):
     return chunks
 
 
-def test_a_text_answer_has_every_key_that_strict_clients_need():
+def test_chat_answer_has_all_keys():
     """Id, object, created, model, index, role, a known finish reason and usage with cached tokens."""
     assert _completion_of(_answer(ChatMessage(role="assistant", content="hello")), model="my-model") == {
         "id": "chatcmpl-1",
@@ -84,7 +84,7 @@ def test_a_text_answer_has_every_key_that_strict_clients_need():
     }
 
 
-def test_tool_calls_come_with_null_content_and_string_arguments():
+def test_chat_tool_calls_have_null_content_and_string_arguments():
     """The shape that all clients run tools on."""
     call = ToolCall(id="call_1", name="f", arguments='{"a":  1}')
     choice = _completion_of(_answer(ChatMessage(role="assistant", content="", tool_calls=(call,))))["choices"][0]
@@ -96,7 +96,7 @@ def test_tool_calls_come_with_null_content_and_string_arguments():
     ]
 
 
-def test_an_empty_answer_is_empty_text():
+def test_empty_chat_answer_is_empty_text():
     """Early policies say nothing; the answer is a string all the same."""
     document = _completion_of(_answer(ChatMessage(role="assistant"), finish=FinishReason.LENGTH))
 
@@ -104,7 +104,7 @@ def test_an_empty_answer_is_empty_text():
     assert document["choices"][0]["finish_reason"] == "length"
 
 
-def test_siblings_are_counted_once_for_their_prompt_and_named_each():
+def test_chat_choices_share_one_prompt_count():
     """With n = 2, usage counts the common prompt once, and each choice can be rewarded by its own id."""
     document = _completion_of(
         _answer(ChatMessage(role="assistant", content="a")),
@@ -118,7 +118,7 @@ def test_siblings_are_counted_once_for_their_prompt_and_named_each():
     assert document["usage"]["completion_tokens"] == 4
 
 
-def test_logprobs_are_the_captured_ones():
+def test_chat_logprobs_are_the_captured_ones():
     """One entry per sampled token; a part of a character has the bytes of that part."""
     tops = ((TopLogprob(token_id=1, logprob=-0.1),), ())
     document = _completion_of(
@@ -136,13 +136,13 @@ def test_logprobs_are_the_captured_ones():
     ]
 
 
-def test_an_engine_word_never_reaches_a_client():
-    """An aborted generation is an error that may be retried, not a finish reason that nobody knows."""
+def test_aborted_chat_answer_is_an_error():
+    """An aborted generation is an error that may be retried, not an unknown finish reason."""
     with pytest.raises(Unavailable):
         _completion_of(_answer(ChatMessage(role="assistant", content="a"), finish=FinishReason.ABORT))
 
 
-def test_a_stream_says_role_and_names_once():
+def test_chat_stream_says_role_and_names_once():
     """Role in the first delta, a call's id and name in its first, then a finish reason, usage, and the end."""
     call = ToolCall(id="call_1", name="f", arguments="{}")
     chunks = _chunks_of(
@@ -170,7 +170,7 @@ def test_a_stream_says_role_and_names_once():
     assert chunks[-1]["usage"]["total_tokens"] == 7
 
 
-def test_usage_is_streamed_only_if_asked_for():
+def test_chat_usage_is_streamed_on_request():
     """A chunk without choices surprises clients that did not ask for one."""
     items = [AnswerStarted(interaction=InteractionId("c")), _answer(ChatMessage(role="assistant"), name="c")]
     chunks = _chunks_of(items)
@@ -180,7 +180,7 @@ def test_usage_is_streamed_only_if_asked_for():
 
 
 @given(texts=st.lists(st.tuples(st.booleans(), st.text(max_size=6)), max_size=8), num_choices=st.integers(1, 3))
-def test_the_deltas_of_a_stream_join_to_its_message(texts, num_choices):
+def test_chat_deltas_join_to_the_message(texts, num_choices):
     """However text and thinking are cut, and whatever line breaks they hold, each choice's parts arrive in order."""
     items = []
     for choice in range(num_choices):

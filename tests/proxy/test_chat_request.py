@@ -66,7 +66,7 @@ bodies = st.builds(
 
 
 @given(body=bodies)
-def test_any_body_is_read_or_refused_as_a_request_error(body):
+def test_chat_body_is_parsed_or_refused(body):
     """Whatever JSON object comes in, nothing but a ``RequestError`` comes out, and its message is short."""
     outcome = _outcome(body)
 
@@ -84,7 +84,7 @@ def _parse(**fields):
     return parse_chat_request({"messages": [USER]} | fields)
 
 
-def test_defaults_are_openais_with_512_new_tokens():
+def test_chat_defaults():
     """A request that names nothing samples from the plain distribution."""
     parsed = _parse()
     sampling = parsed.request.sampling
@@ -95,7 +95,7 @@ def test_defaults_are_openais_with_512_new_tokens():
     assert (parsed.is_stream, parsed.include_usage, parsed.has_logprobs) == (False, False, False)
 
 
-def test_every_sampling_field_arrives():
+def test_chat_sampling_fields_are_parsed():
     """Each honoured field is found again in ``Sampling``, under its own meaning."""
     parsed = _parse(
         temperature=0,
@@ -160,7 +160,7 @@ def test_every_sampling_field_arrives():
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
     ],
 )
-def test_a_bad_value_is_refused_by_name(fields, param):
+def test_invalid_chat_value_is_refused_by_name(fields, param):
     """The error's ``param`` is the field at fault, with its index, and stands in the message."""
     with pytest.raises(InvalidRequest) as caught:
         _parse(**fields)
@@ -181,7 +181,7 @@ def test_a_bad_value_is_refused_by_name(fields, param):
         {"tools": [{"type": "web_search"}]},
     ],
 )
-def test_what_would_change_the_answer_is_refused(fields):
+def test_unsupported_chat_field_is_refused(fields):
     """What cannot be honoured is a 400 with a code of its own, never silently dropped."""
     with pytest.raises(UnsupportedParameter):
         _parse(**fields)
@@ -197,12 +197,12 @@ def test_what_would_change_the_answer_is_refused(fields):
         {"max_tokens": 5, "max_completion_tokens": 5},
     ],
 )
-def test_what_asks_for_nothing_is_accepted(fields):
+def test_inert_chat_field_is_accepted(fields):
     """Inert names, neutral values and nulls, which several clients send, are not a reason to refuse."""
     assert _parse(**fields).request.messages == (ChatMessage(role="user", content="hi"),)
 
 
-def test_what_is_demanded_of_an_answer_is_read():
+def test_chat_response_format_is_parsed():
     """A call, and a form of the text; a strict tool remembers that it is one."""
     tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}, "strict": True}}
     choice = {"type": "function", "function": {"name": "f"}}
@@ -214,7 +214,7 @@ def test_what_is_demanded_of_an_answer_is_read():
     assert _parse(guided_choice=["a"]).request.response_format == OneOf(parts=(Exactly(text="a"),))
 
 
-def test_a_misspelling_is_refused_with_the_nearest_name():
+def test_misspelt_chat_field_is_refused_with_the_nearest_name():
     """An unknown name would be missing from everything learnt; its author is told what was probably meant."""
     with pytest.raises(UnsupportedParameter, match="did you mean temperature"):
         _parse(temperatur=0.2)
@@ -222,7 +222,7 @@ def test_a_misspelling_is_refused_with_the_nearest_name():
     assert parse_chat_request({"messages": [USER], "temperatur": 0.2}, inert=("temperatur",)).request.messages
 
 
-def test_messages_of_all_roles_are_read():
+def test_chat_messages_of_all_roles_are_parsed():
     """Strings, parts, nulls and absent keys become one kind of message; calls keep the model's exact text."""
     call = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
     parsed = _parse(
@@ -248,7 +248,7 @@ def test_messages_of_all_roles_are_read():
     )
 
 
-def test_tools_and_choices_are_read():
+def test_chat_tools_are_parsed():
     """Functions keep name, description and schema; the tag of the agent may come from metadata."""
     schema = {"type": "object", "properties": {}}
     function = {"name": "f", "description": "d", "parameters": schema}
@@ -270,7 +270,7 @@ def test_tools_and_choices_are_read():
 
 
 @given(role=roles, content=st.none() | st.text(max_size=8))
-def test_a_plain_message_is_read_like_any_other(role: str, content: str | None) -> None:
+def test_plain_chat_message_is_parsed(role: str, content: str | None) -> None:
     """Whether it is a role and a text alone, or has a key more that says nothing."""
 
     def read(raw: dict[str, object]) -> object:

@@ -50,6 +50,13 @@ from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors_testing.serving import open_scripted_proxy
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 STARTED = AnswerStarted(interaction=InteractionId("resp_1"))
 EVENTS = TypeAdapter(ResponseStreamEvent)
 GRAMMAR = {"syntax": "lark", "definition": 'start: "x"+'}

@@ -48,7 +48,7 @@ DIALECT = CompletionsDialect(
     ("prompt", "text", "ids"),
     [("a", "a", ()), (["a"], "a", ()), ([1, 2], None, (1, 2)), ([[1, 2]], None, (1, 2))],
 )
-def test_a_prompt_is_a_text_or_ids(prompt, text, ids):
+def test_completions_prompt_is_text_or_ids(prompt, text, ids):
     """Either may stand alone in a list."""
     request = parse_completions_request({"prompt": prompt}).request
 
@@ -57,7 +57,7 @@ def test_a_prompt_is_a_text_or_ids(prompt, text, ids):
 
 
 @pytest.mark.parametrize("prompt", [None, "", [], [[]], [""], {}, 7, [1, "a"], [-1], [True], [1.5], [None]])
-def test_what_is_no_prompt_is_named(prompt):
+def test_invalid_completions_prompt_is_refused(prompt):
     """The error says which field."""
     with pytest.raises(InvalidRequest) as caught:
         parse_completions_request({"prompt": prompt})
@@ -74,7 +74,7 @@ def test_what_is_no_prompt_is_named(prompt):
         ({"best_of": 2}, "best_of"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields, param):
+def test_unsupported_completions_field_is_refused(fields, param):
     """Before anything is sampled."""
     with pytest.raises(UnsupportedParameter) as caught:
         parse_completions_request({"prompt": "a"} | fields)
@@ -82,7 +82,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields, param):
     assert caught.value.param == param
 
 
-def test_all_there_is_to_say():
+def test_completions_fields_are_parsed():
     """Sampling, alternatives and names end up where they belong."""
     parsed = parse_completions_request(
         {
@@ -123,7 +123,7 @@ def _document_of(*answers, **fields):
     return document
 
 
-def test_an_answer_has_every_key_that_strict_clients_need():
+def test_completions_answer_has_all_keys():
     """In the older form: text instead of a message, four lists of logprobs."""
     tops = ((TopLogprob(token_id=2, logprob=-1.0),), ())
     document = _document_of(_answer("ab", tops=tops), logprobs=1, model="my-model")
@@ -157,7 +157,7 @@ def test_an_answer_has_every_key_that_strict_clients_need():
     assert _document_of(_answer("ab"), logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] is None
 
 
-def test_several_choices_and_their_ends():
+def test_completions_choices_have_their_finish_reasons():
     """Each choice names its interaction; an aborted one is not an answer."""
     first, second = _answer("a"), _answer("b", name="cmpl-1-1", finish=FinishReason.LENGTH)
     choices = _document_of(first, second, n=2)["choices"]
@@ -169,7 +169,7 @@ def test_several_choices_and_their_ends():
 
 
 @given(st.lists(st.text(min_size=1, max_size=3)), st.booleans())
-def test_whatever_is_streamed_adds_up_to_the_answer(pieces, include_usage):
+def test_completions_stream_adds_up_to_the_answer(pieces, include_usage):
     """The chunks join to what JSON would have said, and usage comes last where it was asked for."""
     deltas = [TextDelta(text=piece) for piece in pieces]
     answer = _answer(join_deltas(deltas).content)
@@ -193,7 +193,7 @@ def test_whatever_is_streamed_adds_up_to_the_answer(pieces, include_usage):
 
 
 @pytest.mark.anyio
-async def test_the_sdk_is_answered_and_streamed_to():
+async def test_completions_sdk_is_answered():
     """Over a real socket; the id is one that can be rewarded."""
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, create_http_client() as http:
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http)
@@ -220,7 +220,7 @@ async def _stack(*answers):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_what_was_sampled_is_what_is_exported(is_stream):
+async def test_completions_export_equals_the_sampled_tokens(is_stream):
     """An agent that writes its turns itself: one row of exact tokens, and the reward reaches the first answer."""
     said = [sampled("<think>408?"), sampled("It is 60.")]
     end = renderer().decode(said[0][-1:])
@@ -252,7 +252,7 @@ async def test_what_was_sampled_is_what_is_exported(is_stream):
 
 
 @pytest.mark.anyio
-async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens():
+async def test_completions_chunks_have_the_logprobs_of_their_tokens():
     """Joined, they are those of the answer without a stream: offsets, the end token and alternatives too."""
     ask = {"model": "m", "prompt": "a", "max_tokens": 64, "n": 2, "logprobs": 2}
     async with _stack(*[sampled("<think>408?")] * 4) as (client, _):
@@ -269,7 +269,7 @@ async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens():
 
 
 @pytest.mark.anyio
-async def test_ids_are_continued_as_they_are():
+async def test_completions_prompt_ids_are_used_unchanged():
     """The engine reads the very ids; those that no tokenizer knows are refused."""
     async with _stack([5, 6]) as (client, stack):
         await client.completions.create(model="m", prompt=[300, 301], max_tokens=2)

@@ -14,6 +14,13 @@ from areal_actors.domain import ForkReason
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 TOOLS = [{"name": name, "input_schema": {"type": "object", "properties": {}}} for name in ("Write", "Read", "Edit")]
 EDITED = ForkReason.CLIENT_EDITED_HISTORY
 

@@ -33,7 +33,7 @@ from areal_actors.proxy.failures import describe_failure, format_openai_failure
         (ValueError("secret"), 500, "false"),
     ],
 )
-def test_statuses_and_retries(error, status, retried):
+def test_failure_statuses_and_retries(error, status, retried):
     """Clients retry 408, 409, 429 and 5xx; they are told not to where another attempt would end alike."""
     failure = describe_failure(error, "req_1")
 
@@ -43,13 +43,13 @@ def test_statuses_and_retries(error, status, retried):
     assert failure.is_unforeseen is (status == 500 or type(error) is errors.EngineError)
 
 
-def test_waiting_time_is_told_in_whole_seconds():
+def test_retry_after_is_in_whole_seconds():
     """``Retry-After`` has no fractions, and is never zero."""
     assert describe_failure(errors.CapacityExhausted("x", retry_after_seconds=2.4), "r").headers == {"retry-after": "3"}
     assert describe_failure(errors.Unavailable("x"), "r").headers == {"retry-after": "1"}
 
 
-def test_the_unforeseen_gives_nothing_away():
+def test_unforeseen_failure_hides_its_cause():
     """A stranger reads the request's id, by which the log tells the story, and no word of the exception."""
     message = describe_failure(ValueError("secret"), "req_1").message
 
@@ -57,7 +57,7 @@ def test_the_unforeseen_gives_nothing_away():
     assert "req_1" in message
 
 
-def test_an_overflow_is_worded_for_every_client():
+def test_context_overflow_wording():
     """Some clients recognise the code, some the wording; both are there."""
     body = format_openai_failure(
         describe_failure(errors.ContextLengthExceeded(num_tokens=9000, max_tokens=8192), "req_1")

@@ -1,4 +1,4 @@
-"""The proxy under strangers: whatever is sent, it answers without failing, and nobody reads another's session.
+"""The proxy under attack: it answers every request without failing, and no client reads another client's session.
 
 One real proxy per event loop, on a socket, in a thread, in front of the real session manager; its engine repeats the
 prompt, so that what a session was told would be heard in its answers. The profile ``fuzz`` (``nox -s fuzz_http``) looks
@@ -47,7 +47,7 @@ class Tenant:
 
     @property
     def hidden(self) -> tuple[str, ...]:
-        """What nobody else may read, also not in pieces of a URL or of a message."""
+        """Texts that no other client may read, in parts of a URL or of a message either."""
         return (self.secret, self.key)
 
 
@@ -133,7 +133,7 @@ def served(backend: str) -> Iterator[Served]:
     yield from serve(backend)
 
 
-# ------------------------------------------------------------------------------------------- nobody reads another's
+# ------------------------------------------------------------------------------------------- attacks on a session
 
 OPERATIONS = (
     "chat/completions",
@@ -274,20 +274,20 @@ def assault(served: Served, attack: Attack, *, knows_session: bool) -> None:
 @given(attack=attacks)
 @example(REPEATED)
 @example(NAMED)
-def test_ids_are_no_keys(closed: Served, attack: Attack):
-    """Where keys alone open sessions, whoever knows every id of a session reads nothing of it and changes nothing."""
+def test_session_ids_open_nothing_without_keys(closed: Served, attack: Attack):
+    """Where keys alone open sessions, a client that knows every id of a session can neither read nor change it."""
     assault(closed, attack, knows_session=True)
 
 
 @QUIET
 @given(attack=attacks)
 @example(REPEATED)
-def test_what_nearly_names_a_session_does_not_open_it(served: Served, attack: Attack):
+def test_variants_of_a_session_name_open_nothing(served: Served, attack: Attack):
     """Where URLs open sessions, an id that lacks one character does not, whatever comes with it."""
     assault(served, attack, knows_session=False)
 
 
-def test_the_attacks_would_be_seen(served: Served):
+def test_attacks_succeed_with_the_key(served: Served):
     """The harness itself: who has the id of the session hears its secret, so that a leak would be noticed."""
     victim = served.open()
     body = {"messages": [{"role": "user", "content": victim.secret}]}
@@ -301,7 +301,7 @@ def test_the_attacks_would_be_seen(served: Served):
 
 
 @pytest.mark.parametrize("mode", ["positive", "negative"])
-def test_nothing_that_is_sent_by_the_document_fails(served: Served, backend: str, mode: str):
+def test_requests_of_the_openapi_document_never_fail(served: Served, backend: str, mode: str):
     """Requests drawn from the OpenAPI document, and from its opposite: no 5xx, and every answer as it is described."""
     schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis: pip install 'areal_actors[fuzz]'")
     if settings.default.max_examples < LONG and (backend == "trio") is (mode == "positive"):

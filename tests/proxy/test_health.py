@@ -14,6 +14,12 @@ from areal_actors.sessions.shards import shard_journal
 pytestmark = pytest.mark.anyio
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: the router is another process."""
+    return "asyncio"
+
+
 @pytest.mark.parametrize("process", [0, 1])
 async def test_a_journal_that_can_no_longer_be_written_is_unhealthy(tmp_path, process):
     """A journal of any process of the service. Its path is not told to clients without a key."""

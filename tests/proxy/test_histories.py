@@ -15,6 +15,12 @@ FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"
 TOOLS = [{"type": "function", "function": FUNCTION}]
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 def say(text: str, role: str = "user") -> dict[str, Any]:
     """A message."""
     return {"role": role, "content": text}
@@ -44,7 +50,7 @@ def read_stream(text: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_an_id_that_a_model_writes_twice_credits_the_conversation_that_goes_on(*, is_streaming: bool) -> None:
+async def test_repeated_call_id_credits_the_continued_conversation(*, is_streaming: bool) -> None:
     """The client edits its echo, so that only the id of the call tells whose answer it is."""
     async with open_family_stack("mistral-v3", [written("one"), written("two"), "done"]) as stack:
 
@@ -67,7 +73,7 @@ async def test_an_id_that_a_model_writes_twice_credits_the_conversation_that_goe
     assert (returns[first["id"]], returns[second["id"]]) == (0.5, 0.0)
 
 
-async def test_ids_are_unique_among_choices_and_within_an_answer() -> None:
+async def test_call_ids_are_unique_in_an_answer() -> None:
     """Clients tell calls apart by their ids, and prompts show what the model wrote."""
     twice = written("one").removesuffix("]") + ", " + written("two").removeprefix("[TOOL_CALLS][")
     async with open_family_stack("mistral-v3", [twice]) as stack:
@@ -84,7 +90,7 @@ async def test_ids_are_unique_among_choices_and_within_an_answer() -> None:
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-async def test_an_agent_of_the_messages_protocol_goes_on_whatever_was_sampled(family: str) -> None:
+async def test_messages_agent_continues_after_odd_samples(family: str) -> None:
     """Two calls with a text, results with a reminder behind them, a late system message, and a lone system message."""
     writer = FAMILIES[family]
     answers = [writer.write("hm", [("f", {"a": "1"}), ("f", {"a": "2"})], "so" if writer.thought else ""), "fine"]
@@ -115,7 +121,7 @@ async def test_an_agent_of_the_messages_protocol_goes_on_whatever_was_sampled(fa
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 @pytest.mark.parametrize("is_streaming", [False, True])
-async def test_an_answer_that_the_client_begins_is_continued(family: str, *, is_streaming: bool) -> None:
+async def test_begun_answer_is_continued(family: str, *, is_streaming: bool) -> None:
     """The client gets the rest; what it sends back is the whole answer, whose exact tokens the next prompt extends."""
     begun = {"role": "assistant", "content": "The answer <|im_end|> is "}
     asked = {"messages": [say("task"), begun], "max_tokens": 400, "stream": is_streaming}
@@ -138,7 +144,7 @@ async def test_an_answer_that_the_client_begins_is_continued(family: str, *, is_
     assert "The answer <|im_end|> is 42." in second
 
 
-async def test_an_answer_that_cannot_begin_in_its_place_is_refused_with_the_reason() -> None:
+async def test_begun_answer_in_a_wrong_place_is_refused() -> None:
     """Where a template joins it with the answer before it; nothing is sampled."""
     begun = {"role": "assistant", "content": "The answer is "}
     async with open_family_stack("gemma-3", ["42."]) as stack:
@@ -149,7 +155,7 @@ async def test_an_answer_that_cannot_begin_in_its_place_is_refused_with_the_reas
     assert "does not let an answer begin after the assistant message" in joined.text
 
 
-async def test_the_last_answer_is_continued_in_chats_that_say_so() -> None:
+async def test_continue_final_message_continues_the_last_answer() -> None:
     """Otherwise it is a finished turn, as OpenAI has it; Responses have no such field."""
     begun = {"role": "assistant", "content": "The answer is "}
     more = {"continue_final_message": True, "add_generation_prompt": False}
@@ -174,7 +180,7 @@ async def test_the_last_answer_is_continued_in_chats_that_say_so() -> None:
         ({"add_generation_prompt": False}, "add_generation_prompt"),
     ],
 )
-async def test_what_cannot_be_continued_is_refused_by_name(fields: dict[str, Any], param: str) -> None:
+async def test_answer_that_cannot_be_continued_is_refused(fields: dict[str, Any], param: str) -> None:
     """Before anything is sampled."""
     body = {"messages": [say("task"), {"role": "assistant", "content": "The answer is"}]}
     async with open_family_stack("qwen2.5", ["42."]) as stack:

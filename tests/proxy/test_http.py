@@ -13,7 +13,7 @@ from areal_actors_testing.serving import open_scripted_proxy
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_session_lives_from_start_to_export():
+async def test_session_from_start_to_export():
     """Every route of the life of a session, by URL, in the forms that are documented."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         granted = await http.post("/grant_capacity", headers=proxy.admin_headers)
@@ -45,7 +45,7 @@ async def test_a_session_lives_from_start_to_export():
     assert [row["reward"] for row in exports[0].json()["trajectories"]] == [0.5, 1.0]
 
 
-async def test_a_session_lives_by_key_alone():
+async def test_session_by_key_alone():
     """``GET /rl/v1/start_session``, chat by key in either header, rewards by query, and finalize."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         started = await http.get("/rl/v1/start_session", params={"task_id": "t"}, headers=proxy.admin_headers)
@@ -67,7 +67,7 @@ async def test_a_session_lives_by_key_alone():
     assert late.json()["error"]["code"] == "session_ended"
 
 
-async def test_who_may_do_what():
+async def test_permissions_of_each_key():
     """No key, wrong keys, other sessions' keys and other people's sessions are refused, each with its status."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         mine, other = await start(http, proxy), await start(http, proxy)
@@ -108,7 +108,7 @@ async def test_who_may_do_what():
     }
 
 
-async def test_session_urls_can_be_switched_off():
+async def test_session_urls_can_be_disabled():
     """Then the URL of a session opens nothing without its key."""
     config = ProxyConfig(session_urls=False)
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
@@ -120,7 +120,7 @@ async def test_session_urls_can_be_switched_off():
         assert (await http.post(path, json=BODY, headers=bearer(mine["api_key"]))).status_code == 200
 
 
-async def test_the_admin_key_is_no_key_of_a_session():
+async def test_admin_key_is_not_a_session_key():
     """Every request of the administrator would become one of its turns."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         body = {"api_key": proxy.endpoint.admin_key}
@@ -131,7 +131,7 @@ async def test_the_admin_key_is_no_key_of_a_session():
     assert proxy.endpoint.admin_key not in answer.text
 
 
-async def test_rewards_that_mean_nothing():
+async def test_invalid_reward_is_refused():
     """NaN, text, nothing, an unknown completion, and a session that is settled."""
     settings = SessionSettings(grace_seconds=0.0)
     async with open_scripted_proxy(settings=settings) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
@@ -159,7 +159,7 @@ async def test_rewards_that_mean_nothing():
     assert settled.status_code == 410
 
 
-async def test_misspelt_arguments_are_refused():
+async def test_misspelt_argument_is_refused():
     """Otherwise the session would silently be in no group, and the reward would go to the last answer."""
     config = ProxyConfig(inert_parameters=("trace",))
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
@@ -176,7 +176,7 @@ async def test_misspelt_arguments_are_refused():
     assert known.status_code == 200
 
 
-async def test_no_room_for_another_session():
+async def test_start_without_capacity_is_429():
     """429 with a time to wait; a place that is free again is taken again."""
     async with open_scripted_proxy(max_sessions=1) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         conflicting = await http.post("/rl/start_session", json={"api_key": "short"}, headers=proxy.admin_headers)
@@ -189,7 +189,7 @@ async def test_no_room_for_another_session():
     assert full.json()["error"]["type"] == "rate_limit_error"
 
 
-async def test_paths_and_methods_that_do_not_exist():
+async def test_unknown_path_and_method_are_errors():
     """404 and 405 speak the dialect, too, and echo nothing of the path."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         missing = await http.post("/secret-session/v1/embeddings", json={})
@@ -210,7 +210,7 @@ async def test_models_and_health():
     assert health == {"status": "ok", "requests": 0}
 
 
-async def test_the_unforeseen_is_logged_and_hidden(caplog):
+async def test_unforeseen_error_is_logged_and_hidden(caplog):
     """A bug answers 500 with the request's id and not a word more; the log has the id, and no session in full."""
 
     async def script(request):
@@ -231,7 +231,7 @@ async def test_the_unforeseen_is_logged_and_hidden(caplog):
     assert session not in caplog.text
 
 
-async def test_many_choices_and_agents_arrive_at_the_sessions():
+async def test_choices_and_agent_tags_reach_the_sessions():
     """``n`` makes siblings, each with a name of its own, and the header names the agent that asked."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         started = await start(http, proxy)

@@ -109,7 +109,7 @@ async def test_head_is_answered_as_get_without_the_body():
     assert starting.status_code == 405
 
 
-async def test_other_methods_are_told_what_is_allowed():
+async def test_wrong_method_is_told_the_allowed_ones():
     """``Allow`` names the methods in 405, and in the answer to ``OPTIONS``."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         refused = [await http.request(method, "/v1/chat/completions") for method in ("GET", "HEAD", "PUT", "PATCH")]
@@ -120,7 +120,7 @@ async def test_other_methods_are_told_what_is_allowed():
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_the_status_has_a_reason():
+async def test_status_line_has_a_reason():
     """Some clients take an answer without one for a failed one. Hypercorn sends none."""
     async with open_scripted_proxy() as proxy:
         for path, status in (("/health", 200), ("/nothing", 404), ("/v1/chat/completions", 405)):
@@ -137,7 +137,7 @@ async def test_the_status_has_a_reason():
 
 
 @pytest.mark.parametrize("scheme", ["Bearer ", "bearer ", "BEARER   ", "bEaReR\t"])
-async def test_the_scheme_of_a_key_has_no_case(scheme):
+async def test_scheme_of_a_key_is_case_insensitive(scheme):
     """Names of schemes are compared without case, and any white space follows."""
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
         headers = {"AUTHORIZATION": f"{scheme}{session.api_key}"}
@@ -178,7 +178,7 @@ async def test_compressed_bodies_are_read():
     assert "zstd" in unknown.json()["error"]["message"]
 
 
-async def test_a_body_that_was_decoded_is_passed_on_as_it_is():
+async def test_decoded_body_is_forwarded_with_matching_headers():
     """A gateway forwards headers and body of a request: they say the same."""
     sent = gzip.compress(json.dumps(BODY, ensure_ascii=False).encode("latin-1"))
     headers = [(b"content-encoding", b"GZip"), (b"content-type", b"application/json; charset=latin-1"), (b"x", b"y")]
@@ -205,7 +205,7 @@ async def test_a_body_that_was_decoded_is_passed_on_as_it_is():
         ("application/json; charset=utf-16", "utf-16"),
     ],
 )
-async def test_a_body_is_read_in_its_charset(content_type, charset):
+async def test_body_is_read_in_its_charset(content_type, charset):
     """Whatever the type is; UTF-8 without one, with or without a byte order mark."""
     body = json.dumps(BODY, ensure_ascii=False).encode(charset)
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
@@ -217,7 +217,7 @@ async def test_a_body_is_read_in_its_charset(content_type, charset):
 
 
 @pytest.mark.parametrize("charset", ["klingon", "unicode_escape", "idna", "utf-7", "rot13"])
-async def test_an_unknown_charset_is_refused_by_name(charset):
+async def test_unknown_charset_is_refused(charset):
     """A body that cannot be read is not guessed at; codecs of Python that are no charsets would change its text."""
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
         headers = {"content-type": f"application/json; charset={charset}"}

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.anyio
     ],
     ids=["empty", "cut", "binary", "list", "deep", "surrogate", "text/plain", "gzip", "large"],
 )
-async def test_bodies_that_are_no_requests(content, headers, status):
+async def test_invalid_body_is_400(content, headers, status):
     """Malformed and oversized bodies get an error body of their status; a wrong content type does not matter."""
     config = ProxyConfig(max_body_bytes=200_000)
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
@@ -51,7 +51,7 @@ async def test_bodies_that_are_no_requests(content, headers, status):
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
 @pytest.mark.parametrize(("depth", "status"), [(100, 200), (140, 400), (260, 400), (1000, 400)])
-async def test_bodies_that_are_nested_too_deeply(path, depth, status):
+async def test_deeply_nested_body_is_400(path, depth, status):
     """They are refused in every dialect before anything is sampled; what is accepted can be repeated in the answer."""
     schema = {"type": "object"}
     function = {"name": "f", "parameters": schema}
@@ -70,7 +70,7 @@ async def test_bodies_that_are_nested_too_deeply(path, depth, status):
     assert ended.json()["interaction_count"] == (status == 200)
 
 
-async def test_a_body_without_an_end_is_cut():
+async def test_endless_body_is_413():
     """A client that sends on and on is answered and cut off, and the server lives."""
     config = ProxyConfig(max_body_bytes=100_000)
     async with open_scripted_proxy(config=config) as proxy, await connect(proxy) as stream:
@@ -93,7 +93,7 @@ async def _send_for_ever(stream):
             await stream.send(b"10000\r\n" + b" " * 65536 + b"\r\n")
 
 
-async def test_a_body_that_never_comes_times_out():
+async def test_missing_body_is_408():
     """408, so that one slow client holds nothing."""
     config = ProxyConfig(body_timeout_seconds=0.02)
     async with open_scripted_proxy(config=config) as proxy, await connect(proxy) as stream:
@@ -122,7 +122,7 @@ class Gate:
         yield TextDelta(text="second")
 
 
-async def test_an_error_within_a_stream_is_its_last_event():
+async def test_stream_error_is_the_last_event():
     """After the first delta the status is spent: the error is an event, and no ``[DONE]`` follows."""
 
     async def script(request):
@@ -139,7 +139,7 @@ async def test_an_error_within_a_stream_is_its_last_event():
     assert "data: [DONE]" not in events
 
 
-async def test_an_error_before_a_stream_has_its_status():
+async def test_error_before_a_stream_has_its_status():
     """Nothing was said yet, so that clients see what it is and whether to retry."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         response = await http.post(f"/nobody{CHAT}", json=BODY | {"stream": True})
@@ -147,7 +147,7 @@ async def test_an_error_before_a_stream_has_its_status():
     assert response.status_code == 404
 
 
-async def test_deltas_arrive_while_tokens_are_sampled():
+async def test_stream_deltas_arrive_while_tokens_are_sampled():
     """The first word is read before the script may say the second."""
     gate = Gate()
     async with open_scripted_proxy(gate.script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
@@ -163,7 +163,7 @@ async def test_deltas_arrive_while_tokens_are_sampled():
     assert said == ["first", "second"]
 
 
-async def test_a_silent_stream_carries_comments():
+async def test_silent_stream_sends_comments():
     """A stream whose tokens are long in coming shows that it lives, before and after its first delta."""
     gate = Gate()
     config = ProxyConfig(keep_alive_seconds=0.01)
@@ -187,7 +187,7 @@ async def _open_on_comment(response, gate):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_hanging_up_aborts_the_generation(is_stream):
+async def test_disconnect_aborts_the_generation(is_stream):
     """Whether or not it was to be streamed: a client that closes its socket cancels what was asked for it."""
     gate = Gate()
     async with open_scripted_proxy(gate.script) as proxy, proxy.open_session() as session:
@@ -215,7 +215,7 @@ async def refusing_script(_):
     ("path", "body"),
     [(CHAT, BODY), ("/v1/responses", {"input": "one"}), ("/v1/messages", BODY), ("/v1/completions", {"prompt": "one"})],
 )
-async def test_a_stream_that_is_refused_before_its_first_token_has_a_status(path, body):
+async def test_stream_refused_before_its_first_token_has_a_status(path, body):
     """SDKs retry a status of 429; an error within a stream that has begun ends most agents."""
     async with open_scripted_proxy(refusing_script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         session = (await start(http, proxy))["session_id"]

@@ -93,7 +93,7 @@ def _accumulate(payloads):
     return snapshot.to_dict()
 
 
-def test_an_answer_has_every_key_that_strict_clients_need():
+def test_messages_answer_has_all_keys():
     """Id, type, role, model, blocks in order with input as an object, stop reason and usage."""
     call = ToolCall(id="call_1", name="add", arguments='{"a": 1}')
     message = ChatMessage(role="assistant", content="hello", tool_calls=(call,), reasoning="hm")
@@ -131,7 +131,7 @@ def test_an_answer_has_every_key_that_strict_clients_need():
         (FinishReason.LENGTH, None, True, "max_tokens"),
     ],
 )
-def test_stop_reasons(finish, stop_sequence, has_call, expected):
+def test_messages_stop_reasons(finish, stop_sequence, has_call, expected):
     """In Anthropic's words; the stop string is named where it is the reason."""
     calls = (ToolCall(id="c", name="f", arguments="{}"),) if has_call else ()
     message = ChatMessage(role="assistant", content="x", tool_calls=calls)
@@ -141,7 +141,7 @@ def test_stop_reasons(finish, stop_sequence, has_call, expected):
     assert document["stop_sequence"] == (stop_sequence if expected == "stop_sequence" else None)
 
 
-def test_an_empty_answer_has_a_block():
+def test_empty_messages_answer_has_a_block():
     """Agents read ``content[0].text`` unasked; an early policy that says nothing is not a reason to crash."""
     message = ChatMessage(role="assistant", content="")
     items = [AnswerStarted(interaction=InteractionId("msg_1")), _answer(message)]
@@ -150,7 +150,7 @@ def test_an_empty_answer_has_a_block():
     assert [block["text"] for block in _accumulate(_events_of(items))["content"]] == [""]
 
 
-def test_an_aborted_answer_is_none():
+def test_aborted_messages_answer_is_an_error():
     """No client learns a reason of the engine's; it may ask again."""
     with pytest.raises(Unavailable):
         _message_of(_answer(ChatMessage(role="assistant", content=""), finish=FinishReason.ABORT))
@@ -189,7 +189,7 @@ def _joined(blocks):
 
 
 @given(delta_lists())
-def test_whatever_is_streamed_adds_up_to_the_answer(deltas):
+def test_messages_stream_adds_up_to_the_answer(deltas):
     """Every sequence of deltas is a valid sequence of events, and the SDK joins them to what JSON would have said."""
     started = AnswerStarted(interaction=InteractionId("msg_1"), num_prompt_tokens=5)
     answer = _answer(join_deltas(deltas))
@@ -207,7 +207,7 @@ def test_whatever_is_streamed_adds_up_to_the_answer(deltas):
 
 
 @given(delta_lists())
-def test_an_answer_comes_back_as_it_was_said(deltas):
+def test_echoed_messages_answer_is_parsed_unchanged(deltas):
     """Echoed block for block, streamed or not, an answer is read as the message that it was: nothing is lost."""
     message = join_deltas(deltas)
     items = [AnswerStarted(interaction=InteractionId("msg_1")), *deltas, _answer(message)]
@@ -223,7 +223,7 @@ def test_an_answer_comes_back_as_it_was_said(deltas):
             )
 
 
-def test_an_overflow_is_worded_for_every_client():
+def test_messages_context_overflow_wording():
     """Type, both vendors' wordings, and the request's id."""
     failure = describe_failure(ContextLengthExceeded(num_tokens=9000, max_tokens=8192), "req_1")
     body = format_anthropic_failure(failure)
@@ -235,7 +235,7 @@ def test_an_overflow_is_worded_for_every_client():
 
 
 @given(arguments)
-def test_an_input_is_streamed_as_it_arrives(text):
+def test_messages_tool_input_is_streamed(text):
     """Character by character; a client can parse what it has at any time, also of an input that breaks off."""
     started = AnswerStarted(interaction=InteractionId("msg_1"))
     call = ToolCallStarted(index=0, id="call_0", name="f")

@@ -26,7 +26,7 @@ def _messages(*messages, **fields):
     return _request(messages=list(messages), **fields).messages
 
 
-def test_a_plain_request():
+def test_messages_fields_are_parsed():
     """Sampling and names end up where they belong."""
     parsed = parse_anthropic_request(
         BODY
@@ -50,14 +50,14 @@ def test_a_plain_request():
     assert (sampling.max_new_tokens, request.seed, request.tag, request.id_prefix) == (9, 3, "planner", "msg_")
 
 
-def test_without_a_bound_the_default_holds():
+def test_messages_default_limit():
     """Anthropic demands ``max_tokens``; the house has a default under every protocol."""
     body = {"messages": [USER]}
 
     assert parse_anthropic_request(body, default_max_tokens=7).request.sampling.max_new_tokens == 7
 
 
-def test_strings_and_blocks_are_one():
+def test_messages_text_and_blocks_are_equal():
     """Clients change the shape of earlier messages when the cache mark moves; what is said stays the same."""
     blocks = [{"type": "text", "text": "hi", **CACHED, "citations": None}]
     answer = [{"type": "text", "text": "yes"}]
@@ -69,7 +69,7 @@ def test_strings_and_blocks_are_one():
     assert _messages(USER, system=[{"type": "text", "text": "a", **CACHED}]) == _messages(USER, system="a")
 
 
-def test_results_are_messages_of_their_own_and_text_stays_where_it_was():
+def test_messages_tool_results_become_messages_in_order():
     """Several results in one turn, with text before, between and after them."""
     content = [
         {"type": "text", "text": "before"},
@@ -89,7 +89,7 @@ def test_results_are_messages_of_their_own_and_text_stays_where_it_was():
     ]
 
 
-def test_an_answer_in_blocks():
+def test_messages_answer_blocks_are_parsed():
     """Thinking, text and calls; what only Anthropic can read is left out."""
     content = [
         {"type": "thinking", "thinking": "hm", "signature": "whatever"},
@@ -104,7 +104,7 @@ def test_an_answer_in_blocks():
     assert answer.tool_calls == (ToolCall(id="a", name="f", arguments='{"x":1}'),)
 
 
-def test_what_claude_code_sends_is_understood():
+def test_claude_code_request_is_parsed():
     """Instructions among the messages, adaptive thinking, edits of the context, a large body, a billing line."""
     tools = [TOOL | {"name": f"tool_{n}", "description": "word " * 500, "defer_loading": n > 9} for n in range(12)]
     request = _request(
@@ -153,7 +153,7 @@ def test_what_claude_code_sends_is_understood():
         ({"type": "disabled"}, {"enable_thinking": True, "x": 1}, {"enable_thinking": True, "x": 1}),
     ],
 )
-def test_thinking_is_a_switch_of_the_template(thinking, options, expected):
+def test_messages_thinking_sets_the_template(thinking, options, expected):
     """On and off are the template's option; who names the option outweighs the switch."""
     assert _request(thinking=thinking, chat_template_kwargs=options).template_kwargs == expected
 
@@ -168,7 +168,7 @@ def test_thinking_is_a_switch_of_the_template(thinking, options, expected):
         ({"type": "none"}, ToolChoice.NONE, True),
     ],
 )
-def test_tool_choices(choice, expected, is_parallel):
+def test_messages_tool_choices(choice, expected, is_parallel):
     """Anthropic's four words."""
     request = _request(tools=[TOOL, TOOL | {"name": "g", "type": "custom", "strict": True}], tool_choice=choice)
 
@@ -177,7 +177,7 @@ def test_tool_choices(choice, expected, is_parallel):
 
 
 @pytest.mark.parametrize("field", ["output_config", "output_format"])
-def test_a_form_of_the_answer(field):
+def test_messages_output_format_is_parsed(field):
     """The newer name and the older one."""
     form = {"type": "json_schema", "schema": {"type": "object"}}
     request = _request(**{field: {"format": form, "effort": "low"} if field == "output_config" else form})
@@ -187,7 +187,7 @@ def test_a_form_of_the_answer(field):
 
 
 @pytest.mark.parametrize(("value", "arguments"), [(None, ""), ("", ""), ('{"a": 1', '{"a": 1'), ({"a": 1}, '{"a":1}')])
-def test_the_input_of_a_call_that_was_cut_is_read_in_every_form(value, arguments):
+def test_cut_tool_input_is_parsed(value, arguments):
     """Clients that join its deltas send the text as it came, or nothing."""
     call = {"type": "tool_use", "id": "a", "name": "f", "input": value}
     request = parse_anthropic_request({"messages": [USER, {"role": "assistant", "content": [call]}, USER]}).request
@@ -244,7 +244,7 @@ def test_the_input_of_a_call_that_was_cut_is_read_in_every_form(value, arguments
         ({"output_format": {"type": "text"}, "output_config": {"format": {"type": "json_object"}}}, "output_config"),
     ],
 )
-def test_what_makes_no_sense_is_named(fields, param):
+def test_invalid_messages_value_is_refused_by_name(fields, param):
     """The error says which field."""
     with pytest.raises(InvalidRequest) as caught:
         _request(**fields)
@@ -274,7 +274,7 @@ def test_what_makes_no_sense_is_named(fields, param):
         ({"n": 2}, "n"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields, param):
+def test_unsupported_messages_field_is_refused(fields, param):
     """Before anything is sampled; empty lists ask for nothing."""
     with pytest.raises(UnsupportedParameter) as caught:
         _request(**fields)

@@ -56,7 +56,7 @@ async def scrape(http: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
     }
 
 
-async def test_what_was_done_is_counted():
+async def test_metrics_count_answers_and_tokens():
     """Answers by status, streams by their first token, tokens by the engine, retries by the sessions."""
     async with served() as (_, http, session):
         headers = {"authorization": f"Bearer {session.api_key}"}
@@ -82,7 +82,7 @@ async def test_what_was_done_is_counted():
     assert {1.0} == {seen["areal_actor_up", actor] for actor in ("sessions", "generation", "capacity", "exports")}
 
 
-async def test_what_happens_is_shown_while_it_happens():
+async def test_metrics_show_requests_in_flight_and_disconnects():
     """A request in flight, and then a client that left; both in the figures, each in its place."""
     engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
     async with served(engine) as (_, http, session), anyio.create_task_group() as tasks:
@@ -102,7 +102,7 @@ async def test_what_happens_is_shown_while_it_happens():
     assert (1, 1) == (after["areal_http_hang_ups_total", "chat/completions"], after["areal_engine_aborted_total",])
 
 
-async def test_a_stream_that_breaks_is_counted():
+async def test_metrics_count_failed_streams():
     """Its status was 200; that it failed is said elsewhere."""
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with served(engine) as (_, http, session):
@@ -119,7 +119,7 @@ async def test_a_stream_that_breaks_is_counted():
     assert 1 == seen["areal_http_failed_streams_total", "chat/completions"]
 
 
-async def test_who_does_not_answer_is_left_out():
+async def test_metrics_leave_out_stopped_actors():
     """An actor that has stopped is down; the others are seen."""
     async with served() as (inference, http, _):
         await inference.generation.stop()
@@ -130,7 +130,7 @@ async def test_who_does_not_answer_is_left_out():
     assert ("areal_sessions_live",) in seen
 
 
-async def test_every_name_is_documented_and_no_secret_is_told():
+async def test_metrics_are_documented_and_have_no_secret():
     """The table has the names that there are; neither the id nor the key of a session appears, wherever it was sent."""
     async with served() as (_, http, session):
         await http.post(f"/{session.session}{CHAT}", json=BODY, headers={"authorization": f"Bearer {session.api_key}"})
@@ -144,7 +144,7 @@ async def test_every_name_is_documented_and_no_secret_is_told():
     assert session.api_key not in text
 
 
-def test_meters_are_apart():
+def test_meters_share_no_numbers():
     """Two applications in one process do not share a number."""
     one, other = Meter(), Meter()
     one.note_answer("health", 200, 0.1)
@@ -155,7 +155,7 @@ def test_meters_are_apart():
 
 
 @pytest.mark.parametrize("is_on", [False, True])
-async def test_the_access_log_has_each_request_and_no_secret(tmp_path: Path, *, is_on: bool):
+async def test_access_log_has_each_request_and_no_secret(tmp_path: Path, *, is_on: bool):
     """One line of JSON with the id that the client got; neither a key nor the whole id of a session is in it."""
     path = tmp_path / "log.jsonl"
     with logging_to_file(path):

@@ -191,13 +191,13 @@ def outcome(dialect, body):
 
 
 @pytest.mark.parametrize("dialect", BODIES)
-def test_the_bodies_are_valid(dialect):
+def test_bodies_without_nulls_are_valid(dialect):
     """So that the law is about more than errors."""
     assert not isinstance(outcome(dialect, BODIES[dialect]), tuple)
 
 
 @pytest.mark.parametrize("dialect", BODIES)
-def test_null_at_one_place_is_as_good_as_its_absence(dialect):
+def test_null_equals_absence_at_one_place(dialect):
     """Every place, required ones included: the same request, or an error about the same field."""
     for path in places_of(BODIES[dialect]):
         null, absent = (outcome(dialect, changed(BODIES[dialect], [path], keep=keep)) for keep in (True, False))
@@ -206,7 +206,7 @@ def test_null_at_one_place_is_as_good_as_its_absence(dialect):
 
 
 @given(data=st.data(), dialect=st.sampled_from([*BODIES]))
-def test_null_at_any_places_is_as_good_as_their_absence(data, dialect):
+def test_null_equals_absence_at_any_places(data, dialect):
     """Several at once."""
     paths = data.draw(st.sets(st.sampled_from([*places_of(BODIES[dialect])]), max_size=6))
     null, absent = (outcome(dialect, changed(BODIES[dialect], paths, keep=keep)) for keep in (True, False))
@@ -214,7 +214,7 @@ def test_null_at_any_places_is_as_good_as_their_absence(data, dialect):
     assert null == absent
 
 
-def test_nulls_of_the_user_are_kept():
+def test_nulls_in_user_data_are_kept():
     """A schema's default may be ``null``, and so may an option of a chat template."""
     body = {"input": "hi", "tools": [BODIES[ResponsesDialect]["tools"][0]], "chat_template_kwargs": {"a": None}}
     request = ResponsesDialect().parse(body).request

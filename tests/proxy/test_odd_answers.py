@@ -16,6 +16,13 @@ from areal_actors_testing.families import FAMILIES
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 QUESTION = {"role": "user", "content": "hi"}
 LONG = 98765432109876543210
 SCHEMA = {"type": "object", "properties": {"id": {"enum": [LONG, -LONG, 1.5]}}}
@@ -145,7 +152,7 @@ async def test_odd_arguments_are_the_same_on_every_route(route, arguments, value
 
 
 @every_route
-async def test_arguments_under_another_key_are_read(route):
+async def test_arguments_under_another_key_are_parsed(route):
     """A call is never made without the arguments that were written."""
     answer = sample(call('{"a": "x"}', key="parameters"))
     async with open_stack(answer, answer, model=model()) as stack:
@@ -155,7 +162,7 @@ async def test_arguments_under_another_key_are_read(route):
 
 
 @every_route
-async def test_long_integers_of_a_request_reach_the_prompt(route):
+async def test_long_integers_reach_the_prompt(route):
     """In schemas and in the arguments of calls, as text and as objects; an echo of the answer has them as well."""
     answer = sample(call(f'{{"id": {LONG}}}'))
     async with open_stack(answer, sample("done"), model=model()) as stack, httpx.AsyncClient() as http:
@@ -199,7 +206,7 @@ THOUGHTS = {
 
 @every_route
 @pytest.mark.parametrize("family", THOUGHTS)
-async def test_stop_strings_do_not_count_in_the_thinking(route, family):
+async def test_stop_string_in_thinking_is_ignored(route, family):
     """The answer ends at the first one after it, and sampling with the token that completes it."""
     answer = sample(THOUGHTS[family], family)
     body = BODIES[route] | {"stop_sequences" if route == "messages" else "stop": ["STOP"]}
@@ -215,7 +222,7 @@ async def test_stop_strings_do_not_count_in_the_thinking(route, family):
         assert turn.completion.token_ids.tolist() == answer[: len(turn.completion.token_ids)]
 
 
-async def test_a_thinking_that_ends_with_a_stop_string_is_not_cut():
+async def test_stop_string_at_the_end_of_thinking_is_ignored():
     """Also where the stop string goes on after the thinking."""
     answer = sample("<think>\nST\n</think>\n\nOP it. STOP")
     async with open_stack(answer, answer, model=model()) as stack:
@@ -224,7 +231,7 @@ async def test_a_thinking_that_ends_with_a_stop_string_is_not_cut():
     assert whole == streamed == ("ST", "OP it. ", [])
 
 
-async def test_a_raw_text_is_stopped_by_the_engine():
+async def test_raw_text_is_stopped_by_the_engine():
     """It has no thinking."""
     async with open_stack(sample("a STOP b"), model=model()) as stack, httpx.AsyncClient() as http:
         document = (await post(http, stack, "completions", {"prompt": "x", "stop": ["STOP"], "max_tokens": 99})).json()
@@ -242,7 +249,7 @@ def bytes_of(entries):
     return bytes(chain.from_iterable(entry["bytes"] for entry in entries)).decode()
 
 
-async def test_the_bytes_of_log_probabilities_join_to_the_text():
+async def test_logprob_bytes_join_to_the_text():
     """In chat completions and Responses, streamed and not, although each character is several tokens."""
     answers = [sample(CHARACTERS)] * 4
     chat = {"messages": [QUESTION], "logprobs": True, "top_logprobs": 1}
@@ -261,7 +268,7 @@ async def test_the_bytes_of_log_probabilities_join_to_the_text():
     assert [entry["token"] for entry in one] == [entry["token"] for entry in three]
 
 
-async def test_the_offsets_of_a_completion_are_those_of_its_text():
+async def test_completion_offsets_match_the_text():
     """Tokens of one character begin where it begins, and each has an entry of its own."""
     body = {"prompt": "x", "logprobs": 1, "max_tokens": 99}
     async with open_stack(sample(CHARACTERS), sample(CHARACTERS), model=model()) as stack, httpx.AsyncClient() as http:
@@ -277,7 +284,7 @@ async def test_the_offsets_of_a_completion_are_those_of_its_text():
         assert list(chain.from_iterable(chunk[name] for chunk in chunks if chunk)) == values
 
 
-async def test_every_route_counts_the_tokens_of_the_thinking():
+async def test_reasoning_tokens_are_counted_on_every_route():
     """Streamed and not, and where the answer is retrieved."""
     answers = [sample("<think>\nsome thoughts é🙂\n\nand more\n</think>\n\n42")] * 6
     async with open_stack(*answers, model=model()) as stack, httpx.AsyncClient() as http:
@@ -316,7 +323,7 @@ class Unformattable(TemplateRenderer):
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-async def test_an_answer_that_cannot_be_formatted_is_not_trained(is_streamed):
+async def test_answer_that_cannot_be_formatted_is_not_trained(is_streamed):
     """The client has not received it: what it does next does not follow from it, and the reward is for another one."""
     good = model()
     parts = {name: getattr(good, name) for name in ("vocabulary", "formatter", "stop_token_ids", "probe")}

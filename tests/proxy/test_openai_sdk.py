@@ -50,7 +50,7 @@ async def connected(script=echo_script, **options):
         yield client, session, statuses
 
 
-async def test_an_answer():
+async def test_chat_sdk_reads_an_answer():
     """The typed object holds what was said, and its id can be rewarded."""
     async with connected() as (client, session, _):
         answer = await client.chat.completions.create(model="m", messages=MESSAGES, logprobs=True, max_tokens=2)
@@ -62,7 +62,7 @@ async def test_an_answer():
     assert answer.usage.completion_tokens == 2
 
 
-async def test_several_choices():
+async def test_chat_sdk_reads_several_choices():
     """``n=2`` gives two, by index."""
     async with connected() as (client, _, _):
         answer = await client.chat.completions.create(model="m", messages=MESSAGES, n=2)
@@ -70,7 +70,7 @@ async def test_several_choices():
     assert [choice.index for choice in answer.choices] == [0, 1]
 
 
-async def test_a_conversation_with_a_tool():
+async def test_chat_sdk_runs_a_tool():
     """The message object itself is sent back, as most agents do, and is understood."""
     async with connected(call_script) as (client, _, _):
         first = await client.chat.completions.create(model="m", messages=MESSAGES, tools=[TOOL])
@@ -84,7 +84,7 @@ async def test_a_conversation_with_a_tool():
     assert second.choices[0].message.content == "It is 4."
 
 
-async def test_a_stream_with_the_sdks_own_accumulator():
+async def test_chat_sdk_accumulates_a_stream():
     """The helper joins the chunks to the message that the JSON answer would have held."""
     async with connected(call_script) as (client, _, _):
         async with client.chat.completions.stream(
@@ -101,7 +101,7 @@ async def test_a_stream_with_the_sdks_own_accumulator():
     assert final.usage.completion_tokens == 4
 
 
-async def test_text_streams():
+async def test_chat_sdk_streams_text():
     """Plain iteration over chunks; all have the id by which the answer is rewarded."""
     async with connected() as (client, session, _):
         stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
@@ -124,7 +124,7 @@ async def test_text_streams():
         (RuntimeError("x"), openai.InternalServerError, 500),
     ],
 )
-async def test_what_is_not_worth_retrying_is_asked_once(error, expected, status):
+async def test_permanent_error_is_not_retried_by_the_chat_sdk(error, expected, status):
     """The SDK raises its class for the status, after one request, although it may retry five times."""
 
     async def script(request):
@@ -146,7 +146,7 @@ async def test_what_is_not_worth_retrying_is_asked_once(error, expected, status)
         (errors.CapacityExhausted("x"), openai.RateLimitError),
     ],
 )
-async def test_what_is_worth_retrying_says_when(error, expected):
+async def test_temporary_error_says_when_to_retry_chat(error, expected):
     """With its retries spent, the SDK raises; the answer had told it how long to wait."""
 
     async def script(request):
@@ -161,7 +161,7 @@ async def test_what_is_worth_retrying_says_when(error, expected):
     assert "x-should-retry" not in caught.value.response.headers
 
 
-async def test_a_wrong_key_and_a_lost_session():
+async def test_wrong_key_and_unknown_session_are_chat_errors():
     """401 and 404 are classes of their own, too."""
     async with connected() as (client, _, _):
         by_key = client.with_options(base_url=str(client.base_url).replace(client.base_url.path, "/v1/"))
@@ -172,7 +172,7 @@ async def test_a_wrong_key_and_a_lost_session():
             await lost.with_options(api_key="DUMMY").chat.completions.create(model="m", messages=MESSAGES)
 
 
-async def test_an_error_within_a_stream_is_raised():
+async def test_stream_error_is_raised_by_the_chat_sdk():
     """The SDK turns the error event into an exception that has our code."""
 
     async def script(request):
@@ -187,7 +187,7 @@ async def test_an_error_within_a_stream_is_raised():
     assert caught.value.code == "unavailable"
 
 
-async def test_models_are_listed():
+async def test_models_are_listed_by_the_sdk():
     """``client.models.list()`` works, on a session's URL as well."""
     async with connected() as (client, _, _):
         models = [model.id async for model in client.models.list()]

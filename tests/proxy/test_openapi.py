@@ -16,6 +16,13 @@ from areal_actors.proxy.exchange import Operations
 from areal_actors.proxy.openapi import create_document, describe_routes
 from areal_actors_testing.serving import open_scripted_proxy
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 jsonschema = pytest.importorskip("jsonschema", reason="needs a JSON schema validator: pip install jsonschema")
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
@@ -70,7 +77,7 @@ async def call_script(request):
 # --------------------------------------------------------------------------------------------------- the document
 
 
-def test_every_schema_is_one():
+def test_openapi_schemas_are_valid():
     """Of draft 2020-12, as OpenAPI 3.1 has it; references lead somewhere."""
     schemas = [*DOCUMENT["components"]["schemas"].values()]
     for item in DOCUMENT["paths"].values():
@@ -85,7 +92,7 @@ def test_every_schema_is_one():
         assert name in DOCUMENT["components"]["schemas"]
 
 
-def test_every_route_is_described_and_exists():
+def test_openapi_routes_are_those_served():
     """Operations, methods and sessions in paths, as the table has them that serves; every description has a name."""
     app = create_app(sessions=None, exports=None, capacity=None)
     (operations,) = [route for route in app.routes if isinstance(route, Operations)]
@@ -102,7 +109,7 @@ def test_every_route_is_described_and_exists():
     assert len(ids) == len(set(ids))
 
 
-def test_requests_are_described_by_the_table():
+def test_openapi_requests_follow_the_field_tables():
     """Every parameter, with what becomes of it; what is refused has no value that asks for something."""
     schema = CHAT["requestBody"]["content"]["application/json"]["schema"]
     refused = [p.name for p in CHAT_FIELDS.fields if p.support is Support.REFUSED]
@@ -113,7 +120,7 @@ def test_requests_are_described_by_the_table():
     assert all(fits(schema, {"messages": MESSAGES, name: None}) for name in refused)
 
 
-def test_settings_are_seen():
+def test_openapi_has_configured_inert_fields():
     """A name that the settings ignore is described as ignored; what is honoured stays so."""
     routes = describe_routes(["mystery", "echo", "temperature"])
     properties = routes[0].request["properties"]
@@ -127,7 +134,7 @@ def test_settings_are_seen():
 
 
 @pytest.mark.anyio
-async def test_answers_are_as_described():
+async def test_openapi_answers_match_their_schemas():
     """The life of a session, and each way in which it can be refused; JSON and streams."""
     async with open_scripted_proxy(call_script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         admin = proxy.admin_headers
@@ -177,7 +184,7 @@ async def test_answers_are_as_described():
 
 
 @pytest.mark.anyio
-async def test_chunks_are_as_described():
+async def test_openapi_chunks_match_their_schemas():
     """Every event of a stream, the usage too."""
     body = {"messages": MESSAGES, "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
     async with open_scripted_proxy(call_script) as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
@@ -230,7 +237,7 @@ INVALID = {
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_valid", [True, False])
-async def test_the_schema_and_the_proxy_agree(is_valid: bool):  # noqa: FBT001
+async def test_openapi_agrees_with_the_parser(is_valid: bool):  # noqa: FBT001
     """Value by value: what fits is answered, what does not is refused with 400."""
     schema = CHAT["requestBody"]["content"]["application/json"]["schema"]
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
@@ -244,7 +251,7 @@ async def test_the_schema_and_the_proxy_agree(is_valid: bool):  # noqa: FBT001
 
 
 @pytest.mark.anyio
-async def test_people_find_the_routes():
+async def test_routes_page_lists_the_routes():
     """At the URL that the terminal shows, without a key, and below a path of a proxy in front."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         pages = [await http.get(path) for path in ("/", "/docs", "/v1/docs")]
@@ -258,7 +265,7 @@ async def test_people_find_the_routes():
 
 
 @pytest.mark.anyio
-async def test_the_settings_reach_the_document():
+async def test_openapi_document_follows_the_settings():
     """What the proxy ignores, its document says."""
     config = ProxyConfig(inert_parameters=("mystery",))
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:

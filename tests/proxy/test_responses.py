@@ -127,7 +127,7 @@ def _is_in_order(deltas):
 
 
 @given(drawn=st.lists(parts, max_size=6), finish=finishes, has_logprobs=st.booleans(), num_lost=st.integers(0, 3))
-def test_any_stream_is_valid_and_ends_in_the_whole_answer(drawn, finish, has_logprobs, num_lost):
+def test_responses_stream_ends_in_the_whole_answer(drawn, finish, has_logprobs, num_lost):
     """Whatever is said in whatever order: strict events, an accumulation that holds, and the message read back.
 
     Deltas that never came are made up for; where thinking, text and calls come in this order, the last event holds
@@ -167,7 +167,7 @@ def _check_items(events):
         assert {event["item_id"] for event in own[1:-1]} == {item["id"]}
 
 
-def test_the_events_of_an_answer_with_everything():
+def test_responses_events_of_an_answer():
     """Thinking, text, and a call: each item is added, grows, and is done before the next one begins."""
     deltas, message = _deltas_of([[ReasoningDelta(text="hm")], [TextDelta(text="a")], ("add", ["{", "}"])])
 
@@ -195,7 +195,7 @@ def test_the_events_of_an_answer_with_everything():
     ]
 
 
-def test_a_whole_response():
+def test_response_document():
     """Every key that the SDK's model has and that clients read; what was asked for is repeated."""
     call = ToolCall(id="c", name="add", arguments="{}")
     message = ChatMessage(role="assistant", content="a", reasoning="hm", tool_calls=(call,))
@@ -294,12 +294,12 @@ def test_a_whole_response():
         ({"reasoning": {"summary": "auto"}}, "reasoning", {"effort": None, "summary": "auto"}),
     ],
 )
-def test_what_was_asked_is_repeated(fields, name, expected):
+def test_response_repeats_the_request(fields, name, expected):
     """In the SDK's own types, which the strict validation checks."""
     assert _response_of(_answer(ChatMessage(role="assistant", content="a")), tools=[TOOL], **fields)[name] == expected
 
 
-def test_an_answer_that_was_cut():
+def test_cut_response_is_incomplete():
     """It is incomplete, and so is its last item."""
     message = ChatMessage(role="assistant", content="a", reasoning="hm")
     response = _response_of(_answer(message, finish=FinishReason.LENGTH))
@@ -308,7 +308,7 @@ def test_an_answer_that_was_cut():
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
 
 
-def test_log_probabilities():
+def test_response_logprobs():
     """One entry per sampled token; a part of a character has the bytes of that part."""
     tops = ((TopLogprob(token_id=1, logprob=-2.0),), ())
     response = _response_of(_answer(ChatMessage(role="assistant", content="é"), tops=tops), top_logprobs=1)
@@ -324,7 +324,7 @@ def test_log_probabilities():
     ]
 
 
-def test_reasoning_tokens_are_those_until_the_thinking_was_said():
+def test_response_counts_reasoning_tokens():
     """They are counted from the text; where it cannot be found, nothing is made up."""
     found = _answer(ChatMessage(role="assistant", content="d", reasoning="bc"), tokens=(2, 3, 4, 5))
     lost = _answer(ChatMessage(role="assistant", content="d", reasoning="xy"), tokens=(2, 3, 4, 5))
@@ -336,7 +336,7 @@ def test_reasoning_tokens_are_those_until_the_thinking_was_said():
 @pytest.mark.parametrize(
     ("error", "code"), [(Unavailable("gone"), "server_error"), (CapacityExhausted("full"), "rate_limit_exceeded")]
 )
-def test_a_stream_that_fails(error, code):
+def test_failed_responses_stream(error, code):
     """The response has failed, with what it had said; then comes what the SDK raises."""
     stream = DIALECT.open_stream(DIALECT.parse({"input": "hi"}))
     data = stream.feed(STARTED) + stream.feed(TextDelta(text="a")) + stream.fail(describe_failure(error, "req_1"))
@@ -348,14 +348,14 @@ def test_a_stream_that_fails(error, code):
     assert raised["message"] == raised["error"]["message"] == str(error)
 
 
-def test_a_stream_that_fails_before_it_begins():
+def test_responses_stream_that_fails_before_it_begins():
     """There is no response to speak of, only the error."""
     stream = DIALECT.open_stream(DIALECT.parse({"input": "hi"}))
 
     assert [e["type"] for e in _read_events(stream.fail(describe_failure(Unavailable("x"), "req_1")))] == ["error"]
 
 
-def test_an_aborted_answer_is_an_error():
+def test_aborted_response_is_an_error():
     """Half an answer is never passed off as a whole one."""
     answer = _answer(ChatMessage(role="assistant", content="a"), finish=FinishReason.ABORT)
 

@@ -69,14 +69,14 @@ def _messages(*items):
 
 
 @given(body=st.dictionaries(names, json_values, max_size=4), items=json_values | st.lists(raw_items, max_size=4))
-def test_whatever_is_sent_is_read_or_refused(body, items):
+def test_responses_body_is_parsed_or_refused(body, items):
     """No JSON makes it fail in any other way than by an error that the client can read."""
     outcome = _outcome(body | {"input": items})
 
     assert outcome.request.messages if isinstance(outcome, ParsedResponse) else len(outcome.message) < 500
 
 
-def test_the_defaults():
+def test_responses_defaults():
     """A text is a message of the user; answers are stored, whatever the client says, unless that is honoured."""
     parsed = _parse()
 
@@ -87,13 +87,13 @@ def test_the_defaults():
     assert parsed.request.store
 
 
-def test_only_responses_are_followed():
+def test_previous_response_must_be_a_response_id():
     """A chat completion's id is not a response's, as it is not at OpenAI."""
     with pytest.raises(PreviousNotFound, match="chatcmpl-1"):
         _parse(previous_response_id="chatcmpl-1")
 
 
-def test_storing_is_declined_where_that_is_honoured():
+def test_responses_store_false_is_honoured_if_configured():
     """The setting decides, because clients of Responses send ``store: false`` by habit."""
     body = {"input": "hi", "store": False}
 
@@ -101,7 +101,7 @@ def test_storing_is_declined_where_that_is_honoured():
     assert parse_response_request(body, honours_store=False).request.store
 
 
-def test_what_is_asked_reaches_the_request():
+def test_responses_fields_are_parsed():
     """Bounds, sampling, tools, forms, names."""
     parsed = _parse(
         model="m",
@@ -130,7 +130,7 @@ def test_what_is_asked_reaches_the_request():
     assert (request.tag, request.template_kwargs, request.previous) == ("planner", {"enable_thinking": False}, "resp_0")
 
 
-def test_instructions_come_first_and_are_marked():
+def test_responses_instructions_come_first():
     """They are a system message, which those who follow the answer do not inherit; system items are not."""
     system = {"role": "system", "content": "A house."}
     house = ChatMessage(role="system", content="A house.")
@@ -151,13 +151,13 @@ def test_instructions_come_first_and_are_marked():
         {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hi"}]},
     ],
 )
-def test_messages_come_in_many_forms(raw):
+def test_responses_messages_have_many_forms(raw):
     """With type, id and status or without; as a text or as parts."""
     assert _messages(raw) == (USER,)
 
 
 @pytest.mark.parametrize("role", ["system", "developer"])
-def test_system_messages_may_stand_anywhere(role):
+def test_responses_system_messages_may_be_anywhere(role):
     """As in chat completions."""
     assert _messages({"role": "user", "content": "hi"}, {"role": role, "content": "x"}) == (
         USER,
@@ -165,7 +165,7 @@ def test_system_messages_may_stand_anywhere(role):
     )
 
 
-def test_the_items_of_an_answer_are_one_message():
+def test_responses_items_of_an_answer_are_one_message():
     """Thinking, text and parallel calls; then the results, as text or as parts."""
     answer = ChatMessage(
         role="assistant",
@@ -187,14 +187,14 @@ def test_the_items_of_an_answer_are_one_message():
 
 
 @pytest.mark.parametrize("content", [None, []])
-def test_reasoning_may_have_been_emptied(content):
-    """Some clients repeat the item without what was thought; summaries are nobody's thoughts."""
+def test_responses_reasoning_may_be_empty(content):
+    """Some clients repeat the item without its text; summaries are not read."""
     emptied = RAW_REASONING | {"content": content, "summary": [{"type": "summary_text", "text": "x"}]}
 
     assert _messages(emptied, RAW_TEXT) == (ChatMessage(role="assistant", content="Let me see."),)
 
 
-def test_two_answers_in_a_row_stay_two():
+def test_responses_consecutive_answers_are_separate():
     """Ids tell them apart; without ids, what follows a text and is not a call does."""
     first, second = RAW_TEXT | {"id": "msg_0_a"}, RAW_CALL | {"id": "fc_0_b"}
     text = ChatMessage(role="assistant", content="Let me see.")
@@ -207,7 +207,7 @@ def test_two_answers_in_a_row_stay_two():
     )
 
 
-def test_text_in_pieces_is_joined_by_its_ids():
+def test_responses_split_text_is_joined_by_ids():
     """A stream may give an answer's text in two items, around a call; read back, it is one text."""
     pieces = [RAW_TEXT | {"id": "msg_0_a"}, RAW_CALL | {"id": "fc_0_a"}, RAW_TEXT | {"id": "msg_1_a"}]
 
@@ -231,7 +231,7 @@ def test_text_in_pieces_is_joined_by_its_ids():
         ("hi", InvalidRequest, r"input\[0\] must be an object"),
     ],
 )
-def test_items_that_make_no_sense_are_named(item, kind, words):
+def test_invalid_responses_item_is_refused_by_name(item, kind, words):
     """The error says which item, and what to do."""
     with pytest.raises(kind, match=words):
         _messages(item)
@@ -253,7 +253,7 @@ def test_items_that_make_no_sense_are_named(item, kind, words):
         ({"n": 2}, "n is not supported"),
     ],
 )
-def test_what_cannot_be_honoured_is_refused_by_name(fields, words):
+def test_unsupported_responses_field_is_refused(fields, words):
     """With the reason, and what to do instead."""
     with pytest.raises(UnsupportedParameter, match=words):
         _parse(**fields)
@@ -273,7 +273,7 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields, words):
         {"tools": [{"type": "function", "name": ""}]},
     ],
 )
-def test_values_that_make_no_sense_are_refused(fields):
+def test_invalid_responses_value_is_refused(fields):
     """The error names the field."""
     with pytest.raises(InvalidRequest, match=next(iter(fields))):
         _parse(**fields)
@@ -283,7 +283,7 @@ def test_values_that_make_no_sense_are_refused(fields):
     ("choice", "expected"),
     [(None, ToolChoice.AUTO), ("none", ToolChoice.NONE), ("required", ToolChoice.REQUIRED)],
 )
-def test_tools_may_be_chosen(choice, expected):
+def test_responses_tool_choices(choice, expected):
     """As words; named functions are tested above."""
     assert _parse(tools=[TOOL], tool_choice=choice).request.tool_choice == expected
 
@@ -291,7 +291,7 @@ def test_tools_may_be_chosen(choice, expected):
 # --------------------------------------------------------------------------------------------------- coding agents
 
 
-def test_codex_is_understood():
+def test_codex_request_is_parsed():
     """Metadata of the client, an effort, a verbosity, hints of caches: nothing of it ends the session."""
     parsed = _parse(
         client_metadata={"x-codex-installation-id": "1"},
@@ -307,13 +307,13 @@ def test_codex_is_understood():
 
 
 @pytest.mark.parametrize("effort", ["huge", 3, []])
-def test_an_unknown_effort_is_refused(effort):
+def test_unknown_effort_is_refused(effort):
     """With the words that there are."""
     with pytest.raises(InvalidRequest, match="minimal"):
         _parse(reasoning={"effort": effort})
 
 
-def test_namespaces_are_flattened():
+def test_tool_namespaces_are_flattened():
     """The model sees functions under joined names; a call that comes back with its namespace has the same name."""
     inner = {"type": "function", "name": "read", "parameters": {}}
     tools = [TOOL, {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [inner]}]
@@ -327,13 +327,13 @@ def test_namespaces_are_flattened():
 
 
 @pytest.mark.parametrize("rest", [{}, {"name": "n"}, {"name": "n", "tools": [3]}])
-def test_a_malformed_namespace_is_refused(rest):
+def test_malformed_namespace_is_refused(rest):
     """With its place."""
     with pytest.raises(InvalidRequest, match="tools"):
         _parse(tools=[{"type": "namespace", **rest}])
 
 
-def test_the_smallest_nucleus_is_the_most_probable_token():
+def test_top_p_zero_is_greedy():
     """``top_p: 0`` is valid for OpenAI's endpoint, and echoed as it was sent."""
     parsed = _parse(top_p=0)
 

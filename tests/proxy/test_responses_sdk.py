@@ -55,7 +55,7 @@ async def connected(script=echo_script, **options):
 # -------------------------------------------------------------------------------------------- against a script
 
 
-async def test_an_answer():
+async def test_responses_sdk_reads_an_answer():
     """The typed object holds what was said, and its id can be rewarded."""
     async with connected() as (client, session, _):
         answer = await client.responses.create(
@@ -70,7 +70,7 @@ async def test_an_answer():
 
 
 @pytest.mark.parametrize("base", ["/", "/v1/", "/v1/v1/"])
-async def test_the_key_alone_opens_the_route(base):
+async def test_responses_key_names_its_session(base):
     """Without a session in the URL, under every spelling of the path."""
     async with connected() as (client, session, proxy):
         by_key = client.with_options(base_url=proxy.url + base, api_key=session.api_key)
@@ -79,7 +79,7 @@ async def test_the_key_alone_opens_the_route(base):
     assert answer.output_text == "hi "
 
 
-async def test_a_stream_with_the_sdks_own_accumulator():
+async def test_responses_sdk_accumulates_a_stream():
     """The final response is what the JSON answer would have been."""
     async with connected(call_script) as (client, session, _):
         async with client.responses.stream(model="m", input="add", tools=[TOOL]) as stream:
@@ -95,7 +95,7 @@ async def test_a_stream_with_the_sdks_own_accumulator():
     assert final.usage == whole.usage
 
 
-async def test_a_conversation_with_a_tool():
+async def test_responses_sdk_runs_a_tool():
     """The items themselves are sent back, as most agents do, and are understood."""
     async with connected(call_script) as (client, _, proxy):
         first = await client.responses.create(model="m", input="add", tools=[TOOL])
@@ -113,7 +113,7 @@ class Sum(BaseModel):
     total: int
 
 
-async def test_a_form_is_asked_for_and_parsed():
+async def test_responses_sdk_parses_a_structured_answer():
     """The SDK's ``parse`` sends its schema, and reads the text into the model."""
 
     async def script(request):
@@ -131,7 +131,7 @@ async def test_a_form_is_asked_for_and_parsed():
     assert answer.text.format.name == "Sum"
 
 
-async def test_an_error_within_a_stream_is_raised():
+async def test_stream_error_is_raised_by_the_responses_sdk():
     """The SDK shows the failed response, and turns the error event into an exception that has our code."""
 
     async def script(request):
@@ -148,7 +148,7 @@ async def test_an_error_within_a_stream_is_raised():
     assert caught.value.code == "unavailable"
 
 
-async def test_errors_are_openais():
+async def test_responses_errors_are_those_of_the_sdk():
     """A refused parameter and a lost session are the SDK's classes."""
     async with connected() as (client, _, _):
         with pytest.raises(openai.BadRequestError) as refused:
@@ -259,7 +259,7 @@ ECHOES = {
 
 
 @pytest.mark.parametrize("style", [*ECHOES, "previous"])
-async def test_every_way_to_go_on_extends_the_tokens(renderer, style):
+async def test_continued_response_extends_the_tokens(renderer, style):
     """Two parallel calls, their results, an answer: by any echo, or by name, the second prompt extends the first."""
     async with _stack(renderer, "Let me see.\n" + CALL % 34 + "\n" + CALL % 35, "Both.") as stack:
         ask = stack.client.responses.create
@@ -285,7 +285,7 @@ async def test_every_way_to_go_on_extends_the_tokens(renderer, style):
 
 
 @pytest.mark.parametrize("style", [*ECHOES, "previous"])
-async def test_thinking_finds_its_parent(thinker, style):
+async def test_response_with_thinking_finds_its_parent(thinker, style):
     """Reasoning may come back whole, emptied, or not at all: it is the same answer that is followed."""
     async with _stack(thinker, "<think>\nhm\n</think>\n\nLet me see.\n" + CALL % 34, "Fine.") as stack:
         ask = stack.client.responses.create
@@ -304,7 +304,7 @@ async def test_thinking_finds_its_parent(thinker, style):
     assert [message.role for message in turns[1].messages] == ["tool"]
 
 
-async def test_instructions_are_not_carried_over(renderer):
+async def test_instructions_are_not_inherited(renderer):
     """What was meant for one response is not read by the next one that names it."""
     async with _stack(renderer, "Yes.", "No.") as stack:
         ask = stack.client.responses.create
@@ -318,7 +318,7 @@ async def test_instructions_are_not_carried_over(renderer):
     assert prompts[1].index("Be brief.") < prompts[1].index("Well?") < prompts[1].index("Sure?")
 
 
-async def test_names_that_nobody_gave_out_here(renderer):
+async def test_unknown_previous_response_is_refused(renderer):
     """An unknown id, and that of another session, are OpenAI's error; a stranger learns nothing from it."""
     async with _stack(renderer, "Yes.") as stack:
         mine = await stack.client.responses.create(model="m", input="Well?")
@@ -333,7 +333,7 @@ async def test_names_that_nobody_gave_out_here(renderer):
 
 
 @pytest.mark.parametrize("text", ["Let me see.\n" + CALL % 34, "<think>\nhm\n</think>\n\nYes.", ""])
-async def test_a_stream_says_what_the_json_says(thinker, text):
+async def test_streamed_response_equals_the_document(thinker, text):
     """Token by token, the events come to the same output, under an id that the session knows."""
     async with _stack(thinker, text) as stack:
         whole = await stack.client.responses.create(model="m", input=[QUESTION], tools=[TOOL])
@@ -350,8 +350,8 @@ def _said(item):
     return raw["type"], raw.get("arguments"), [part["text"] for part in raw.get("content", ())], raw["status"]
 
 
-async def test_hanging_up_cancels(renderer):
-    """Whoever leaves in mid-stream stops the engine; what was sampled is kept, and cannot be followed."""
+async def test_closed_responses_stream_aborts_the_engine(renderer):
+    """The sampled tokens are kept; the answer cannot be continued."""
     async with _stack(renderer, "one two three four", is_gated=True) as stack:
         stack.engine.release(4)
         stream = await stack.client.responses.create(model="m", input="Well?", stream=True)
@@ -381,7 +381,7 @@ async def namespaced_script(request):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_calls_carry_their_namespace(is_stream):
+async def test_call_has_its_namespace(is_stream):
     """Codex routes a call by separate namespace and name, and sends both back."""
     inner = {"type": "function", "name": "read", "parameters": {"type": "object", "properties": {}}, "strict": False}
     tools = [{"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [inner]}]

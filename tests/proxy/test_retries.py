@@ -118,7 +118,7 @@ async def ask(client: openai.AsyncOpenAI, *, is_stream: bool, **options: object)
 
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("num_lost", [1, 2])
-async def test_an_answer_that_was_lost_on_its_way_is_repeated(is_stream: bool, num_lost: int):  # noqa: FBT001
+async def test_retry_repeats_a_lost_answer(is_stream: bool, num_lost: int):  # noqa: FBT001
     """The SDK sends again, up to twice, and gets the answer that had been sampled: one turn, one generation."""
     async with open_stack(num_lost=num_lost) as stack:
         name, text = await ask(stack.client, is_stream=is_stream)
@@ -129,7 +129,7 @@ async def test_an_answer_that_was_lost_on_its_way_is_repeated(is_stream: bool, n
     assert 1 == len(stack.inference.engine.requests)
 
 
-async def test_what_an_agent_asks_again_is_another_turn():
+async def test_equal_request_without_evidence_is_another_turn():
     """Equal calls, one after another and at the same time: each is sampled."""
     names: list[str] = []
 
@@ -148,8 +148,8 @@ async def test_what_an_agent_asks_again_is_another_turn():
     assert 22 == len(set(names))
 
 
-async def test_three_lost_answers_of_twenty_are_three_different_ones():
-    """Whoever sends again gets an answer; nothing is sampled again, and no retry shares its answer with another."""
+async def test_concurrent_retries_get_their_own_answers():
+    """Nothing is sampled again, and no retry shares its answer with another."""
     names: list[str] = []
 
     async def note(client: openai.AsyncOpenAI) -> None:
@@ -166,7 +166,7 @@ async def test_three_lost_answers_of_twenty_are_three_different_ones():
     assert set(names) <= {turn.id for turn in known}
 
 
-async def test_a_request_that_failed_is_sampled_again():
+async def test_retry_of_a_failed_request_is_sampled():
     """The engine was paused with an abort: 503, the SDK's retry, and an answer; the failed turn is not trained."""
     engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
     async with open_stack(engine=engine) as stack, anyio.create_task_group() as tasks:
@@ -189,7 +189,7 @@ async def test_a_request_that_failed_is_sampled_again():
     assert name == known[1].id
 
 
-async def test_a_key_of_the_clients_own():
+async def test_retry_with_an_idempotency_key():
     """Sent twice under one key: one turn; another body under it: 422, once."""
     async with open_stack(max_retries=3) as stack:
         first = await ask(stack.client, is_stream=False, extra_headers={"idempotency-key": "k"})
@@ -205,13 +205,13 @@ async def test_a_key_of_the_clients_own():
 # -------------------------------------------------------------------------------------------------- the evidence
 
 
-def test_a_client_that_says_nothing_gives_no_evidence():
+def test_request_without_headers_has_no_retry_evidence():
     """Neither header: no digest is computed."""
     assert read_attempt({}, "chat/completions", b"{}") is None
     assert read_attempt({b"idempotency-key": b" "}, "chat/completions", b"{}") is None
 
 
-def test_a_fingerprint_is_of_the_operation_and_the_body():
+def test_retry_fingerprint_has_operation_and_body():
     """Equal bodies to the same place have equal ones, whatever the sending."""
     first = read_attempt({b"x-stainless-retry-count": b"0"}, "messages", b"{}")
     again = read_attempt({b"x-stainless-retry-count": b"1", b"idempotency-key": b"k"}, "messages", b"{}")
@@ -226,12 +226,12 @@ def test_a_fingerprint_is_of_the_operation_and_the_body():
 
 
 @pytest.mark.parametrize("number", [b"-1", b"x", b"1.5", b"99999999999999999999", "²".encode("latin-1")])
-def test_a_number_that_is_none_counts_as_the_first_sending(number: bytes):
+def test_invalid_retry_count_is_zero(number: bytes):
     """A stranger's header breaks nothing."""
     assert 0 == read_attempt({b"x-stainless-retry-count": number}, "messages", b"{}").number
 
 
-def test_a_key_is_short():
+def test_long_idempotency_key_is_refused():
     """It is kept in memory."""
     with pytest.raises(InvalidRequest, match="255"):
         read_attempt({b"idempotency-key": b"k" * 256}, "messages", b"{}")

@@ -15,6 +15,13 @@ from areal_actors.proxy.app import NOT_OFFERED
 from areal_actors.proxy.exchange import Operations
 from areal_actors_testing.serving import open_scripted_proxy
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 ASKED = re.compile(r'self\._(get|post|put|patch|delete|get_api_list)\(\s*(?:path_template\(\s*)?f?"(/[^"]*)"')
 METHODS = {"get_api_list": "GET"}
 
@@ -60,13 +67,13 @@ def is_answered(operations: Operations, method: str, path: str) -> bool:
     return found is not None and method in operations.methods(found[0])
 
 
-def test_the_sdks_routes_are_found():
+def test_sdk_routes_are_found():
     """The pattern reads the sources as they are now."""
     assert len(ROUTES) > 200
     assert set(ROUTES) >= ANSWERED
 
 
-def test_every_route_of_the_sdks_is_answered_or_refused_with_a_reason(operations):
+def test_every_sdk_route_is_answered_or_refused(operations):
     """A client that uses a resource of its SDK is told what is not offered, and what to do instead."""
     for method, path in ROUTES:
         found, reason = operations.find(path), operations.explain(path)
@@ -85,7 +92,7 @@ def test_every_route_of_the_sdks_is_answered_or_refused_with_a_reason(operations
     ("path", "is_anthropics"),
     [("/v1/embeddings", False), ("/v1/messages/batches", True), ("/v1/responses/compact", False)],
 )
-async def test_a_refused_route_says_what_is_not_offered(path, is_anthropics):
+async def test_refused_route_says_why(path, is_anthropics):
     """In the dialect of the client, below a session as well; the answer is not worth a retry."""
     reason = NOT_OFFERED[path.removeprefix("/v1/")]
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:

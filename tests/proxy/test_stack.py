@@ -54,7 +54,7 @@ async def _stack(renderer, *texts, is_gated=False):
             yield client, session, engine
 
 
-async def test_what_was_sampled_is_what_is_exported(renderer):
+async def test_chat_export_equals_the_sampled_tokens(renderer):
     """Two turns with a tool: the ids and logprobs of the rows are the engine's, and the SDK's echo finds its parent."""
     async with _stack(renderer, CALL, "It is 408.") as (client, session, _):
         first = await client.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL], logprobs=True)
@@ -77,7 +77,7 @@ async def test_what_was_sampled_is_what_is_exported(renderer):
     assert models == ["echo"]
 
 
-async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens(renderer):
+async def test_chat_chunks_have_the_logprobs_of_their_tokens(renderer):
     """Joined, they are those of the answer without a stream: hidden tokens, the end of turn and alternatives too."""
     ask = {"model": "m", "messages": [QUESTION], "tools": [TOOL], "logprobs": True, "top_logprobs": 2, "n": 2}
     async with _stack(renderer, *["Let me see.\n" + CALL] * 4) as (client, _, _):
@@ -93,7 +93,7 @@ async def test_each_chunk_of_a_stream_has_the_logprobs_of_its_tokens(renderer):
         assert all("".join(entry.token for entry in content) == text for text, content in texts[:2])
 
 
-async def test_each_delta_of_a_response_has_the_logprobs_of_its_tokens(renderer):
+async def test_response_deltas_have_the_logprobs_of_their_tokens(renderer):
     """Those of the tokens up to it; the message has all of them in the end, those of the call and alternatives too."""
     tool = {"type": "function", **TOOL["function"]}
     ask = {"model": "m", "input": [QUESTION], "tools": [tool], "top_logprobs": 2}
@@ -110,7 +110,7 @@ async def test_each_delta_of_a_response_has_the_logprobs_of_its_tokens(renderer)
     assert [entry.to_dict() for entry in events[-1].response.output[0].content[0].logprobs] == expected
 
 
-async def test_a_stream_says_what_the_json_says(renderer):
+async def test_streamed_chat_answer_equals_the_document(renderer):
     """Token by token, the chunks join to the same call, under an id that the session knows."""
     async with _stack(renderer, "Let me see.\n" + CALL) as (client, session, _):
         whole = await client.chat.completions.create(model="m", messages=[QUESTION], tools=[TOOL])
@@ -125,7 +125,7 @@ async def test_a_stream_says_what_the_json_says(renderer):
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_tools_that_may_not_be_called_are_text_and_single_calls_are_single(renderer, is_stream):
+async def test_tool_choice_none_and_single_calls_are_enforced(renderer, is_stream):
     """``tool_choice: none`` gives text, ``parallel_tool_calls: false`` one call of two; streamed or not."""
 
     async def ask(client, **fields):
@@ -146,7 +146,7 @@ async def test_tools_that_may_not_be_called_are_text_and_single_calls_are_single
     assert len(both.tool_calls) == 2
 
 
-async def test_a_conversation_that_does_not_fit_is_worded_for_clients(renderer):
+async def test_chat_context_overflow_has_its_code(renderer):
     """The SDK sees the code that agents look for."""
     async with _stack(renderer, "no") as (client, _, engine):
         long = {"role": "user", "content": "higher lower between " * 20_000}

@@ -34,6 +34,13 @@ from areal_actors.proxy.dialects.responses.stored import (
     replace_references,
 )
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 QUESTION, FURTHER = ({"role": "user", "content": text} for text in ("one two", "and three"))
 
 
@@ -64,7 +71,7 @@ RESULTS = [{"type": "function_call_output", "call_id": name, "output": "42"} for
 
 
 @pytest.mark.parametrize("has_type", [True, False])
-def test_references_and_items_are_the_same_history(has_type):
+def test_item_references_equal_items(has_type):
     """Reasoning, text and calls of one answer, by their ids, with and without the type of a reference."""
     answer = stored(RICH)
     items = format_stored_response(answer, model="m")["output"]
@@ -77,7 +84,7 @@ def test_references_and_items_are_the_same_history(has_type):
     assert parse_input(replaced["input"])[1] == RICH
 
 
-def test_a_text_that_a_stream_had_split_is_referred_to_once():
+def test_reference_to_split_text_adds_nothing():
     """The stored item has all of the text, so a reference to its second piece adds nothing."""
     references = [{"type": "item_reference", "id": f"msg_{index}_7"} for index in (0, 1)]
     body = replace_references({"input": [QUESTION, *references]}, {InteractionId("resp_7"): stored(RICH)})
@@ -86,7 +93,7 @@ def test_a_text_that_a_stream_had_split_is_referred_to_once():
 
 
 @pytest.mark.parametrize("name", ["fc_2_7", "rs_0_8", "x", 7, None])
-def test_an_unknown_item_is_named(name):
+def test_unknown_item_reference_is_refused(name):
     """An item that the answer does not have, that of another answer, and what is not an id."""
     body = {"input": [QUESTION, {"type": "item_reference", "id": name}]}
 
@@ -94,14 +101,14 @@ def test_an_unknown_item_is_named(name):
         replace_references(body, {InteractionId("resp_7"): stored(RICH)})
 
 
-def test_bodies_without_references_are_left_alone():
+def test_body_without_references_is_unchanged():
     """Nothing is looked up for them, whatever their input is."""
     for value in (None, "text", 3, [], [3, "x", {"type": "message"}], [QUESTION]):
         assert find_references({"input": value}) == frozenset()
 
 
 @pytest.mark.anyio
-async def test_a_conversation_of_references_is_linked_as_one_of_items():
+async def test_referenced_conversation_is_linked():
     """Same parent and same tokens; a reference to an answer of another session is refused before anything is stored."""
     answers = map(sampled, ("first", "second", "second"))
     async with open_stack(*answers) as stack, create_http_client() as http:
@@ -126,7 +133,7 @@ async def test_a_conversation_of_references_is_linked_as_one_of_items():
 # ----------------------------------------------------------------------------------------------------------- routes
 
 
-def test_input_items_come_in_pages():
+def test_input_items_are_paged():
     """The last ones first unless asked otherwise; a page begins after the item that ends the one before."""
     items = format_input_items(stored(RICH, *parse_input([QUESTION, FURTHER, *RESULTS])))
     ids = [item["id"] for item in items]
@@ -141,7 +148,7 @@ def test_input_items_come_in_pages():
 
 
 @pytest.mark.anyio
-async def test_answers_are_read_and_deleted_by_their_ids():
+async def test_stored_response_is_read_and_deleted():
     """As they were given, until they are deleted; deleted ones are followed, rewarded and trained as before."""
     async with open_stack(*map(sampled, ("first", "second"))) as stack, create_http_client() as http:
         session = stack.session
@@ -170,7 +177,7 @@ async def test_answers_are_read_and_deleted_by_their_ids():
 
 
 @pytest.mark.anyio
-async def test_other_sessions_do_not_see_an_answer():
+async def test_stored_response_is_hidden_from_other_sessions():
     """Ids are not secrets: a session's key opens its own answers only."""
     async with open_stack(sampled("first")) as stack, create_http_client() as http:
         given = await http.post(f"{stack.session.base_url}/responses", json={"input": "hi"})
@@ -184,7 +191,7 @@ async def test_other_sessions_do_not_see_an_answer():
 
 
 @pytest.mark.anyio
-async def test_a_model_is_described_by_any_name():
+async def test_model_is_described_by_any_name():
     """The policy answers requests for any model, and so is found under any name."""
     async with open_stack() as stack, create_http_client() as http:
         session = stack.session
@@ -197,7 +204,7 @@ async def test_a_model_is_described_by_any_name():
 
 
 @pytest.mark.anyio
-async def test_a_model_says_how_many_tokens_it_takes():
+async def test_model_reports_its_context_length():
     """Under the names that clients of other servers read. A model's name may have a slash."""
     async with open_stack() as stack, create_http_client() as http:
         session = stack.session
@@ -223,7 +230,7 @@ REQUIRED = {
 
 
 @pytest.mark.anyio
-async def test_every_response_object_has_every_required_key():
+async def test_stored_response_has_all_keys():
     """Created, in each event of a stream that has one, and retrieved; what was asked is repeated."""
     asked = {
         "input": "hi",

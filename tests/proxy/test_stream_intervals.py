@@ -115,7 +115,7 @@ def view(operation, events):
 
 
 @given(items=streams(), cuts=st.lists(st.integers(0, 40), max_size=6), operation=st.sampled_from(sorted(DIALECTS)))
-def test_joined_deltas_are_read_as_the_same_answer(items, cuts, operation):
+def test_joined_deltas_give_the_same_answer(items, cuts, operation):
     """Wherever batches are cut: texts, arguments of calls, log-probabilities, and whole answers at the end."""
     dialect, body = DIALECTS[operation]
     parsed = dialect.parse(body | {"stream": True}, tag=None)
@@ -130,7 +130,7 @@ def test_joined_deltas_are_read_as_the_same_answer(items, cuts, operation):
 
 
 @given(items=streams())
-def test_tokens_come_before_their_text(items):
+def test_joined_tokens_come_before_their_text(items):
     """Joining keeps the order of everything but moves a text behind the tokens that were sampled for its last piece."""
     joined = join_items(items)
     others = [item for item in items if not isinstance(item, TextDelta | ReasoningDelta | ToolArgumentsDelta)]
@@ -192,7 +192,7 @@ class Reader:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("operation", BODIES)
-async def test_neither_the_first_text_nor_the_end_waits_for_an_interval(operation):
+async def test_first_text_and_end_are_not_delayed(operation):
     """The first token is read before the second is sampled, the others as one text, at once when the last is there."""
     async with open_stack(sampled(TEXT), is_gated=True, proxy=NEVER) as stack, httpx.AsyncClient() as http:
         url, headers = f"{stack.session.base_url}/{operation}", {"authorization": f"Bearer {stack.session.api_key}"}
@@ -211,7 +211,7 @@ async def test_neither_the_first_text_nor_the_end_waits_for_an_interval(operatio
 @pytest.mark.anyio
 @pytest.mark.parametrize("operation", BODIES)
 @pytest.mark.parametrize("interval", [0.0, 1.0, None])
-async def test_a_text_does_not_wait_for_the_next_one(operation, interval):
+async def test_delayed_text_does_not_wait_for_the_next_one(operation, interval):
     """What was sampled is sent when the interval is over, though the engine says no more; 0 sends it at once."""
     config = ProxyConfig(stream_interval_ms=interval)
     async with open_stack(sampled(TEXT), is_gated=True, proxy=config) as stack, httpx.AsyncClient() as http:
@@ -228,7 +228,7 @@ async def test_a_text_does_not_wait_for_the_next_one(operation, interval):
 
 
 @pytest.mark.anyio
-async def test_streams_at_once_are_sent_less_often():
+async def test_concurrent_streams_are_sent_less_often():
     """By default, each further stream adds to the interval; what one stream says is the same."""
     async with open_stack(*[sampled(TEXT * 20)] * 20, is_gated=True) as stack, httpx.AsyncClient() as http:
         url = f"{stack.session.base_url}/chat/completions"
@@ -252,7 +252,7 @@ async def test_streams_at_once_are_sent_less_often():
 
 
 @pytest.mark.anyio
-async def test_a_cancelled_stream_records_what_was_held_back():
+async def test_cancelled_stream_records_delayed_text():
     """The client leaves while sampled tokens wait to be sent: they are in the record of the session."""
     async with open_stack(sampled(TEXT), is_gated=True, proxy=NEVER) as stack:
         url, body = httpx.URL(stack.session.base_url), orjson.dumps(BODIES["messages"])

@@ -16,12 +16,12 @@ F, G = Tool(name="f"), Tool(name="g")
 
 
 @pytest.mark.parametrize("value", [None, {"type": "text"}, {}])
-def test_that_text_is_free_where_nothing_is_said(value: Any) -> None:
+def test_format_defaults_to_text(value: Any) -> None:
     """No format is not a grammar."""
     assert parse_response_format(value) is None
 
 
-def test_that_a_json_object_may_be_any_object() -> None:
+def test_json_object_format() -> None:
     """``json_object`` asks for nothing but an object; some servers' clients send a schema with it."""
     assert JsonText(schema={"type": "object"}) == parse_response_format({"type": "json_object"})
     assert JsonText(schema=SCHEMA) == parse_response_format({"type": "json_object", "schema": SCHEMA})
@@ -34,12 +34,12 @@ def test_that_a_json_object_may_be_any_object() -> None:
         {"type": "json_schema", "name": "n", "schema": SCHEMA, "strict": True},
     ],
 )
-def test_that_a_schema_is_read_in_either_wording(value: Any) -> None:
+def test_json_schema_format_is_parsed(value: Any) -> None:
     """Chat completions nest the schema, Responses and Messages do not."""
     assert JsonText(schema=SCHEMA, is_strict=True) == parse_response_format(value)
 
 
-def test_that_a_schema_is_lenient_unless_it_is_called_strict() -> None:
+def test_json_schema_is_lenient_unless_strict() -> None:
     """Without ``strict``, keywords that no engine can hold are ignored, as OpenAI does."""
     value = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 
@@ -59,7 +59,7 @@ def test_that_a_schema_is_lenient_unless_it_is_called_strict() -> None:
         ({"type": ["text"]}, "a list of 1"),
     ],
 )
-def test_that_a_format_without_sense_is_refused(value: Any, words: str) -> None:
+def test_invalid_format_is_refused(value: Any, words: str) -> None:
     """The error names the field, under the name that the dialect has for it."""
     with pytest.raises(InvalidRequest, match=words) as caught:
         parse_response_format(value, param="text.format")
@@ -87,7 +87,7 @@ def _read_format(body: dict[str, Any]) -> Any:
         ({"structured_outputs": {}}, None),
     ],
 )
-def test_that_the_words_of_other_servers_are_understood(body: dict[str, Any], expected: Any) -> None:
+def test_guided_fields_are_parsed(body: dict[str, Any], expected: Any) -> None:
     """The fields of vLLM and SGLang say what those of OpenAI have no word for."""
     assert expected == _read_format(body)
 
@@ -105,7 +105,7 @@ def test_that_the_words_of_other_servers_are_understood(body: dict[str, Any], ex
         {"structured_outputs": {"grammar": "root ::= x"}},
     ],
 )
-def test_that_wrong_or_doubled_fields_are_refused(body: dict[str, Any]) -> None:
+def test_conflicting_guided_fields_are_refused(body: dict[str, Any]) -> None:
     """One answer matches one form."""
     with pytest.raises(InvalidRequest):
         _read_format(body)
@@ -126,7 +126,7 @@ def test_that_wrong_or_doubled_fields_are_refused(body: dict[str, Any]) -> None:
         ({"type": "tool", "name": "g"}, "g"),
     ],
 )
-def test_that_a_choice_is_read_in_every_wording(value: Any, choice: ToolChoice | str) -> None:
+def test_tool_choice_forms_are_parsed(value: Any, choice: ToolChoice | str) -> None:
     """OpenAI's two APIs and Anthropic's say the same in different words."""
     assert ToolSelection(tools=(F, G), choice=choice) == parse_tool_choice(value, (F, G))
 
@@ -138,7 +138,7 @@ def test_that_a_choice_is_read_in_every_wording(value: Any, choice: ToolChoice |
         {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "g"}]},
     ],
 )
-def test_that_tools_which_are_not_allowed_are_left_out(value: Any) -> None:
+def test_tools_that_are_not_allowed_are_left_out(value: Any) -> None:
     """What may not be called is not offered."""
     assert ToolSelection(tools=(G,), choice=ToolChoice.REQUIRED) == parse_tool_choice(value, (F, G))
 
@@ -158,31 +158,31 @@ def test_that_tools_which_are_not_allowed_are_left_out(value: Any) -> None:
         {"type": "allowed_tools", "allowed_tools": 3},
     ],
 )
-def test_that_a_choice_without_sense_is_refused(value: Any) -> None:
+def test_invalid_tool_choice_is_refused(value: Any) -> None:
     """Unknown names and types are the client's mistakes, and are told as such."""
     with pytest.raises(InvalidRequest, match=r"^tool_choice"):
         parse_tool_choice(value, (F, G))
 
 
-def test_that_nothing_can_be_required_of_no_tools() -> None:
+def test_required_tool_choice_needs_tools() -> None:
     """A call of nothing cannot be made."""
     with pytest.raises(InvalidRequest, match="no tools"):
         parse_tool_choice("required", ())
 
 
-def test_that_a_name_is_no_choice() -> None:
+def test_plain_name_is_not_a_tool_choice() -> None:
     """A function called ``auto`` cannot be told from the choice of that name."""
     with pytest.raises(InvalidRequest, match="rename"):
         parse_tool_choice({"type": "function", "name": "auto"}, (Tool(name="auto"),))
 
 
 @pytest.mark.parametrize("choice", [{"type": "custom", "custom": {"name": "f"}}, {"type": "custom", "name": "f"}])
-def test_that_a_custom_tool_is_named_as_a_function_is(choice) -> None:
+def test_custom_tool_choice_is_parsed(choice) -> None:
     """The model knows both as functions."""
     assert parse_tool_choice(choice, (F,)).choice == "f"
 
 
-def test_that_a_server_tool_is_refused_by_name() -> None:
+def test_server_tool_choice_is_refused() -> None:
     """Nothing here runs it."""
     with pytest.raises(UnsupportedParameter, match="'web_search_preview'"):
         parse_tool_choice({"type": "web_search_preview"}, (F,))

@@ -11,6 +11,13 @@ from tests.proxy.stack import open_stack, sampled
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: dialects do not depend on it."""
+    return "asyncio"
+
+
 ARGUMENTS = '{"path": "a.py", "text": "x = 1\\nprint(x)"}'
 ANSWER = f'Writing.\n<tool_call>\n{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>'
 QUESTION = {"role": "user", "content": "Write it."}

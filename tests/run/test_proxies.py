@@ -26,7 +26,7 @@ HELLO = [{"role": "user", "content": "Hello"}]
 
 
 @pytest.mark.anyio
-async def test_any_proxy_answers_for_any_session(tmp_path, anyio_backend_name):
+async def test_killed_process_continues_its_sessions(tmp_path, anyio_backend_name):
     """A session of each process, each turn over a new connection; a killed process costs its clients retries only."""
     settings = {
         "experiment_name": "e",
@@ -90,7 +90,7 @@ def _kill_children() -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def test_a_worker_ends_with_whoever_started_it():
+def test_worker_ends_with_its_parent():
     """Its standard input closes, also when nothing can be connected to."""
     spec = b'{"name": "p", "life": 1, "addresses": ["unix:/nowhere/at/all.sock"], "secret": "%s"}\n' % (b"00" * 32)
     command = [sys.executable, "-m", "areal_actors.worker"]
@@ -99,7 +99,7 @@ def test_a_worker_ends_with_whoever_started_it():
     assert ended.returncode == 0
 
 
-def test_a_worker_is_not_started_by_hand():
+def test_worker_started_by_hand_explains_itself():
     """What it is told cannot be read: it says who starts workers."""
     command = [sys.executable, "-m", "areal_actors.worker"]
     ended = subprocess.run(command, input=b"hello\n", capture_output=True, timeout=120, check=False)

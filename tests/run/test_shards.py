@@ -26,6 +26,13 @@ from areal_actors.messages import (
 )
 from areal_actors.sessions.shards import open_shard_journals, shard_journal
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: the router is another process, and ``test_proxies`` runs on both."""
+    return "asyncio"
+
+
 HELLO = [{"role": "user", "content": "Hello"}]
 
 

@@ -18,7 +18,7 @@ from areal_actors.generation.torch.attention import Span
 from areal_actors.generation.torch.forward import LlamaForward
 from areal_actors.generation.torch.graphs import GraphRunner, SlotDecoder, check_room, choose_sizes
 from areal_actors.generation.torch.operations import TorchOperations
-from areal_actors.testing.engine_contract import collect, join_ids
+from areal_actors_testing.engine_contract import collect, join_ids
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

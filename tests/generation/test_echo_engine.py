@@ -9,8 +9,8 @@ from anyio.lowlevel import checkpoint
 
 from areal_actors.domain import FinishReason
 from areal_actors.errors import EngineError
-from areal_actors.testing.engine_contract import collect, join_ids
 from areal_actors.testing.engines import EchoEngine, script_answers
+from areal_actors_testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
 

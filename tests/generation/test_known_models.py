@@ -22,7 +22,7 @@ from transformers import (
 
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, engine, known_models
-from areal_actors.testing.engine_contract import collect, join_ids
+from areal_actors_testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
 

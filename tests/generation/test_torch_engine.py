@@ -23,7 +23,7 @@ from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, worker
 from areal_actors.generation.torch.forward import GenericForward, LlamaForward, create_forward
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner
 from areal_actors.generation.torch.worker import StepRunner
-from areal_actors.testing.engine_contract import collect, join_ids
+from areal_actors_testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
 RNG = np.random.default_rng(5)

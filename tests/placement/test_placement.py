@@ -8,10 +8,9 @@ import random
 import shlex
 import signal
 import sys
-from pathlib import Path
 
 import pytest
-from tests.placement.play import Play, marked, perform
+from tools.placement.play import ROOT, Play, marked, perform
 
 from areal_actors.config import create_config
 from areal_actors.errors import ConfigError
@@ -44,7 +43,7 @@ def test_run_continues_when_a_worker_is_killed(tmp_path):
 def test_workers_keep_their_leases_while_they_import(tmp_path):
     """Also where that takes longer than a lease: they are not replaced, again and again."""
     python = tmp_path / "python"
-    python.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tests.placement.slow_worker\n")
+    python.write_text(f"#!/bin/sh\nexec {shlex.quote(sys.executable)} -m tools.placement.slow_worker\n")
     python.chmod(0o755)
     roles = ("trainer", "generation")
     settings = (*FLOAT32, "scheduler.lease_seconds=8", *(f"scheduler.roles.{role}.python={python}" for role in roles))
@@ -57,7 +56,7 @@ def test_workers_keep_their_leases_while_they_import(tmp_path):
 
 def test_worker_starts_servers(tmp_path):
     """An inference server is started by the worker that generates, learns of every version, and ends with it."""
-    command = [sys.executable, str(Path(__file__).with_name("serve_tiny.py"))]
+    command = [sys.executable, str(ROOT / "tools/placement/serve_tiny.py")]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
     servers = json.dumps({"command": command, "environment": environment})
     play = Play(roles=("generation",), steps=2, settings=("rollout.backend=sglang", f"sglang={servers}", *FLOAT32))

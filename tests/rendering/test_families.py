@@ -10,7 +10,7 @@ from tests.rendering.conversations import TOOL, follow_ups, plain_texts, say, te
 from areal_actors.domain import ForkReason, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
 SYSTEM, QUESTION, ANSWER = say("system", "be brief"), say("user", "question"), say("assistant", "answer")

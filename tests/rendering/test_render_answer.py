@@ -9,7 +9,7 @@ from tests.rendering.conversations import TOOL, hostile_texts, plain_texts, say
 
 from areal_actors.domain import ToolCall
 from areal_actors.errors import RenderError
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 QUESTION = say("user", "question")
 CALL = ToolCall(id="abcdefghi", name="multiply", arguments='{"a": 1}')

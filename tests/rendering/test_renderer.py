@@ -16,7 +16,7 @@ from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
 from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
 stops = st.lists(st.sampled_from(["x", "ab", "abc", "bc", "\n\n", "</tool_call>", "é", ""]), max_size=2)

@@ -13,7 +13,7 @@ from tests.rendering.test_extension import create
 
 from areal_actors.domain import ForkReason, ToolCall
 from areal_actors.errors import RenderError
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 each_family = pytest.mark.parametrize("name", sorted(FAMILIES))
 # Arguments as clients write them, and a call that was cut while it was streamed.

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 from areal_actors.domain import ChatMessage
 from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
 from areal_actors.rendering.tokens import LongText, Vocabulary, deferring_long_texts
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 ids = st.lists(st.integers(-5, 500), max_size=40)
 

@@ -26,10 +26,10 @@ from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models import load_policy, resolve_model
-from areal_actors.testing.engine_contract import collect
 from areal_actors.training.config import ComputeDtype, LoraConfig, TrainerConfig
 from areal_actors.training.publication import AdapterPublisher
 from areal_actors.training.trainer import PolicyTrainer
+from areal_actors_testing.engine_contract import collect
 
 PROMPT = np.random.default_rng(3).integers(3, 384, 40)
 RANK = 8

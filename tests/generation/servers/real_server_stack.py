@@ -17,14 +17,13 @@ from tests.generation.servers.server_stack import ReplicatedServers, Trainer, op
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, as_floats
 from areal_actors.generation.base import Snapshot
-from areal_actors.generation.servers import environments
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
-from areal_actors.testing.engine_contract import Subject
+from areal_actors_testing.engine_contract import Subject
 
-CPU_SERVER = Path(environments.__file__).with_name("sglang_cpu.py")
+CPU_SERVER = Path(__file__).with_name("sglang_cpu.py")
 ARGUMENTS = (
     *("--device", "cpu", "--dtype", "float32", "--max-total-tokens", "65536", "--max-running-requests", "64"),
     *("--skip-server-warmup", "--incremental-streaming-output", "--grammar-backend", "llguidance"),

@@ -40,7 +40,7 @@ from tests.moe import save_moe
 from areal_actors.domain import FinishReason
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import ServerConfig
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, collect, join_ids
+from areal_actors_testing.engine_contract import ENGINE_CHECKS, collect, join_ids
 
 
 async def check_contract(real: RealServer) -> None:

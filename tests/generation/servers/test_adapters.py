@@ -16,10 +16,10 @@ from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend
 from areal_actors.generation.servers.launching import find_kind, format_command
-from areal_actors.testing.engine_contract import collect
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.sglang_server import open_sglang_server
-from areal_actors.testing.vllm_server import open_vllm_server
+from areal_actors_testing.engine_contract import collect
+from areal_actors_testing.sglang_server import open_sglang_server
+from areal_actors_testing.vllm_server import open_vllm_server
 
 pytestmark = pytest.mark.anyio
 

@@ -40,9 +40,9 @@ from areal_actors.kernel import Ref
 from areal_actors.kernel.remote import connect
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.messages import Weights
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.sglang_server import FakeSGLang, UpdateFault, open_sglang_server
+from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
+from areal_actors_testing.sglang_server import FakeSGLang, UpdateFault, open_sglang_server
 
 pytestmark = pytest.mark.anyio
 

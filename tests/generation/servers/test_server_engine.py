@@ -25,9 +25,9 @@ from areal_actors.generation.base import PauseMode, Snapshot
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.models import load_policy
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.sglang_server import Fault, open_sglang_server
+from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect
+from areal_actors_testing.sglang_server import Fault, open_sglang_server
 
 pytestmark = pytest.mark.anyio
 

@@ -12,8 +12,8 @@ from tests.generation.servers.server_stack import CONFIG, WHOLE, ask, ids_of, op
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.base import Snapshot
 from areal_actors.models import load_policy
-from areal_actors.testing.engine_contract import collect
 from areal_actors.testing.engines import EchoEngine
+from areal_actors_testing.engine_contract import collect
 
 pytestmark = pytest.mark.anyio
 

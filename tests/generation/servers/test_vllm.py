@@ -21,7 +21,7 @@ from areal_actors.generation.servers.dialect import Delta, VersionSpan
 from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.vllm_server import VllmServer, open_vllm_server
+from areal_actors_testing.vllm_server import VllmServer, open_vllm_server
 
 
 def create_request(**sampling: Any) -> EngineRequest:

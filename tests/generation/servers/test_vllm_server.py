@@ -19,9 +19,9 @@ from areal_actors.generation.base import EngineRequest, Snapshot
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.vllm_server import Failure, VllmServer, open_vllm_server
+from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
+from areal_actors_testing.vllm_server import Failure, VllmServer, open_vllm_server
 
 PROMPT = np.random.default_rng(3).integers(0, 96, 40)
 

@@ -21,12 +21,12 @@ from areal_actors.errors import ActorError, Unreachable
 from areal_actors.kernel import Actor, ActorSystem, Message, StreamMessage
 from areal_actors.kernel.remote import Limits, connect_stream, listen
 from areal_actors.testing import virtual_backend
-from areal_actors.testing.remote import memory_pair
+from areal_actors_testing.remote import memory_pair
 
 pytestmark = pytest.mark.anyio
 
 SECRET = b"a secret that survives faults"
-LIMITS = Limits(window_messages=3, window_bytes=2_000, hello_seconds=5, cleanup_seconds=5)
+LIMITS = Limits(window_messages=3, hello_seconds=5, cleanup_seconds=5)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -5,7 +5,7 @@ With ``FAULTS_SAMPLE``, only so many pairs of a fault and a role are tried, whic
 
 Every run makes each step once, in one lineage, with the rewards and tokens of a run without faults. The seconds from a
 fault to the end of the second step after it are printed; with ``FAULTS_RESULTS``, they are appended to that file, for
-``python -m tests.faults``. ``FAULTS_ROLES`` limits the roles. ``tests/faults/matrix.toml`` says which fault is tested
+``python -m tools.faults``. ``FAULTS_ROLES`` limits the roles. ``tools/faults/matrix.toml`` says which fault is tested
 where.
 """
 
@@ -26,7 +26,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.placement.play import COMPARED
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster, why_no_namespaces
 from tests.schedulers.slurm_local.gangs import COMPARED as COMPARED_BY_GANGS
 from tests.schedulers.slurm_local.gangs import GANG, metrics
@@ -41,6 +40,7 @@ from tests.schedulers.slurm_local.training import (
     training,
     wait_until,
 )
+from tools.placement.play import COMPARED
 
 __all__ = ["cluster"]
 

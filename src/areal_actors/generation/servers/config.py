@@ -49,9 +49,8 @@ class ServerConfig:
     """A file that contains only the API key of the servers at urls."""
     num_servers: int = field(default=1, validator=ge(1))
     """Servers to start, each with a copy of the model and its share of the GPUs of the machine."""
-    python: str | None = None
-    """The Python in which the server is installed; never that of this process, because their packages conflict. null:
-    that of areal-actors server install, or else python."""
+    python: str = "python"
+    """The Python in which the server is installed; never that of this process, because their packages conflict."""
     command: tuple[str, ...] = ()
     """Program and first arguments, replacing python -m and the server's module."""
     arguments: tuple[str, ...] = ()

@@ -22,13 +22,13 @@ from attrs import define, evolve, field
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerKind
-from areal_actors.generation.servers.environments import PYTHON_VARIABLES, find_environment
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
+    "PYTHON_VARIABLES",
     "LaunchedServers",
     "choose_ports",
     "count_devices",
@@ -41,6 +41,8 @@ __all__ = [
 
 _log = get_logger(__name__)
 
+PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
+"""Variables for this process's Python; a server runs in another one."""
 HOST = "127.0.0.1"
 """Servers that are started here have no API key, so they must not be reachable from other machines."""
 _ABSENT = "No module named"
@@ -65,8 +67,8 @@ class LaunchedServers:
         end = self.ends.get(url)
         if end is not None and _ABSENT in end:
             return (
-                f"{end}\nInstall the server with `areal-actors server install sglang` or vllm, or name the Python in "
-                "which it is installed: sglang.python or vllm.python."
+                f"{end}\nInstall the server in a separate environment, and name its Python: sglang.python or "
+                "vllm.python. The documentation of servers has the two commands."
             )
         return end
 
@@ -88,14 +90,11 @@ def format_command(
 ) -> list[str]:
     """Return the command that starts a server of ``kind`` for ``model``, with room for ``adapters``.
 
-    Unless ``config`` names a program, that is the environment of ``areal-actors server install``, or else ``python``.
+    Unless ``config`` names a program, that is the module of the server in ``config.python``.
     """
     program = config.command
     if not program:
-        installed = find_environment(kind.backend, config)
-        python = config.python or (str(installed.python) if installed else "python")
-        module = (installed and installed.module) or kind.module
-        program = (python, "-m", module, *kind.arguments, *(installed.arguments if installed else ()))
+        program = (config.python, "-m", kind.module, *kind.arguments)
     more = () if adapters is None else kind.describe_adapters(adapters)
     recording = kind.recording if records_experts else ()
     return [*program, *kind.describe_place(model, HOST, port), *more, *recording, *config.arguments]

@@ -14,9 +14,8 @@ from areal_actors.domain import Role
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerFacts
-from areal_actors.generation.servers.environments import PYTHON_VARIABLES, find_environment
 from areal_actors.generation.servers.http import create_client, parse_version
-from areal_actors.generation.servers.launching import choose_ports, find_kind
+from areal_actors.generation.servers.launching import PYTHON_VARIABLES, choose_ports, find_kind
 from areal_actors.generation.servers.server import read_key
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 from areal_actors.schedulers.config import SchedulerType
@@ -79,14 +78,13 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
 def _examine_package(config: RunConfig, backend: Backend, settings: ServerConfig, found: Examination) -> None:
     """Import the package of a server in the Python and with the variables that start it."""
     module = find_kind(backend).module.partition(".")[0]
-    installed = find_environment(backend, settings)
-    python = settings.python or (str(installed.python) if installed else "python")
+    python = settings.python
     environment = {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
     environment |= {**find_kind(backend).environment, **settings.environment}
     limit = min(_IMPORT_SECONDS, settings.start_timeout_seconds)
     advice = (
-        f"Run `areal-actors server install {backend}`, or set {backend}.python to the Python of an environment "
-        f"in which {module} is installed."
+        f"Install {module} in a separate environment, and set {backend}.python to its Python. The documentation of "
+        "servers has the two commands."
     )
     try:
         done = subprocess.run(  # noqa: S603 - the configuration's own interpreter

@@ -22,7 +22,7 @@ from areal_actors.generation.base import Chunk, EngineRequest, PauseMode
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
+from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
 
 EXAMPLE = Path(__file__).parents[4] / "examples" / "tiny.yaml"
 PROMPT = np.random.default_rng(3).integers(3, 384, 40)

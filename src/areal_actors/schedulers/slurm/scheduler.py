@@ -145,7 +145,7 @@ class SlurmScheduler:
             files=self._files,
             commands=self._commands,
             config=self._config,
-            queue=self,
+            refresh=self.refresh,
         )
         self._placements[placement.name] = placement
         try:

@@ -247,6 +247,7 @@ def test_bootstrap_message_may_come_from_a_file(tmp_path):
     """Where a cluster starts workers, each start of a job is another life."""
     path = tmp_path / "bootstrap"
     path.write_text(Bootstrap.of(spec_of(life=2)).to_line())
+    path.chmod(0o600)
     environment = {"AREAL_BOOTSTRAP": str(path), "SLURM_RESTART_COUNT": "3"}
 
     assert 5 == read_bootstrap("", environment).life

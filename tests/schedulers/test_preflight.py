@@ -11,11 +11,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.errors import SchedulerError
+from areal_actors.errors import ConfigError, SchedulerError
 from areal_actors.kernel.remote import listen
 from areal_actors.schedulers.base import NOT_BEGUN
 from areal_actors.schedulers.bootstrap import Bootstrap
-from areal_actors.schedulers.preflight import check, read_bootstrap_file
+from areal_actors.schedulers.preflight import check
 
 SECRET = b"known only to both sides of a test"
 
@@ -57,15 +57,13 @@ async def test_preflight_names_what_is_wrong(tmp_path):
             await check(bootstrap(tmp_path, address=listener.address), 0.2)
     with pytest.raises(SchedulerError, match=r"cannot be reached.*tcp://127.0.0.1:9"):
         await check(bootstrap(tmp_path), 0.2)
-    with pytest.raises(SchedulerError, match="others can read"):
-        read_bootstrap_file(bootstrap(tmp_path, mode=0o644))
-    with pytest.raises(SchedulerError, match="file system"):
-        read_bootstrap_file(str(tmp_path / "nothing"))
-    with pytest.raises(SchedulerError, match="names no file"):
-        read_bootstrap_file("")
+    with pytest.raises(ConfigError, match="others can read"):
+        await check(bootstrap(tmp_path, mode=0o644), 0.2)
+    with pytest.raises(ConfigError, match="file system"):
+        await check(str(tmp_path / "nothing"), 0.2)
     path = bootstrap(tmp_path, words=[])
-    with pytest.raises(SchedulerError, match="is not a bootstrap message"):
-        read_bootstrap_file(path)
+    with pytest.raises(ConfigError, match="workers are started by the scheduler"):
+        await check(path, 0.2)
     path = bootstrap(tmp_path)
     (tmp_path / "exit").rmdir()
     with pytest.raises(SchedulerError, match="cannot be written"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -100,16 +101,21 @@ def read_bootstrap(line: str, environment: Mapping[str, str] | None = None) -> B
     variables.
 
     Raises:
-        ConfigError: the file cannot be read, or the message cannot be parsed.
+        ConfigError: the file cannot be read, can be read by other users, or is not a message.
     """
     environment = os.environ if environment is None else environment
     path = environment.get(BOOTSTRAP_VARIABLE)
     if path is None:
         return Bootstrap.from_line(line)
     try:
+        if stat.S_IMODE(Path(path).stat().st_mode) & 0o077:
+            raise ConfigError(f"others can read {path}, which holds a secret; its mode must be 0600")
         line = Path(path).read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{BOOTSTRAP_VARIABLE} names {path}, which cannot be read: {error}") from error
+        raise ConfigError(
+            f"{error.strerror}: {path or BOOTSTRAP_VARIABLE} on {os.uname().nodename}. Is the run directory (fileroot) "
+            "on a file system that all nodes share?"
+        ) from error
     told = Bootstrap.from_line(line, num_restarts=int(environment.get(_RESTARTS_VARIABLE) or 0))
     return evolve(
         told, rank=int(environment.get(_RANK_VARIABLE) or 0), num_tasks=int(environment.get(_TASKS_VARIABLE) or 1)

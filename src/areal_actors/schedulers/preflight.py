@@ -9,7 +9,6 @@ controller died while the job waited in the queue.
 from __future__ import annotations
 
 import os
-import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import NoReturn
 
 import anyio
 
-from areal_actors.errors import ArealError, ConfigError, SchedulerError, Unreachable
+from areal_actors.errors import ArealError, SchedulerError, Unreachable
 from areal_actors.kernel.remote import connect
 from areal_actors.schedulers.base import NOT_BEGUN, ControllerAddress
-from areal_actors.schedulers.bootstrap import Bootstrap
+from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, read_bootstrap
 
-__all__ = ["check", "check_directory", "main", "read_bootstrap_file"]
+__all__ = ["check", "check_directory", "main"]
 
 _RETRY_SECONDS = 1.0
 
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str]) -> NoReturn:
     """
     seconds, module = float(arguments[0]), arguments[1]
     try:
-        anyio.run(check, os.environ.get("AREAL_BOOTSTRAP", ""), seconds)
+        anyio.run(check, os.environ.get(BOOTSTRAP_VARIABLE, ""), seconds)
     except ArealError as error:
         print(f"preflight: {error}", file=sys.stderr, flush=True)  # noqa: T201 - there is no log yet
         sys.exit(NOT_BEGUN)
@@ -42,13 +41,13 @@ def main(arguments: Sequence[str]) -> NoReturn:
 
 
 async def check(bootstrap: str, seconds: float) -> None:
-    """Raise ``SchedulerError`` if a worker cannot do its work on this machine.
+    """Raise ``SchedulerError`` or ``ConfigError`` if a worker cannot do its work on this machine.
 
     Args:
         bootstrap: the value of ``AREAL_BOOTSTRAP``.
         seconds: how long to look for the controller.
     """
-    told = read_bootstrap_file(bootstrap)
+    told = read_bootstrap("", {BOOTSTRAP_VARIABLE: bootstrap})
     check_directory(Path(bootstrap).parent.parent)
     said = "it has no address"
     with anyio.move_on_after(seconds):
@@ -60,28 +59,6 @@ async def check(bootstrap: str, seconds: float) -> None:
         f"{', '.join(told.addresses)}: {said}. Has the run ended? If not, can nodes connect to that address? "
         "(scheduler.address)"
     )
-
-
-def read_bootstrap_file(bootstrap: str) -> Bootstrap:
-    """Read the bootstrap message from the file that ``AREAL_BOOTSTRAP`` names.
-
-    Raises:
-        SchedulerError: the file is missing, is not a bootstrap message, or can be read by other users.
-    """
-    if not bootstrap:
-        raise SchedulerError("AREAL_BOOTSTRAP names no file; a worker is started by its controller, not by hand")
-    path = Path(bootstrap)
-    try:
-        if stat.S_IMODE(path.stat().st_mode) & 0o077:
-            raise SchedulerError(f"others can read {path}, which holds a secret; its mode must be 0600")
-        return Bootstrap.from_line(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise SchedulerError(
-            f"{error.strerror}: {path} on {os.uname().nodename}. Is the run directory (fileroot) on a file system that "
-            "all nodes share?"
-        ) from None
-    except (ValueError, ConfigError) as error:
-        raise SchedulerError(f"{path} is not a bootstrap message: {error}") from None
 
 
 def check_directory(directory: Path) -> None:

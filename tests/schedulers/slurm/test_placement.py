@@ -21,11 +21,9 @@ CANCELLED = JobRow(job=7, name="x", state="CANCELLED", reason="None")
 SAYING = 'echo "$@" >>"$0.said"'
 
 
-class _Queue:
-    """Never read: the tests pass rows themselves."""
-
-    async def refresh(self):
-        raise NotImplementedError
+async def refresh():
+    """Never called: the tests pass rows themselves."""
+    raise NotImplementedError
 
 
 async def placed(directory, *, scontrol=SAYING, **settings):
@@ -41,7 +39,7 @@ async def placed(directory, *, scontrol=SAYING, **settings):
         files=files,
         commands=commands(programs, scontrol=scontrol, scancel=SAYING),
         config=SlurmConfig(**settings),
-        queue=_Queue(),
+        refresh=refresh,
     )
     await placement.begin(7)
     return placement, lambda name: (programs / f"{name}.said").read_text().splitlines()

@@ -40,7 +40,7 @@ from areal_actors.domain import (
     as_ints,
 )
 from areal_actors.errors import ConfigError, EngineError
-from areal_actors.generation.servers.config import AdapterSlots, Backend
+from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.http import Answer, address_of, as_answer, failure_of, open_events
 from areal_actors.messages import GroupPlace, TensorBucket
 
@@ -218,7 +218,6 @@ class ServerKind:
     ``routed_layers``.
     """
 
-    backend: Backend
     create: Callable[..., ServerDialect]
     oldest: tuple[int, ...]
     """The oldest version that the dialect works with."""

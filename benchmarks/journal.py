@@ -20,7 +20,7 @@ from benchmarks.harness import Result
 
 from areal_actors.domain import ChatMessage, Completion, FinishReason, TurnEnded
 from areal_actors.journal import SqliteJournal
-from areal_actors.testing.journal_contract import create_start, create_turn
+from areal_actors_testing.journal_contract import create_start, create_turn
 
 _RANDOM = np.random.default_rng(7)
 _WRITERS = (1, 16, 64)

@@ -13,7 +13,7 @@ from attrs import evolve
 
 from areal_actors.errors import SandboxError
 from areal_actors.sandbox import BoxRequest, Sandbox, SandboxConfig, create_sandbox
-from areal_actors.testing.sandbox_contract import SANDBOX_CHECKS, Check
+from areal_actors_testing.sandbox_contract import SANDBOX_CHECKS, Check
 
 pytestmark = pytest.mark.anyio
 

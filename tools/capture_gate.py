@@ -38,9 +38,9 @@ from areal_actors.errors import CaptureViolation
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.models import resolve_model
-from areal_actors.testing.faults import Fault, FaultyEngine
 from areal_actors.training.config import OptimizerConfig, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer
+from areal_actors_testing.faults import Fault, FaultyEngine
 
 __all__ = ["DTYPES", "FAULTS", "JOBS", "Run", "perform", "perform_all"]
 

@@ -27,8 +27,8 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ExportError
 from areal_actors.journal import recover
-from areal_actors.testing.journal_contract import create_start, create_turn
 from areal_actors.testing.strategies import session_records
+from areal_actors_testing.journal_contract import create_start, create_turn
 
 
 def record_of(

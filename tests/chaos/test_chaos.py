@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from attrs import evolve
-from tests.chaos.judge import Evidence, judge, read_evidence, surviving
-from tests.chaos.ledger import Ledger, read_ledger
-from tests.chaos.play import Profile, play
+from tools.chaos.judge import Evidence, judge, read_evidence, surviving
+from tools.chaos.ledger import Ledger, read_ledger
+from tools.chaos.play import Profile, play
 
 GOOD = (
     {"kind": "session", "session": "s", "api_key": "k"},

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from areal_actors.__main__ import cli
 from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 
 def invoke(*arguments: str, **environment: str):

@@ -20,7 +20,7 @@ from areal_actors.client.agent_runner import (
     parse_outcome,
 )
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, Unauthorized
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

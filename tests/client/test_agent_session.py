@@ -16,7 +16,7 @@ from areal_actors.errors import ConfigError, InvalidRequest, NotFound, RewardErr
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from areal_actors import AgentRunner, AgentSession
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 aiohttp = pytest.importorskip("aiohttp")
 

@@ -17,7 +17,7 @@ from areal_actors.errors import (
     Unavailable,
     Unprocessable,
 )
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

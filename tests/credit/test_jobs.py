@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.credit.jobs import CONTRAST, JOBS, run_job
+from tools.credit.jobs import CONTRAST, JOBS, run_job
 
 pytestmark = pytest.mark.slow
 

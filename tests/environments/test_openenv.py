@@ -12,7 +12,7 @@ from pathlib import Path
 import anyio
 import pytest
 from click.testing import CliRunner
-from tests.clients.staging import open_stage
+from tools.clients.staging import open_stage
 
 from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client

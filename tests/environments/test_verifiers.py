@@ -16,7 +16,7 @@ import anyio
 import pytest
 from attrs import frozen
 from click.testing import CliRunner, Result
-from tests.clients.staging import open_stage
+from tools.clients.staging import open_stage
 
 from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient

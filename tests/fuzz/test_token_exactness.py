@@ -1,6 +1,6 @@
 """Tokens under random clients: nothing is exported that the engine did not see, and each sampled token once.
 
-A small profile of ``nox -s fuzz_tokens``, which plays a million turns. ``python -m tests.fuzz.tokens --session
+A small profile of ``nox -s fuzz_tokens``, which plays a million turns. ``python -m tools.fuzz.tokens --session
 family/protocol/number`` replays a session.
 """
 
@@ -13,19 +13,18 @@ import numpy as np
 import pytest
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
-from tests.fuzz.clients import CLIENTS
-from tests.fuzz.play import Outcome, open_stage
-from tests.fuzz.tokens import format_table, main
+from tools.fuzz.clients import CLIENTS
+from tools.fuzz.play import Outcome, open_stage
 
 from areal_actors.cache import export_trajectories
 from areal_actors.domain import ChatMessage, Completion, FinishReason, Interaction, InteractionStatus, SessionRecord
-from areal_actors.testing.exactness import (
+from areal_actors_testing.exactness import (
     Recorded,
     find_prompt_violations,
     find_return_violations,
     find_row_violations,
 )
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 
 async def play(family: str, protocol: str, number: int, max_steps: int = 24, seed: int = 0) -> Outcome:
@@ -63,30 +62,6 @@ def test_any_session_is_exact(family: str, protocol: str, number: int, max_steps
     note("\n".join(map(repr, outcome.requests)))
 
     assert [] == outcome.violations
-
-
-def test_the_long_profile_reports(capsys: pytest.CaptureFixture[str]) -> None:
-    """A table with a line per family and protocol that was reached, and a code that says that all is well."""
-    code = main(["--turns", "1", "--seed", "3"])
-
-    assert code == 0
-    assert "| all | all |" in capsys.readouterr().out
-
-
-def test_a_session_is_replayed_by_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its requests are shown."""
-    code = main(["--session", "qwen2.5/chat/5"])
-
-    assert code == 0
-    assert '"messages"' in capsys.readouterr().out
-
-
-def test_violations_are_counted_where_they_happened() -> None:
-    """The table names the family and the protocol."""
-    total = Outcome(family="f", protocol="p", session=-1, counts=Counter(turns=9))
-    wrong = Outcome(family="f", protocol="p", session=4, violations=["one", "two"])
-
-    assert "| 1 | 0.0 |" in list(format_table([total, wrong]))[2]
 
 
 # ------------------------------------------------------------------------------- the oracle sees what is wrong

@@ -16,8 +16,8 @@ from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.testing.engine_contract import ENGINE_CHECKS, Check, Subject
 from areal_actors.testing.engines import EchoEngine
+from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject
 
 PROMPT = np.random.default_rng(3).integers(0, 96, 40)
 
@@ -108,7 +108,7 @@ ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ENGINES)
-async def test_an_engine_keeps_the_contract(name: str, check: Check) -> None:
+async def test_engine_keeps_the_contract(name: str, check: Check) -> None:
     """What the check says holds for this engine, on this event loop."""
     async with ENGINES[name]() as subject:
         await check(subject)

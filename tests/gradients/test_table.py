@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from tests.gradients.page import PAGE, format_page
-from tests.gradients.table import DEFAULT, FILE, compute, list_violations, names_of, parse_table, questions
-
-from areal_actors.testing.gradients import SHAPES
+from tools.gradients.table import DEFAULT, FILE, compute, list_violations, names_of, parse_table, questions
 
 TABLE = parse_table(FILE.read_text(encoding="utf-8"))
 SMALL = [question for question in questions() if question.group_size == 2 and question.discount == 1]
@@ -26,11 +23,6 @@ def test_no_default_is_biased():
     assert [] == list_violations(TABLE)
 
 
-def test_the_page_shows_the_table():
-    """Nothing on the page was written by hand."""
-    assert format_page(TABLE) == PAGE.read_text(encoding="utf-8"), REGENERATE
-
-
 @pytest.mark.parametrize("question", SMALL, ids=lambda question: question.shape)
 def test_cells_are_computed_anew(question):
     """All estimators, in the smallest groups; the session computes the rest."""
@@ -47,8 +39,3 @@ def test_the_default_is_computed_anew_in_groups_of_eight(shape):
     (bias,) = compute(question, {DEFAULT}).values()
     assert bias.scale == pytest.approx(TABLE[question.key][DEFAULT].scale, abs=1e-4), REGENERATE
     assert bias.is_right
-
-
-def test_every_shape_is_described():
-    """The page says what each agent does."""
-    assert all(shape.statement.endswith(".") for shape in SHAPES.values())

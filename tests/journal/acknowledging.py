@@ -14,7 +14,7 @@ import anyio
 
 from areal_actors.domain import JournalEvent, RewardSet, SessionForgotten, SessionId
 from areal_actors.journal import JournalConfig, SqliteJournal
-from areal_actors.testing.journal_contract import create_start, create_turn
+from areal_actors_testing.journal_contract import create_start, create_turn
 
 
 async def tell(journal: SqliteJournal, line: str, *events: JournalEvent) -> None:

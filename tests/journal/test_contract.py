@@ -9,7 +9,7 @@ import pytest
 
 from areal_actors.domain import JournalEvent
 from areal_actors.journal import Journal, JournalConfig, MemoryJournal, SqliteJournal, sqlite
-from areal_actors.testing.journal_contract import JOURNAL_CHECKS
+from areal_actors_testing.journal_contract import JOURNAL_CHECKS
 
 pytestmark = pytest.mark.anyio
 

@@ -18,7 +18,7 @@ from areal_actors.domain import RewardSet, SessionStarted, TurnEnded
 from areal_actors.errors import JournalError
 from areal_actors.journal import JournalConfig, JournalSync, SqliteJournal
 from areal_actors.journal.sqlite import Store
-from areal_actors.testing.journal_contract import create_session, create_start, create_turn, restorable
+from areal_actors_testing.journal_contract import create_session, create_start, create_turn, restorable
 
 pytestmark = pytest.mark.anyio
 CHILD = Path(__file__).with_name("acknowledging.py")

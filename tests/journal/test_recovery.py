@@ -40,8 +40,8 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import RewardError
 from areal_actors.journal import MemoryJournal, SqliteJournal, as_of, read_journal, recover, restate
-from areal_actors.testing.journal_events import events as any_facts
 from areal_actors.testing.strategies import chat_messages, conversations, echo_styles
+from areal_actors_testing.journal_events import events as any_facts
 
 S = SessionId("s")
 STARTED = SessionStarted(session=S, key_digest=b"k", sample_key=SampleKey(seed=1, path=("s",)), started_at=0.0)

@@ -26,7 +26,7 @@ from areal_actors.domain import (
 )
 from areal_actors.journal import JournalConfig
 from areal_actors.journal.sqlite import Store
-from areal_actors.testing.journal_contract import create_session, create_start, create_turn, restorable
+from areal_actors_testing.journal_contract import create_session, create_start, create_turn, restorable
 
 DAY = 86_400.0
 

@@ -18,7 +18,7 @@ from areal_actors.domain import GroupId, GroupQueued, SessionStarted
 from areal_actors.errors import JournalError
 from areal_actors.journal import JournalConfig, JournalSync, SqliteJournal, sqlite
 from areal_actors.journal.tables import FORMAT
-from areal_actors.testing.journal_contract import create_session, create_start, create_turn
+from areal_actors_testing.journal_contract import create_session, create_start, create_turn
 
 pytestmark = pytest.mark.anyio
 BAD = evolve(create_start("bad"), metadata={"object": object()})

@@ -14,8 +14,8 @@ from hypothesis import given
 from areal_actors.domain import GroupQueued, TurnEnded
 from areal_actors.journal.tables import TABLES, RefusedEvent, create_tables, decode_row, encode_event
 from areal_actors.kernel.remote.codec import Codec
-from areal_actors.testing.journal_contract import create_start, create_turn
-from areal_actors.testing.journal_events import events, json_values
+from areal_actors_testing.journal_contract import create_start, create_turn
+from areal_actors_testing.journal_events import events, json_values
 
 CODEC = Codec()
 

@@ -12,7 +12,7 @@ import pytest
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote import Limits, Peer
 from areal_actors.kernel.remote.peer import RemoteRef
-from areal_actors.testing.remote import pretend_remote
+from areal_actors_testing.remote import pretend_remote
 
 LOCAL_ONLY = {
     "test_tell_to_a_full_mailbox_waits_in_order": "it counts the senders at the mailbox",

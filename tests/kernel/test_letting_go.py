@@ -18,7 +18,7 @@ from areal_actors.domain import Ints
 from areal_actors.errors import CapacityExhausted, DeadlineExceeded, RemoteError
 from areal_actors.kernel import Actor, ActorSystem, Message, Ref, StreamMessage
 from areal_actors.testing import virtual_backend
-from areal_actors.testing.remote import pretend_remote
+from areal_actors_testing.remote import pretend_remote
 
 pytestmark = pytest.mark.anyio
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from huggingface_hub.errors import StrictDataclassError
-from tests.models.families import TYPES, create_tiny_config, create_tiny_model, try_model
+from tools.families import TYPES, create_tiny_config, create_tiny_model, try_model
 from transformers import BertConfig, BertLMHeadModel, Gemma4TextConfig, GPT2Config, MambaConfig, Qwen2MoeConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 

@@ -11,7 +11,7 @@ from tests.proxy.plain import CHAT, bearer
 from areal_actors.client import create_http_client
 from areal_actors.proxy import ProxyConfig
 from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.testing.serving import ScriptedProxy, echo_script, open_scripted_proxy
+from areal_actors_testing.serving import ScriptedProxy, echo_script, open_scripted_proxy
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 BODY = {"messages": MESSAGES}

@@ -17,7 +17,7 @@ from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.messages import DescribeEndpoint
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.server import bind, url_of
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 BODY = {"messages": [{"role": "user", "content": "hi"}], "stream": True}
 

@@ -16,7 +16,7 @@ from areal_actors.proxy.dialects.blocks import BlockPolicy, ToolPolicy, Unsuppor
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 PNG = b64encode(
     b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR" + (640).to_bytes(4, "big") + (480).to_bytes(4, "big") + b"\0" * 9

@@ -48,7 +48,7 @@ from areal_actors.proxy.dialects.client_tools import (
 )
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 STARTED = AnswerStarted(interaction=InteractionId("resp_1"))
 EVENTS = TypeAdapter(ResponseStreamEvent)

@@ -31,7 +31,7 @@ from areal_actors.errors import InvalidRequest, Unavailable, UnsupportedParamete
 from areal_actors.proxy.dialects.completions import COMPLETIONS_FIELDS, CompletionsDialect, parse_completions_request
 from areal_actors.rendering import join_deltas
 from areal_actors.testing.engines import echo_logprob
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 # At [DONE] the SDK leaves its generators to the garbage collector, of which trio warns.
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator '(httpx2?|openai|httpcore2?):ResourceWarning")

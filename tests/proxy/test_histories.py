@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.stacks.family_stack import open_family_stack
 
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 pytestmark = pytest.mark.anyio
 FUNCTION = {"name": "f", "parameters": {"type": "object", "properties": {"a": {"type": "string"}}}}

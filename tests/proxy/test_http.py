@@ -8,7 +8,7 @@ from tests.proxy.plain import BODY, CHAT, bearer, start
 
 from areal_actors.cache import SessionSettings
 from areal_actors.proxy import ProxyConfig
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.exchange import Exchange, Meter, Operation, Operations, Traffic, path_of
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

@@ -15,7 +15,7 @@ from tests.proxy.plain import BODY, CHAT, bearer, connect, start
 from areal_actors.domain import TextDelta
 from areal_actors.errors import CapacityExhausted
 from areal_actors.proxy import ProxyConfig
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

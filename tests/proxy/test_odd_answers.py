@@ -12,7 +12,7 @@ from tests.proxy.stack import open_stack
 
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.rendering import TemplateRenderer
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 pytestmark = pytest.mark.anyio
 

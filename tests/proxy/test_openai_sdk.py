@@ -11,7 +11,7 @@ import pytest
 from areal_actors import errors
 from areal_actors.client import create_http_client
 from areal_actors.domain import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
-from areal_actors.testing.serving import echo_script, open_scripted_proxy
+from areal_actors_testing.serving import echo_script, open_scripted_proxy
 
 pytestmark = [
     pytest.mark.anyio,

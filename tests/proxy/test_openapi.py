@@ -14,7 +14,7 @@ from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS
 from areal_actors.proxy.dialects.fields import Support
 from areal_actors.proxy.exchange import Operations
 from areal_actors.proxy.openapi import create_document, describe_routes
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 jsonschema = pytest.importorskip("jsonschema", reason="needs a JSON schema validator: pip install jsonschema")
 

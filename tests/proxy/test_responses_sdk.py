@@ -18,7 +18,7 @@ from areal_actors.rendering import RendererConfig, create_renderer
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine, script_answers
-from areal_actors.testing.serving import echo_script, open_scripted_proxy
+from areal_actors_testing.serving import echo_script, open_scripted_proxy
 
 pytestmark = [
     pytest.mark.anyio,

@@ -13,7 +13,7 @@ import pytest
 from areal_actors.proxy import create_app
 from areal_actors.proxy.app import NOT_OFFERED
 from areal_actors.proxy.exchange import Operations
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 ASKED = re.compile(r'self\._(get|post|put|patch|delete|get_api_list)\(\s*(?:path_template\(\s*)?f?"(/[^"]*)"')
 METHODS = {"get_api_list": "GET"}

@@ -12,7 +12,7 @@ from tests.proxy.plain import CHAT, bearer
 
 from areal_actors.errors import ConfigError
 from areal_actors.proxy import ProxyConfig
-from areal_actors.testing.serving import open_scripted_proxy
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = [
     pytest.mark.anyio,

@@ -13,9 +13,9 @@ import pytest
 from attrs import evolve
 from tests.client.service import open_service
 from tests.plugins import needs_plugin
-from tests.redteam.attacks import CONTROL, FRAMINGS, QUESTION, Attack, Attacker, open_arena
-from tests.redteam.files import play_files
-from tests.redteam.plays import play, play_restarts
+from tools.redteam.attacks import CONTROL, FRAMINGS, QUESTION, Attack, Attacker, open_arena
+from tools.redteam.files import play_files
+from tools.redteam.plays import play, play_restarts
 
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.domain import Episode

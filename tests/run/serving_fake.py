@@ -8,7 +8,7 @@ from pathlib import Path
 import anyio
 
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
-from areal_actors.testing.sglang_server import open_sglang_server
+from areal_actors_testing.sglang_server import open_sglang_server
 
 
 async def main() -> None:

@@ -17,8 +17,8 @@ from areal_actors.errors import CaptureViolation
 from areal_actors.generation import Engine
 from areal_actors.models import resolve_model
 from areal_actors.run import openers
-from areal_actors.testing.faults import Fault, FaultyEngine
 from areal_actors.training.stored_checkpoints import find_checkpoints
+from areal_actors_testing.faults import Fault, FaultyEngine
 
 HERE = Path(__file__)
 _SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 2, 3]}}, "required": ["a"], "additionalProperties": False}

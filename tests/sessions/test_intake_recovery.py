@@ -56,7 +56,7 @@ from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.journal_contract import restorable
+from areal_actors_testing.journal_contract import restorable
 
 LIMITS = CapacityLimits(max_concurrent=8, max_staleness=4, batch_size=2)
 

@@ -30,7 +30,7 @@ from areal_actors.domain import (
 from areal_actors.errors import ContextLengthExceeded
 from areal_actors.sessions.request import Choice, SampleKeys, engine_request
 from areal_actors.testing.engines import echo_logprob
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 BASE = SampleKey(seed=1, path=("train", 7, 0))
 REQUEST = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=10))

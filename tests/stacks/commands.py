@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import IO, Self
 
 from attrs import define
-from tests.chaos.processes import ForkedProcess
+from tools.chaos.processes import ForkedProcess
 
 __all__ = ["Command", "start_command"]
 

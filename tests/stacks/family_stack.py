@@ -16,7 +16,7 @@ from areal_actors.messages import CollectSession, Sessions
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.run.inference import InferenceConfig, open_actors
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.families import FAMILIES
+from areal_actors_testing.families import FAMILIES
 
 __all__ = ["FamilyStack", "open_family_stack"]
 

@@ -12,8 +12,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from areal_actors.generation.base import Engine, Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
-from areal_actors.testing.engine_contract import Subject, check_load_stamps_versions, collect
 from areal_actors.testing.engines import EchoEngine
+from areal_actors_testing.engine_contract import Subject, check_load_stamps_versions, collect
 
 PROMPT = np.arange(5, 45)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from areal_actors.testing.gradients import SHAPES, Estimator, Play, Shape, enumerate_episodes, measure
 from areal_actors.training.config import AdvantageConfig, Aggregation, Normalisation, StatisticsUnit
+from areal_actors_testing.gradients import SHAPES, Estimator, Play, Shape, enumerate_episodes, measure
 
 
 def one_turn(play: Play) -> float:

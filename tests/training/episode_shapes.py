@@ -5,7 +5,7 @@ of another conversation, forks and compactions, branches and retries, answers of
 turns that the policy asks for or not, members that fail::
 
     from hypothesis import given
-    from areal_actors.testing.gradients import Estimator, measure
+    from areal_actors_testing.gradients import Estimator, measure
     from tests.training.episode_shapes import DrawnShape, episode_shapes
 
     @given(episode_shapes())
@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from attrs import frozen
 from hypothesis import strategies as st
 
-from areal_actors.testing.gradients import Play, Shape, Turn
+from areal_actors_testing.gradients import Play, Shape, Turn
 
 __all__ = ["DrawnShape", "episode_shapes"]
 

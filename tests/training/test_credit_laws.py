@@ -1,6 +1,6 @@
 """The law of credit: for sessions of any shape, the default estimator's expected update is the policy gradient.
 
-Each example is computed exactly, over all groups that a small agent can have: ``areal_actors.testing.gradients``.
+Each example is computed exactly, over all groups that a small agent can have: ``areal_actors_testing.gradients``.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tests.training.episode_shapes import DrawnShape, episode_shapes
 
 from areal_actors.cache import STYLES
-from areal_actors.testing.gradients import EXACT, Estimator, Play, Shape, measure
+from areal_actors_testing.gradients import EXACT, Estimator, Play, Shape, measure
 
 _NUM_SHAPES = {60: 250}.get(settings().max_examples, min(settings().max_examples, 10_000))
 """A few hundred where every change is tested, ten thousand each night."""

@@ -9,8 +9,8 @@ import pytest
 
 from areal_actors.datasets import DatasetConfig, load_problems
 from areal_actors.domain import TextDelta, ToolArgumentsDelta, ToolCallStarted
-from areal_actors.testing.serving import open_scripted_proxy
 from areal_actors.workflows.bfcl import FunctionCaller
+from areal_actors_testing.serving import open_scripted_proxy
 
 pytestmark = pytest.mark.anyio
 

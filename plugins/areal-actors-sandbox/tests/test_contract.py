@@ -15,7 +15,7 @@ from attrs import evolve
 
 from areal_actors.errors import SandboxError
 from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, create_sandbox
-from areal_actors.testing.sandbox_contract import ISOLATION_CHECKS, SANDBOX_CHECKS, Check
+from areal_actors_testing.sandbox_contract import ISOLATION_CHECKS, SANDBOX_CHECKS, Check
 
 pytestmark = pytest.mark.anyio
 

@@ -32,7 +32,6 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
-from areal_actors.cli.server import server
 from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError, RunDirectoryError
 from areal_actors.lib.gc_tuning import relax_gc
@@ -834,7 +833,6 @@ class _Commands(click.Group):
         models,
         settings,
         doctor,
-        server,
         keys,
         tasks,
         slurm,
@@ -860,7 +858,6 @@ def cli() -> None:
       areal-actors host examples/serve.yaml     the same for many users, each with a separate model
     While a run goes on:
     With SGLang or vLLM:
-      areal-actors server install sglang        in an environment of its own, which runs find
     And to write a configuration of your own:
       areal-actors settings                     the settings that most runs need; --all prints every one
     """  # noqa: D301 - a real backspace tells click to keep the lines

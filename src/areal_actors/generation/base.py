@@ -2,7 +2,7 @@
 
 An engine takes prompt ids and streams sampled ids, with their log-probabilities and the version of the weights behind
 each token. It knows nothing about messages, chat templates or HTTP. ``generation/torch`` runs in this process; servers
-implement the same protocol, and one contract suite (``areal_actors.testing.engine_contract``) covers all of them.
+implement the same protocol, and one contract suite (``areal_actors_testing.engine_contract``) covers all of them.
 
 ``validate_request`` checks requests for every engine before they are sent, because an id beyond its vocabulary may
 crash a server.

@@ -1,10 +1,8 @@
-"""Tools for tests, of this library and of yours: virtual time, fakes at the plug points, contract checks, strategies.
+"""Tools for tests, of this library and of yours: virtual time, an engine without a model, laws and strategies.
 
-``engines`` has an engine without a model and ``faults`` one that corrupts its answers; ``engine_contract`` and
-``journal_contract`` check the contracts of engines and journals; ``strategies`` and ``journal_events`` have strategies
-for Hypothesis; ``serving`` has the real proxy in front of a script, ``families`` the chat templates of many models,
-``gradients`` the exact bias of an estimator. Only virtual time is imported here: the rest needs Hypothesis or
-transformers.
+``engines`` has an engine without a model, ``strategies`` strategies for Hypothesis, ``laws`` the laws of reward rules.
+Only virtual time is imported here, because the rest needs Hypothesis or an engine. Contracts of plug-ins and fake
+servers are in the distribution ``areal-actors-testing``.
 """
 
 from __future__ import annotations

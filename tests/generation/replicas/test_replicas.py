@@ -11,7 +11,7 @@ from areal_actors.errors import Unavailable
 from areal_actors.generation.replicas import ReplicaSetConfig
 from areal_actors.messages import AddReplica, DescribeEngine, Generation, PauseGeneration, ResumeGeneration
 from areal_actors.run.inference import spawn_generation
-from areal_actors.testing.remote import pretend_remote
+from areal_actors_testing.remote import pretend_remote
 
 pytestmark = pytest.mark.anyio
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import anyio
 
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.sglang_server import open_sglang_server
+from areal_actors_testing.sglang_server import open_sglang_server
 
 
 def script(prompt) -> list[int]:

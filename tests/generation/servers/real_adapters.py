@@ -24,12 +24,12 @@ from tests.generation.servers.server_stack import ReplicatedServers, open_replic
 from areal_actors.domain import EngineRequest, SampleKey, Sampling
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, launch_servers
+from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models import load_policy, resolve_model
-from areal_actors.testing.engine_contract import collect
 from areal_actors.training.config import ComputeDtype, LoraConfig, TrainerConfig
 from areal_actors.training.publication import AdapterPublisher
 from areal_actors.training.trainer import PolicyTrainer
+from areal_actors_testing.engine_contract import collect
 
 PROMPT = np.random.default_rng(3).integers(3, 384, 40)
 RANK = 8
@@ -64,9 +64,9 @@ async def check(kind: Backend, config: ServerConfig, directory: Path) -> None:
     policy = PolicyTrainer(load_policy(path), trainer)
     publisher = AdapterPublisher(root=directory / "adapters", base=path)
     async with (
-        launch_servers(KINDS[kind], config, model=path, logs=directory / "logs", adapters=slots) as launched,
+        launch_servers(kind, config, model=path, logs=directory / "logs", adapters=slots) as launched,
         open_replicated(
-            KINDS[kind].create_dialect({}),
+            find_kind(kind).create(),
             config,
             urls=launched.urls,
             model=path,

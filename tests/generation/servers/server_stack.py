@@ -33,8 +33,8 @@ from areal_actors.messages import (
 from areal_actors.models import load_policy
 from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.testing.sglang_server import FakeSGLang, open_sglang_server
 from areal_actors.training.weight_store import StorePublisher, WeightStore, WeightStoreActor
+from areal_actors_testing.sglang_server import FakeSGLang, open_sglang_server
 
 CONFIG = ServerConfig(health_interval_seconds=0.05, start_timeout_seconds=20, health_timeout_seconds=2)
 

@@ -28,7 +28,7 @@ from areal_actors.errors import (
 from areal_actors.kernel import Actor, ActorSystem, Down, DownReason
 from areal_actors.kernel.remote import Limits, connect, connect_stream, listen, transport
 from areal_actors.kernel.runtime import LocalRef
-from areal_actors.testing.remote import memory_pair, pretend_remote
+from areal_actors_testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
 

@@ -21,7 +21,7 @@ from areal_actors.errors import ActorError, Unreachable
 from areal_actors.kernel import Actor, ActorSystem, Message, StreamMessage
 from areal_actors.kernel.remote import Limits, connect_stream, listen
 from areal_actors.testing import virtual_backend
-from areal_actors.testing.remote import memory_pair
+from areal_actors_testing.remote import memory_pair
 
 pytestmark = pytest.mark.anyio
 

@@ -22,7 +22,7 @@ from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
 from areal_actors.kernel.remote.frames import Kind, Outbox, Outgoing
 from areal_actors.kernel.remote.hello import greet, receive_hello, send_packet
 from areal_actors.kernel.remote.sockets import SocketStream
-from areal_actors.testing.remote import memory_pair
+from areal_actors_testing.remote import memory_pair
 
 pytestmark = pytest.mark.anyio
 

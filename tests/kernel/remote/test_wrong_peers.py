@@ -24,7 +24,7 @@ from areal_actors.kernel.remote import Limits, Listener, connect_stream, listen
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.frames import Kind
 from areal_actors.kernel.remote.hello import Hello, greet, receive_hello, send_hello, send_packet
-from areal_actors.testing.remote import MemoryStream, memory_pair
+from areal_actors_testing.remote import MemoryStream, memory_pair
 
 pytestmark = pytest.mark.anyio
 

@@ -5,7 +5,7 @@ With ``FAULTS_SAMPLE``, only so many pairs of a fault and a role are tried, whic
 
 Every run makes each step once, in one lineage, with the rewards and tokens of a run without faults. The seconds from a
 fault to the end of the second step after it are printed; with ``FAULTS_RESULTS``, they are appended to that file, for
-``python -m tests.faults``. ``FAULTS_ROLES`` limits the roles. ``tests/faults/matrix.toml`` says which fault is tested
+``python -m tools.faults``. ``FAULTS_ROLES`` limits the roles. ``tools/faults/matrix.toml`` says which fault is tested
 where.
 """
 
@@ -26,7 +26,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.placement.play import COMPARED
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster, why_no_namespaces
 from tests.schedulers.slurm_local.gangs import COMPARED as COMPARED_BY_GANGS
 from tests.schedulers.slurm_local.gangs import GANG, metrics
@@ -41,6 +40,7 @@ from tests.schedulers.slurm_local.training import (
     training,
     wait_until,
 )
+from tools.placement.play import COMPARED
 
 __all__ = ["cluster"]
 
@@ -173,7 +173,7 @@ DRAWN = draw_pairs(os.environ)
 
 
 @pytest.mark.parametrize("fault", dict.fromkeys(fault for fault, _ in DRAWN))
-def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
+def test_run_goes_on(cluster, tmp_path, undisturbed, fault):
     """Each role is hit after a further step. The steps are those of the undisturbed run."""
     if fault in ("crash", "cut") and not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -218,7 +218,7 @@ def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
 
 
 @pytest.mark.parametrize("fault", ["crash", "cut"])
-def test_a_run_goes_on_without_its_controller(cluster, tmp_path, undisturbed, fault):
+def test_run_goes_on_without_its_controller(cluster, tmp_path, undisturbed, fault):
     """It loses all nodes at once for longer than a lease; or its own node crashes, and it is started on another one."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -304,7 +304,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fault", ["requeue", "cancel", "drain", "slow", "cut", "limit"])
-def test_a_gang_goes_on(cluster, tmp_path, alone, fault):
+def test_gang_goes_on(cluster, tmp_path, alone, fault):
     """The job of two processes that train together, or the node of the second one, is hit. The steps stay the same."""
     if fault == "cut" and not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())

@@ -286,11 +286,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
 
     # ------------------------------------------------------------------------------------------------ the connection
 
-    @property
-    def incarnation(self) -> int:
-        """The actor's present incarnation, as far as is known."""
-        return self._incarnation
-
     def speaks(self, protocol: type) -> bool:
         """Return whether the actor handles messages of ``protocol``."""
         return any(spoken == protocol.__name__ for spoken, _, _ in self.messages)
@@ -693,7 +688,7 @@ class Peer:
         known = self._refs.get(ref.name)
         if known is not None and known is not ref:
             self._refs[ref.name] = ref
-            ref.go_up(self, known.incarnation, known.messages)
+            ref.go_up(self, known.address.incarnation, known.messages)
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
         """Make an actor of this process reachable over this connection, whichever side opened the connection.

@@ -71,7 +71,7 @@ def test_the_judge_does_not_take_links_on_trust():
 
 
 def test_the_judge_sees_what_a_client_does_not():
-    """A lost interaction, and one that nobody cancelled, are faults although the client is content."""
+    """A lost interaction, and one that was not cancelled, are faults although the client is content."""
     record = SessionRecord(id=SessionId("s"), interactions=(interaction("a", 0),))
 
     assert judge("tool", {"outcome": "ok"}, record, {"a": "", "b": ""}).outcome == "fails"

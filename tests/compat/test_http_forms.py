@@ -111,7 +111,7 @@ async def test_the_url_of_a_session_opens_it(key: str | None) -> None:
     async with Service() as caller:
         session = (await caller.start())["session_id"]
         answered = await caller.ask(f"/{session}/v1/chat/completions", headers=headers)
-        missing = await caller.ask("/task-0-0-nobody/v1/chat/completions", headers=headers)
+        missing = await caller.ask("/task-0-0-unknown/v1/chat/completions", headers=headers)
 
     assert "fine" == answered.json()["choices"][0]["message"]["content"]
     assert missing.status_code in (401, 404)
@@ -201,10 +201,10 @@ async def test_wrong_rewards_are_refused() -> None:
         started = await caller.start()
         headers = bearer(started["api_key"])
         await caller.ask("/v1/chat/completions", headers=headers)
-        unknown = {"completion_id": "chatcmpl-nobody", "reward": 1}
+        unknown = {"completion_id": "chatcmpl-unknown", "reward": 1}
         codes = [
             (await caller.http.post("/rl/set_reward", json=unknown, headers=headers)).status_code,
-            (await caller.http.post("/task-0-0-nobody/rl/set_reward", json={"reward": 1})).status_code,
+            (await caller.http.post("/task-0-0-unknown/rl/set_reward", json={"reward": 1})).status_code,
             (await caller.http.post("/rl/set_reward", params={"reward": "nan"}, headers=headers)).status_code,
         ]
 

@@ -124,7 +124,7 @@ async def test_rows_have_the_documented_tensors() -> None:
 
 
 async def test_without_a_discount_every_turn_keeps_its_own_reward() -> None:
-    """Nothing flows where nobody said so."""
+    """A reward does not flow unless it was asked for."""
     client = client_on(engine_that_says("two", "three"))
     first = await ask(client, QUESTION)
     second = await ask(client, follow(QUESTION, first, "and one?"))

@@ -6,6 +6,8 @@ family/protocol/number`` replays a session.
 
 from __future__ import annotations
 
+import itertools
+import random
 from collections import Counter
 
 import anyio
@@ -33,17 +35,16 @@ async def play(family: str, protocol: str, number: int, max_steps: int = 24, see
 
 
 @pytest.mark.anyio
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-async def test_random_clients_are_trained_on_what_was_sampled(family: str, anyio_backend_name: str) -> None:
-    """Every protocol, every family, on both event loops: no violation."""
-    stage = await open_stage(family)
+async def test_rows_of_random_clients_are_what_was_sampled(anyio_backend_name: str) -> None:
+    """Every protocol with six families, others on each event loop: no violation."""
     counts: Counter[str] = Counter()
-    for number in range(3):
-        for protocol in CLIENTS:
+    for family in random.Random(anyio_backend_name).sample(sorted(FAMILIES), 6):
+        stage = await open_stage(family)
+        for number, protocol in itertools.product(range(2), CLIENTS):
             outcome = await stage.play(protocol, seed=len(anyio_backend_name), number=number)
             counts += outcome.counts
 
-            assert [] == outcome.violations, (protocol, number)
+            assert [] == outcome.violations, (family, protocol, number)
 
     assert counts["sampled"] >= counts["trained"] > 0
     assert counts["links judged"] >= counts["linked"] > 0
@@ -56,7 +57,7 @@ async def test_random_clients_are_trained_on_what_was_sampled(family: str, anyio
     number=st.integers(0, 2**32),
     max_steps=st.integers(1, 24),
 )
-def test_any_session_is_exact(family: str, protocol: str, number: int, max_steps: int) -> None:
+def test_rows_of_any_session_are_exact(family: str, protocol: str, number: int, max_steps: int) -> None:
     """Hypothesis looks for a shorter session with a violation."""
     outcome = anyio.run(play, family, protocol, number, max_steps)
     note("\n".join(map(repr, outcome.requests)))
@@ -130,7 +131,7 @@ def test_an_exact_export_has_no_violation(style: str) -> None:
 )
 @pytest.mark.parametrize("style", ["individual", "concat", "tree"])
 def test_whatever_the_engine_did_not_say_is_a_violation(log: dict[str, Recorded], message: str, style: str) -> None:
-    """Other ids, other log-probabilities, tokens that nobody accounts for."""
+    """Other ids, other log-probabilities, tokens that are not accounted for."""
     assert any(message in violation for violation in find_row_violations(rows(style), (), log))
 
 

@@ -1,12 +1,14 @@
-"""The committed table is what the code computes, its page is what it says, and no default is biased."""
+"""The committed table is what the code computes, and no default is biased."""
 
 from __future__ import annotations
+
+import random
 
 import pytest
 from tools.gradients.table import DEFAULT, FILE, compute, list_violations, names_of, parse_table, questions
 
 TABLE = parse_table(FILE.read_text(encoding="utf-8"))
-SMALL = [question for question in questions() if question.group_size == 2 and question.discount == 1]
+SMALL = random.Random(7).sample([one for one in questions() if one.group_size == 2 and one.discount == 1], 8)
 REGENERATE = "run `nox -s gradients` and commit what it writes"
 
 
@@ -24,8 +26,8 @@ def test_no_default_is_biased():
 
 
 @pytest.mark.parametrize("question", SMALL, ids=lambda question: question.shape)
-def test_cells_are_computed_anew(question):
-    """All estimators, in the smallest groups; the session computes the rest."""
+def test_cells_of_small_groups_are_computed_anew(question):
+    """All estimators for eight agents; the session computes the rest."""
     for name, bias in compute(question).items():
         expected = TABLE[question.key][name]
         assert bias.scale == pytest.approx(expected.scale, abs=1e-4), f"{name}: {REGENERATE}"

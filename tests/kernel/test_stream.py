@@ -9,7 +9,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 from attrs import frozen
 
-from areal_actors.errors import ActorStopped, DeadlineExceeded, GenerationAborted, RemoteError
+from areal_actors.errors import ActorStopped, DeadlineExceeded, EngineError, RemoteError
 from areal_actors.kernel import Actor, ActorSystem, Message, StreamMessage
 from areal_actors.testing import virtual_backend
 
@@ -26,7 +26,7 @@ class Source:
     """Address of a generator of numbers."""
 
 
-ERRORS = {"aborted": GenerationAborted("enough"), "odd": ValueError("odd")}
+ERRORS = {"aborted": EngineError("enough"), "odd": ValueError("odd")}
 
 
 @frozen(kw_only=True)
@@ -155,7 +155,7 @@ async def test_stream_error_arrives_after_the_items_before_it():
     """Typed where it was raised on purpose, as text otherwise."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
-        for error, kind in (("aborted", GenerationAborted), ("odd", RemoteError)):
+        for error, kind in (("aborted", EngineError), ("odd", RemoteError)):
             received = []
             with pytest.raises(kind):
                 async with ref.stream(Numbers(n=3, error=error)) as items:
@@ -174,7 +174,7 @@ async def test_stream_gathers_items():
             assert await items.gather(anyio.current_time() + 1e9) == [1, 2, 3, 4]
             assert await items.gather(anyio.current_time() + 1e9) == [5, 6]
             assert await items.gather(anyio.current_time() + 1e9) == []
-            with pytest.raises(GenerationAborted):
+            with pytest.raises(EngineError):
                 await anext(items)
 
 

@@ -69,7 +69,7 @@ def test_what_a_killed_maker_left_is_cleared_away(tmp_path: Path) -> None:
     """A partial model never becomes part of a complete one."""
     partial = tmp_path / ".model.partial"
     partial.mkdir()
-    (partial / "junk").write_text("left by somebody who was killed")
+    (partial / "junk").write_text("left by a killed process")
     made = make_once(tmp_path / "model", fill)
 
     assert [path.name for path in made.iterdir()] == ["weights"]

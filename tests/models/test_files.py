@@ -65,7 +65,7 @@ def test_tokenizers_may_lie_elsewhere(copy: Path) -> None:
     [
         ("smolm2-135m-instruct", "did you mean 'smollm2-135m-instruct'"),
         ("Tiny", "did you mean 'tiny'"),
-        ("somebody/large-model", "HF_HUB_OFFLINE is set.*hf download somebody/large-model"),
+        ("owner/large-model", "HF_HUB_OFFLINE is set.*hf download owner/large-model"),
         ("/no/such/directory", "owner/name on the Hugging Face hub"),
         ("", "complete model|name a directory"),
     ],
@@ -149,7 +149,7 @@ def test_missing_weights_are_an_error(copy: Path) -> None:
 
 @pytest.mark.parametrize("config", ["{", "[]", '{"model_type": "unheard-of"}'])
 def test_a_broken_config_is_an_error(copy: Path, config: str) -> None:
-    """Malformed JSON, JSON of another shape, and an architecture that nobody knows."""
+    """Malformed JSON, JSON of another shape, and an unknown architecture."""
     (copy / "config.json").write_text(config)
 
     with pytest.raises(ModelError, match="cannot be read"):

@@ -37,12 +37,21 @@ LOCAL_ONLY = {
 
 
 class PretendedRef(RemoteRef[Any]):
-    """A ref through the wire. Its statistics are those of the actor, which tests look at."""
+    """A ref through the wire. Its ``stop`` and statistics are those of the local ref."""
 
     def __init__(self, peer: Peer, near: Ref[Any]) -> None:
         super().__init__(near.name, peer.node, peer.limits)
         self._near = near
         peer.adopt(self)
+
+    async def stop(self, *, grace: float | None = None) -> None:
+        # What was told before is admitted first.
+        with anyio.move_on_after(5.0 if grace is None else grace):
+            while self.num_told:
+                await self._acknowledged.wait()
+        await self._near.stop(grace=grace)
+        while self.final_down is None:
+            await self._acknowledged.wait()
 
     def statistics(self):
         return self._near.statistics()

@@ -192,12 +192,6 @@ class StreamMessage(AnyMessage[P_co], Generic[P_co, Item_co]):
         return bind if function is None else bind(function)
 
 
-def marks_of(function: object) -> tuple[HandlerMark, ...]:
-    """Return the marks of the messages that ``function`` was declared to handle."""
-    marks: tuple[HandlerMark, ...] = getattr(function, _MARKS, ())
-    return marks
-
-
 def protocol_of(message: type[AnyMessage[Any]]) -> type | None:
     """Return the protocol that a message class names, or ``None`` while it is still a type variable."""
     protocol = _argument(message, 0)
@@ -253,7 +247,8 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
     # Base classes first; the method is looked up on ``actor``, so that an override need not repeat the decorator.
     for ancestor in reversed(actor.__mro__):
         for name, member in vars(ancestor).items():
-            for mark in marks_of(member):
+            marks: tuple[HandlerMark, ...] = getattr(member, _MARKS, ())
+            for mark in marks:
                 other = owners.get(mark.message, name)
                 if other != name:
                     raise ProtocolError(

@@ -197,6 +197,7 @@ class Ref(ABC, Generic[P_contra]):
 
         Raises:
             DeadlockError: called by a handler of the actor itself, which would wait for its own end.
+            ActorError: the actor is in another process, which stops it.
         """
 
     @abstractmethod

@@ -168,8 +168,10 @@ async def test_remote_tells_wait_for_the_window_and_arrive_in_order():
             actor.go.set()
             while len(sent) < 30:
                 await anyio.lowlevel.checkpoint()
-            await desk.stop()
+            await desk.ask(Echo())
             assert [str(number) for number in range(30)] == actor.seen
+            with pytest.raises(ActorError, match="only in its own process"):
+                await desk.stop()
 
 
 async def test_listener_replaces_a_node_by_its_later_incarnation():

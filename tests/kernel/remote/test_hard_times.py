@@ -22,7 +22,7 @@ from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
 from areal_actors.kernel.remote.frames import Kind, Outbox, Outgoing
 from areal_actors.kernel.remote.hello import greet, receive_hello, send_packet
 from areal_actors.kernel.remote.sockets import SocketStream
-from areal_actors_testing.remote import memory_pair, pretend_remote
+from areal_actors_testing.remote import memory_pair
 
 pytestmark = pytest.mark.anyio
 
@@ -112,36 +112,6 @@ async def test_ask_larger_than_the_limit_fails_alone(side):
                     await remote.ask(Echo(value=value))
 
                 assert await remote.ask(Echo(value=3)) == 3
-
-
-async def test_remote_stop_waits_for_messages_told_before():
-    """What was told before a stop is admitted first; that of one actor says nothing of the other's."""
-    actors = EchoActor(), EchoActor()
-    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        exposed = {f"desk-{number}": await system.spawn(actor, mailbox_size=1) for number, actor in enumerate(actors)}
-        async with pretend_remote(exposed) as (peer, _):
-            desks = [peer.ref(Echoing, name) for name in exposed]
-            for desk in desks:
-                for number in range(4):  # one is handled, one queued, two wait for room
-                    await desk.tell(Note(text=str(number)))
-            await wait_all_tasks_blocked()
-            first, second = anyio.Event(), anyio.Event()
-
-            async def stop(desk: Any, ended: anyio.Event) -> None:
-                await desk.stop(grace=1000)
-                ended.set()
-
-            tasks.start_soon(stop, desks[0], first)
-            await wait_all_tasks_blocked()
-            tasks.start_soon(stop, desks[1], second)
-            await wait_all_tasks_blocked()
-            actors[0].go.set()
-            with anyio.fail_after(10):
-                await first.wait()
-                actors[1].go.set()
-                await second.wait()
-
-    assert [["0", "1", "2", "3"]] * 2 == [actor.seen for actor in actors]
 
 
 class JumpLoop(asyncio.SelectorEventLoop):

@@ -77,7 +77,7 @@ class World:
         self.num_lives += 1
         options = {"node": "worker", "incarnation": self.num_lives} | options
         actor = Host(name)
-        ref = await self.system.spawn(actor, mailbox_size=1)
+        self.ref = ref = await self.system.spawn(actor, mailbox_size=1)
         address = f"unix:{self.path}/own/{self.num_lives}.sock"
         async with listen(address, secret=SECRET, expose={"desk": ref}, **options):
             self.address = address
@@ -199,7 +199,8 @@ async def test_reconnect_reports_each_loss_to_watchers(tmp_path):
                 while line.is_connected:
                     await anyio.lowlevel.checkpoint()
             async with world.life("y"):
-                await desk.stop()
+                await world.ref.stop()
+                await wait_all_tasks_blocked()
                 with pytest.raises(ActorStopped, match="takes no more messages"):
                     await desk.ask(WhoAreYou())
             while line.is_connected:

@@ -94,9 +94,6 @@ async def open_wrong_peer(limits: Limits | None = None) -> AsyncIterator[tuple[W
         [message(Kind.ASK, ASK, seconds=NAN)],
         [message(Kind.ASK, ASK, id=-1)],
         [message(Kind.ASK, ASK), message(Kind.ASK, ASK)],
-        [message(Kind.STOP, ["desk", "hall"])],
-        [message(Kind.STOP, [["desk"], None])],
-        [message(Kind.STOP, ["desk", NAN])],
         [message(Kind.EXPOSED, [["hall"], 1, []])],
         [message(Kind.EXPOSED, ["hall", 1, [1]])],
         [message(Kind.EXPOSED, ["hall", 1, []]), message(Kind.DOWN, ["hall", 1, "lost", None, False])],
@@ -121,11 +118,7 @@ def words() -> st.SearchStrategy[Any]:
     return st.recursive(plain, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner))
 
 
-# A peer that knows the secret may stop the actor.
-kinds = st.sampled_from([kind for kind in Kind if kind is not Kind.STOP])
-
-
-@given(messages=st.lists(st.tuples(kinds, words(), st.integers(0, 9), st.floats()), max_size=5))
+@given(messages=st.lists(st.tuples(st.sampled_from([*Kind]), words(), st.integers(0, 9), st.floats()), max_size=5))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
 async def test_wrong_peer_random_messages_leave_others_served(messages):
     """Messages of every kind with words of every shape."""

@@ -7,8 +7,7 @@ exactly once, with a cause in words, and its owner is notified at that moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from typing import Protocol
 
 import anyio
 from anyio.abc import ByteStream, TaskGroup
@@ -50,17 +49,11 @@ class Connection:
         self._heard_at = self.loop.now()
         self._is_writing = False
         self._written = ChangeSignal()
-        self._tasks: TaskGroup | None = None
 
     def start(self, owner: Owner, tasks: TaskGroup) -> None:
         """Run in ``tasks`` until the connection is cut."""
         self._owner = owner
         tasks.start_soon(self._run, name="connection")
-
-    def start_soon(self, function: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run ``function`` until it ends or the connection is cut; it must not raise."""
-        assert self._tasks is not None, "only what arrives on a connection starts something there"
-        self._tasks.start_soon(function)
 
     def cut(self, cause: str) -> None:
         """End the connection, unless it has already ended."""
@@ -87,10 +80,10 @@ class Connection:
     async def _run(self) -> None:
         try:
             with self._scope:
-                async with anyio.create_task_group() as self._tasks:
-                    self._tasks.start_soon(self._write, name="connection.write")
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(self._write, name="connection.write")
                     if self.limits.heartbeat_seconds < math.inf:
-                        self._tasks.start_soon(self._send_heartbeats, name="connection.heartbeat")
+                        tasks.start_soon(self._send_heartbeats, name="connection.heartbeat")
                     await self._read()
         finally:
             self.cut("this side has closed the connection")

@@ -96,17 +96,16 @@ class Kind(IntEnum):
     ASK = 1
     TELL = 2
     STREAM = 3
-    STOP = 4
-    REPLY = 5
-    ERROR = 6
-    ITEM = 7
-    END = 8
-    CANCEL = 9
-    TAKEN = 10
-    DOWN = 11
-    EXPOSED = 12
-    PING = 13
-    BYE = 14
+    REPLY = 4
+    ERROR = 5
+    ITEM = 6
+    END = 7
+    CANCEL = 8
+    TAKEN = 9
+    DOWN = 10
+    EXPOSED = 11
+    PING = 12
+    BYE = 13
 
 
 _KINDS = {int(kind): kind for kind in Kind}

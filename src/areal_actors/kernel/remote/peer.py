@@ -22,6 +22,7 @@ from anyio.lowlevel import checkpoint
 from attrs import frozen
 
 from areal_actors.errors import (
+    ActorError,
     ActorStopped,
     ArealError,
     ConfigError,
@@ -70,9 +71,9 @@ Names = tuple[str, str, bool]
 class Call:
     """One message to a remote actor, or the stream that it opened."""
 
-    def __init__(self, ref: RemoteRef[Any], peer: Peer, kind: Kind, message: type[AnyMessage[Any]] | None) -> None:
+    def __init__(self, ref: RemoteRef[Any], peer: Peer, kind: Kind, message: type[AnyMessage[Any]]) -> None:
         self.ref, self.peer, self.kind, self.message = ref, peer, kind, message
-        self.name = "its end" if message is None else message.__name__
+        self.name = message.__name__
         self.outgoing = Outgoing(kind)
         self.signal: Signal = peer.connection.loop.new_signal()
         """Set when the call has ended."""
@@ -265,25 +266,9 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         what = f"the handler of {type(message).__name__} in {self.where}"
         return Stream(lambda: self._retry(open_call), what, self._loop, self._limits.cleanup_seconds)
 
-    async def stop(self, *, grace: float | None = None) -> None:
-        """End the actor and wait until it is gone; see ``Ref.stop``.
-
-        Raises:
-            Unreachable: the connection was cut before the actor was gone.
-        """
-
-        async def stop(peer: Peer) -> None:
-            call = Call(self, peer, Kind.STOP, None)
-            call.outgoing.parts = peer.codec.encode([self._name, grace])
-            peer.send(call)
-            try:
-                await call.signal.wait()
-            except BaseException:
-                call.close()
-                raise
-            call.claim()
-
-        await self._retry(stop)
+    async def stop(self, *, grace: float | None = None) -> None:  # noqa: ARG002 - the signature of a ref
+        """Raise ``ActorError``: an actor is stopped in its own process, whose supervision decides about it."""
+        raise ActorError(f"{self.where} can be stopped only in its own process")
 
     def statistics(self) -> ActorStatistics:
         """Return what this side knows about the actor: the counts cover only the calls of this side."""
@@ -300,11 +285,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         )
 
     # ------------------------------------------------------------------------------------------------ the connection
-
-    @property
-    def incarnation(self) -> int:
-        """The actor's present incarnation, as far as is known."""
-        return self._incarnation
 
     def speaks(self, protocol: type) -> bool:
         """Return whether the actor handles messages of ``protocol``."""
@@ -324,8 +304,7 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
 
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
         """Record that an incarnation has ended, as far as this side knows, and notify watchers and waiting senders."""
-        if self.final_down is not None or incarnation < self._incarnation:
-            # A late report about an earlier incarnation.
+        if self.final_down is not None:
             return
         down = Down(ref=self, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting)
         if is_restarting:
@@ -464,7 +443,6 @@ class Server:
         self._running: dict[int, Ask] = {}
         self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
         self._num_unadmitted: Counter[str] = Counter()
-        self._admission = ChangeSignal()
         self._withdrawn_id = 0
         self._last_id = 0
         for one in exposed.values():
@@ -500,32 +478,6 @@ class Server:
                 self._peer.queue(Outgoing(Kind.END, frame.id), is_ahead=True)
             else:
                 self._fail(frame.id, name, error)
-
-    def on_stop(self, frame: Frame) -> None:
-        """Stop an actor on request, and answer when it has ended."""
-        name, grace = self._peer.words(frame, str, (float, int, NoneType))
-        if grace is not None and not grace >= 0:
-            raise ProtocolError(f"{grace} is not a grace period")
-        try:
-            cell = self._find(name).ref.cell
-        except ActorStopped as error:
-            self._fail(frame.id, name, error)
-            return
-
-        def answer(down: Down) -> None:
-            if not down.is_restarting:
-                self._peer.queue(Outgoing(Kind.END, frame.id))
-
-        async def stop() -> None:
-            # Earlier messages are admitted first, within the grace period.
-            deadline = cell.loop.now() + (cell.system.grace if grace is None else grace)
-            with cell.loop.new_scope(deadline=deadline):
-                while self._num_unadmitted[name]:
-                    await self._admission.wait()
-            cell.request_stop(max(deadline - cell.loop.now(), 0.0))
-
-        cell.watch(answer)
-        self._peer.connection.start_soon(stop)
 
     def on_cancel(self, call: int) -> None:
         """Cancel a call whose asker has left."""
@@ -602,7 +554,6 @@ class Server:
 
     def _note_told(self, call: int, name: str, message: str, admitted: bool) -> None:  # noqa: FBT001 - a callback
         self._num_unadmitted[name] -= 1
-        self._admission.notify()
         self._peer.queue(Outgoing(Kind.END, call), is_ahead=True)
         if not admitted:
             reason = "the actor has ended"
@@ -737,7 +688,7 @@ class Peer:
         known = self._refs.get(ref.name)
         if known is not None and known is not ref:
             self._refs[ref.name] = ref
-            ref.go_up(self, known.incarnation, known.messages)
+            ref.go_up(self, known.address.incarnation, known.messages)
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
         """Make an actor of this process reachable over this connection, whichever side opened the connection.
@@ -824,8 +775,6 @@ class Peer:
         match frame.kind:
             case Kind.ASK | Kind.TELL | Kind.STREAM:
                 self._server.on_request(frame)
-            case Kind.STOP:
-                self._server.on_stop(frame)
             case Kind.CANCEL:
                 self._server.on_cancel(frame.id)
             case Kind.TAKEN:
@@ -898,8 +847,6 @@ class Peer:
             call.arrival.set()
 
     def _reply_from(self, data: Any, call: Call) -> Any:
-        if call.message is None:
-            raise ProtocolError("the end of an actor was answered with a reply")
         return self.codec.from_data(data, self._reply_kind(call.message), f"the reply to {call.name}")
 
     def _reply_kind(self, message: type[AnyMessage[Any]]) -> Any:

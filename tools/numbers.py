@@ -151,28 +151,11 @@ def _num_exported(node: ast.stmt) -> int:
 def count_settings() -> tuple[int, int, str]:
     """Return the number of distinct names of settings, of paths, and of those that the commands print."""
     from areal_actors.config import RunConfig
+    from areal_actors.config.reference import paths_of
 
-    paths, distinct = 0, set()
-
-    def visit(cls: type) -> None:
-        nonlocal paths
-        for setting in attrs.fields(attrs.resolve_types(cls)):  # type: ignore[arg-type, type-var]
-            if not setting.init or setting.name.startswith("_"):
-                continue
-            paths += 1
-            distinct.add(setting.name)
-            for section in _sections(setting.type):
-                visit(section)
-
-    visit(RunConfig)
-    return len(distinct), paths, " / ".join(_num_shown(*options) for options in ((), ("--all",)))
-
-
-def _sections(kind: Any) -> Iterator[type]:
-    if attrs.has(kind):
-        yield kind
-    for member in () if getattr(kind, "__origin__", None) is Mapping else getattr(kind, "__args__", ()):
-        yield from _sections(member)
+    paths = paths_of(RunConfig)
+    distinct = {path.rpartition(".")[2] for path in paths}
+    return len(distinct), len(paths), " / ".join(_num_shown(*options) for options in ((), ("--all",)))
 
 
 def _num_shown(*options: str) -> str:

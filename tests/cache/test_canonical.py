@@ -77,7 +77,7 @@ EDITS = {
 
 
 @pytest.mark.parametrize("edit", sorted(EDITS))
-def test_what_differs_in_meaning_is_not_an_echo(edit: str) -> None:
+def test_message_with_another_meaning_is_not_an_echo(edit: str) -> None:
     """A wrong match is worse than none: every edit makes another message of it."""
     assert not is_recognised(EVERYTHING, EDITS[edit](EVERYTHING))
 

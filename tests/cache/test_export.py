@@ -142,7 +142,7 @@ def test_a_fork_of_tokens_is_a_row_of_its_own(new_talk: Callable[..., Any]) -> N
     assert [(row.interactions, row.reward) for row in exported.trajectories] == [(("1",), 0.9), (("2",), 1.0)]
 
 
-def test_what_is_not_trained_is_listed_with_its_reason(talk: Any) -> None:
+def test_untrained_turns_are_listed_with_their_reasons(talk: Any) -> None:
     """Cancelled, not stored, too long, unrewarded: each says so; without sampled tokens there is nothing to list."""
     talk.turn("kept", [user("1")], "A")
     talk.tree.set_reward("kept", 1)

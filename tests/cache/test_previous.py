@@ -118,7 +118,7 @@ def test_an_echo_with_ids_of_its_own_can_be_followed(new_talk: Callable[..., Any
     assert third.messages == (user("c"),)
 
 
-def test_what_cannot_be_followed_is_said(new_talk: Callable[..., Any]) -> None:
+def test_previous_answer_that_cannot_be_continued_is_named(new_talk: Callable[..., Any]) -> None:
     """An unknown id, and answers that are not there yet, were cut, or never came."""
     talk = new_talk()
     for name in ("pending", "cancelled", "failed"):

@@ -105,7 +105,7 @@ def test_the_documented_numbers() -> None:
     assert pytest.approx([0.81, 0.9, 1.0]) == list(backpropagate(chain(0, 0, 1), 0.9).values())
 
 
-def test_nothing_leaks_between_siblings() -> None:
+def test_rewards_do_not_leak_between_siblings() -> None:
     """A reward on C reaches its parent A, and never its sibling B; creation order, which ignores the tree, leaks."""
     tree = RewardTree(ids=("a", "b", "c"), parents=(None, 0, 0), rewards=(0.0, 0.0, 1.0))
 
@@ -240,7 +240,7 @@ def test_numbers_of_all_kinds_are_rewards(value: Any, expected: float) -> None:
         "x" * 1000,
     ],
 )
-def test_what_is_no_finite_number_is_refused(value: Any) -> None:
+def test_reward_that_is_not_finite_is_refused(value: Any) -> None:
     """Text is not guessed at, NaN and what float32 has no number for reach no gradient; messages stay short."""
     with pytest.raises(RewardError) as caught:
         parse_reward(value)

@@ -140,7 +140,7 @@ def test_a_pending_interaction_keeps_its_reward(talk: Any) -> None:
     assert talk.finish("1", answer("x")).reward == 0.5
 
 
-def test_what_was_not_completed_is_not_rewarded(talk: Any) -> None:
+def test_incomplete_answer_is_not_rewarded(talk: Any) -> None:
     """A reward that could train nothing is refused rather than lost."""
     talk.begin("1", [user("a")])
     talk.tree.cancel("1")

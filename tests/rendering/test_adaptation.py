@@ -60,7 +60,7 @@ def test_results_are_the_user_s_words_where_there_is_no_tool_role():
 
 
 @pytest.mark.parametrize("name", ["QWEN", "LLAMA", "MISTRAL"])
-def test_what_a_template_can_do_is_left_to_it(name):
+def test_adaptation_leaves_supported_messages_to_the_template(name):
     """Its own words for tools and calls are used, and ours do not appear."""
     act = say("assistant", tool_calls=(CALL,))
     text = text_of(name, say("user", "x"), act, say("tool", "12", tool_call_id=CALL.id), tools=[TOOL])

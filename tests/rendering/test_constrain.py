@@ -39,14 +39,14 @@ def _names(grammar: Grammar | None) -> str:
     return "".join(leaf.text for leaf in _leaves(grammar) if isinstance(leaf, Exactly))
 
 
-def test_that_nothing_is_demanded_of_a_free_answer(renderer):
+def test_free_answer_has_no_constraint(renderer):
     """No grammar, no mask: neither tools nor their absence constrain anything by themselves."""
     assert renderer.constrain() is None
     assert renderer.constrain(tools=[F, G]) is None
     assert renderer.constrain(tools=[F, G], tool_choice=ToolChoice.NONE) is None
 
 
-def test_that_a_demanded_call_is_one_of_the_tools(renderer):
+def test_required_call_is_one_of_the_tools(renderer):
     """``required`` takes any of them, a name that one; one call if calls may not be parallel."""
     required = renderer.constrain(tools=[F, G], tool_choice=ToolChoice.REQUIRED)
     named = renderer.constrain(tools=[F, G], tool_choice="g", parallel_tool_calls=False)
@@ -60,7 +60,7 @@ def test_that_a_demanded_call_is_one_of_the_tools(renderer):
     assert named.at_most == 1
 
 
-def test_that_with_a_form_the_answer_is_a_call_or_matches(renderer):
+def test_answer_with_a_response_format_is_a_call_or_matches(renderer):
     """With tools that may be called; what is demanded comes first, and what may not be called is left out."""
     either = renderer.constrain(tools=[F], response_format=FORM)
 
@@ -70,7 +70,7 @@ def test_that_with_a_form_the_answer_is_a_call_or_matches(renderer):
     assert FORM not in _leaves(renderer.constrain(tools=[F], tool_choice="f", response_format=FORM))
 
 
-def test_that_a_model_without_a_format_cannot_be_made_to_call():
+def test_required_call_is_refused_without_a_tool_format():
     """Neither by name, nor as one of two ways to answer."""
     mute = create_renderer(create_tiny_tokenizer(), config=RendererConfig(tool_format="none"))
 
@@ -80,7 +80,7 @@ def test_that_a_model_without_a_format_cannot_be_made_to_call():
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_that_every_format_passes_on_how_strict_a_tool_is(name):
+def test_every_format_passes_on_strict_tools(name):
     """Only a strict tool has calls refused for a keyword that no engine can hold."""
     for tool in (F, G):
         form = TOOL_FORMATS[name].constrain([tool], is_parallel=True)
@@ -89,7 +89,7 @@ def test_that_every_format_passes_on_how_strict_a_tool_is(name):
         assert {leaf.is_strict for leaf in schemas} <= {tool.is_strict}
 
 
-def test_that_an_engine_can_see_the_tokenizer(renderer):
+def test_constraint_names_the_tokenizer(renderer):
     """It needs it for its masks."""
     assert isinstance(renderer, HasTokenizer)
     assert renderer.tokenizer.get_vocab_size() == renderer.vocab_size

@@ -163,7 +163,7 @@ def test_history_is_not_read():
     assert history.reads <= {0, 1, 2, 998, 999}
 
 
-def test_what_the_template_refuses_forks_and_then_explains_itself():
+def test_extension_refused_by_the_template_forks_with_its_reason():
     """An extension that cannot be rendered is a fork; rendering it says why."""
     new = say("critic", "again")
 

@@ -77,7 +77,7 @@ def test_tags_may_be_missing():
         f"{CALL}a{SEP}{'[' * 100_000}{CALL_END}",
     ],
 )
-def test_what_is_no_call_stays_text(body):
+def test_deepseek_invalid_call_stays_text(body):
     """Broken JSON, missing names and stray tags are content."""
     text = f"so: {body} ok"
 

@@ -75,7 +75,7 @@ def test_white_space_of_text_is_kept():
         "<tool_call>f" + 2 * "\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>" + "\n</tool_call>",
     ],
 )
-def test_what_is_no_call_stays_text(text):
+def test_glm_invalid_call_stays_text(text):
     """Missing tags and names, words in between, and keys that are said twice."""
     message = read(f"so: {text} ok")
 

@@ -136,7 +136,7 @@ def test_text_without_a_header_is_content():
         "to=" + "a" * 300,
     ],
 )
-def test_what_is_malformed_stays_text(text):
+def test_harmony_malformed_call_stays_text(text):
     """Unknown channels, other recipients, broken headers and broken calls are content, tags and all."""
     assert (text, ()) == (parse(text).content, parse(text).tool_calls)
 

@@ -97,7 +97,7 @@ def test_a_call_alone_has_no_content():
         '{"name": "a", "arguments": {"b": ' + "9" * 5000 + "}}",
     ],
 )
-def test_what_is_no_call_stays_text(body):
+def test_hermes_invalid_call_stays_text(body):
     """Broken JSON, wrong shapes and impossible values are content, tags and all."""
     text = f"so: {call(body)} ok"
 

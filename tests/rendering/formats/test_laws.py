@@ -155,7 +155,7 @@ def enforced(form, *, is_parallel):
 
 @every_format
 @given(data=st.data(), is_parallel=st.booleans())
-def test_what_is_enforced_is_read(form, data, is_parallel):
+def test_enforced_call_is_read(form, data, is_parallel):
     """Any text that the grammar of enforced calls allows is calls of the offered tools, and nothing else."""
     message = parse(form, data.draw(enforced(form, is_parallel=is_parallel)))
 

@@ -69,7 +69,7 @@ def test_answers_of_the_family(text, content, calls):
         ";",
     ],
 )
-def test_what_is_no_call_stays_text(text):
+def test_llama_json_invalid_call_stays_text(text):
     """Other JSON, broken JSON, code, and calls in the middle of a text."""
     message = parse(LLAMA, text)
 

@@ -93,7 +93,7 @@ def test_either_form_is_read(form):
         "[" * 100_000 + "]" * 100_000,
     ],
 )
-def test_what_is_no_call_stays_text(body):
+def test_mistral_invalid_call_stays_text(body):
     """Broken JSON, missing names and impossible values are content, marker and all."""
     text = f"so: [TOOL_CALLS]{body}"
 

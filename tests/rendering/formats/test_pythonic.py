@@ -87,7 +87,7 @@ def test_answers_of_the_family(text, content, calls):
         "[f(x=" + "-" * 100_000 + "1)]",
     ],
 )
-def test_what_is_no_list_of_calls_stays_text(text):
+def test_pythonic_invalid_list_of_calls_stays_text(text):
     """Expressions, positions, names, values that JSON does not have, mistakes, and depth."""
     message = parse(PYTHONIC, text)
 

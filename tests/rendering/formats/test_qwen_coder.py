@@ -154,7 +154,7 @@ def test_values_have_the_types_of_the_schema(key, written, value):
         call(text="a", line=1).replace("line", "text"),
     ],
 )
-def test_what_is_no_call_stays_text(text):
+def test_qwen_coder_invalid_call_stays_text(text):
     """Missing tags, other formats, words in between, and parameters that are said twice."""
     message = read(f"so: {text} ok")
 

@@ -36,6 +36,7 @@
     ├── RenderError                 messages that the chat template rejects                     (request)
     ├── EngineError                 the engine failed                                           (engine)
     │   ├── GenerationAborted       aborted on request, by an engine of another package
+    │   ├── EngineInterrupted       ended early on purpose; the generation continues, also at the same engine
     │   ├── EngineLost              its server is lost; requests wait for it or move to other engines
     │   └── CaptureViolation        ids, log-probabilities or versions that are impossible
     ├── EpisodeError                an agent's episode failed; only this episode is rejected    (episode)
@@ -78,6 +79,7 @@ __all__ = [
     "DeadlockError",
     "EncodingError",
     "EngineError",
+    "EngineInterrupted",
     "EngineLost",
     "EpisodeError",
     "EpisodeLimitReached",
@@ -373,6 +375,10 @@ class GenerationAborted(EngineError):
     For engines of other packages: it ends the request, which moves to no other engine, and its client is asked to try
     again. The engines of this one end an aborted stream with ``FinishReason.ABORT``.
     """
+
+
+class EngineInterrupted(EngineError):
+    """The engine has ended a generation early on purpose; it continues after the tokens sampled so far."""
 
 
 class EngineLost(EngineError):

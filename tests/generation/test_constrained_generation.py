@@ -79,7 +79,7 @@ async def answer(engine: TorchEngine, request: EngineRequest):
     return (*(np.concatenate(column).tolist() for column in columns), seen[-1].finish)
 
 
-async def test_that_constrained_neighbours_change_no_free_answer(create_llama):
+async def test_constrained_rows_do_not_change_free_ones(create_llama):
     """Nor the other way round: with equal company or none, every request samples what it would alone."""
     requests = [ask(n, CALL if n % 2 else None, max_new_tokens=30) for n in range(8)]
     together: dict[str, Any] = {}
@@ -96,7 +96,7 @@ async def test_that_constrained_neighbours_change_no_free_answer(create_llama):
     assert alone == together
 
 
-async def test_that_forced_tokens_are_certain(create_llama):
+async def test_forced_tokens_have_probability_one(create_llama):
     """Log-probabilities are those under the mask; the raw ones remain the model's."""
     async with open_engine(create_llama) as engine:
         ids, logprobs, raw, finish = await answer(engine, ask(0, Exactly(text="said and done")))
@@ -107,7 +107,7 @@ async def test_that_forced_tokens_are_certain(create_llama):
     assert finish is FinishReason.STOP
 
 
-async def test_that_an_answer_ends_where_nothing_can_follow(create_llama):
+async def test_answer_ends_where_nothing_can_follow(create_llama):
     """Without a stop token, or without room for one, it has come to its end all the same; with less room it has not."""
     text = encode("said and done")
     async with open_engine(create_llama) as engine:
@@ -121,7 +121,7 @@ async def test_that_an_answer_ends_where_nothing_can_follow(create_llama):
     assert (tokenizer().decode(open_end[0]), open_end[3]) == ("aaa", FinishReason.LENGTH)
 
 
-async def test_that_new_weights_go_on_under_the_same_grammar(create_llama):
+async def test_constrained_answer_continues_with_new_weights(create_llama):
     """A pause, other weights and computing anew are between two tokens of one answer, which still matches."""
     snapshot = Snapshot(version=1, state=create_llama(V, seed=1).state_dict())
     async with open_engine(create_llama) as engine, engine.generate(ask(1, CALL)) as chunks:
@@ -137,7 +137,7 @@ async def test_that_new_weights_go_on_under_the_same_grammar(create_llama):
     assert all(re.fullmatch(r"<tool_call>\n.*\n</tool_call><\|im_end\|>", text, re.DOTALL) for text in texts)
 
 
-async def test_that_a_grammar_which_cannot_go_on_ends_its_own_generation_only(create_llama):
+async def test_exhausted_grammar_ends_only_its_generation(create_llama):
     """A vocabulary without the letters that must come: an error that says so, and the engine lives on."""
     async with TorchEngine.open(CONFIG, model=create_llama(100), tokenizer=tokenizer().backend_tokenizer) as engine:
         with pytest.raises(UnsupportedParameter, match="cannot be constrained to this form: no token"):
@@ -145,7 +145,7 @@ async def test_that_a_grammar_which_cannot_go_on_ends_its_own_generation_only(cr
         assert (await answer(engine, ask(1, max_new_tokens=5)))[0]
 
 
-async def test_an_expression_that_is_too_large_is_refused(create_llama):
+async def test_expression_that_grows_too_large_is_refused(create_llama):
     """It compiles, and the lexer gives up behind the first characters: the request's fault, not the engine's."""
     async with open_engine(create_llama) as engine:
         with pytest.raises(UnsupportedParameter, match="cannot be constrained to this form: lexer error"):
@@ -153,7 +153,7 @@ async def test_an_expression_that_is_too_large_is_refused(create_llama):
         assert (await answer(engine, ask(1, max_new_tokens=5)))[0]
 
 
-async def test_that_an_engine_without_a_tokenizer_says_so(create_llama):
+async def test_engine_without_tokenizer_refuses_grammars(create_llama):
     """Before anything runs."""
     async with TorchEngine.open(CONFIG, model=create_llama(V)) as engine:
         assert not engine.info.has_grammars
@@ -161,7 +161,7 @@ async def test_that_an_engine_without_a_tokenizer_says_so(create_llama):
             await answer(engine, ask(0, CALL))
 
 
-async def test_that_leaving_while_a_grammar_is_compiled_leaves_nothing(create_llama):
+async def test_leaving_during_compilation_frees_the_generation(create_llama):
     """The id is free again, and nothing runs."""
     async with open_engine(create_llama) as engine:
         with anyio.CancelScope() as scope:

@@ -145,7 +145,7 @@ def draw_answer(constraint: Constraint, seed: int, *, num_tokens: int, **samplin
 
 @given(schemas, st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.7, 1.0]), st.sampled_from([1.0, 0.5]))
 @settings(deadline=None)
-def test_that_whatever_a_random_model_says_validates(schema, seed, temperature, top_p):
+def test_constrained_answers_of_random_model_validate(schema, seed, temperature, top_p):
     """Every answer that comes to its end is JSON of the schema, however it was sampled."""
     constraint = constrain(JsonText(schema=schema))
     ids, is_complete = draw_answer(
@@ -211,7 +211,7 @@ TEXTS = {
 
 @pytest.mark.parametrize("special", [(), ("<tool_call>", "</tool_call>", "</think>")], ids=["plain", "special"])
 @pytest.mark.parametrize("name", TEXTS)
-def test_that_a_model_may_say_what_matches_as_it_would(name, special):
+def test_matching_text_is_allowed_as_the_model_tokenizes_it(name, special):
     """The tokens that the model's own tokenizer cuts a matching text into are allowed, one after another."""
     grammar, text = TEXTS[name]
     constraint = constrain(grammar, more_special=special)
@@ -235,7 +235,7 @@ def test_that_a_model_may_say_what_matches_as_it_would(name, special):
         (FreeText(), "a<|im_start|>"),
     ],
 )
-def test_that_what_does_not_match_is_not_allowed(grammar, text):
+def test_text_that_does_not_match_is_not_allowed(grammar, text):
     """Sooner or later, on the way through the text; white space in JSON has an end, and special tokens are not text."""
     constraint = constrain(grammar)
     for token in encode(text):
@@ -245,7 +245,7 @@ def test_that_what_does_not_match_is_not_allowed(grammar, text):
     pytest.fail(f"{text!r} was allowed")
 
 
-def test_that_every_stop_token_ends_an_answer_exactly_where_it_may_end():
+def test_stop_tokens_are_allowed_exactly_where_an_answer_may_end():
     """Also one that stands for the end within the library, and none that is not a stop token here."""
     constraint = constrain(Exactly(text="yes"), stop_ids=(2, 1, 10**9, -1))
 
@@ -256,7 +256,7 @@ def test_that_every_stop_token_ends_an_answer_exactly_where_it_may_end():
     assert constraint.is_over
 
 
-def test_that_equal_grammars_are_compiled_once_and_walked_apart():
+def test_equal_grammars_are_compiled_once_and_walked_apart():
     """Compiled grammars are kept; what one generation says changes nothing for another."""
     grammar = JsonText(schema={"const": "kept"})
     first, second = constrain(grammar), constrain(grammar)
@@ -268,7 +268,7 @@ def test_that_equal_grammars_are_compiled_once_and_walked_apart():
     assert second.allowed().tolist() == third.allowed().tolist() != first.allowed().tolist()
 
 
-def test_that_only_so_many_grammars_are_kept(monkeypatch):
+def test_number_of_cached_grammars_is_bounded(monkeypatch):
     """Strangers may send any number of them."""
     monkeypatch.setattr("areal_actors.generation.torch.constraint._MAX_KEPT", 3)
     own = GrammarCompiler(tokenizer().backend_tokenizer, vocab_size=V)
@@ -290,14 +290,14 @@ def test_that_only_so_many_grammars_are_kept(monkeypatch):
         (Exactly(text="x" * 3_000_000), InvalidRequest, "3000010 characters"),
     ],
 )
-def test_that_a_grammar_that_cannot_be_held_is_refused(grammar, error, words):
+def test_unsupported_grammar_is_refused(grammar, error, words):
     """With the reason, and in a time that a client can wait for."""
     with pytest.raises(error, match=words):
         constrain(grammar)
 
 
-def test_that_deep_schemas_are_refused():
-    """Nobody's stack overflows."""
+def test_deep_schemas_are_refused():
+    """Compilation does not overflow the stack."""
     schema: dict[str, Any] = {"type": "object"}
     for _ in range(900):
         schema = {"type": "object", "properties": {"a": schema}}
@@ -306,7 +306,7 @@ def test_that_deep_schemas_are_refused():
         constrain(JsonText(schema=schema))
 
 
-def test_that_keywords_beyond_the_library_are_let_go_where_the_schema_is_not_strict():
+def test_unsupported_keywords_are_ignored_unless_schema_is_strict():
     """A tool's schema comes from elsewhere, and most of it is better than none."""
     schema = {"type": "array", "items": {"enum": [1]}, "uniqueItems": True}
 
@@ -315,7 +315,7 @@ def test_that_keywords_beyond_the_library_are_let_go_where_the_schema_is_not_str
         constrain(JsonText(schema=schema))
 
 
-def test_that_a_tokenizer_that_does_not_serve_is_named():
+def test_unsupported_tokenizer_is_named():
     """Without special tokens there is nothing that could stand for the end."""
     bare = Tokenizer(models.BPE(vocab={"a": 0, "b": 1}, merges=[]))
     with pytest.raises(UnsupportedParameter, match="special tokens"):

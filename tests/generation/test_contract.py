@@ -108,7 +108,7 @@ ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
 @pytest.mark.anyio
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("name", ENGINES)
-async def test_an_engine_keeps_the_contract(name: str, check: Check) -> None:
+async def test_engine_keeps_the_contract(name: str, check: Check) -> None:
     """What the check says holds for this engine, on this event loop."""
     async with ENGINES[name]() as subject:
         await check(subject)

@@ -33,7 +33,7 @@ def create_models(llama):
     yield Qwen3ForCausalLM(Qwen3Config(vocab_size=96, **SIZES, **HEADS)).eval()
 
 
-def test_prompts_in_chunks_and_decode_steps_are_the_models_own(llama):
+def test_slot_decoder_equals_the_model(llama):
     """Two sequences that end up in one batch: logits equal those of a plain forward pass."""
     for model in create_models(llama):
         ids = torch.randint(96, (2, LENGTH), generator=torch.Generator().manual_seed(1))
@@ -56,7 +56,7 @@ def test_prompts_in_chunks_and_decode_steps_are_the_models_own(llama):
         torch.testing.assert_close(torch.stack(steps, 1), expected[:, 6:], atol=1e-5, rtol=1e-5)
 
 
-def test_a_copied_prefix_is_continued(llama):
+def test_copied_prefix_is_continued(llama):
     """The copy yields what its source would."""
     ids = np.arange(9)
     with torch.inference_mode():
@@ -102,7 +102,7 @@ async def test_weights_are_replaced_in_place(llama, create_request, recompute):
     )
 
 
-def test_memory_that_is_missing_is_named(llama, monkeypatch):
+def test_missing_memory_is_named(llama, monkeypatch):
     """With what is needed, what there is, and the setting that fits."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (2**30, 2**33))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)

@@ -15,7 +15,7 @@ from areal_actors_testing.engine_contract import collect, join_ids
 pytestmark = pytest.mark.anyio
 
 
-async def test_it_echoes(create_request):
+async def test_echo_engine_repeats_its_prompt(create_request):
     """Without a script the prompt comes back, and ends with STOP."""
     chunks = await collect(EchoEngine(), create_request(0, [5, 6, 7]))
 
@@ -32,7 +32,7 @@ async def test_answers_come_in_order(create_request):
     assert [request.id for request in engine.requests] == ["0", "1", "2"]
 
 
-async def test_a_gate_lets_single_tokens_through(create_request):
+async def test_gate_releases_single_tokens(create_request):
     """A gated engine samples exactly as many tokens as were released."""
     engine = EchoEngine(is_gated=True)
     seen = []
@@ -54,7 +54,7 @@ async def test_a_gate_lets_single_tokens_through(create_request):
     assert join_ids(seen) == [5, 6, 7]
 
 
-async def test_failing_reaches_those_who_wait(create_request):
+async def test_failure_reaches_waiting_consumers(create_request):
     """``fail`` raises in a waiting consumer and in every later call, with the cause."""
     engine = EchoEngine(is_gated=True)
     async with anyio.create_task_group() as tasks:

@@ -35,7 +35,7 @@ KEY = SampleKey(seed=1)
         ("stop", ("",)),
     ],
 )
-def test_what_cannot_be_sampled_with_is_refused_by_name(field, value):
+def test_invalid_sampling_parameters_are_refused_by_name(field, value):
     """The error names the parameter, for the client's SDK to read."""
     request = EngineRequest(id="a", prompt=[1], sampling=Sampling(**{field: value}), key=KEY)
     with pytest.raises(InvalidRequest) as caught:
@@ -51,7 +51,7 @@ def test_prompts_outside_the_vocabulary_are_refused(prompt):
         validate_request(EngineRequest(id="a", prompt=prompt, key=KEY), INFO, can_decode=True)
 
 
-def test_a_prompt_without_room_is_refused():
+def test_prompt_without_room_is_refused():
     """One token of output must fit."""
     validate_request(EngineRequest(id="a", prompt=[1] * 15, key=KEY), INFO, can_decode=False)
     with pytest.raises(ContextLengthExceeded):
@@ -65,7 +65,7 @@ def test_stop_strings_need_a_tokenizer():
         validate_request(request, INFO, can_decode=False)
 
 
-def test_the_context_bounds_the_output():
+def test_context_bounds_the_output():
     """A generation ends with LENGTH when prompt and output fill the context."""
     generation = Generation.create(EngineRequest(id="a", prompt=[1] * 14, key=KEY), context_length=16, decode=None)
     generation.append(5)
@@ -77,7 +77,7 @@ def test_the_context_bounds_the_output():
 
 
 @given(st.text("abc", max_size=60), st.lists(st.text("abc", min_size=1, max_size=3), min_size=1, max_size=3))
-def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop):
+def test_stop_string_is_found_at_the_token_that_completes_it(text, stop):
     """The scanner that looks at a window agrees with looking at the whole text."""
     scanner = StopScanner(tuple(stop), lambda ids: "".join(map(chr, ids)))
     expected = next((i for i in range(len(text)) if any(s in text[: i + 1] for s in stop)), None)
@@ -87,7 +87,7 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(text, stop):
 
 
 @given(num_earlier=st.integers(0, 5))
-def test_a_stop_string_is_found_across_a_move(num_earlier):
+def test_stop_string_is_found_across_a_move(num_earlier):
     """Its first tokens were sampled by an engine that died; they are at the end of the prompt of the next one."""
     text = [*map(ord, "xySTOP")]
     key = SampleKey(seed=1, num_drawn=num_earlier)
@@ -102,7 +102,7 @@ def test_a_stop_string_is_found_across_a_move(num_earlier):
     assert [None] * (5 - num_earlier) + [FinishReason.STOP] == finishes
 
 
-def test_the_window_stays_small():
+def test_stop_scanner_window_stays_small():
     """A long output is not decoded again and again."""
     sizes = []
 

@@ -89,7 +89,7 @@ def forbid_loading(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", MODELS)
-async def test_a_known_model_is_read_from_its_files(tmp_path, name, dtype, sample, forbid_loading):
+async def test_known_model_is_read_from_its_files(tmp_path, name, dtype, sample, forbid_loading):
     """Neither built nor compared again; what is known of it, each token and each probability are the same."""
     model = save(MODELS[name](), tmp_path / "model", max_shard_size="10kB")
     before = await sample(model, dtype=dtype)
@@ -134,7 +134,7 @@ async def test_files_that_lack_a_weight_are_refused_as_before(tmp_path, sample):
 
 
 @pytest.mark.parametrize("damage", ["", "{", '{"vocab_size": 1}', "[]"])
-async def test_a_damaged_cache_is_written_anew(tmp_path, cache, damage, sample, forbid_loading):
+async def test_damaged_cache_is_written_anew(tmp_path, cache, damage, sample, forbid_loading):
     """And so is one of another version."""
     model = save(create_llama(), tmp_path / "model")
     before = await sample(model)
@@ -146,7 +146,7 @@ async def test_a_damaged_cache_is_written_anew(tmp_path, cache, damage, sample, 
     assert before == await sample(model)
 
 
-async def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, cache, sample):
+async def test_cache_that_cannot_be_written_is_done_without(tmp_path, cache, sample):
     """The model is tried at each start."""
     cache.parent.mkdir(exist_ok=True)
     cache.write_text("a file")

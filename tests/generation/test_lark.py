@@ -36,12 +36,12 @@ NOT_B = r"(/(?s:.*)/ & ~/(?s:.*)\x{3c}b\x{3e}(?s:.*)/)"
         ),
     ],
 )
-def test_that_each_word_has_its_translation(grammar: Grammar, expected: str) -> None:
+def test_each_word_has_its_translation(grammar: Grammar, expected: str) -> None:
     """Texts of added tokens are the tokens; white space in JSON is bounded."""
     assert expected == format_lark(grammar, tokens={"<a>": 7})
 
 
-def test_that_free_text_ends_where_the_next_text_begins() -> None:
+def test_free_text_ends_where_the_next_text_begins() -> None:
     """A text and what follows it are one terminal: as two, the first would swallow the beginning of the second."""
     thought = InOrder(parts=(FreeText(excluding=("<b>",)), InOrder(parts=(Exactly(text="<b>"), JSON))))
 
@@ -49,21 +49,21 @@ def test_that_free_text_ends_where_the_next_text_begins() -> None:
     assert f"start: T0 <[9]> {JSON_RULE}\nT0: {NOT_B}\n" == format_lark(thought, tokens={"<b>": 9})
 
 
-def test_that_what_is_optional_is_no_part_of_a_terminal() -> None:
+def test_optional_parts_are_not_part_of_a_terminal() -> None:
     """A terminal is as long as it can be: it would take what begins alike for what was left out."""
     text = InOrder(parts=(FreeText(excluding=("<b>",)), Exactly(text="<b>"), Repeated(part=FreeText(), at_least=0)))
 
     assert f'start: T0 (T1 (T1){{0,}})?\nT0: {NOT_B} "<b>"\nT1: /(?s:.*)/\n' == format_lark(text, tokens={})
 
 
-def test_that_a_schema_cannot_set_options_of_the_library() -> None:
+def test_schema_cannot_set_options_of_the_library() -> None:
     """What a client writes into its schema changes nothing but the language."""
     text = format_lark(JsonText(schema={"x-guidance": {"whitespace_flexible": False}}), tokens={})
 
     assert "whitespace_flexible" not in text
 
 
-def test_that_what_cannot_be_written_is_refused() -> None:
+def test_grammar_that_cannot_be_written_is_refused() -> None:
     """A schema that is nested without end, or that holds what is not JSON."""
     endless: dict[str, object] = {}
     endless["not"] = endless

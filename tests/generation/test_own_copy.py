@@ -22,7 +22,7 @@ def create_model() -> LlamaForCausalLM:
     return LlamaForCausalLM(config).eval()
 
 
-def test_a_copy_has_the_positions_of_a_model_that_was_loaded_in_its_format(tmp_path):
+def test_copy_has_the_positions_of_a_model_that_was_loaded_in_its_format(tmp_path):
     """Rounded frequencies of rotary embeddings are off by radians after a thousand tokens."""
     model = create_model()
     model.save_pretrained(tmp_path)
@@ -35,7 +35,7 @@ def test_a_copy_has_the_positions_of_a_model_that_was_loaded_in_its_format(tmp_p
         torch.testing.assert_close(copied(ids).logits, loaded(ids).logits, rtol=0, atol=0)
 
 
-def test_the_model_itself_is_left_as_it_is():
+def test_model_itself_is_left_as_it_is():
     """The trainer goes on with it."""
     model = create_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}

@@ -97,7 +97,7 @@ def test_one_row_agrees_with_the_reference(logits, sampling, prompt, output, all
 
 
 @given(st.integers(1, 1500), st.integers(0, 2**32 - 1))
-def test_a_row_does_not_depend_on_its_batch(vocab_size, seed):
+def test_row_does_not_depend_on_its_batch(vocab_size, seed):
     """Any vocabulary size; beside neutral, truncated and masked rows, a row samples the same bits as alone."""
     rng = np.random.default_rng(seed)
     logits = torch.from_numpy(rng.normal(size=(6, vocab_size)).astype(np.float32)) * 4
@@ -130,7 +130,7 @@ rows_strategy = st.lists(
 
 
 @given(rows_strategy)
-def test_a_batch_of_mixed_settings_is_sampled_as_its_rows_alone(drawn):
+def test_mixed_batch_is_sampled_as_its_rows_alone(drawn):
     """Penalties, biases, masks and truncation of one row change nothing in another."""
     logits = torch.tensor([values for values, *_ in drawn], dtype=torch.float32)
     rows = [row(uniform, sampling, prompt, output, mask) for _, sampling, prompt, output, mask, uniform in drawn]
@@ -141,7 +141,7 @@ def test_a_batch_of_mixed_settings_is_sampled_as_its_rows_alone(drawn):
         assert together.raw_logprobs[i] == pytest.approx(alone.raw_logprobs[0], abs=1e-6)
 
 
-def test_a_flat_distribution_is_truncated_beyond_the_candidates():
+def test_flat_distribution_is_truncated_beyond_the_candidates():
     """top-p that needs more tokens than the quick look has is still exact."""
     draw = sample(torch.zeros(1, 5000), [row(0.999999, Sampling(top_p=0.5))])
 
@@ -168,7 +168,7 @@ def test_frequencies_follow_the_distribution():
     assert (np.abs(actual - expected) < 5 * np.sqrt(expected / len(uniforms))).all()
 
 
-def test_logits_that_are_no_numbers_are_reported():
+def test_non_finite_logits_are_reported():
     """A row of NaN is marked, and its neighbour is sampled as ever."""
     draw = sample(torch.tensor([[torch.nan, 1.0], [0.0, 50.0]]), [row(0.5), row(0.5)])
 
@@ -186,7 +186,7 @@ def test_alternatives_are_the_most_probable():
 
 
 @given(logits_strategy, sampling_strategy, masks_strategy.filter(lambda mask: mask is not None))
-def test_a_masked_row_is_a_distribution_over_what_is_allowed(logits, sampling, allowed):
+def test_masked_row_is_a_distribution_over_allowed_tokens(logits, sampling, allowed):
     """Its probabilities sum to one, and a certain token has the log-probability 0; the raw ones know no mask."""
     sampling = evolve(sampling, top_logprobs=9)
     draw = sample(torch.tensor([logits], dtype=torch.float32), [row(0.5, sampling, allowed=allowed)])

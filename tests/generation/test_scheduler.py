@@ -1,4 +1,4 @@
-"""The scheduler: what a slot says it holds is what was put there, and everybody is served."""
+"""The scheduler: slots hold what was put there, and all generations are admitted."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ prompts_strategy = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=40)
 
 
 @given(prompts_strategy, st.integers(1, 4), st.integers(1, 24), st.booleans(), st.data())
-def test_everybody_is_served_from_what_is_there(prompts, num_slots, chunk, deterministic, data):
+def test_all_generations_are_admitted_eventually(prompts, num_slots, chunk, deterministic, data):
     """Prefixes come from slots that hold those tokens, chunks tile the rest, all end, also when the weights change."""
     scheduler = Scheduler(num_slots=num_slots, prefill_chunk=chunk, deterministic=deterministic)
     memory = Memory(scheduler)
@@ -78,7 +78,7 @@ def test_everybody_is_served_from_what_is_there(prompts, num_slots, chunk, deter
     assert not scheduler.waiting
 
 
-def test_a_group_is_prefilled_once():
+def test_group_is_prefilled_once():
     """Of eight equal prompts only the first is computed; the others wait for it and copy."""
     scheduler = Scheduler(num_slots=8, prefill_chunk=16)
     memory = Memory(scheduler)
@@ -91,7 +91,7 @@ def test_a_group_is_prefilled_once():
     assert not scheduler.running
 
 
-def test_the_next_turn_continues_in_place():
+def test_next_turn_continues_in_place():
     """A prompt that extends an ended generation takes its slot, with all that is there; a stranger takes another."""
     scheduler = Scheduler(num_slots=2, prefill_chunk=64)
     memory = Memory(scheduler)
@@ -108,7 +108,7 @@ def test_the_next_turn_continues_in_place():
     assert stranger.slot is not continued.slot
 
 
-def test_the_slot_used_longest_ago_is_given_away():
+def test_least_recently_used_slot_is_reused():
     """Free slots keep what they hold until others are older."""
     scheduler = Scheduler(num_slots=2, prefill_chunk=64)
     memory = Memory(scheduler)

@@ -57,7 +57,7 @@ def test_sharing_never_reads_more(rows):
     assert shared <= sum(s.stop - s.start for s in plan_alone(rows).segments)
 
 
-def test_a_group_reads_its_prompt_once():
+def test_group_reads_its_prompt_once():
     """Two groups of four with a common beginning: the beginning once, each prompt's rest once."""
     head = np.arange(40)
     groups = [as_ints(np.concatenate([head, np.full(35, 50 + g)])) for g in (0, 1) for _ in range(4)]

@@ -71,7 +71,7 @@ def runner(request):
     return request.param
 
 
-async def test_logprobs_are_exact_in_any_company(llama, create_request, recompute, path):
+async def test_logprobs_are_exact_in_any_batch(llama, create_request, recompute, path):
     """Mixed lengths, shared prefixes, chunked prefill, joining and leaving: each token's logprob is the model's own."""
     prompts = create_prompts(14)
     requests = [create_request(i, p, max_new_tokens=10 + 3 * i) for i, p in enumerate(prompts)]
@@ -100,7 +100,7 @@ async def test_other_architectures_are_exact(create_request, recompute, runner):
     np.testing.assert_allclose(join_logprobs(chunks), recompute(model, PROMPT, join_ids(chunks)), atol=1e-4)
 
 
-async def test_a_group_and_the_next_turn_are_cached(llama, create_request, recompute, runner):
+async def test_group_and_next_turn_use_the_prefix_cache(llama, create_request, recompute, runner):
     """Equal prompts are computed once; a prompt that extends an answer reuses all of it; logprobs stay exact."""
     async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
         group = await run_all(engine, [create_request(i, PROMPT, max_new_tokens=9) for i in range(6)])
@@ -114,7 +114,7 @@ async def test_a_group_and_the_next_turn_are_cached(llama, create_request, recom
     np.testing.assert_allclose(join_logprobs(chunks), recompute(llama, turn, join_ids(chunks)), atol=1e-4)
 
 
-async def test_weights_that_change_in_flight(llama, create_request, recompute, runner):
+async def test_running_generations_continue_with_new_weights(llama, create_request, recompute, runner):
     """After a load each logprob is that of the new weights given the whole prefix, and old keys are not reused."""
     new = type(llama)(llama.config).eval()
     async with TorchEngine.open(CONFIG, model=llama, version=4, create_runner=runner) as engine:
@@ -137,7 +137,7 @@ async def test_weights_that_change_in_flight(llama, create_request, recompute, r
     np.testing.assert_allclose(join_logprobs(again), recompute(new, PROMPT, join_ids(again)), atol=1e-4)
 
 
-async def test_a_snapshot_that_does_not_fit_keeps_the_old_weights(llama, create_request, recompute):
+async def test_snapshot_that_does_not_fit_keeps_the_old_weights(llama, create_request, recompute):
     """``ModelError``, the old version, and sampling goes on."""
     async with TorchEngine.open(CONFIG, model=llama, version=3) as engine:
         with pytest.raises(ModelError, match="missing"):
@@ -149,7 +149,7 @@ async def test_a_snapshot_that_does_not_fit_keeps_the_old_weights(llama, create_
     np.testing.assert_allclose(join_logprobs(chunks), recompute(llama, PROMPT, join_ids(chunks)), atol=1e-4)
 
 
-async def test_a_saved_model_is_opened_and_loaded(llama, create_request, recompute, tmp_path):
+async def test_saved_model_is_opened_and_loaded(llama, create_request, recompute, tmp_path):
     """A directory opens an engine, and a snapshot may be one too."""
     new = type(llama)(llama.config).eval()
     llama.save_pretrained(tmp_path / "old")
@@ -163,7 +163,7 @@ async def test_a_saved_model_is_opened_and_loaded(llama, create_request, recompu
     np.testing.assert_allclose(join_logprobs(after), recompute(new, PROMPT, join_ids(after)), atol=1e-4)
 
 
-async def test_a_model_that_goes_on_training_does_not_reach_the_engine(llama, create_request):
+async def test_engine_has_a_copy_of_the_trained_model(llama, create_request):
     """The engine has its own copy of the weights, and opening it leaves the given model as it was."""
     before = {name: value.clone() for name, value in llama.state_dict().items()}
     async with TorchEngine.open(CONFIG, model=llama) as engine:
@@ -178,7 +178,7 @@ async def test_a_model_that_goes_on_training_does_not_reach_the_engine(llama, cr
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_deterministic_samples_do_not_depend_on_company(llama, create_request, runner, dtype):
+async def test_deterministic_samples_do_not_depend_on_the_batch(llama, create_request, runner, dtype):
     """Any order and any concurrency give the same ids and the same bits of logprobs."""
     config = TorchEngineConfig(dtype=dtype, max_concurrent=8, prefill_chunk=16, deterministic=True)
     prompts = [*create_prompts(9), PROMPT, PROMPT]
@@ -221,8 +221,8 @@ async def test_greedy_takes_the_most_probable(llama, create_request, runner):
     assert [t[0].token_id for c in chunks for t in c.top_logprobs] == join_ids(chunks)
 
 
-async def test_a_dead_thread_fails_everybody(llama, create_request, monkeypatch):
-    """Those who wait, and later calls, get ``EngineError`` with the cause; nobody hangs."""
+async def test_failed_thread_fails_all_requests(llama, create_request, monkeypatch):
+    """Waiting and later calls raise ``EngineError`` with the cause, and none hangs."""
 
     def explode(*_):
         raise MemoryError("no memory for keys")
@@ -242,7 +242,7 @@ async def test_a_dead_thread_fails_everybody(llama, create_request, monkeypatch)
     assert isinstance(caught.value.__cause__, MemoryError)
 
 
-async def test_an_engine_that_does_not_open_leaves_no_thread(llama):
+async def test_engine_that_does_not_open_leaves_no_thread(llama):
     """Neither its own nor the one that watches it."""
 
     def explode(*_, **__):
@@ -271,7 +271,7 @@ def hang(monkeypatch):
     is_over.set()
 
 
-async def test_a_step_that_hangs_fails_all_requests(llama, create_request, hang):
+async def test_step_that_hangs_fails_all_requests(llama, create_request, hang):
     """Requests, later calls and ``wait_failed`` get an error that says where the thread is; closing does not wait."""
     config = evolve(CONFIG, step_timeout_seconds=0.2)
     with anyio.fail_after(30):
@@ -290,7 +290,7 @@ async def test_a_step_that_hangs_fails_all_requests(llama, create_request, hang)
     assert isinstance(caught.value.__cause__, TimeoutError)
 
 
-async def test_a_load_that_hangs_fails(llama, hang):
+async def test_load_that_hangs_fails(llama, hang):
     """It is shielded from cancellation, so that without a deadline nothing ended it."""
     config = evolve(CONFIG, step_timeout_seconds=0.2)
     hang(worker, "load_snapshot")
@@ -318,7 +318,7 @@ async def test_many_short_steps_do_not_count_as_a_hang(llama, create_request, mo
     assert time.monotonic() - began > 0.5
 
 
-async def test_weights_that_are_no_numbers_fail_the_generation_only(llama, create_request, runner):
+async def test_non_finite_logits_fail_only_their_generation(llama, create_request, runner):
     """NaN logits are an ``EngineError`` of the generation; sound weights make the engine serve again."""
     broken = {name: torch.full_like(value, torch.nan) for name, value in llama.state_dict().items()}
     async with TorchEngine.open(CONFIG, model=llama, create_runner=runner) as engine:
@@ -354,7 +354,7 @@ async def test_closing_ends_what_runs(llama, create_request, runner):
     assert seen[-1].finish is FinishReason.ABORT
 
 
-async def test_an_id_names_one_generation(llama, create_request):
+async def test_id_names_one_generation(llama, create_request):
     """A second generation with the id of a running one is refused; afterwards the id is free."""
     async with TorchEngine.open(CONFIG, model=llama) as engine:
         async with engine.generate(create_request(0, PROMPT)):
@@ -365,8 +365,8 @@ async def test_an_id_names_one_generation(llama, create_request):
     assert len(join_ids(chunks)) == 2
 
 
-async def test_a_slow_consumer_stops_nobody(llama, create_request):
-    """A stream that nobody reads keeps its tokens; others end meanwhile; read late, it is whole and in one piece."""
+async def test_slow_consumer_does_not_delay_others(llama, create_request):
+    """An unread stream keeps its tokens while others end; read late, it is complete and in one chunk."""
     async with (
         TorchEngine.open(CONFIG, model=llama) as engine,
         engine.generate(create_request(0, PROMPT, max_new_tokens=30)) as slow,
@@ -409,7 +409,7 @@ async def test_models_that_slots_cannot_serve_are_refused():
                 pass
 
 
-async def test_a_path_that_is_wrong_is_not_used(llama, monkeypatch, caplog):
+async def test_inexact_lean_path_is_not_used(llama, monkeypatch, caplog):
     """If the lean path computed something else, the model's own modules are used, and the log says why."""
     original = LlamaForward._normalize
     monkeypatch.setattr(LlamaForward, "_normalize", lambda *args, **kw: 1.05 * original(*args, **kw))
@@ -420,7 +420,7 @@ async def test_a_path_that_is_wrong_is_not_used(llama, monkeypatch, caplog):
     assert "differ by" in caplog.text
 
 
-async def test_a_directory_without_a_model_is_refused(tmp_path):
+async def test_directory_without_a_model_is_refused(tmp_path):
     """``ModelError`` names the directory."""
     with pytest.raises(ModelError, match=str(tmp_path)):
         async with TorchEngine.open(CONFIG, model=tmp_path):
@@ -434,7 +434,7 @@ def test_settings_load_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-async def test_a_half_precision_model_is_proved_in_full_precision(llama):
+async def test_half_precision_model_is_verified_in_full_precision(llama):
     """Rounding in bfloat16 is not a reason to refuse a path: the same one is chosen as for the float32 model."""
     with torch.no_grad():
         forward = create_forward(copy.deepcopy(llama).to(torch.bfloat16))
@@ -444,7 +444,7 @@ async def test_a_half_precision_model_is_proved_in_full_precision(llama):
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
-async def test_a_device_that_is_not_there_is_named(llama, device):
+async def test_missing_device_is_named(llama, device):
     """With the setting that asks for it."""
     with pytest.raises(ConfigError, match=rf"engine\.device.*{device}"):
         async with TorchEngine.open(TorchEngineConfig(device=device, dtype="float32"), model=llama):

@@ -41,7 +41,7 @@ def test_weights_are_cast(parameters):
         ({"norm": "weights"}, "not a floating-point tensor"),
     ],
 )
-def test_nothing_is_touched_when_something_does_not_fit(parameters, change, message):
+def test_snapshot_that_does_not_fit_changes_nothing(parameters, change, message):
     """The error names the parameter, and no parameter has changed."""
     state = {"embed": torch.ones(3, 2), "norm": torch.ones(2)} | change
     state = {name: value for name, value in state.items() if value is not None}
@@ -51,7 +51,7 @@ def test_nothing_is_touched_when_something_does_not_fit(parameters, change, mess
     assert all(not p.any() for p in parameters.values())
 
 
-def test_a_directory_of_shards_is_read(parameters, tmp_path):
+def test_directory_of_shards_is_read(parameters, tmp_path):
     """All safetensors files of the directory together are the weights."""
     save_file({"embed": torch.ones(3, 2)}, tmp_path / "model-1.safetensors")
     save_file({"norm": torch.ones(2)}, tmp_path / "model-2.safetensors")
@@ -60,7 +60,7 @@ def test_a_directory_of_shards_is_read(parameters, tmp_path):
     assert all(p.all() for p in parameters.values())
 
 
-def test_a_broken_file_changes_nothing(parameters, tmp_path):
+def test_broken_file_changes_nothing(parameters, tmp_path):
     """Half a file, no file, or no source at all: a clear error, the old weights stay."""
     for path in (tmp_path / "nowhere", tmp_path, None):
         with pytest.raises(ModelError):

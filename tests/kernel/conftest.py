@@ -14,8 +14,8 @@ import pytest
 from tests.kernel.processes import Elsewhere, elsewhere, start
 
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.remote import Limits
-from areal_actors.kernel.remote.peer import Channel, RemoteRef
+from areal_actors.kernel.remote import Limits, Peer
+from areal_actors.kernel.remote.peer import RemoteRef
 from areal_actors.lib.loops import is_trio
 from areal_actors_testing.remote import pretend_remote
 
@@ -59,12 +59,11 @@ ONE_PROCESS_MODULES = {
 class PretendedRef(RemoteRef[Any]):
     """A ref through the wire. Only its figures are the actor's own, so that tests can see what it is busy with."""
 
-    __slots__ = ("_near",)
-
-    def __init__(self, channel: Channel, near: Ref[Any]) -> None:
-        super().__init__(channel)
+    def __init__(self, peer: Peer, near: Ref[Any]) -> None:
+        super().__init__(peer, near.name)
         self._near = near
-        channel.ref = self
+        self.go_up(near.address.incarnation, peer._refs[near.name].messages)
+        peer._refs[near.name] = self
 
     def statistics(self):
         return self._near.statistics()
@@ -148,7 +147,7 @@ def _pretend(monkeypatch: pytest.MonkeyPatch) -> None:
         listener.expose(near.name, near)
         while near.name not in peer.exposed:
             await anyio.lowlevel.checkpoint()
-        return PretendedRef(peer._channels[near.name], near)
+        return PretendedRef(peer, near)
 
     monkeypatch.setattr(ActorSystem, "open", open_with_connection)
     monkeypatch.setattr(ActorSystem, "spawn", spawn_behind_connection)

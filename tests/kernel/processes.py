@@ -27,7 +27,7 @@ from attrs import evolve, frozen
 from areal_actors.kernel import Actor, ActorSystem, Context, Message, Ref
 from areal_actors.kernel.ref import ActorStatistics
 from areal_actors.kernel.remote import Limits, Listener, Peer, connect, listen
-from areal_actors.kernel.remote.peer import Channel, RemoteRef
+from areal_actors.kernel.remote.peer import RemoteRef
 
 SECRET = b"a secret of a test and its process"
 SPEED = 20
@@ -198,13 +198,12 @@ def is_plain(value: object) -> bool:
 class ElsewhereRef(RemoteRef[Any]):
     """A ref to an actor over there. Whatever it does, the test's own instance notes what the actor has noted."""
 
-    __slots__ = ("_home", "_mirror", "_statistics")
-
-    def __init__(self, channel: Channel, home: Elsewhere, mirror: Actor[Any]) -> None:
-        super().__init__(channel)
+    def __init__(self, name: str, home: Elsewhere, mirror: Actor[Any]) -> None:
+        super().__init__(home.peer, name)
         self._home, self._mirror = home, mirror
-        self._statistics = channel.statistics()
-        channel.ref = self
+        self._statistics = super().statistics()
+        self.go_up(1, home.peer._refs[name].messages)
+        home.peer._refs[name] = self
 
     async def ask(self, message: Any, *, timeout: float | None = None) -> Any:  # noqa: ASYNC109
         await self._teach(message)
@@ -281,7 +280,7 @@ class Elsewhere:
     async def spawn(self, actor: Actor[Any], **options: Any) -> Ref[Any]:
         name = await self.host.ask(Spawn(address=self.address, arguments=pickle.dumps((actor, options))))
         await self.peer.wait_exposed(name)
-        ref = ElsewhereRef(self.peer._channels[name], self, actor)
+        ref = ElsewhereRef(name, self, actor)
         self.refs.append(ref)
         await ref.look()
         return ref

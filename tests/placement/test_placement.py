@@ -20,7 +20,7 @@ FLOAT32 = ("engine.dtype=float32", "trainer.dtype=float32")
 SETTINGS = {"experiment_name": "e", "total_steps": 2, "model": "tiny"}
 
 
-def test_a_killed_worker_costs_nothing_but_time(tmp_path):
+def test_run_continues_when_a_worker_is_killed(tmp_path):
     """A worker is killed or stopped, as ``FAULTS_SEED`` draws it: each step is made once, and nothing is left.
 
     The sessions are lost with all that was open, and a new attempt begins. The groups of the first step are not sampled
@@ -54,7 +54,7 @@ def test_workers_keep_their_leases_while_they_import(tmp_path):
     assert "has not been heard of" not in outcome.output
 
 
-def test_a_worker_starts_servers_of_its_own(tmp_path):
+def test_worker_starts_servers(tmp_path):
     """An inference server is started by the worker that generates, learns of every version, and ends with it."""
     command = [sys.executable, str(ROOT / "tools/placement/serve_tiny.py")]
     environment = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -68,7 +68,7 @@ def test_a_worker_starts_servers_of_its_own(tmp_path):
     assert [] == marked(play.mark)
 
 
-def test_an_object_cannot_be_run_elsewhere(tmp_path):
+def test_agent_object_cannot_run_in_a_worker(tmp_path):
     """An agent that was made here is refused for a rollout that lives elsewhere, by name."""
     settings = {
         **SETTINGS,

@@ -19,7 +19,7 @@ def text_of(name, *messages, tools=()):
     return renderer.decode(renderer.render(messages, tools=tools))
 
 
-def test_the_block_follows_the_default_system_prompt():
+def test_block_follows_the_default_system_prompt():
     """The prompt that the template would have given stays, and the tools come behind it."""
     text = text_of("SMOLLM", say("user", "x"), tools=[TOOL])
 
@@ -27,7 +27,7 @@ def test_the_block_follows_the_default_system_prompt():
     assert text_of("SMOLLM", say("user", "x")).startswith(f"<|im_start|>system\n{DEFAULT}<|im_end|>\n")
 
 
-def test_the_block_follows_the_given_system_prompt():
+def test_block_follows_the_given_system_prompt():
     """Also where it is empty, and where it is a developer's."""
     question = say("user", "x")
 
@@ -51,7 +51,7 @@ def test_calls_and_results_are_written_out():
     assert "<|im_start|>tool\n<tool_response>\n12\n</tool_response><|im_end|>" in text
 
 
-def test_results_are_the_user_s_words_where_there_is_no_tool_role():
+def test_results_are_user_messages_without_a_tool_role():
     """Neighbours are joined, because roles must alternate."""
     act = say("assistant", tool_calls=(CALL, CALL))
     text = text_of("GEMMA", say("user", "x"), act, say("tool", "1"), say("tool", "2"))
@@ -60,7 +60,7 @@ def test_results_are_the_user_s_words_where_there_is_no_tool_role():
 
 
 @pytest.mark.parametrize("name", ["QWEN", "LLAMA", "MISTRAL"])
-def test_adaptation_leaves_supported_messages_to_the_template(name):
+def test_supported_features_are_left_to_the_template(name):
     """Its own words for tools and calls are used, and ours do not appear."""
     act = say("assistant", tool_calls=(CALL,))
     text = text_of(name, say("user", "x"), act, say("tool", "12", tool_call_id=CALL.id), tools=[TOOL])

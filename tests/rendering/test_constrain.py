@@ -39,7 +39,7 @@ def _names(grammar: Grammar | None) -> str:
     return "".join(leaf.text for leaf in _leaves(grammar) if isinstance(leaf, Exactly))
 
 
-def test_free_answer_has_no_constraint(renderer):
+def test_free_answer_has_no_grammar(renderer):
     """No grammar, no mask: neither tools nor their absence constrain anything by themselves."""
     assert renderer.constrain() is None
     assert renderer.constrain(tools=[F, G]) is None
@@ -60,7 +60,7 @@ def test_required_call_is_one_of_the_tools(renderer):
     assert named.at_most == 1
 
 
-def test_answer_with_a_response_format_is_a_call_or_matches(renderer):
+def test_response_format_allows_calls_or_matching_text(renderer):
     """With tools that may be called; what is demanded comes first, and what may not be called is left out."""
     either = renderer.constrain(tools=[F], response_format=FORM)
 
@@ -70,7 +70,7 @@ def test_answer_with_a_response_format_is_a_call_or_matches(renderer):
     assert FORM not in _leaves(renderer.constrain(tools=[F], tool_choice="f", response_format=FORM))
 
 
-def test_required_call_is_refused_without_a_tool_format():
+def test_model_without_tool_format_cannot_be_required_to_call():
     """Neither by name, nor as one of two ways to answer."""
     mute = create_renderer(create_tiny_tokenizer(), config=RendererConfig(tool_format="none"))
 
@@ -80,7 +80,7 @@ def test_required_call_is_refused_without_a_tool_format():
 
 
 @pytest.mark.parametrize("name", TOOL_FORMATS)
-def test_every_format_passes_on_strict_tools(name):
+def test_every_format_passes_on_how_strict_a_tool_is(name):
     """Only a strict tool has calls refused for a keyword that no engine can hold."""
     for tool in (F, G):
         form = TOOL_FORMATS[name].constrain([tool], is_parallel=True)
@@ -89,7 +89,7 @@ def test_every_format_passes_on_strict_tools(name):
         assert {leaf.is_strict for leaf in schemas} <= {tool.is_strict}
 
 
-def test_constraint_names_the_tokenizer(renderer):
+def test_engine_can_see_the_tokenizer(renderer):
     """It needs it for its masks."""
     assert isinstance(renderer, HasTokenizer)
     assert renderer.tokenizer.get_vocab_size() == renderer.vocab_size

@@ -99,7 +99,7 @@ def test_rewritten_shapes_are_forks(name, history, new):
     assert FORK == extend(name, history, *new)
 
 
-def test_tools_that_move_are_a_rewriting():
+def test_tools_that_move_are_a_fork():
     """A template that puts the tools before the last question forks at a new question, not at a tool's result."""
     assert FORK == extend("MISTRAL", [QUESTION, ANSWER], QUESTION, tools=[TOOL])
     assert not isinstance(extend("MISTRAL", [QUESTION, ACT], RESULT, tools=[TOOL]), ForkReason)
@@ -114,7 +114,7 @@ def test_template_options_are_part_of_the_question():
     assert FORK == thoughtless
 
 
-def test_a_turn_cut_by_length_is_closed_by_the_suffix():
+def test_turn_cut_by_length_is_closed_by_the_suffix():
     """Sampled ids without a stop token are followed by the end of turn; with one they are not."""
     renderer = renderer_of("CHATML")
     cut = extend("CHATML", [QUESTION, ANSWER], QUESTION, is_closed=False)
@@ -163,7 +163,7 @@ def test_history_is_not_read():
     assert history.reads <= {0, 1, 2, 998, 999}
 
 
-def test_extension_refused_by_the_template_forks_with_its_reason():
+def test_refused_suffix_forks_and_full_rendering_explains():
     """An extension that cannot be rendered is a fork; rendering it says why."""
     new = say("critic", "again")
 
@@ -201,7 +201,7 @@ def test_calls_that_are_not_closed_cannot_be_extended():
     assert FORK == renderer.extend(history=[QUESTION, ACT], new=[], is_closed=True)
 
 
-def test_an_end_of_turn_that_melts_into_another_token_is_a_fork():
+def test_end_of_turn_that_melts_into_another_token_is_a_fork():
     """The suffix could not be cut behind the end of turn then."""
     renderer = create(templates.PHI.replace("\\n", ""), "<|end|>", "<|user|>", "<|end|><|system|>")
 
@@ -209,7 +209,7 @@ def test_an_end_of_turn_that_melts_into_another_token_is_a_fork():
     assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[SYSTEM], is_closed=True)
 
 
-def test_a_template_that_refuses_long_conversations_is_not_extended():
+def test_template_that_refuses_long_conversations_is_not_extended():
     """What some history of the same shape makes impossible is not promised."""
     refusal = "{%- if messages | length > 4 %}{{ raise_exception('too long') }}{% endif %}"
     renderer = create(refusal + templates.CHATML)
@@ -217,7 +217,7 @@ def test_a_template_that_refuses_long_conversations_is_not_extended():
     assert FORK == renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True)
 
 
-def test_a_template_that_refuses_everything_makes_a_renderer_all_the_same():
+def test_template_that_refuses_everything_can_be_loaded():
     """It refuses at the first request, in its own words, and can still read."""
     renderer = create("{# </think> #}{{ raise_exception('not today') }}")
 
@@ -227,7 +227,7 @@ def test_a_template_that_refuses_everything_makes_a_renderer_all_the_same():
         renderer.render([QUESTION])
 
 
-def test_a_history_may_be_an_answer_alone():
+def test_history_may_be_an_answer_alone():
     """Odd, but not ours to forbid: the probe begins where the history begins."""
     assert not isinstance(extend("CHATML", [ANSWER], QUESTION), ForkReason)
 

@@ -50,7 +50,7 @@ def answers(draw, family):
 
 
 @each_family
-def test_a_family_is_recognised(name):
+def test_family_is_recognised(name):
     """The formats of its answers are those that its template speaks, or that stand in."""
     family, renderer = FAMILIES[name], renderer_of(name)
 
@@ -61,7 +61,7 @@ def test_a_family_is_recognised(name):
 
 
 @each_family
-def test_an_answer_is_read(name):
+def test_answer_is_read(name):
     """Text, thinking and calls are told apart, and the token that ends the answer is hidden."""
     family, renderer = FAMILIES[name], renderer_of(name)
     thought = "hm" if family.thought else ""
@@ -78,7 +78,7 @@ def test_an_answer_is_read(name):
 @each_family
 @settings(max_examples=10)
 @given(data=st.data())
-def test_a_suffix_is_what_the_template_makes_of_the_whole(name, data):
+def test_suffix_is_what_the_template_makes_of_the_whole(name, data):
     """Where a turn is extended, the whole conversation begins with the prompt and ends with the suffix, text and ids.
 
     What stands in between is the answer in the template's spelling, in place of what was sampled.
@@ -126,7 +126,7 @@ FORKS = {
 
 @each_family
 @pytest.mark.parametrize("turn", TURNS)
-def test_an_extension_is_faithful_or_a_fork(name, turn):
+def test_extension_is_faithful_or_a_fork(name, turn):
     """The turns of every agent are extended but where the template rewrites what precedes them."""
     history, new = TURNS[turn]
     suffix = extend(name, history, *new)
@@ -169,8 +169,8 @@ def test_ids_of_calls_are_shortened_where_the_template_insists():
 @each_family
 @settings(max_examples=10)
 @given(roles=st.lists(st.sampled_from(["system", "developer", "user", "assistant"]), max_size=5))
-def test_no_message_is_dropped_without_a_word(name, roles):
-    """A message of any role, anywhere in the list, is shown, or the template's refusal is the error."""
+def test_no_message_is_dropped_silently(name, roles):
+    """Each message is rendered wherever it stands, or the template's refusal is reported."""
     messages = [say(role, f"content {index}.") for index, role in enumerate([*roles, "user"])]
     try:
         text = text_of(name, *messages)
@@ -181,7 +181,7 @@ def test_no_message_is_dropped_without_a_word(name, roles):
 
 
 @each_family
-def test_developers_and_systems_speak_first(name):
+def test_system_and_developer_messages_come_first(name):
     """The roles that agents send in front are never refused; neither are empty contents, and names."""
     for role in ("system", "developer"):
         assert "be brief" in text_of(name, say(role, "be brief"), QUESTION)
@@ -190,7 +190,7 @@ def test_developers_and_systems_speak_first(name):
     assert text_of(name, say("user", "", name="bob"), say("assistant", ""), QUESTION)
 
 
-def test_a_preamble_beside_thinking_and_a_call_is_kept():
+def test_preamble_beside_thinking_and_a_call_is_kept():
     """A template that has room for one of them gets both as one."""
     act = say("assistant", "I look.", reasoning="hm", tool_calls=(CALL,))
 

@@ -15,7 +15,7 @@ from areal_actors.models.built_in import CHATML, create_tiny, create_tiny_tokeni
 from areal_actors.rendering import RendererConfig, create_renderer, load_renderer
 
 
-def test_a_saved_model_is_loaded(tmp_path):
+def test_saved_model_is_loaded(tmp_path):
     """Template, special tokens and the end tokens of the generation config survive the disk."""
     create_tiny_tokenizer(more_special=("<|eot|>",)).save_pretrained(tmp_path)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 384]}))
@@ -27,7 +27,7 @@ def test_a_saved_model_is_loaded(tmp_path):
     assert "hi" == renderer.parse([*renderer.vocabulary.encode("hi"), 384]).content
 
 
-def test_the_tokenizer_of_a_built_in_model_is_the_one_that_transformers_chooses(tmp_path):
+def test_tokenizer_of_a_built_in_model_is_the_one_that_transformers_chooses(tmp_path):
     """It is loaded without transformers, which takes long to import, and is equal to what that loads."""
     model = create_tiny(tmp_path)
     with patch.object(AutoTokenizer, "from_pretrained", side_effect=AssertionError):
@@ -58,7 +58,7 @@ def test_other_tokenizers_are_chosen_by_transformers(tmp_path, declared):
 @pytest.mark.parametrize(
     "settings", [{"add_bos_token": True}, {"eos_token": "<|other|>"}, {"extra_special_tokens": ["<|x|>"]}]
 )
-def test_a_tokenizer_that_its_settings_change_is_loaded_by_transformers(tmp_path, settings):
+def test_tokenizer_that_its_settings_change_is_loaded_by_transformers(tmp_path, settings):
     """Its tokenizer.json alone would be another one."""
     model = create_tiny(tmp_path)
     path = model / "tokenizer_config.json"
@@ -138,7 +138,7 @@ def test_formats_are_recognised_by_the_template(name, has_tools, has_reasoning):
     assert (has_tools, has_reasoning) == (renderer.tool_format is not None, renderer.reasoning_format is not None)
 
 
-def test_the_test_tokenizer_is_the_same_every_time():
+def test_test_tokenizer_is_the_same_every_time():
     """Equal arguments, equal ids: what tests pin stays pinned."""
     first, second = create_tiny_tokenizer(), create_tiny_tokenizer()
 

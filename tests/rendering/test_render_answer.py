@@ -18,7 +18,7 @@ CALL = ToolCall(id="abcdefghi", name="multiply", arguments='{"a": 1}')
 @pytest.mark.parametrize("name", [name for name in FAMILIES if name != "deepseek-r1"])
 @settings(max_examples=10)
 @given(text=plain_texts.filter(str.isalnum) | st.just("It is 42."))
-def test_a_text_is_what_the_family_writes(name, text):
+def test_text_is_what_the_family_writes(name, text):
     """With the token that ends the answer, once, as the last one; parsed, it is the text."""
     renderer = FAMILIES[name].create_renderer()
 
@@ -54,7 +54,7 @@ def test_reasoning_is_written_before_the_answer(name):
     assert ids.tolist() == FAMILIES[name].sample(FAMILIES[name].write("42", thought="hm"))
 
 
-def test_an_answer_that_the_prompt_does_not_begin_is_refused():
+def test_answer_that_the_prompt_does_not_begin_is_refused():
     """A prompt that opens the reasoning needs one; the message shows both ends."""
     with pytest.raises(
         RenderError, match=r"ends a prompt with '<think>\\n', and writes this answer as '42.*reasoning_co"
@@ -63,7 +63,7 @@ def test_an_answer_that_the_prompt_does_not_begin_is_refused():
 
 
 @given(text=hostile_texts)
-def test_spelled_out_special_tokens_end_nothing(text):
+def test_spelled_out_special_tokens_do_not_end_an_answer(text):
     """Only the end of the turn is the special token; what the answer spells out is text."""
     renderer = FAMILIES["qwen2.5"].create_renderer()
 

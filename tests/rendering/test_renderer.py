@@ -96,7 +96,7 @@ def test_calls_are_looked_for_only_where_tools_were_offered():
     assert ((), write_call({"a": 1})) == (renderer.parse(ids).tool_calls, renderer.parse(ids).content)
 
 
-def test_calls_within_thinking_are_thoughts():
+def test_calls_within_reasoning_are_reasoning():
     """A model may think about calling a tool without calling it."""
     renderer = renderer_of("QWEN")
     answer = renderer.parse(sample(renderer, f"<think>{write_call({})}</think>no"), tools=[TOOL])
@@ -123,7 +123,7 @@ def test_stop_strings_end_the_text():
 
 
 @given(st.permutations(["three", "two", "wo", "four"]), st.integers(0, 10))
-def test_the_stop_string_that_ended_the_text_is_known(stop, cut):
+def test_stop_string_that_ended_the_text_is_known(stop, cut):
     """The first to be complete, of several the longest, however the ids were cut; ``None`` without one."""
     renderer = renderer_of("CHATML")
     ids = sample(renderer, "one two three")
@@ -135,7 +135,7 @@ def test_the_stop_string_that_ended_the_text_is_known(stop, cut):
     assert ("two", None) == (stream.stop_sequence, other.stop_sequence)
 
 
-def test_call_ids_are_random_by_default_and_made_to_measure_on_request():
+def test_call_ids_are_random_unless_given():
     """Two calls never share an id."""
     renderer = renderer_of("CHATML")
     ids = sample(renderer, write_call({}) + write_call({}))
@@ -148,7 +148,7 @@ def test_call_ids_are_random_by_default_and_made_to_measure_on_request():
 
 @pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "LLAMA", "MISTRAL", "GEMMA", "PHI", "GLM"])
 @given(text=hostile_texts)
-def test_foreign_text_brings_no_special_tokens(name, text):
+def test_text_of_messages_contains_no_special_tokens(name, text):
     """However a user, a tool or a schema spells them, special tokens of the prompt are the template's own."""
     renderer = renderer_of(name)
     special = np.array(sorted(renderer.vocabulary.special))
@@ -177,7 +177,7 @@ def test_conversations_that_cannot_be_rendered_are_refused(messages, options, co
         renderer_of("GEMMA").render(messages, template_kwargs=options)
 
 
-def test_nesting_without_end_is_refused():
+def test_deep_nesting_is_refused():
     """A stranger's schema may be deeper than anybody's stack."""
     schema = {}
     for _ in range(100_000):
@@ -188,7 +188,7 @@ def test_nesting_without_end_is_refused():
         renderer_of("QWEN").render([say("user", "x")], tools=[tool])
 
 
-def test_an_answer_is_rendered_as_it_was_parsed():
+def test_answer_is_rendered_as_it_was_parsed():
     """An echoed answer, calls and all, makes the text that the model wrote."""
     renderer = renderer_of("QWEN")
     ids = sample(renderer, f"Let me see.\n{write_call({'a': 1, 'b': 'é'})}")
@@ -198,7 +198,7 @@ def test_an_answer_is_rendered_as_it_was_parsed():
     assert renderer.decode(ids) in text
 
 
-def test_the_generic_renderer_is_a_renderer():
+def test_template_renderer_implements_renderer():
     """``TemplateRenderer`` fits the protocol that other renderers plug in at."""
     renderer: Renderer = renderer_of("CHATML")
 
@@ -208,7 +208,7 @@ def test_the_generic_renderer_is_a_renderer():
 
 
 @given(hostile_texts)
-def test_a_raw_text_is_read_as_it_is(text):
+def test_raw_text_is_read_as_it_is(text):
     """Special tokens that it spells out are tokens; decoding gives the text again."""
     renderer = renderer_of("CHATML")
     ids = renderer.encode(text, is_start=False)
@@ -217,7 +217,7 @@ def test_a_raw_text_is_read_as_it_is(text):
     assert ids.tolist() == renderer.encode(text, is_start=True).tolist()  # this tokenizer begins texts with nothing
 
 
-def test_a_text_begins_as_its_tokenizer_begins_texts_once():
+def test_text_begins_as_its_tokenizer_begins_texts_once():
     """What comes before a text is put there once, also where the text spells it out; what would end it is left out."""
     tokenizer = create_tiny_tokenizer()
     first, second, *_ = SPECIAL_TOKENS
@@ -235,7 +235,7 @@ def test_a_text_begins_as_its_tokenizer_begins_texts_once():
 
 
 @given(st.lists(words, max_size=6), st.integers(0, 20))
-def test_after_a_raw_prompt_all_is_text(parts, cut):
+def test_answer_to_a_raw_prompt_is_plain_text(parts, cut):
     """Thinking and calls are not looked for, streamed or not; end tokens are not text."""
     renderer = renderer_of("QWEN")
     ids = sampled_ids("QWEN", parts)
@@ -250,7 +250,7 @@ def test_after_a_raw_prompt_all_is_text(parts, cut):
 
 @pytest.mark.parametrize("number", ["98765432109876543210", "-1.5", "1e400", "0.1"])
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_the_numbers_of_a_call_are_those_of_the_client(family, number):
+def test_numbers_of_a_call_are_those_of_the_client(family, number):
     """Integers of any length; a number that is infinite as a float is refused if it cannot be shown."""
     call = ToolCall(id="call_0", name="f", arguments=f'{{"a": {number}}}')
     messages = [

@@ -50,7 +50,7 @@ def values_of(message):
 @each_family
 @settings(max_examples=25)
 @given(messages=sequences(), tools=st.sampled_from([(), (TOOL,)]))
-def test_a_prompt_has_the_texts_of_all_messages_in_their_order(name, messages, tools):
+def test_prompt_has_the_texts_of_all_messages_in_their_order(name, messages, tools):
     """Nothing is left out in silence, and nothing is refused; only results are sorted by their calls."""
     renderer = FAMILIES[name].create_renderer()
     text = renderer.decode(renderer.render(messages, tools=tools))
@@ -65,7 +65,7 @@ def test_a_prompt_has_the_texts_of_all_messages_in_their_order(name, messages, t
 @each_family
 @settings(max_examples=15)
 @given(history=sequences(max_size=4), calls=st.integers(0, 2), new=sequences(max_size=3))
-def test_a_suffix_has_the_texts_of_all_new_messages(name, history, calls, new):
+def test_suffix_has_the_texts_of_all_new_messages(name, history, calls, new):
     """What follows an answer is never shortened: it is extended with all of it, or rendered anew."""
     renderer = FAMILIES[name].create_renderer()
     ids = [f"call_{place}" for place in range(calls)]
@@ -122,7 +122,7 @@ def test_adjacent_messages_of_a_role_are_joined_where_roles_alternate():
     assert "12\n</tool_response>\n\nreminder\n\nlate<end_of_turn>" in text
 
 
-def test_a_question_behind_a_result_follows_an_empty_answer_where_calls_do_not_alternate():
+def test_question_behind_a_result_follows_an_empty_answer_where_calls_do_not_alternate():
     """Mistral's templates do not count calls and results."""
     act = say("assistant", tool_calls=(call("call_a", "1"),))
     text = text_of("mistral-v3", QUESTION, act, say("tool", "12", tool_call_id="call_a"), REMINDER)
@@ -146,7 +146,7 @@ def test_malformed_arguments_are_one_argument_where_the_template_needs_an_object
     assert arguments in text_of(name, QUESTION, say("assistant", tool_calls=(cut,)), tools=[TOOL])
 
 
-def test_a_message_that_a_template_drops_all_the_same_is_refused():
+def test_message_that_a_template_drops_is_refused():
     """Whatever its order: the error names the message."""
     renderer = create("{% for m in messages %}{% if loop.index < 3 %}{{ m.content }}\n{% endif %}{% endfor %}")
 

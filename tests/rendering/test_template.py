@@ -29,19 +29,19 @@ def render(source, *, tools=(), options=None, **more):
         ("{%- set ns = namespace(n=1) %}{%- set ns.n = 2 %}{{ ns.n }}", "2"),
     ],
 )
-def test_the_dialect(source, text):
+def test_template_dialect(source, text):
     """Filters, tags and variables that templates rely on."""
     assert text == render(source)
 
 
-def test_the_clock_is_a_parameter():
+def test_clock_is_a_parameter():
     """Templates that print the date print the given clock's."""
     clock = lambda: datetime(2025, 7, 1, tzinfo=UTC)  # noqa: E731 - a clock
 
     assert "01 Jul 2025" == render("{{ strftime_now('%d %b %Y') }}", now=clock)
 
 
-def test_a_model_may_have_a_template_for_tools():
+def test_model_may_have_a_template_for_tools():
     """It is used when there are tools."""
     named = {"default": "plain", "tool_use": "{{ tools | length }} tools", "rag": "{{"}
 
@@ -67,7 +67,7 @@ def test_templates_that_cannot_be_used(source, complaint):
         ("{{ messages.append(1) }}", "refuses"),
     ],
 )
-def test_whatever_a_template_raises_is_its_refusal(source, complaint):
+def test_any_error_of_a_template_is_a_refusal(source, complaint):
     """Also attempts to leave the sandbox."""
     with pytest.raises(RenderError, match=complaint):
         render(source)

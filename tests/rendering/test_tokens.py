@@ -116,7 +116,7 @@ def test_unguarded_text_has_its_special_tokens():
 
 @pytest.mark.parametrize("create", [create_byte_level, create_sentence_piece])
 @given(ids=ids)
-def test_streams_say_what_decoding_says(create, ids):
+def test_streamed_text_equals_decoded_text(create, ids):
     """Ids one by one, at once and in any chunks give one text; ids that do not exist give none."""
     vocabulary = create()
 
@@ -125,7 +125,7 @@ def test_streams_say_what_decoding_says(create, ids):
 
 @pytest.mark.parametrize("name", DECODERS)
 @given(ids=st.lists(st.sampled_from([-1, 0, 1, 0xC4, 0xAA, 0xF1, 258, *range(260, 271), 900]), max_size=30))
-def test_tokens_with_pieces_say_what_windows_say(name, ids):
+def test_piecewise_decoding_equals_windowed_decoding(name, ids):
     """Where a token is looked up instead of decoded beside its neighbours, each delta is the same, whatever decodes."""
     vocabulary = VOCABULARIES[name]
     detokenizer = vocabulary.open_detokenizer()
@@ -158,7 +158,7 @@ def test_byte_level_decoding_is_the_tokenizer_s(ids):
     texts=st.lists(st.sampled_from(["▁hello", "▁", "x", "é", "<s>"]) | st.characters(codec="utf-8"), max_size=9),
     cut=st.integers(0, 20),
 )
-def test_the_bytes_of_tokens_join_to_the_text(name, texts, cut):
+def test_bytes_of_tokens_join_to_the_text(name, texts, cut):
     """Also where a token is a part of a character, and however the ids come in chunks."""
     vocabulary = {"bytes": create_byte_level(), "sentence piece": create_sentence_piece(), **VOCABULARIES}[name]
     sampled = []
@@ -185,7 +185,7 @@ def test_characters_come_whole(create, text):
     assert "\ufffd" not in "".join(pieces)
 
 
-def test_garbage_does_not_wait_for_ever():
+def test_invalid_bytes_are_not_held_back_forever():
     """Bytes that never become a character are said as replacement characters, a few tokens later."""
     vocabulary = create_sentence_piece()
     detokenizer = vocabulary.open_detokenizer()
@@ -212,7 +212,7 @@ def test_truncation_of_tokenizer_files_is_switched_off():
 
 
 @given(st.lists(hostile_texts, min_size=1, max_size=4), st.integers(12_000, 22_000), st.booleans(), st.booleans())
-def test_a_long_text_has_the_ids_that_it_would_have_at_once(texts, length, is_raw, is_start):
+def test_long_text_has_the_ids_that_it_would_have_at_once(texts, length, is_raw, is_start):
     """Deferred, tokenised elsewhere and asked for again; short texts are not deferred."""
     vocabulary, repeated = create_byte_level(), "".join(texts)
     text = vocabulary.guard(repeated * (length // max(len(repeated), 1)))
@@ -291,7 +291,7 @@ def test_shared_segments_of_every_family_have_their_ids(name, text, length):
     assert renderer.vocabulary.encode(prompt) == renderer.render([message]).tolist()
 
 
-def test_a_shared_segment_is_tokenised_once():
+def test_shared_segment_is_tokenised_once():
     """The second conversation with the same instructions tokenises its question only, at once."""
     vocabulary = create_tokenizer("plain")
     instructions = f"<|im_start|>system\n{'You are an agent. ' * 2_000}<|im_end|>\n"

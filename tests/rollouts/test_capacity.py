@@ -20,7 +20,6 @@ from areal_actors.messages import (
     DescribeCapacity,
     LiftStalenessLimit,
     Permit,
-    RefundGroup,
     ReservePermit,
     SettlePermit,
     VersionAdvanced,
@@ -64,15 +63,6 @@ async def test_a_batch_is_granted_and_the_next_waits_for_new_weights() -> None:
         assert 1 == granted[-1].version
 
 
-async def test_a_rejected_group_is_refunded() -> None:
-    """What produced nothing to train leaves room for another."""
-    async with granter(batch_size=1) as ref:
-        permit = await ref.ask(AcquirePermit(holder="test"))
-        await ref.tell(SettlePermit(permit=permit.id, is_accepted=False))
-
-        assert permit.id != (await ref.ask(AcquirePermit(holder="test"))).id
-
-
 async def test_settling_twice_counts_once() -> None:
     """A message that is sent twice changes nothing the second time."""
     async with granter(batch_size=4) as ref:
@@ -92,7 +82,7 @@ async def test_an_unsettled_permit_is_taken_back() -> None:
             await ref.ask(AcquirePermit(holder="next"))
 
 
-async def test_who_leaves_the_line_passes_the_turn_on() -> None:
+async def test_a_cancelled_permit_request_does_not_block_the_next() -> None:
     """Cancelling a waiting ask neither takes a permit nor holds up those behind it."""
     granted: list[str] = []
 
@@ -120,7 +110,7 @@ async def test_who_leaves_the_line_passes_the_turn_on() -> None:
 
 
 async def test_external_agents_reserve_and_claim_or_are_refused_at_once() -> None:
-    """A reservation counts against capacity, is used by the next claim, and nobody waits."""
+    """A reservation counts against capacity, is used by the next claim, and no request waits."""
     async with granter(batch_size=2) as ref:
         assert 1 == (await ref.ask(ReservePermit())).reserved
         await ref.ask(ClaimPermit(holder="session"))
@@ -132,16 +122,6 @@ async def test_external_agents_reserve_and_claim_or_are_refused_at_once() -> Non
             await ref.ask(ClaimPermit(holder="session"))
 
         assert refusal.value.retry_after_seconds
-
-
-async def test_a_dropped_group_makes_room_for_another() -> None:
-    """A refund gives back what acceptance took."""
-    async with granter(batch_size=1) as ref:
-        permit = await ref.ask(AcquirePermit(holder="test"))
-        await ref.tell(SettlePermit(permit=permit.id, is_accepted=True))
-        await ref.tell(RefundGroup())
-        with anyio.fail_after(1):
-            await ref.ask(AcquirePermit(holder="test"))
 
 
 operations = st.lists(

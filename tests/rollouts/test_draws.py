@@ -136,8 +136,3 @@ def test_a_source_that_comes_back_goes_on_where_it_was():
 
     assert ("a", 4) == alone
     assert [("b", 2), ("a", 5), ("b", 4)] == draw(third, 3)
-
-
-def test_an_equal_mixture_takes_turns():
-    """The first source begins."""
-    assert [("b", 0), ("a", 0), ("b", 1)] == draw(open_draws({"b": 2.0, "a": 2.0}), 3)

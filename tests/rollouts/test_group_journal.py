@@ -20,13 +20,11 @@ from areal_actors.datasets import DifficultyConfig
 from areal_actors.domain import (
     DataPosition,
     Group,
-    GroupConsumed,
     GroupId,
     GroupQueued,
     JournalEvent,
     Problem,
     StepLeased,
-    VersionSaved,
 )
 from areal_actors.generation.actor import GenerationActor
 from areal_actors.journal import MemoryJournal
@@ -268,7 +266,7 @@ def positions(groups: tuple[StoredGroup, ...]) -> list[int]:
     return [entry.group.problem.position for entry in groups]
 
 
-def test_what_a_checkpoint_contains_is_not_restored():
+def test_groups_of_the_checkpoint_are_not_restored():
     """Steps up to its version are over, and so are the problems that it counts as done."""
     events = [*stored(0), *stored(1), leased(1, 0), leased(2, 1), *stored(2)]
     restored = restore_queue(events, settings="s", version=1, is_done=lambda problem: problem.position == 0)
@@ -309,15 +307,6 @@ def test_only_tokens_of_lost_weights_are_marked():
     assert [True] == [episode.is_restored for episode in waiting.group.episodes]
     assert [False] == [episode.is_restored for episode in restored.steps[0].groups[0].group.episodes]
     assert 2 == done.group.problem.position
-
-
-def test_a_group_that_another_release_encoded_is_sampled_again():
-    """It is discarded, with what depends on it."""
-    (event,) = stored(0)
-    restored = restore_queue([evolve(event, content=b"\x01\x00\x00\x00\xff"), leased(1, 0)], settings="s", version=0)
-
-    assert ((), ()) == (restored.steps, restored.waiting)
-    assert {GroupQueued, GroupConsumed, StepLeased} == {type(event) for event in restored.void}
 
 
 async def test_members_that_were_finished_are_not_run_again():
@@ -403,11 +392,3 @@ async def test_restored_episodes_are_reported_once():
     assert all(isinstance(news, EpisodeFinished) for news in notebook.news)
     told = [(news.problem.position, news.is_repeated) for news in notebook.news]
     assert [(0, False), (2, False), (1, False), (2, True), (1, True)] == told
-
-
-async def test_saved_versions_are_told():
-    """What they were trained with is deleted by the journal."""
-    journal = MemoryJournal()
-    await GroupJournal(journal).save(4)
-
-    assert [VersionSaved(version=4)] == journal.events

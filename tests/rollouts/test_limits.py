@@ -13,7 +13,7 @@ from tests.stacks.rollout_stack import Episode, open_rollout_stack
 from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.config import create_config
 from areal_actors.domain import EpisodeLimits, FinishReason, SessionId
-from areal_actors.errors import ConfigError, EpisodeLimitReached
+from areal_actors.errors import EpisodeLimitReached
 from areal_actors.rollouts.runner import RolloutsConfig, WorkflowEpisode
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.workflows import (
@@ -70,19 +70,6 @@ async def test_an_agent_that_ends_at_its_limit_is_rewarded():
     assert (1.0, 2, None, "max_turns") == (episode.reward, episode.num_turns, episode.failure, episode.limit)
 
 
-async def test_an_agent_below_its_limit_meets_none():
-    """All the turns that are allowed are no excess."""
-
-    async def act(episode: Episode) -> float:
-        await episode.ask("first")
-        await episode.ask("second")
-        return 1.0
-
-    async with open_rollout_stack(act, config=limited(TWO_TURNS)) as stack:
-        (episode,) = (await stack.play()).episodes
-    assert (2, None) == (episode.num_turns, episode.limit)
-
-
 async def ask_on(episode: Episode) -> float:
     while True:
         await episode.ask()
@@ -106,18 +93,6 @@ async def test_the_reward_of_the_limit_replaces_the_failure():
     assert episode.cut_short is not None
     assert "rollout.limits.max_turns" in episode.cut_short
     assert [-0.5, -0.5] == [row.reward for row in episode.trajectories]
-
-
-async def test_the_reward_of_the_limit_is_not_for_other_failures():
-    """An agent that fails before any limit has failed."""
-
-    async def act(episode: Episode) -> float:
-        await episode.ask()
-        raise ValueError("the tool broke")
-
-    async with open_rollout_stack(act, config=limited(EpisodeLimits(max_turns=2, reward=0.0))) as stack:
-        (episode,) = (await stack.play()).episodes
-    assert ("Acting.run raised ValueError: the tool broke", None) == (episode.failure, episode.limit)
 
 
 async def test_the_last_answer_is_cut_at_the_tokens_that_are_left():
@@ -236,10 +211,3 @@ def test_a_source_has_limits_of_its_own():
     runners = config.runners
     assert EpisodeLimits(max_sampled_tokens=64, reward=0.0) == runners["short"].limits
     assert EpisodeLimits(max_turns=9) == runners["other"].limits == runners[""].limits
-
-
-def test_a_limit_is_at_least_one():
-    """Zero turns are a mistake of the configuration."""
-    settings = {"experiment_name": "limits", "model": "tiny", "total_steps": 1}
-    with pytest.raises(ConfigError, match="max_turns"):
-        create_config(settings | {"rollout": {"limits": {"max_turns": 0}}})

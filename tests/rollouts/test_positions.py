@@ -10,20 +10,6 @@ from hypothesis import strategies as st
 from areal_actors.domain import SourcePosition
 from areal_actors.rollouts.draws import ConsumedPositions, positions_from
 
-
-def test_a_fresh_run_begins_at_the_first_problem():
-    """Without a start, nothing is consumed and everything is to be run."""
-    consumed = ConsumedPositions()
-
-    assert SourcePosition() == consumed.summary()
-    assert [0, 1, 2] == list(islice(positions_from(SourcePosition()), 3))
-
-
-def test_what_was_left_pending_is_run_first():
-    """A resumed run fills its gaps before it goes on."""
-    assert [2, 5, 7, 8] == list(islice(positions_from(SourcePosition(next=7, pending=(2, 5))), 4))
-
-
 positions = st.lists(st.integers(0, 30), max_size=40)
 
 

@@ -31,20 +31,6 @@ def test_recovery_does_not_inflate_capacity(bounds: CapacityLimits, version: int
     assert CapacityState(limits=bounds).available == CapacityState.at_version(bounds, version).available
 
 
-@given(limits, st.integers(0, 9), st.integers(0, 9))
-def test_old_news_changes_nothing(bounds: CapacityLimits, first: int, second: int) -> None:
-    """Versions that arrive in any order leave the newest."""
-    state = CapacityState(limits=bounds)
-
-    assert state.advance(first).advance(second) == state.advance(second).advance(first)
-
-
-def test_staleness_counts_versions_between_sampling_and_training() -> None:
-    """A group of version 3 may train version 5 under η = 2 and not under η = 1."""
-    assert not is_too_stale(3, version=5, max_staleness=2)
-    assert is_too_stale(3, version=5, max_staleness=1)
-
-
 events = st.sampled_from(["start", "accept", "reject", "drop", "advance"])
 
 

@@ -14,7 +14,6 @@ from tests.stacks.rollout_stack import Episode, Notebook, open_rollout_stack, pr
 
 from areal_actors.client import create_http_client
 from areal_actors.domain import Problem
-from areal_actors.errors import ConfigError
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     DescribeCapacity,
@@ -114,14 +113,6 @@ async def test_tensors_are_rows_of_their_group():
     assert (0, 0, len(encode("42"))) == (rows[0].head_version, rows[0].tail_version, rows[0].num_trained_tokens)
 
 
-async def test_each_row_of_tensors_is_a_sample():
-    """A workflow that returns several is as good as a group of several; their members are told apart."""
-    episodes = await play(lambda engine, member: tensors(engine, member, num_rows=3), num_episodes=2)
-
-    assert [0, 2, 4, 1, 3, 5] == [episode.member for episode in episodes]
-    assert 6 == len({episode.session for episode in episodes})
-
-
 async def test_interactions_are_rows():
     """One sample of as many rows."""
     (episode,) = await play(lambda engine, _: interactions(engine, 0.25))
@@ -185,19 +176,13 @@ async def test_a_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], A
     assert [(0.5, None)] * 2 == [(episode.reward, episode.failure) for episode in others]
 
 
-async def test_who_leaves_cancels_the_workflow():
+async def test_a_cancelled_request_cancels_the_workflow():
     """Nothing runs on in the engine."""
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
     with anyio.move_on_after(1):
         await play(lambda engine, _: tensors(engine, 1.0), engine=engine)
 
     assert (0, 1) == (engine.statistics().waiting, engine.statistics().aborted)
-
-
-async def test_a_workflow_needs_an_engine():
-    """It is a mistake of whoever composes the run."""
-    with pytest.raises(ConfigError, match="no engine for its episodes"):
-        RolloutRunner(agent=Acting(tensors), peers=None, endpoint=None, http_client=None)
 
 
 # ------------------------------------------------------------------------------------------------ training groups
@@ -278,7 +263,7 @@ async def test_the_outcome_of_a_failing_member(outcome: MemberOutcome):
         assert [0.0] == [row.reward for row in first.trajectories]
 
 
-async def test_what_cannot_be_added_up_is_not_kept():
+async def test_a_partial_member_without_finite_reward_fails():
     """A member that is to be kept and has no finite reward fails as it would otherwise; the run goes on."""
 
     async def act(episode: Episode) -> dict[str, float]:

@@ -31,7 +31,7 @@ PPO = Surrogate.PPO
 IN_REWARD = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
 
 
-def test_the_defaults_are_silent():
+def test_default_settings_give_no_advice():
     """A run that sets nothing is told nothing."""
     assert inert_settings(TrainerConfig()) == doubtful_settings(TrainerConfig()) == []
 

@@ -13,7 +13,7 @@ from areal_actors.errors import SandboxError, WorkflowError
 from areal_actors.lib.plugins import PluginGroup
 from areal_actors.run import Trainer
 from areal_actors.run.job import prepare_agent
-from areal_actors.workflows import AgentPool, CommandAgent, CommandConfig
+from areal_actors.workflows import AgentPool, CommandAgent
 
 CHILDREN = Path(__file__).parents[1] / "workflows" / "children.py"
 
@@ -49,13 +49,6 @@ def test_a_plain_def_is_told_where_it_may_block(tmp_path: Path):
     """Inline it would hold up everything."""
     with pytest.raises(WorkflowError, match="one that blocks needs rollout"):
         prepare_agent(configure().rollout, workflow=f"{CHILDREN}:Sync", logs=tmp_path)
-
-
-def test_a_command_takes_no_keyword_arguments(tmp_path: Path):
-    """It has arguments of its own."""
-    command = CommandConfig(command=("sh",))
-    with pytest.raises(WorkflowError, match="make them arguments of it"):
-        prepare_agent(configure().rollout, workflow=command, workflow_kwargs={"a": 1}, logs=tmp_path)
 
 
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")

@@ -214,7 +214,7 @@ def test_custom_functions_train_as_the_built_in_ones_that_they_copy(tmp_path):
         ("trainer.metrics=[{}]", "def f(step):\n    return 1.0\n", "returned 1.0 of type float in step 1"),
     ],
 )
-def test_each_is_tried_before_anything_is_written(tmp_path, write, setting, body, complaint):
+def test_custom_functions_are_tried_before_anything_is_written(tmp_path, write, setting, body, complaint):
     """The message names the setting; there is no run directory."""
     result = train(tmp_path / "run", setting.format(write(body)))
 
@@ -244,7 +244,7 @@ def test_each_is_tried_before_anything_is_written(tmp_path, write, setting, body
         ),
     ],
 )
-def test_one_that_fails_in_a_step_ends_the_run_before_it(tmp_path, write, setting, body, complaint):
+def test_a_custom_function_that_fails_ends_the_run_before_the_step(tmp_path, write, setting, body, complaint):
     """The step is not taken: the weights are those of the checkpoint that is left, and the run can be resumed."""
     options = (f"trainer.optimizer.learning_rate={0.01}", "eval_dataset=null")
     result = train(tmp_path / "run", setting.format(write(body)), *options)

@@ -67,7 +67,7 @@ async def test_an_older_life_is_refused():
 
 
 @pytest.mark.anyio
-async def test_whoever_looks_for_a_worker_waits_until_it_serves():
+async def test_awaiting_a_worker_waits_until_it_serves():
     """And for the next life, once this one is dismissed."""
     found = []
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:

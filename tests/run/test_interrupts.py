@@ -8,7 +8,6 @@ from typing import Any
 
 import anyio
 import pytest
-from anyio.lowlevel import checkpoint
 
 from areal_actors.errors import ActorStopped
 from areal_actors.run.signals import Interrupts, open_interrupts
@@ -31,7 +30,7 @@ class Ear:
 
 
 def training(*, is_over: bool = False) -> Any:
-    """As good as a ref, for whoever only tells."""
+    """Stands in for a ref that is only told."""
     return Ear(is_over=is_over)
 
 
@@ -54,18 +53,8 @@ async def test_a_training_is_told_once(*, is_over: bool) -> None:
         await told.told.wait()
 
 
-async def test_what_is_left_to_be_ended_is_ended(caplog: pytest.LogCaptureFixture) -> None:
-    """Once the results are saved, a signal comes up in no callback of those who close, and keeps none of them."""
-    async with open_interrupts() as interrupts:
-        async with interrupts.telling(training()):
-            pass
-        interrupt()
-        while "ending what is left" not in caplog.text:
-            await checkpoint()
-
-
 async def test_between_two_attempts_the_run_is_ended() -> None:
-    """There is nobody to be asked; whatever is open is closed in its order."""
+    """There is no trainer to ask; open resources are closed in order."""
     closed = []
     with pytest.raises(KeyboardInterrupt):
         async with open_interrupts() as interrupts:
@@ -80,7 +69,7 @@ async def test_between_two_attempts_the_run_is_ended() -> None:
 
 
 async def test_the_next_attempt_is_told_of_the_signal_that_the_last_one_heard() -> None:
-    """It was asked for while a trainer lived that is gone now; nobody has to ask twice."""
+    """The signal reached a trainer that is gone; it counts for the next one."""
     first, second = training(), training()
     async with open_interrupts() as interrupts:
         with pytest.raises(OSError, match="a node"):
@@ -90,19 +79,3 @@ async def test_the_next_attempt_is_told_of_the_signal_that_the_last_one_heard() 
                 raise OSError("a node is gone")
         async with interrupts.telling(second):
             await second.told.wait()
-
-
-async def test_signals_are_the_programs_own_again() -> None:
-    """A run inside a program gives them back."""
-    async with open_interrupts() as interrupts, interrupts.telling(training()):
-        pass
-
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
-
-
-async def test_what_goes_wrong_is_raised_as_it_is() -> None:
-    """Not in the group of the task that listens."""
-    with pytest.raises(ValueError, match="batch"):
-        async with open_interrupts() as interrupts, interrupts.telling(training()):
-            raise ValueError("batch")

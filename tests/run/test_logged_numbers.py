@@ -62,7 +62,7 @@ def test_numbers_come_over_http(tmp_path):
     assert (1.5, 8, 0) == (step["rollout/member"], step["rollout/member/count"], step["failed_episodes"])
 
 
-def test_what_is_no_number_fails_the_episode_by_name(tmp_path):
+def test_a_logged_value_that_is_no_number_fails_the_episode(tmp_path):
     """Every episode fails here, so the run ends with the reason."""
     result = train(tmp_path / "run", f"rollout.workflow={AGENTS}:Wrong", "eval_dataset=null")
 

@@ -95,7 +95,7 @@ async def test_ten_first_requests_load_once(tmp_path: Path):
     assert 10 == len(set(sessions))
 
 
-async def test_unknown_names_are_nobodys(tmp_path: Path):
+async def test_model_host_ignores_unknown_names(tmp_path: Path):
     """No item, and nothing is opened; also for names that try to leave."""
     save(tmp_path, "a/1")
     async with open_host(tmp_path) as (host, opener):
@@ -119,7 +119,7 @@ async def test_the_least_recently_used_makes_room(tmp_path: Path):
     assert ["open a/1", "open b/1", "close b/1", "open c/1"] == before_end
 
 
-async def test_what_is_in_use_is_not_closed(tmp_path: Path):
+async def test_model_host_keeps_models_in_use(tmp_path: Path):
     """Who wants its place waits until it is given back."""
     save(tmp_path, "a/1", "b/1")
     release = anyio.Event()
@@ -184,7 +184,7 @@ async def test_new_weights_under_a_name_are_opened(tmp_path: Path):
     assert ["open a/1", "open a/1"] == opener.log[:2]
 
 
-async def test_who_gives_up_leaves_no_trace(tmp_path: Path):
+async def test_model_host_forgets_cancelled_requests(tmp_path: Path):
     """Cancelled while it loads, or while it is used: the place can be had by others."""
     save(tmp_path, "a/1", "b/1")
     async with open_host(tmp_path, is_gated=True) as (host, opener):

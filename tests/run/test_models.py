@@ -8,7 +8,6 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from anthropic import AsyncAnthropic
 from attrs import evolve
 from openai import APIStatusError, AsyncOpenAI
 from tests.run.trained import NAME, QUESTION, greedy_text, serving, train
@@ -58,32 +57,8 @@ async def test_a_name_selects_weights(root: Path):
     assert [policy.id] == [interaction.id for interaction in record.interactions]
 
 
-async def test_every_dialect_selects(root: Path):
-    """Responses, Anthropic's messages with their count, and plain completions: all by the same name."""
-    expected = greedy_text(root / NAME / "weights")
-    async with open_inference("tiny", serving(root)) as inference, inference.session() as session:
-        url = session.base_url.removesuffix("/v1")
-        async with (
-            AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as openai,
-            AsyncAnthropic(base_url=url, api_key=session.api_key) as anthropic,
-        ):
-            response = await openai.responses.create(model=NAME, input=QUESTION, temperature=0, max_output_tokens=12)
-            message = await anthropic.messages.create(
-                model=NAME, messages=ASK, max_tokens=12, extra_body={"temperature": 0}
-            )
-            count = await anthropic.messages.count_tokens(model=NAME, messages=ASK)
-            raw = await openai.completions.create(model=NAME, prompt="one", temperature=0, max_tokens=4, logprobs=1)
-        record = await inference.sessions.ask(CollectSession(session=session.id))
-
-    assert expected == response.output_text == message.content[0].text
-    assert count.input_tokens == message.usage.input_tokens
-    assert raw.choices[0].logprobs.text_offset[0] == 0
-    assert len(raw.choices[0].logprobs.tokens) == raw.usage.completion_tokens
-    assert () == record.interactions
-
-
 async def test_keys_open_trained_models_too(root: Path):
-    """A session's key or the admin key does, nobody's does not; and strangers are not told which models there are."""
+    """A session's key and the admin key do, no key does not; models are not listed for strangers."""
     async with open_inference("tiny", serving(root)) as inference, inference.session() as session:
         url, admin = inference.endpoint.base_url, inference.endpoint.admin_key
         body = {"model": NAME, "messages": ASK, "max_tokens": 2}
@@ -94,12 +69,12 @@ async def test_keys_open_trained_models_too(root: Path):
                     ("session", {"authorization": f"Bearer {session.api_key}"}),
                     ("admin", {"authorization": f"Bearer {admin}"}),
                     ("stranger", {"authorization": "Bearer sk-stranger"}),
-                    ("nobody", {}),
+                    ("no key", {}),
                 )
             }
             listed = (await http.get(f"{url}/models")).json()["data"]
 
-    assert {"session": 200, "admin": 200, "stranger": 401, "nobody": 401} == {
+    assert {"session": 200, "admin": 200, "stranger": 401, "no key": 401} == {
         name: answer.status_code for name, answer in answers.items()
     }
     assert 1 == len(listed)

@@ -96,7 +96,7 @@ async def test_rewards_of_answers_stay_where_they_are():
     assert {first: 0.0, second: 0.0, sub: 0.5, last: 1.0} == found
 
 
-async def test_unrewarded_conversations_are_skipped_or_zero_if_so_configured():
+async def test_unrewarded_conversations_are_skipped_or_zero_as_configured():
     """Also for a request that names its discount and style: those are its own, and the setting is the service's."""
     async with open_sessions(Unrewarded.SKIP) as session:
         first, sub, second, last = await talk(session.base_url, session.api_key)

@@ -122,24 +122,6 @@ def test_rollouts_of_a_run_warm_up_another(whole, tmp_path):
         Trainer(bad).train(run_dir=tmp_path / "bad")
 
 
-def test_mistakes_in_the_data_change_nothing_on_disk(whole, tmp_path):
-    """An earlier run in the same directory stays where it is."""
-    data = tmp_path / "data.jsonl"
-    data.write_text('{"messages": []}\n')
-    before = sorted(whole.parent.iterdir())
-
-    with pytest.raises(DatasetError, match="line 1: messages must be a list of at least one"):
-        Trainer(configure(f"sft.jsonl={data}")).train(run_dir=whole)
-    with pytest.raises(
-        DatasetError, match=r"sft.batch_size is 81, and there are 80 conversations in .*warm_start.jsonl"
-    ):
-        Trainer(configure("sft.batch_size=81")).train(run_dir=whole)
-    with pytest.raises(DatasetError, match="conversations are longer than the 20 tokens that can be sampled"):
-        Trainer(configure("engine.max_length=20")).train(run_dir=whole)
-
-    assert sorted(whole.parent.iterdir()) == before
-
-
 def test_a_service_has_no_phases(tmp_path):
     """It says how to use the others."""
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Roles that wait for one another's room: nobody holds half of it for ever, and what runs is left alone."""
+"""Runs that wait for each other's resources: a partly placed run releases them, a complete one is left alone."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_two_runs_are_not_impatient_alike():
 
 
 @given(st.lists(st.sampled_from(list(PlacementState)), min_size=3, max_size=4))
-def test_what_can_go_on_or_holds_nothing_is_left_alone(states):
+def test_barrier_releases_only_partly_placed_runs(states):
     """A run is whole with one of each role; it gives back only what it holds while a role is known to wait."""
     one, _ = barrier(*states)
     by_role = {role: {state} for role, state in zip(NEEDED, states, strict=False)}
@@ -104,14 +104,3 @@ def test_what_can_go_on_or_holds_nothing_is_left_alone(states):
         assert not one.is_complete
         assert any(RUNNING in found for found in by_role.values())
         assert any(PENDING in found and not found & {RUNNING, UNKNOWN} for found in by_role.values())
-
-
-def test_a_run_without_workers_is_whole():
-    """And whoever has left is not counted."""
-    one = PlacementBarrier(NEEDED, seconds=1.0)
-
-    assert PlacementBarrier((), seconds=1.0).is_complete
-    with one.hold(Role.TRAINER, _Placement("trainer-0", RUNNING)), one.hold(Role.PROXY, _Placement("p", PENDING)):
-        assert {Role.PROXY} == one.waiting
-    assert not one.waiting
-    assert not one.is_complete

@@ -45,10 +45,10 @@ async def test_any_proxy_answers_for_any_session(tmp_path, anyio_backend_name):
         open_proxies(
             inference.actors,
             inference.endpoint,
-            num_more=1,
+            num_processes=2,
             config=tmp_path / "config.yaml",
             logs=tmp_path,
-            handover=inference.handover,
+            first=inference.process,
         ) as proxies,
     ):
         url, key = inference.endpoint.url, inference.endpoint.admin_key

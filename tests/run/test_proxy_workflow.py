@@ -43,7 +43,7 @@ def last(interactions: dict[str, InteractionWithTokenLogpReward]) -> Interaction
 
 
 async def test_an_episode_is_the_next_session_that_is_finished():
-    """Whoever waits gets it, with its tokens, its messages and its rewards; the next one gets the next."""
+    """The waiting episode gets its tokens, messages and rewards; the next episode gets the next session."""
     async with open_service() as inference, anyio.create_task_group() as tasks:
         workflow = ProxyWorkflow(inference)
         tasks.start_soon(play, inference, "one", 1.0)
@@ -83,7 +83,7 @@ async def test_a_session_that_was_promised_to_a_cancelled_episode_goes_to_the_ne
     assert rewards in ([1.0, 0.5], [0.5])
 
 
-async def test_what_is_no_use_is_said():
+async def test_proxy_workflow_refuses_data_and_inference_without_intake():
     """Data, which external agents have of their own; and an inference that takes no sessions in."""
     async with open_service() as inference:
         with pytest.raises(EpisodeError, match="takes no data"):

@@ -67,7 +67,7 @@ def command(*modes: Any) -> list[str]:
 
 
 async def test_a_rank_that_dies_while_others_start_is_missed_at_once(tmp_path):
-    """It had said that it serves; whoever waits for the others must not wait for it, too."""
+    """It had reported ready; waiting for the other ranks must end, too."""
     with anyio.fail_after(60), pytest.raises((ExceptionGroup, GangError)) as caught:
         async with open_ranks(job_in(tmp_path, 3), command=command("dies", "waits")):
             pass
@@ -78,7 +78,7 @@ async def test_a_rank_that_dies_while_others_start_is_missed_at_once(tmp_path):
 
 
 async def test_a_rank_may_say_as_much_as_it_likes(tmp_path):
-    """What libraries print on standard output is read, and kept in the log; nobody waits for room in a pipe."""
+    """What libraries print on standard output is read, and kept in the log; a full pipe blocks nothing."""
     said = tmp_path / "said"
     with anyio.fail_after(60):
         async with open_ranks(job_in(tmp_path, 2), command=command("talks", "", said)) as members:

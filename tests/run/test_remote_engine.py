@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 
@@ -36,7 +33,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.anyio
-async def test_the_example_at_home(root: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_remote_engine_example_runs(root: Path, monkeypatch: pytest.MonkeyPatch):
     """As people write it: initialize at once, await an answer, read its text; ``runs`` is where it looks."""
     monkeypatch.delenv("OPENAI_BASE_URL", raising=False)
     monkeypatch.chdir(root.parent)
@@ -55,7 +52,7 @@ async def test_the_example_at_home(root: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.anyio
-async def test_home_and_service_agree(root: Path):
+async def test_remote_engine_answers_alike_from_disk_and_service(root: Path):
     """Greedy text is that of transformers in both places, from a question, from messages, and from ids."""
     expected = greedy_text(root / NAME / "weights")
     tokenizer = AutoTokenizer.from_pretrained(root / NAME / "weights")
@@ -104,7 +101,7 @@ async def test_many_questions_open_it_once(root: Path):
     assert (1, 0, NAME) == (num_open, num_closed, again.model)
 
 
-def test_one_object_serves_one_loop_after_another(root: Path):
+def test_remote_engine_works_in_several_event_loops(root: Path):
     """What a loop opened ends with it, closed or not; the next loop opens its own."""
     engine = RemoteSGLangEngine(AT_HOME).initialize(experiment_name=EXPERIMENT, fileroot=root)
     first = asyncio.run(engine.agenerate(QUESTION, greedy=True, max_new_tokens=4))
@@ -116,7 +113,7 @@ def test_one_object_serves_one_loop_after_another(root: Path):
 
 
 @pytest.mark.anyio
-async def test_what_is_wrong_is_said(root: Path):
+async def test_remote_engine_names_mistakes(root: Path):
     """Names, keys, addresses, prompts and settings, each by the error that fits."""
     engine = RemoteSGLangEngine(AT_HOME)
     with pytest.raises(ConfigError, match="initialize"):
@@ -168,47 +165,6 @@ async def test_a_service_that_needs_no_key_is_asked_without_one(root: Path):
         async with engine:
             with pytest.raises(ModelError, match=r"does not offer the model .* without a key \(api_key\)"):
                 await engine.agenerate(QUESTION)
-
-
-def test_a_service_in_another_process(root: Path):
-    """A server that somebody else runs, found by the environment that agents have."""
-    code = (
-        "import sys, anyio\n"
-        "from areal_actors.run import open_inference\n"
-        "from tests.run.trained import serving\n"
-        "from pathlib import Path\n"
-        "async def main():\n"
-        "    async with open_inference('tiny', serving(Path(sys.argv[1]))) as inference:\n"
-        "        print(inference.endpoint.base_url, inference.endpoint.admin_key, flush=True)\n"
-        "        await anyio.to_thread.run_sync(sys.stdin.read)\n"
-        "anyio.run(main)\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code, str(root)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env=os.environ | {"PYTHONPATH": "src:."},
-    ) as process:
-        try:
-            assert process.stdout is not None
-            url, key = process.stdout.readline().split()
-            engine = RemoteSGLangEngine().initialize(
-                experiment_name=EXPERIMENT,
-                trial_name=TRIAL,
-                environment={"OPENAI_BASE_URL": url, "OPENAI_API_KEY": key},
-            )
-
-            async def ask() -> str:
-                async with engine:
-                    return (await engine.agenerate(QUESTION, greedy=True, max_new_tokens=12)).text
-
-            text = anyio.run(ask)
-        finally:
-            process.communicate("")
-
-    assert greedy_text(root / NAME / "weights") == text
 
 
 def _engine_threads() -> list[threading.Thread]:

@@ -186,7 +186,7 @@ def is_verified(journal: MemoryJournal, *, num_turns: int) -> bool:
 
 
 async def test_a_streamed_episode_goes_on_after_a_restart():
-    """Killed between two turns, by nobody's request: the next one is a turn like any other."""
+    """Killed between two turns: the next one is a turn like any other."""
     async with serving() as tasks, httpx.AsyncClient() as http:
         first = Service(MemoryJournal(), "one")
         await tasks.start(first.run)

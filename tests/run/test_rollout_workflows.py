@@ -270,7 +270,7 @@ def test_a_workflow_of_the_configuration_is_trained_on(tmp_path: Path) -> None:
     assert any("get_weather" in row["completion"] for row in dumped(directory))
 
 
-def test_what_is_neither_agent_nor_workflow_is_named(tmp_path: Path) -> None:
+def test_an_object_that_is_no_workflow_is_refused_by_name(tmp_path: Path) -> None:
     """Before anything is started."""
     with pytest.raises(WorkflowError, match="a rollout workflow is a subclass of RolloutWorkflow"):
         train(tmp_path, GenerationConfig)
@@ -307,8 +307,8 @@ async def test_rollouts_by_hand_in_any_order(tokenizer: Any) -> None:
 
 
 @pytest.mark.anyio
-async def test_what_fails_or_is_cancelled_by_hand_says_so(tokenizer: Any) -> None:
-    """To whoever awaits it; others are not disturbed, and leaving the block ends what still runs."""
+async def test_failed_and_cancelled_rollouts_raise_for_their_awaiters(tokenizer: Any) -> None:
+    """Others are not disturbed, and leaving the block cancels running ones."""
 
     class Hanging(RolloutWorkflow):
         async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:

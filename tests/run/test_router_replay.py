@@ -26,10 +26,10 @@ from areal_actors.domain import Chunk, EngineRequest, Episode, Group, GroupId, P
 from areal_actors.errors import CaptureViolation, ConfigError, EngineError, ExportError
 from areal_actors.generation.base import Engine, Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
+from areal_actors.generation.servers.dialect import RoutedLayers
 from areal_actors.generation.servers.engine import open_server_engines
-from areal_actors.generation.servers.experts import RoutedLayers
 from areal_actors.generation.servers.http import create_client
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.generation.torch import TorchEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.interchange.episodes import format_episode, parse_episode
@@ -58,7 +58,7 @@ UNKNOWN = 255
 async def served(engine: Engine, path: Path) -> AsyncIterator[Engine]:
     """``engine`` behind a server with SGLang's interface."""
     snapshot = Snapshot(version=0, path=path)
-    dialect = KINDS[Backend.SGLANG].create_dialect({}, stream_interval=4, routed_layers=RoutedLayers.of(path))
+    dialect = find_kind(Backend.SGLANG).create(added_tokens={}, stream_interval=4, routed_layers=RoutedLayers.of(path))
     async with (
         open_sglang_server(engine, model=path, records_experts=True) as server,
         open_server_engines(
@@ -184,13 +184,6 @@ async def test_forced_experts_are_taken_and_train_the_router(tmp_path: Path, act
         )
 
 
-async def test_engines_that_are_not_asked_record_nothing(tmp_path: Path):
-    """Rows take no more memory than those of a dense model."""
-    episode = await sample(save_moe("mixtral", tmp_path), dtype="float32", records=False, num_turns=1)
-
-    assert all(row.routed_experts is None for row in episode.trajectories)
-
-
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
 def test_a_run_with_replay_is_published_and_resumed(tmp_path: Path, kind: str):
     """A mixture of experts, sampled in bfloat16: the resumed step trains with replay, too."""
@@ -257,7 +250,7 @@ async def test_a_server_that_records_no_experts_is_refused(tmp_path: Path):
     path = save_moe("mixtral", tmp_path)
     model = await to_thread.run_sync(load_policy, path)
     config = TorchEngineConfig(dtype="float32", device="cpu", max_concurrent=2, max_length=64)
-    dialect = KINDS[Backend.SGLANG].create_dialect({}, routed_layers=RoutedLayers.of(path))
+    dialect = find_kind(Backend.SGLANG).create(added_tokens={}, routed_layers=RoutedLayers.of(path))
     async with (
         TorchEngine.open(config, model=model) as engine,
         open_sglang_server(engine, model=path) as server,
@@ -269,7 +262,7 @@ async def test_a_server_that_records_no_experts_is_refused(tmp_path: Path):
 
 def test_the_command_of_a_server_asks_for_experts(tmp_path: Path):
     """Only where they are replayed."""
-    kind = KINDS[Backend.SGLANG]
+    kind = find_kind(Backend.SGLANG)
     commands = [
         format_command(kind, ServerConfig(python="python"), model=tmp_path, port=1, records_experts=records)
         for records in (False, True)

@@ -27,15 +27,13 @@ from tests.stacks.commands import Command, start_command
 
 from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
-from areal_actors.config import RunConfig, create_config, load_config
+from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.record import RunRecord, RunStatus, read_record, write_record
 from areal_actors.datasets import Problems, load_problems
 from areal_actors.lib.references import import_reference
-from areal_actors.lib.telemetry import logging_to_stream
 from areal_actors.messages import Endpoint
 from areal_actors.run import Server, Trainer, openers
-from areal_actors.run.serving import describe_service
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -337,36 +335,12 @@ def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
     assert variables["OPENAI_API_KEY"] == later["OPENAI_API_KEY"]
 
 
-def test_a_service_that_nobody_uses_can_be_left(tmp_path: Path):
-    """Ctrl-C before any agent came ends it all the same; whoever asks twice does not wait at all."""
-    run_dir = tmp_path / "run"
-    with service(run_dir) as (running, _):
-        running.send_signal(signal.SIGINT)
-        output, _ = running.communicate(timeout=MAX_SECONDS)
-
-    assert (0, 0) == (running.returncode, json.loads(output.splitlines()[-1])["steps"])
-
-
-def test_a_second_interrupt_leaves_at_once(tmp_path: Path):
-    """While a step is being finished, say: nothing is printed, and the exit code says so."""
-    run_dir = tmp_path / "run"
-    log = tmp_path / "run.log"
-    with service(run_dir) as (running, variables), agents(tmp_path, 400, variables):
-        wait_until(lambda: running.poll() is not None or read_metrics(run_dir))
-        running.send_signal(signal.SIGINT)
-        wait_until(lambda: running.poll() is not None or "stopping" in log.read_text())
-        running.send_signal(signal.SIGINT)
-        output, _ = running.communicate(timeout=MAX_SECONDS)
-
-    assert (130, "") == (running.returncode, output)
-
-
 # --------------------------------------------------------------------------------------------------- what is wrong
 
 BARE = {"experiment_name": "bare", "total_steps": 1, "model": "tiny"}
 
 
-def test_what_a_service_needs_not_a_run_over_a_dataset_needs(tmp_path: Path):
+def test_train_without_problems_and_agent_names_both(tmp_path: Path):
     """``train`` without problems and an agent says both at once, and what to use instead; nothing is left behind."""
     path = tmp_path / "bare.yaml"
     path.write_text(json.dumps(BARE))
@@ -375,48 +349,3 @@ def test_what_a_service_needs_not_a_run_over_a_dataset_needs(tmp_path: Path):
     assert 2 == result.exit_code
     assert all(word in result.stderr for word in ("dataset is missing", "rollout.workflow is missing", "use serve"))
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize(("max_length", "is_warned"), [(5000, True), (2048, False), (1024, False), (256, False)])
-def test_a_length_that_the_model_does_not_have_is_said_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], max_length: int, *, is_warned: bool
-):
-    """With both numbers; 2,048 is the default."""
-    config = create_config(BARE | {"engine": {"max_length": max_length}})
-
-    async def serve_for_a_moment() -> None:
-        async with anyio.create_task_group() as tasks:
-            await Server(config).run(run_dir=tmp_path / "run", announce=lambda *_: tasks.cancel_scope.cancel())
-
-    with logging_to_stream():
-        anyio.run(serve_for_a_moment)
-    warned = capsys.readouterr().err
-
-    assert is_warned == warned.count("engine.max_length is 5,000, and the model has 1,024 positions")
-    assert is_warned == warned.count("engine.max_length")
-
-
-@pytest.mark.parametrize(("normalisation", "is_warned"), [("grpo", True), ("reinforce_plus_plus", False)])
-def test_groups_of_one_that_are_compared_with_nobody_are_warned_of(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], *, normalisation: str, is_warned: bool
-):
-    """Their advantages would all be 0; the warning names the settings to change, once."""
-    config = create_config(
-        BARE | {"rollout": {"group_size": 1}, "trainer": {"advantages": {"normalisation": normalisation}}}
-    )
-
-    async def serve_for_a_moment() -> None:
-        async with anyio.create_task_group() as tasks:
-
-            def announce(endpoint: Endpoint, directory: RunDirectory) -> None:
-                assert "OPENAI_BASE_URL" in describe_service(endpoint, directory)
-                tasks.cancel_scope.cancel()
-
-            await Server(config).run(run_dir=tmp_path / "run", announce=announce)
-
-    with logging_to_stream():
-        anyio.run(serve_for_a_moment)
-    warned = capsys.readouterr().err
-
-    assert is_warned == ("trainer.advantages.normalisation" in warned)
-    assert warned.count("advantages_will_be_zero") == is_warned

@@ -24,7 +24,6 @@ from areal_actors.messages import (
     OpenSession,
     SaveVersion,
 )
-from areal_actors.proxy.handover import find_process
 from areal_actors.sessions.shards import open_shard_journals, shard_journal
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -185,22 +184,3 @@ async def test_fewer_processes_than_before_are_refused_while_there_are_sessions(
             pass
     async with open_shard_journals(path, JournalConfig(), num_processes=1, is_kept=False) as journals:
         assert ((), False) == (journals, shard_journal(path, 1).exists())
-
-
-@pytest.mark.parametrize(
-    ("head", "process"),
-    [
-        ("GET /health HTTP/1.1\r\n\r\n", 0),
-        ("POST /task-abcdefghijklmnopqrstuv.3/v1/chat/completions HTTP/1.1\r\n\r\n", 3),
-        ("POST /v1/task-a.abcdefghijklmnopqrstuv.12@planner/chat/completions HTTP/1.1\r\n\r\n", 12),
-        ("POST /rl/set_reward HTTP/1.1\r\nAuthorization: Bearer sk-abcdefghijklmnopqrstuv.2\r\n\r\n", 2),
-        ("POST /v1/messages HTTP/1.1\r\nx-api-key: sk-abcdefghijklmnopqrstuv.2\r\n\r\n", 2),
-        ("GET /export_trajectories?session_id=task-abcdefghijklmnopqrstuv.1 HTTP/1.1\r\n\r\n", 1),
-        ("POST /task-abcdefghijklmnopqrstuv/v1/messages HTTP/1.1\r\nauthorization: Bearer sk-x.1\r\n\r\n", 0),
-        ("\r\n\r\n", 0),
-        ("\xff\x00 no HTTP", 0),
-    ],
-)
-def test_the_head_of_a_request_names_a_process(head, process):
-    """A session in the path, a key or the query; anything else stays where it is."""
-    assert process == find_process(head.encode("latin-1"))

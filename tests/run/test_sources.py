@@ -8,16 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
-import torch
 from tests.plugins import needs_plugin
 
-from areal_actors import GenerationConfig, ModelRequest, RolloutWorkflow, Trainer, create_config
+from areal_actors import Trainer, create_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.errors import ConfigError, DatasetError, EpisodeError, WorkflowError
+from areal_actors.errors import ConfigError, WorkflowError
 from areal_actors.lib.plugins import PluginGroup
-from areal_actors.run.trying import try_agent
 
 HERE = Path(__file__)
 SCRIPT = """
@@ -46,13 +43,6 @@ class Asker:
         body = {"model": "policy", "messages": [{"role": "user", "content": data["text"]}], "max_tokens": 6}
         response = await http_client.post(f"{base_url}/chat/completions", json=body)
         return len(response.json()["choices"][0]["message"]["content"]) * self.factor
-
-
-class Broken:
-    """It always fails."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        raise ValueError("no environment")
 
 
 def source(**settings: Any) -> dict[str, Any]:
@@ -242,16 +232,6 @@ def test_groups_that_fail_as_a_whole_are_counted(tmp_path: Path) -> None:
     ]
 
 
-def test_an_empty_source_is_named(tmp_path: Path) -> None:
-    """Among several, the one that has no problems; so is a set of held-out problems."""
-    (tmp_path / "none.jsonl").touch()
-    none = {"jsonl": str(tmp_path / "none.jsonl")}
-    with pytest.raises(DatasetError, match=r"^sources\.none: "):
-        train(tmp_path / "run", {"some": source(), "none": source(dataset=none)})
-    with pytest.raises(DatasetError, match=r"^eval_datasets\.some: "):
-        train(tmp_path / "held_out", {"some": source()}, eval_datasets={"some": none})
-
-
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 def test_the_agent_of_a_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     """With the setting of the source, not that of the run."""
@@ -260,21 +240,6 @@ def test_the_agent_of_a_source_that_cannot_be_opened_is_named(tmp_path: Path) ->
         train(tmp_path / "run", sources)
     with pytest.raises(WorkflowError, match=r"^sources\.lost: "):
         train(tmp_path / "run", {"some": source(), "lost": source(workflow=f"{HERE}:Nothing")})
-
-
-class Slow:
-    """It never answers."""
-
-    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        await anyio.sleep_forever()
-        return 0.0
-
-
-def test_the_limit_of_a_source_is_named(tmp_path: Path) -> None:
-    """An episode that takes longer names the setting to raise."""
-    slow = source(workflow=f"{HERE}:Slow", episode_timeout_seconds=0.01)
-    with pytest.raises(EpisodeError, match=r"raise sources\.slow\.episode_timeout_seconds if"):
-        train(tmp_path / "run", {"good": source(), "slow": slow}, total_steps=100)
 
 
 def trained(path: Path, **settings: Any) -> list[dict[str, Any]]:
@@ -302,45 +267,6 @@ def test_a_single_source_equals_a_dataset(tmp_path: Path) -> None:
     assert weights[0] == weights[1]
 
 
-class Sampler(RolloutWorkflow):
-    """It asks the engine for six tokens."""
-
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
-        request = ModelRequest(input_ids=[5, 6, 7], gconfig=GenerationConfig(max_new_tokens=6))
-        found = await engine.agenerate(request)
-        return {
-            "input_ids": torch.tensor([found.input_tokens + found.output_tokens]),
-            "attention_mask": torch.ones(1, 3 + found.output_len, dtype=torch.bool),
-            "loss_mask": torch.tensor([[0] * 3 + [1] * found.output_len]),
-            "logprobs": torch.tensor([[0.0] * 3 + found.output_logprobs]),
-            "versions": torch.tensor([[-1] * 3 + found.output_versions]),
-            "rewards": torch.tensor([float(found.output_len)]),
-        }
-
-
-def test_a_source_limits_the_tokens_of_its_answers(tmp_path: Path) -> None:
-    """Of agents and of workflows that sample from the engine, which ask for six."""
-    sources = {
-        "agent": source(max_tokens=2),
-        "workflow": source(workflow=f"{HERE}:Sampler", max_tokens=1),
-        "free": source(),
-    }
-    rollout = {"group_size": 2, "max_head_offpolicyness": 0, "max_tokens": 3}
-    (row,) = train(tmp_path / "run", sources, total_steps=1, batch_size=6, rollout=rollout)
-    means = [row[f"source/{name}/tokens_mean"] for name in sources]
-
-    assert all(0 < mean <= limit for mean, limit in zip(means, (2, 1, 3), strict=True))
-    assert means[2] > 2
-
-
-def test_a_source_is_tried_with_groups_of_its_size() -> None:
-    """The numbers of episodes are those of training."""
-    config = create_config(settings_of({"two": source(), "three": source(group_size=3)}))
-    summary = try_agent(config, num_problems=2)
-
-    assert {"two-0": 2, "three-0": 3} == {group.problem.task: len(group.episodes) for group in summary.groups}
-
-
 @pytest.mark.parametrize(
     ("sizes", "advantages", "warned"),
     [
@@ -361,12 +287,6 @@ def test_groups_of_one_are_warned_of_where_members_are_compared(
 
     assert warned == re.findall(r"([\w.]+) is 1, and grpo compares", log)
     assert len(warned) == log.count("advantages_will_be_zero")
-
-
-def test_a_source_that_always_fails_is_named(tmp_path: Path) -> None:
-    """The others succeed all the time, which does not hide it."""
-    with pytest.raises(EpisodeError, match=r"(?s)16 groups of source bad failed.*Broken.run raised ValueError"):
-        train(tmp_path / "run", {"good": source(), "bad": source(workflow=f"{HERE}:Broken")}, total_steps=100)
 
 
 @pytest.mark.parametrize(
@@ -393,13 +313,3 @@ def test_sources_that_cannot_be_run_are_refused(
         create_config(settings_of(sources, **settings))
 
     assert complaint in str(raised.value)
-
-
-def test_a_source_without_an_agent_has_that_of_the_run(tmp_path: Path) -> None:
-    """And a run without either is refused before it begins."""
-    with pytest.raises(ConfigError, match=r"sources\.a\.workflow is missing"):
-        train(tmp_path / "none", {"a": source(workflow=None)})
-    rollout = {"workflow": f"{HERE}:Asker", "group_size": 2, "max_head_offpolicyness": 0}
-    (row,) = train(tmp_path / "run", {"a": source(workflow=None)}, rollout=rollout, total_steps=1)
-
-    assert 8 == row["source/a/episodes"]

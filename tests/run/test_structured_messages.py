@@ -60,7 +60,7 @@ async def _open() -> AsyncIterator[anthropic.AsyncAnthropic]:
         ({"type": "any", "disable_parallel_tool_use": True}, {"guess", "stop"}),
     ],
 )
-async def test_a_demanded_call_comes_whatever_the_weights(choice, names):
+async def test_a_required_call_of_messages_is_valid_with_random_weights(choice, names):
     """Streamed or not: one call, of a tool that was allowed, with an input that validates."""
     ask = ASK | {"tools": TOOLS, "tool_choice": choice}
     async with _open() as client:

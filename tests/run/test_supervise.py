@@ -54,8 +54,8 @@ def test_no_window_has_more_restarts_than_allowed(times, most):
         (RuntimeError("what"), False),
     ],
 )
-def test_what_a_person_has_to_mend_ends_a_run(error, is_final):
-    """However deep it is grouped; the loss of somebody else does not."""
+def test_errors_that_need_a_person_end_the_run(error, is_final):
+    """However deep it is grouped; the loss of another actor does not."""
     group = ExceptionGroup("all", [ActorStopped("a"), ExceptionGroup("some", [error])])
 
     assert (error if is_final else None) is find_final(group)

@@ -58,7 +58,7 @@ def tried(where: Path, *kinds: str, words: tuple[str, ...] = ()):
     return CliRunner().invoke(cli, ["try", str(where / "job.yaml"), *words], catch_exceptions=False)
 
 
-def test_what_would_keep_a_run_from_learning_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_try_names_problems_that_prevent_learning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Failures with file and line, episodes without a request, equal rewards, greedy answers, a blocked event loop.
 
     Nothing is written next to the configuration.
@@ -113,15 +113,6 @@ def test_groups_of_one_are_pointed_out(tmp_path: Path):
     assert result.stderr.startswith("tried: loading tiny to try it\n")
 
 
-def test_groups_of_one_are_fine_where_groups_are_compared(tmp_path: Path):
-    """As those of the shipped configuration of a service."""
-    settings = ("rollout.group_size=1", "trainer.advantages.normalisation=reinforce_plus_plus")
-    result = tried(tmp_path, "fine", "fine", words=settings)
-
-    assert 0 == result.exit_code
-    assert "group_size" not in result.stdout
-
-
 def test_a_run_whose_tokens_are_not_trained_says_so_once(tmp_path: Path):
     """With the reason: agents that send temperature 0 are answered and rewarded, and learn nothing."""
     (tmp_path / "agent.py").write_text(AGENT)
@@ -156,12 +147,3 @@ def test_a_configuration_without_agent_or_problems_is_refused(tmp_path: Path, mi
 
     assert 2 == result.exit_code
     assert missing in result.output
-
-
-def test_odd_exceptions_fail_their_episodes(tmp_path: Path):
-    """One below BaseException, whose text no terminal takes."""
-    result = tried(tmp_path, "odd")
-
-    assert 1 == result.exit_code
-    assert "failed 4 times: Agent.run raised" in result.stdout
-    assert "surrogate" in result.stdout

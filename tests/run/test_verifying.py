@@ -91,31 +91,6 @@ def test_any_change_of_any_field_breaks_the_seal(rows: list[DumpedRow], data: st
     assert changed_columns(row, bytes([1] * 32), num_rows=len(rows))
 
 
-@given(rows=row_batches())
-def test_rows_that_were_sealed_before_there_were_sources_are_verified(rows: list[DumpedRow]):
-    """Their seal has no part for the source, so none can be added to them."""
-    assume(rows)
-    row = evolve(rows[0], source="")
-    old = evolve(row, seal=seal_row(row, KEY, num_rows=len(rows), has_source=False))
-
-    assert changed_columns(old, KEY, num_rows=len(rows)) is None
-    assert changed_columns(evolve(old, source="a"), KEY, num_rows=len(rows)) == ("source",)
-    assert changed_columns(evolve(old, task=old.task + 1), KEY, num_rows=len(rows)) == ("task",)
-
-
-def test_the_key_is_readable_by_its_owner_only(tmp_path: Path):
-    """It is made once, and kept by a resumed run."""
-    path = tmp_path / "run" / "rows.key"
-    key = open_seal_key(path)
-
-    assert open_seal_key(path) == key
-    assert len(key) == 32
-    assert path.stat().st_mode & 0o777 == 0o600
-    path.write_text("00")
-    with pytest.raises(OSError, match="no valid key"):
-        open_seal_key(path)
-
-
 @pytest.fixture(scope="module")
 def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with the rows of two steps."""
@@ -329,18 +304,3 @@ def test_a_reward_that_is_not_in_the_journal_is_found(tmp_path: Path, new_talk: 
 
     assert code == 1
     assert {(one["column"], one["there"], one["here"]) for one in found["differences"]} == {("reward", "0.0", "1.0")}
-
-
-def test_turns_of_earlier_releases_have_no_digest(tmp_path: Path, new_talk: Any):
-    """They are counted, and no difference."""
-    events = [
-        evolve(event, interaction=evolve(event.interaction, digest=None)) if isinstance(event, TurnEnded) else event
-        for event in told(new_talk)
-    ]
-    events.append(RewardSet(session=SessionId("s"), interaction=InteractionId("t1"), reward=1.0))
-    write_run(tmp_path / "run", events)
-
-    assert verify(tmp_path / "run")[0] == 0
-    code, found = verify(tmp_path / "run", "--strict")
-    assert (code, found["differences"]) == (1, [])
-    assert found["num_turns_without_digest"] >= 3

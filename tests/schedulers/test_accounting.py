@@ -34,7 +34,7 @@ class Takes(RuleBasedStateMachine):
 
     @rule(target=shares, wanted=WANTED)
     def take(self, wanted):
-        """Whoever fits gets what was asked for, and whoever does not fit gets nothing."""
+        """A worker that fits gets its whole share, another one nothing."""
         free = self.inventory.free
         fits = (
             wanted.cpus <= free.cpus and wanted.gpus <= len(free.gpus) and (wanted.memory_mib or 0) <= free.memory_mib
@@ -72,7 +72,7 @@ TestTakes = Takes.TestCase
 
 
 @given(st.lists(WANTED, min_size=1, max_size=4))
-def test_what_is_refused_never_fits_and_what_is_not_refused_fits_in_the_end(wanted):
+def test_exactly_what_never_fits_is_refused(wanted):
     """Refusal is exactly what an empty machine says."""
     inventory = Inventory(MACHINE)
     try:
@@ -90,8 +90,8 @@ def taken_by(wanted):
 
 
 @given(st.lists(WANTED.filter(lambda one: one.gpus <= 2), min_size=1, max_size=12))
-def test_a_shared_machine_never_waits_and_deals_gpus_evenly(wanted):
-    """Nobody gets the same GPU twice, and the busiest one has at most one user more than the idlest."""
+def test_shared_machine_spreads_gpus_evenly(wanted):
+    """No worker gets a GPU twice, and numbers of users differ by at most one."""
     inventory = Inventory(MACHINE, is_shared=True)
     inventory.check("worker-0", *wanted)
     shares = [inventory.take(one) for one in wanted]
@@ -103,7 +103,7 @@ def test_a_shared_machine_never_waits_and_deals_gpus_evenly(wanted):
     assert max(users.values()) - min(users.values()) <= 1
 
 
-def test_a_refusal_says_what_there_is():
+def test_refusal_names_the_resources_of_the_machine():
     """And what to do."""
     with pytest.raises(SchedulerError, match="worker-0 cannot be placed: 9 CPUs and 0 GPUs are wanted"):
         Inventory(MACHINE).check("worker-0", Resources(cpus=9))
@@ -111,7 +111,7 @@ def test_a_refusal_says_what_there_is():
         Inventory(MACHINE, is_shared=True).check("worker-0", Resources(gpus=4))
 
 
-def test_gpus_are_those_that_this_process_was_given():
+def test_gpus_are_those_visible_to_this_process():
     """Its own restriction counts, by number or by name; none means none."""
     given = {"CUDA_VISIBLE_DEVICES": "3, GPU-abc"}
 

@@ -50,7 +50,7 @@ def scheduler_of(tmp_path, program, *arguments, **config):
 
 
 @pytest.mark.anyio
-async def test_a_worker_is_told_who_it_is_and_given_what_it_asked_for(tmp_path):
+async def test_worker_gets_bootstrap_message_and_resources(tmp_path):
     """Its order comes on standard input, and its GPUs, environment and directory are its own."""
     facts = tmp_path / "facts.json"
     spec = spec_of(resources=Resources(gpus=2), environment={"X": "1"}, working_directory=tmp_path, life=3)
@@ -68,7 +68,7 @@ async def test_a_worker_is_told_who_it_is_and_given_what_it_asked_for(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_gang_is_given_what_all_its_processes_need(tmp_path):
+async def test_gang_gets_resources_of_all_its_processes(tmp_path):
     """The first of them is started, and starts the others; what does not fit is refused."""
     facts = tmp_path / "facts.json"
     spec = spec_of(resources=Resources(cpus=2, gpus=1), num_tasks=2)
@@ -82,7 +82,7 @@ async def test_a_gang_is_given_what_all_its_processes_need(tmp_path):
     assert "a,b" == json.loads(facts.read_text())["gpus"]
 
 
-def test_a_process_of_a_gang_knows_its_rank(tmp_path):
+def test_process_of_a_gang_knows_its_rank(tmp_path):
     """All of them read the same file; which one it is, the cluster says. A worker on this machine has no rank."""
     path = tmp_path / "bootstrap.json"
     path.write_text(Bootstrap.of(spec_of(life=1000)).to_line())
@@ -96,7 +96,7 @@ def test_a_process_of_a_gang_knows_its_rank(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_failure_is_described_by_its_last_words(tmp_path):
+async def test_failed_worker_is_described_by_end_of_its_log(tmp_path):
     """The reason has the status and the end of the log."""
     failing = scheduler_of(tmp_path, "raise RuntimeError('no such luck')")
     async with failing as scheduler, scheduler.place(spec_of()) as placement:
@@ -107,7 +107,7 @@ async def test_a_failure_is_described_by_its_last_words(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_a_program_that_is_not_there_is_no_crash(tmp_path):
+async def test_missing_program_ends_the_placement(tmp_path):
     """The worker has ended, and says why."""
     scheduler = LocalScheduler.open(logs=tmp_path)
     async with scheduler as opened, opened.place(spec_of(python=Path("/no/such/python"))) as placement:
@@ -118,7 +118,7 @@ async def test_a_program_that_is_not_there_is_no_crash(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_what_cannot_be_a_variable_is_no_crash(tmp_path):
+async def test_invalid_variable_ends_the_placement(tmp_path):
     """The system refuses it in another way than a program that is not there; what was taken for it is given back."""
     async with scheduler_of(tmp_path, WAITS, cpus=2) as scheduler:
         async with scheduler.place(spec_of(environment={"A=B": "1"})) as placement:
@@ -131,8 +131,8 @@ async def test_what_cannot_be_a_variable_is_no_crash(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_workers_wait_for_one_another_in_order(tmp_path):
-    """A worker that does not fit waits; one that fits does not pass it; whoever is stopped while waiting is gone."""
+async def test_workers_wait_in_order_of_arrival(tmp_path):
+    """A worker that does not fit waits, a later one does not overtake it, and one that is stopped leaves the queue."""
     async with scheduler_of(tmp_path, WAITS, cpus=2) as scheduler:
         async with (
             scheduler.place(spec_of("a", resources=Resources(cpus=1))) as first,
@@ -158,7 +158,7 @@ async def _running(placement):
 
 
 @pytest.mark.anyio
-async def test_what_never_fits_is_refused(tmp_path):
+async def test_worker_that_never_fits_is_refused(tmp_path):
     """At once, with what there is."""
     async with scheduler_of(tmp_path, WAITS, cpus=2, gpus=()) as scheduler:
         with pytest.raises(SchedulerError, match="3 CPUs and 0 GPUs are wanted, and this machine has 2 CPUs"):
@@ -168,7 +168,7 @@ async def test_what_never_fits_is_refused(tmp_path):
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_cancelled", [False, True])
-async def test_a_worker_ends_with_its_block_and_its_children_with_it(tmp_path, is_cancelled):
+async def test_worker_ends_with_its_block_and_its_children_with_it(tmp_path, is_cancelled):
     """Also if it does not want to, and if the block is cancelled."""
     pid_file = tmp_path / "pid"
     async with scheduler_of(tmp_path, STUBBORN, pid_file) as scheduler:
@@ -201,7 +201,7 @@ async def _appears(path):
 
 
 def _is_alive(pid):
-    """Whether a process runs; a zombie that nobody has waited for does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -243,7 +243,7 @@ async def _is_gone(pid):
             await anyio.sleep(0.01)
 
 
-def test_the_first_words_come_from_a_file_too(tmp_path):
+def test_bootstrap_message_may_come_from_a_file(tmp_path):
     """Where a cluster starts workers, each start of a job is another life."""
     path = tmp_path / "bootstrap"
     path.write_text(Bootstrap.of(spec_of(life=2)).to_line())

@@ -7,7 +7,6 @@ from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from attrs import evolve, frozen
 from tests.proxy.stack import renderer, sampled
@@ -56,22 +55,20 @@ class ShardedService:
     async def second(self) -> AsyncIterator[None]:
         """Open the second process, which can be closed and opened again."""
         first = self.inference
-        assert first.handover is not None
+        assert first.process is not None
         actors = SessionActors(
             sessions=first.sessions, exports=first.exports, capacity=first.capacity, intake=first.intake
         )
-        port = urlsplit(first.endpoint.url).port or 0
-        config = evolve(self.config, intake=None, proxy=evolve(self.config.proxy, port=port))
+        config = evolve(self.config, intake=None)
         shared = {"renderer": renderer(), "generation": first.generation}
         async with (
             SqliteJournal.open(shard_journal(self.journal, 1)) as journal,
             ActorSystem.open(name="proxy-1") as system,
         ):
             actors = await spawn_shard(system, config, actors, journal=journal, process=1, **shared)
-            await spawn_proxy(system, config, actors, handover=first.handover.of_process(1), **shared)
-            assert actors.own_sessions is not None
+            await spawn_proxy(system, config, actors, process=evolve(first.process, number=1), **shared)
             router: Ref[Any] = first.sessions
-            await router.ask(ShardOpened(process=1, sessions=actors.own_sessions))
+            await router.ask(ShardOpened(process=1, sessions=actors.sessions))
             yield
 
 

@@ -216,8 +216,7 @@ def save(trainer: PolicyTrainer, case: Mapping[str, Any]) -> None:
     """Write a checkpoint; the other rank may have no room for its files, or be killed while it writes the first one."""
     directory = Path(case["save"])
     if case.get("is_async"):
-        begin = trainer.begin_save if trainer.gang.rank == 0 else trainer.begin_help_save
-        write = begin(directory)
+        write = trainer.begin_save(directory)
         trainer.state_dict()  # the ranks talk to each other while they write
         write.result()
         return
@@ -230,7 +229,7 @@ def save(trainer: PolicyTrainer, case: Mapping[str, Any]) -> None:
     if case.get("dies_writing"):
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     try:
-        trainer.help_save(directory)
+        trainer.save(directory)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)

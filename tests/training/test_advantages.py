@@ -106,11 +106,6 @@ def test_group_mean_batch_std(one_turn_group, batch):
     assert [float(row[-1]) for group in found for row in group.rows] == pytest.approx(expected, abs=1e-5)
 
 
-def test_none_is_the_return(one_turn_group):
-    """Without normalisation the advantage is the return."""
-    assert advantages_of(one_turn_group([1.5, -1.0]), normalisation=Normalisation.NONE) == [1.5, -1.0]
-
-
 @given(values=rewards, order=st.randoms())
 @pytest.mark.parametrize("normalisation", GROUPWISE)
 @pytest.mark.parametrize("unit", list(StatisticsUnit))
@@ -259,14 +254,6 @@ def test_depth_is_that_of_the_conversation_in_every_style(group_of_turns):
         assert found == [-0.5, -0.5, -0.5, 0.5, 0.5, 0.5]
 
 
-def test_agents_are_compared_with_themselves(group_of_turns):
-    """The first turns of two agents have one depth and different rewards."""
-    infos = [TurnInfo(tag="main"), TurnInfo(tag="sub")]
-    group = group_of_turns([0.0, 10.0], [1.0, 12.0], infos=infos)
-
-    assert [-1.0, -2.0, 1.0, 2.0] == advantages_of(group)
-
-
 def test_a_member_is_not_in_its_own_baseline(group_of_turns):
     """Neither are its other turns of the same kind."""
     infos = [TurnInfo(), TurnInfo()]  # two conversations of one turn each
@@ -287,26 +274,6 @@ def test_an_undiscounted_outcome_counts_for_every_kind(group_of_turns):
     group = group_of_turns([1.0, 1.0, 1.0], [0.0, 0.0], [0.0])
 
     assert [1.0, 1.0, 1.0, -0.5, -0.5, -0.5] == advantages_of(group)
-
-
-@pytest.mark.parametrize(
-    ("unit", "has_none"),
-    [
-        (StatisticsUnit.EPISODE, True),
-        (StatisticsUnit.ROW, False),
-        (StatisticsUnit.TURN_DEPTH, False),
-        (StatisticsUnit.TURN_KIND, False),
-    ],
-)
-def test_a_group_has_signal_in_the_unit_that_is_compared(group_of_turns, unit, has_none):
-    """Equal totals of unequal turns say nothing where totals are compared, and much where turns are."""
-    group = group_of_turns([1.0, 2.0], [3.0, 2.0])
-    config = AdvantageConfig(unit=unit)
-
-    (found,) = compute_advantages([group], config)
-
-    assert has_none == has_zero_variance(group, config) == found.has_zero_variance
-    assert has_none == (not any(row.any() for row in found.rows))
 
 
 def test_ten_rewarded_turns_have_advantages_of_both_signs(group_of_turns):

@@ -1,4 +1,4 @@
-"""A group for broadcasts: what is sent arrives, whoever does not come or is lost is noticed, nobody waits for ever."""
+"""A group for broadcasts: tensors arrive, absent and lost ranks are noticed, and no wait is endless."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_aside(action: Callable[[], Any]) -> Future[Any]:
 
 
 def test_all_ranks_of_a_server_receive_what_is_sent() -> None:
-    """One here and one in another process, two dtypes; the group is nobody's default."""
+    """One here and one in another process, two dtypes; the group is not torch's default group."""
     group = open_group(num_ranks=2)
     peer = start_peer(group, rank=2)
     place = {"master_address": group.host, "master_port": group.port, "group_name": group.name, "backend": "gloo"}
@@ -100,7 +100,7 @@ def test_all_ranks_of_a_server_receive_what_is_sent() -> None:
         end(peer)
 
 
-def test_nobody_is_waited_for_longer_than_allowed() -> None:
+def test_broadcast_group_gives_up_absent_ranks_in_time() -> None:
     """Who does not come is named with the place where they were expected; the group is of no more use."""
     group = open_group(seconds=0.05)
     with pytest.raises(EngineError, match=r"Not all of 1 processes have joined g\d+ at 127.0.0.1:\d+ within 0.05 s"):
@@ -113,7 +113,7 @@ def test_nobody_is_waited_for_longer_than_allowed() -> None:
         group.join()
 
 
-def test_whoever_waits_for_nobody_can_be_woken(group: BroadcastGroup) -> None:
+def test_broadcast_group_waits_can_be_cancelled(group: BroadcastGroup) -> None:
     """From any thread, at once."""
     waiting = run_aside(group.join)
     group.cancel()
@@ -121,7 +121,7 @@ def test_whoever_waits_for_nobody_can_be_woken(group: BroadcastGroup) -> None:
         waiting.result(10)
 
 
-def test_a_rank_that_does_not_receive_or_is_killed_holds_up_nobody() -> None:
+def test_broadcast_ends_when_a_rank_stalls_or_is_killed() -> None:
     """Who sends is woken. Leaving, which has to wait for the rank, holds the interpreter no more than a killed one."""
     left, lost = open_group(), open_group()
     peer = start_peer(left, lost)
@@ -144,7 +144,7 @@ def test_a_rank_that_does_not_receive_or_is_killed_holds_up_nobody() -> None:
 
 
 def test_a_host_is_found_by_the_address_that_leads_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of this machine that is loopback, whatever it calls itself; what nobody knows is named."""
+    """For this machine that is loopback, under any of its names; an unknown name is an error."""
     assert address_towards("localhost") == address_towards("127.0.0.1") == address_towards(socket.gethostname())
     assert address_towards("127.0.0.2") == "127.0.0.1"
     with pytest.raises(EngineError, match="no way to nowhere"):

@@ -56,7 +56,7 @@ def refusal(trainer, groups, **options):
         ({"versions": [-1, -1, 0, 1]}, CaptureFault.WRONG_VERSION),
     ],
 )
-def test_what_cannot_be_true_is_refused_by_name(make_model, make_group, make_row, change, kind):
+def test_impossible_rows_are_refused_by_name(make_model, make_group, make_row, change, kind):
     """A single token is enough; session and numbers are named, and the row is kept."""
     honest = make_row([1, 2, 3, 4], [0, 0, 1, 1], reward=1.0)
     violation = refusal(PolicyTrainer(make_model(), PLAIN), [make_group([honest, evolve(honest, **change)])])
@@ -75,7 +75,7 @@ def test_answers_without_tokens_are_refused(make_model, make_agent_group):
     assert refusal(PolicyTrainer(make_model(), PLAIN), [empty]).kind == CaptureFault.EMPTY_CAPTURE
 
 
-def test_what_is_older_than_allowed_is_refused(make_model, make_agent_group):
+def test_rows_older_than_allowed_are_refused(make_model, make_agent_group):
     """Staleness was bounded before; what came through all the same does not reach the weights."""
     trainer = PolicyTrainer(make_model(), PLAIN)
     trainer.version = 3

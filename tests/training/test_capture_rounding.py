@@ -170,7 +170,7 @@ def test_rounding_of_bfloat16_is_named_where_both_sides_say_float32():
 
 
 def test_forced_tokens_do_not_narrow_the_bound():
-    """A grammar may take tokens that nobody would sample: all far below a uniform choice, with rounding as ever."""
+    """A grammar may force tokens far below a uniform choice, with rounding as usual."""
     rng = np.random.default_rng(1)
     recomputed = rng.normal(-14, 0.2, 16)
     row = Comparison(reported=recomputed + rng.normal(0, 0.06, 16), recomputed=recomputed)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from attrs import evolve
 
 from areal_actors.errors import CustomFunctionError
 from areal_actors.lib.references import CustomFunction
@@ -56,15 +55,6 @@ def test_custom_advantages_are_those_of_the_built_in_formula():
         for a, b in zip(left.rows, right.rows, strict=True):
             assert b.dtype == np.float32
             assert a == pytest.approx(b)
-
-
-def test_one_number_counts_for_all_tokens_of_a_row():
-    """It stands on the sampled ones."""
-    (found, *_) = estimate_advantages(
-        example_groups(), AdvantageConfig(), named(lambda groups: [[2.0] * len(g.rows) for g in groups])
-    )
-
-    assert [0, 0, 2, 2] == found.rows[0].tolist()
 
 
 def test_the_examples_have_every_kind_of_group():
@@ -187,11 +177,3 @@ def test_a_wrong_metric_is_named(metric, complaint):
     """The function and what it returned."""
     with pytest.raises(CustomFunctionError, match=f"mine.py:f .*{complaint}"):
         try_metric(named(metric))
-
-
-def test_two_metrics_do_not_share_a_name():
-    """The second one is named."""
-    one, two = named(lambda _: {"a": 1.0}), evolve(named(lambda _: {"a": 2.0}), name="mine.py:g")
-
-    with pytest.raises(CustomFunctionError, match=r"mine\.py:g returned 'a', which another metric has returned"):
-        measure([one, two], StepInputs(version=0, groups=(), rows=()))

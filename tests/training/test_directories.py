@@ -16,7 +16,7 @@ names = st.text(min_size=1, max_size=9).filter(lambda name: name != "__metadata_
 
 @given(contents=st.dictionaries(names, st.tuples(shapes, st.sampled_from([torch.float32, torch.int64, torch.uint8]))))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_is_written_is_read(tmp_path, contents):
+def test_written_tensors_are_read_back(tmp_path, contents):
     """Names, shapes (scalars and empty ones, too), types and values come back."""
     tensors = {name: (torch.rand(shape) * 99).to(dtype) for name, (shape, dtype) in contents.items()}
 

@@ -231,7 +231,7 @@ def test_settings_that_nothing_samples_with_are_refused_by_name(sampling):
 
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("is_decoupled", [True, False])
-def test_ratios_begin_at_one_whatever_was_sampled(make_model, make_agent_group, layout, is_decoupled):
+def test_ratios_of_fresh_rows_are_one_at_any_sampling_settings(make_model, make_agent_group, layout, is_decoupled):
     """Rows that these weights sampled at mixed settings: importance 1, no gap, nothing clipped."""
     config = evolve(PLAIN, layout=layout, objective=ObjectiveConfig(is_decoupled=is_decoupled))
     trainer = PolicyTrainer(make_model(), config)

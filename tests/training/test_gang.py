@@ -22,7 +22,7 @@ from tests.training.gangs import GANG, OtherRank, create_trainer, play
 from tests.training.live import LiveBytes, bytes_of
 from transformers import AutoModelForCausalLM
 
-from areal_actors.errors import CheckpointError, ConfigError, GangError, TrainingDiverged
+from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.run.job import open_policy
 from areal_actors.training.config import GangBackend, GangConfig
@@ -326,7 +326,7 @@ def test_a_loss_that_is_no_number_is_one_verdict(other):
         assert other.hear()["problem"].startswith("TrainingDiverged: The loss of step 2")
 
 
-def test_what_is_not_the_same_is_named(other):
+def test_ranks_that_differ_are_refused_by_name(other):
     """Ranks with another configuration do not begin; weights need no comparison, as they come from the first rank."""
     with other.meet({"other": {"epochs": 2}}) as gang, pytest.raises(GangError, match="differ in configuration"):
         create_trainer({}).join(gang)
@@ -342,26 +342,18 @@ def test_a_rank_that_does_nothing_is_given_up(other):
         trainer.join(gang)
         with pytest.raises(GangError, match="Rank 0 of 2 has lost the others"):
             play(trainer, case)
-        other.tell({})  # it goes on, and finds nobody
+        other.tell({})  # it goes on alone
 
     assert other.hear()["problem"].startswith("GangError: Rank 1 of 2 has lost the others")
 
 
-def test_nobody_at_the_store():
-    """A gang that nobody comes to, and a store that is not there, are named errors after the timeout."""
+def test_an_absent_gang_or_store_is_an_error_after_the_timeout():
+    """A gang whose ranks do not come, and an absent store, are errors by name after the timeout."""
     config = GangConfig(num_processes=2, timeout_seconds=0.5, backend=GangBackend.GLOO)
     with pytest.raises(GangError, match="Rank 0 of 2 has lost the others"):
         Gang.form(open_store("127.0.0.1", config), rank=0, config=config)
     with pytest.raises(GangError, match=r"does not answer at 127\.0\.0\.1:1"):
         connect_store("127.0.0.1", 1, config)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there are GPUs")
-def test_nccl_needs_gpus():
-    """The backend that was asked for is not replaced in silence."""
-    config = GangConfig(num_processes=2, timeout_seconds=0.5, backend=GangBackend.NCCL)
-    with pytest.raises(ConfigError, match=r"trainer\.gang\.backend"):
-        Gang.form(open_store("127.0.0.1", config), rank=0, config=config)
 
 
 def test_a_killed_rank_is_a_named_error_in_bounded_time(other):
@@ -412,18 +404,11 @@ def error_of(own, one):
     return (difference / sum(float(value.square().sum()) for value in one.values())) ** 0.5
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_a_machine_reaches_itself_by_loopback(host):
-    """Whatever it is called."""
-    assert is_loopback(host)
-    assert interface_to(host) == "lo"
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="interfaces are asked for as Linux wants it")
-def test_others_are_reached_by_a_real_interface():
-    """The one whose address they see; nobody knows one for a name that nobody has."""
+def test_interface_to_another_machine_is_found():
+    """The one whose address they see; an unknown name has none."""
     names = {name for _, name in socket.if_nameindex()}
 
     assert interface_to("192.0.2.1") in names | {None}
-    assert interface_to("nobody.invalid") is None
+    assert interface_to("absent.invalid") is None
     assert not is_loopback("192.0.2.1")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import sys
 import warnings
 
 import numpy as np
@@ -29,7 +28,6 @@ from transformers import (
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.generation.torch.forward import load_snapshot
 from areal_actors.training.config import (
-    Activations,
     ComputeDtype,
     KlConfig,
     KlPlace,
@@ -147,19 +145,6 @@ def test_only_the_adapter_learns(make_model, make_agent_group):
     assert first._optimizer.state_dict().keys() == {
         f"{what}/{name}" for name in changed for what in ("exp_avg", "exp_avg_sq", "step")
     }
-
-
-@pytest.mark.parametrize("kind", ["llama", "mixtral"])
-def test_recomputed_activations_change_nothing(make_model, make_agent_group, kind):
-    """Nothing before the first factor needs a gradient, and layers are recomputed nevertheless."""
-    lora = evolve(LORA, target_parameters=EXPERTS if kind == "mixtral" else ())
-    kept, recomputed = (
-        PolicyTrainer(make_model(kind), evolve(PLAIN, lora=lora, activations=choice))
-        for choice in (Activations.KEEP, Activations.RECOMPUTE)
-    )
-    for _ in range(2):
-        groups = [make_agent_group(seed) for seed in range(2)]
-        assert kept.train_step(groups).grad_norm == recomputed.train_step(groups).grad_norm > 0
 
 
 def test_the_gradient_is_that_of_full_training(make_model, make_agent_group):
@@ -347,25 +332,6 @@ def test_unknown_targets_name_the_nearest(make_model):
     assert "It has none" in refusal(make_model(), target_parameters=("experts.gate_up_proj",))
 
 
-@pytest.mark.parametrize(
-    ("rank", "targets", "message"),
-    [
-        (
-            17,
-            {},
-            r"rank: 17 is more than the smaller .* of .*[kv]_proj, 16 by 32 \(4 of 14 .*set it to 16 or less",
-        ),
-        (33, {"target_modules": ("q_proj",)}, r"33 is more than .*q_proj, 32 by 32 \(2 of 2 targets"),
-    ],
-)
-def test_a_rank_above_a_dimension_is_refused(make_model, rank, targets, message):
-    """Its factors would have more numbers than the weight, and no more freedom."""
-    with pytest.raises(ConfigError, match=message):
-        Adapter.create(make_model(), LoraConfig(rank=rank, **targets))
-
-    Adapter.create(make_model(), LoraConfig(rank=rank - 1, **targets))
-
-
 def create_gated(kind: str):
     """A small model with layers that are narrower than a head: gates of experts, of heads and of states."""
     shape = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -403,12 +369,6 @@ def test_model_without_linear_layers_is_refused():
     model = GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=2, n_head=4, n_positions=64))
     with pytest.raises(ConfigError, match="GPT2LMHeadModel has no linear layers"):
         Adapter.create(model, LORA)
-
-
-def test_an_absent_package_is_named(make_model, monkeypatch):
-    """With the line that installs it."""
-    monkeypatch.setitem(sys.modules, "peft", None)
-    assert "pip install 'areal_actors[lora]'" in refusal(make_model())
 
 
 def test_adapters_of_other_bases_are_refused(make_model, tmp_path):

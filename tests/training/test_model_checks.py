@@ -160,24 +160,3 @@ def test_attention_that_ignores_plans_keeps_its_mask(make_model):
 def to_tensor(mask):
     """A mask as a decoder may treat it that knows tensors only."""
     return None if mask is None else mask.to(torch.float32).contiguous()
-
-
-def test_a_window_that_a_layer_does_not_name_is_not_planned():
-    """Were it not for the count, a window longer than the trial would be lost."""
-    model = windowed_model("mistral", window=60).eval()
-    for layer in model.model.layers:
-        layer.self_attn.config = NoWindow(layer.self_attn.config)
-
-    assert not plan_attention(model)
-
-
-class NoWindow:
-    """A configuration as an attention layer sees it that leaves windows to the mask."""
-
-    sliding_window = None
-
-    def __init__(self, config):
-        self._config = config
-
-    def __getattr__(self, name):
-        return getattr(self._config, name)

@@ -275,32 +275,6 @@ def test_absurd_rows_stay_finite():
     assert bool(torch.isfinite(gradient).all())
 
 
-@given(seed=seeds, row_lengths=lengths)
-def test_k3_is_never_negative(seed, row_lengths):
-    """The estimator of GRPO is a distance for every sample."""
-    scores, inputs = random_terms(seed, row_lengths, spread=3.0)
-
-    assert PolicyObjective()(scores, inputs).sums.reference_kl >= 0
-
-
-@pytest.mark.parametrize(
-    ("surrogate", "kind"),
-    [
-        (Surrogate.DPPO, ProbabilityRegion),
-        (Surrogate.PPO, ClippedRatio),
-        (Surrogate.GSPO, ClippedSequenceRatio),
-        (Surrogate.CISPO, ClippedWeight),
-        (Surrogate.REINFORCE, Reinforce),
-    ],
-)
-def test_a_configuration_names_its_parts(surrogate, kind):
-    """Each name makes the class of that name, with its settings."""
-    objective = create_objective(ObjectiveConfig(surrogate=surrogate, entropy_coefficient=0.5))
-
-    assert isinstance(objective.surrogate, kind)
-    assert objective.needs_every_row
-
-
 def test_a_penalty_in_the_reward_is_not_in_the_loss():
     """It would be paid twice."""
     kl = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
@@ -417,13 +391,6 @@ def test_clip_within_rounding_is_around_the_weights_before_the_update(settings, 
     config = ObjectiveConfig(**settings)
 
     assert config.resolve_centre(1, rounding=ROUNDING_NATS[dtype]) is centre
-
-
-def test_each_surrogate_has_its_own_clip():
-    """A sequence ratio moves a thousandth of what token ratios move; what is set is taken as it is."""
-    assert ObjectiveConfig(surrogate=Surrogate.GSPO).resolve_clip() == (3e-4, 4e-4)
-    assert ObjectiveConfig(surrogate=Surrogate.PPO).resolve_clip() == (0.2, 0.28)
-    assert ObjectiveConfig(surrogate=Surrogate.GSPO, clip_low=0.1).resolve_clip() == (0.1, 4e-4)
 
 
 # -------------------------------------------------------------------------------- distances by exact enumeration

@@ -100,21 +100,6 @@ def test_a_tree_never_computes_more(make_row, data):
     assert tree == len(distinct) <= flat
 
 
-def test_nothing_is_computed_for_what_nobody_reads(make_row):
-    """Tokens after the last prediction stay out of the forward pass."""
-    row = TrainingRow(trajectory=make_row([5, 6, 7, 8, 9], [0, 1, 0, 0, 0]), advantages=np.ones(5))
-
-    for pack in (pack_flat, pack_padded, pack_tree):
-        (found,) = pack([row], [0], max_tokens=10)
-        assert found.input_ids.tolist() == [[5]]
-
-
-def test_no_rows_need_no_pass():
-    """An empty choice of rows packs to nothing."""
-    for pack in (pack_flat, pack_padded, pack_tree):
-        assert pack([], [], max_tokens=8) == []
-
-
 @given(data=st.data())
 def test_two_numbers_for_each_node_define_the_mask(make_row, data):
     """A node attends to those that start before it and end after it; its depth is the number of its ancestors."""

@@ -122,16 +122,6 @@ def test_chunks_attend_by_block(make_model, make_row):
     assert_same(accumulated(model, rows, pack_tree, chunk_tokens=200), expected, tolerance=1e-5)
 
 
-def test_chunks_work_under_autocast(make_model, make_row):
-    """The difference is that of bfloat16."""
-    rows = long_rows(make_row, prompt=23, branch=14, num_branches=3)
-    model = make_model().eval()
-    model.set_attn_implementation(SEGMENT_ATTENTION)
-    expected = accumulated(model, rows, pack_tree, chunk_tokens=None)
-
-    assert_same(accumulated(model, rows, pack_tree, chunk_tokens=8, dtype=torch.bfloat16), expected, tolerance=0.1)
-
-
 def test_models_with_attention_of_their_own_are_refused(make_model):
     """Before the first step, with the attention's name."""
     model = make_model()

@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 import torch
 from attrs import evolve
-from hypothesis import given
-from hypothesis import strategies as st
 
 from areal_actors.domain import as_floats, unfold_group
 from areal_actors.errors import CheckpointError, ConfigError, ExportError
@@ -20,7 +18,6 @@ from areal_actors.training.config import (
     ComputeDtype,
     GangConfig,
     KlConfig,
-    KlPlace,
     Layout,
     LoraConfig,
     Normalisation,
@@ -29,7 +26,7 @@ from areal_actors.training.config import (
     Surrogate,
     TrainerConfig,
 )
-from areal_actors.training.phases import Phase, PhaseName, distillation_phase, phase_of, sft_phase
+from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
 from areal_actors.training.statistics import RowRecorder
 from areal_actors.training.trainer import PolicyTrainer
 
@@ -171,19 +168,6 @@ def test_an_excluded_token_is_bounded(make_model, make_agent_group):
 # ------------------------------------------------------------------------------------------------------ phases
 
 
-@given(
-    lengths=st.lists(st.integers(1, 4), max_size=3),
-    is_open=st.booleans(),
-    step=st.integers(1, 20),
-)
-def test_each_step_has_the_phase_that_counting_gives(lengths, is_open, step):
-    """The phases follow one another, each for its steps; the last one goes on."""
-    phases = [Phase(num_steps=length) for length in lengths] + ([Phase()] if is_open or not lengths else [])
-    axis = [phase for phase in phases for _ in range(phase.num_steps or 20)]
-
-    assert phase_of(phases, step) is (axis[step - 1] if step <= len(axis) else phases[-1])
-
-
 def test_a_run_resumes_exactly_within_and_between_phases(make_model, make_agent_group, tmp_path):
     """Stopped after any step, the weights continue bit-equal: each phase has its own optimiser and settings."""
     phases = [
@@ -220,21 +204,6 @@ def test_a_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model)
     config = TrainerConfig(objective=ObjectiveConfig(kl=KlConfig(coefficient=0.1)))
     with pytest.raises(ConfigError, match="needs a reference model"):
         PolicyTrainer(make_model(), phases=(sft_phase(config, num_steps=1), Phase(config=config)))
-
-
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"objective": ObjectiveConfig(kl=KlConfig(coefficient=0.1, place=KlPlace.REWARD))}, "kl.place: reward has no"),
-        ({"advantages": AdvantageConfig(drop_zero_variance=True)}, "drop_zero_variance: a distillation phase trains"),
-    ],
-)
-def test_settings_that_distillation_would_ignore_are_refused(make_model, settings, complaint):
-    """They would change nothing, or leave every group out."""
-    phase = distillation_phase(evolve(PLAIN, **settings))
-
-    with pytest.raises(ConfigError, match=complaint):
-        PolicyTrainer(make_model(), reference=make_model(), teacher=make_model(), phases=[phase])
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ async def logprobs_after(snapshot: Snapshot, model: torch.nn.Module, dtype: str)
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "mixtral", "qwen3_moe", "olmoe"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-async def test_both_ways_give_the_engine_the_same_weights(tmp_path: Path, make_model, kind: str, dtype: str):
+async def test_memory_and_disk_publish_the_same_weights(tmp_path: Path, make_model, kind: str, dtype: str):
     """To the last bit, in the engine's dtype, whether weights are tied or not."""
     policy = make_policy(make_model, kind)
     disk = create_publisher(PublishBy.DISK, root=tmp_path, dtype=dtype, num_kept=2).publish(policy)
@@ -59,7 +59,7 @@ async def test_both_ways_give_the_engine_the_same_weights(tmp_path: Path, make_m
     )
 
 
-def test_what_is_lent_is_shared():
+def test_memory_publisher_shares_the_weights():
     """Nothing is copied."""
     model = torch.nn.Linear(2, 2)
     snapshot = MemoryPublisher().publish(Policy(model, 3))

@@ -298,7 +298,7 @@ def test_windows_reach_back_in_the_row(make_row, name):
 
 
 def test_only_sdpa_is_replaced(make_model):
-    """What somebody chose on purpose stays."""
+    """An explicit choice stays."""
     model = make_model()
     assert planned_attention(model) == SEGMENT_ATTENTION
 

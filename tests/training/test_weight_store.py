@@ -48,7 +48,7 @@ def test_buckets_hold_every_tensor_once_in_order_and_are_bounded(sizes: list[int
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_is_kept_is_what_was_published(policy: Policy, tmp_path: Path, dtype: str) -> None:
+def test_weight_store_holds_the_published_weights(policy: Policy, tmp_path: Path, dtype: str) -> None:
     """In the engine's dtype, by the names of checkpoints; the next step of the trainer does not change it."""
     store = WeightStore(root=tmp_path, bucket_bytes=1 << 16)
     snapshot = StorePublisher(store=store, dtype=dtype).publish(policy)

@@ -1,4 +1,4 @@
-"""The tiny job with its roles in processes, and somebody who kills them."""
+"""The tiny job with its roles in processes, which are killed."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, NewType
 
-from attrs import evolve, field, frozen
+from attrs import Attribute, evolve, field, fields, frozen
 from attrs.validators import and_, ge, gt, in_, le, lt, optional
 
 from areal_actors.cache import STYLES
@@ -35,7 +35,7 @@ from areal_actors.datasets import (
 )
 from areal_actors.domain import EpisodeLimits, Role
 from areal_actors.generation.model_host import ModelsConfig
-from areal_actors.generation.servers.config import AdapterSlots, Backend, ServedEngine, ServerConfig
+from areal_actors.generation.servers.config import AdapterSlots, Backend, ServedEngine, ServerSections
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.loops import EventLoop
@@ -433,15 +433,15 @@ class LoggingConfig:
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
     """Reject publishing by broadcast and router replay with servers that are not SGLang's."""
     rollout = getattr(run, "rollout", None)
-    if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and rollout.backend is not Backend.SGLANG:
+    if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and not rollout.backend.receives_broadcasts:
         raise ValueError(
             f"publish: distributed sends weights to SGLang servers, and rollout.backend is {rollout.backend}; use "
             "disk, or memory within one process"
         )
-    if trainer.router_replay and rollout is not None and rollout.backend is Backend.VLLM:
+    if trainer.router_replay and rollout is not None and not rollout.backend.records_experts:
         raise ValueError(
-            "router_replay needs the experts that the embedded engine and SGLang record, and rollout.backend is vllm, "
-            "whose experts are not read; use torch or sglang, or leave router_replay out"
+            "router_replay needs the experts that the embedded engine and SGLang record, and rollout.backend is "
+            f"{rollout.backend}, whose experts are not read; use torch or sglang, or leave router_replay out"
         )
 
 
@@ -541,8 +541,16 @@ def _check_steps(phases: tuple[PhaseName, ...], steps: Mapping[PhaseName, int | 
         raise ValueError(f"do not add up: {counted} steps, and total_steps is {total_steps}")
 
 
-@frozen(kw_only=True)
-class RunConfig:
+def _move_sections(_: type, found: list[Attribute[Any]]) -> list[Attribute[Any]]:
+    """Have the sections of servers follow that of the embedded engine."""
+    names = {each.name for each in fields(ServerSections)}
+    own = [each for each in found if each.name not in names]
+    after = next(index for index, each in enumerate(own) if each.name == "engine") + 1
+    return [*own[:after], *(each for each in found if each.name in names), *own[after:]]
+
+
+@frozen(kw_only=True, field_transformer=_move_sections)
+class RunConfig(ServerSections):
     """A run: the model, the agent that it learns from, and the settings of each component."""
 
     experiment_name: str = field(validator=_check_name, metadata=COMMON)
@@ -579,8 +587,6 @@ class RunConfig:
     host: HostConfig = field(factory=HostConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
-    sglang: ServerConfig = field(factory=ServerConfig)
-    vllm: ServerConfig = field(factory=ServerConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
     users: UsersConfig = field(factory=UsersConfig)
@@ -713,8 +719,7 @@ class RunConfig:
 
     def served_engine(self, directory: Path) -> ServedEngine | None:
         """Return the inference servers, with logs and weights in ``directory``; ``None`` for the embedded engine."""
-        servers = {Backend.SGLANG: self.sglang, Backend.VLLM: self.vllm}.get(self.rollout.backend)
-        if servers is None:
+        if self.rollout.backend is Backend.TORCH:
             return None
         lora, adapters = self.trainer.lora, None
         if lora is not None and self.serves_adapters:
@@ -722,7 +727,7 @@ class RunConfig:
             adapters = AdapterSlots(rank=lora.rank, modules=modules)
         return ServedEngine(
             backend=self.rollout.backend,
-            config=servers,
+            config=getattr(self, self.rollout.backend),
             directory=directory,
             adapters=adapters,
             records_experts=self.trainer.router_replay,

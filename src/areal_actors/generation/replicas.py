@@ -38,6 +38,7 @@ from areal_actors.errors import (
     CaptureViolation,
     DeadlineExceeded,
     EngineError,
+    EngineInterrupted,
     EngineLost,
     GenerationAborted,
     ModelError,
@@ -400,17 +401,16 @@ class ReplicaSet(Actor[Generation | Replicas]):
     ) -> Chunk | None:
         """Count an attempt that ended early; return the last chunk if all tokens are known, or raise if it must."""
         reason = describe_failure(failure)
-        if is_moved:  # by this set, for a reason that it knows: this is not a failure of the generation
-            reason = replica.error or reason
-        elif isinstance(failure, EngineLost):  # the engine has not even begun
-            self._mark_unhealthy(replica, reason)
-        else:
+        is_failure = not (is_moved or isinstance(failure, EngineLost | EngineInterrupted))
+        if is_failure:
             replica.num_failures += 1
             if isinstance(failure, ActorStopped | Unreachable) or replica.num_failures >= self._config.max_failures:
                 self._mark_unhealthy(replica, reason)
-        is_failure = not (is_moved or isinstance(failure, EngineLost))
-        if is_failure:
             _log.info("generation_moves", replica=replica.name, sampled=generation.num_sampled, reason=reason)
+        elif is_moved:  # by this set, for a reason that it knows
+            reason = replica.error or reason
+        elif isinstance(failure, EngineLost):  # the engine has not even begun
+            self._mark_unhealthy(replica, reason)
         limit = self._config.max_attempts
         return generation.end_attempt(replica.name, failure, reason, is_failure=is_failure, max_failures=limit)
 

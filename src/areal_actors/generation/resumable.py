@@ -7,9 +7,10 @@
 * The random numbers after a move have another key. With the same one, those of the beginning would be drawn again.
 * A generation under a grammar cannot move once a token was sampled, because engines start a grammar at its beginning.
   It is refused with 503, which SDKs repeat.
+* An engine may also interrupt a generation on purpose, as a server does whose adapter changes. It continues at the same
+  replica.
 
-``replicas`` chooses the next replica. An engine of a server also continues generations that ended there early
-(``servers.engine``).
+``replicas`` chooses the replica of each attempt.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ __all__ = ["ResumableGeneration"]
 class ResumableGeneration:
     """The state of one generation: the tokens sampled so far, and the failures of the replicas that sampled them."""
 
-    def __init__(self, request: EngineRequest, *, context_length: int | None = None) -> None:
+    def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self.version = 0
         """The newest version that sampled; the generation does not continue with an older one."""
@@ -40,8 +41,6 @@ class ResumableGeneration:
         self.is_over = False
         self._sampled: list[Ints] = []
         self._max_new_tokens = request.sampling.max_new_tokens
-        if context_length is not None:
-            self.fit(context_length)
 
     def fit(self, context_length: int) -> None:
         """Limit the generation to the context of its replicas.
@@ -91,14 +90,9 @@ class ResumableGeneration:
         """Return the finish if all tokens are known although no replica reported it, else ``None``."""
         if not self._sampled:
             return None
-        if self.has_stopped:
+        if int(self._sampled[-1][-1]) in find_stop_ids(self.request):
             return FinishReason.STOP
         return FinishReason.LENGTH if self.num_sampled >= self._max_new_tokens else None
-
-    @property
-    def has_stopped(self) -> bool:
-        """Whether the last token is one at which the request stops."""
-        return bool(self._sampled) and int(self._sampled[-1][-1]) in find_stop_ids(self.request)
 
     def end_attempt(
         self, replica: str, failure: BaseException | None, reason: str, *, is_failure: bool, max_failures: int
@@ -106,8 +100,11 @@ class ResumableGeneration:
         """Decide what follows an attempt that ``replica`` has left unfinished for ``reason``.
 
         Returns the last chunk if all tokens are known, and ``None`` if another attempt continues the generation.
-        ``is_failure`` says whether the attempt counts as failed: one that was moved on purpose does not. Raises the
-        errors of ``check_movable``.
+        ``is_failure`` says whether the attempt counts as failed: one that was moved on purpose does not.
+
+        Raises:
+            Unavailable: the generation is under a grammar, and has begun.
+            EngineError: it failed ``max_failures`` times in a row.
         """
         if is_failure:
             self.num_failures += 1
@@ -115,16 +112,6 @@ class ResumableGeneration:
         # A replica may be lost after the last token and before it reports the finish.
         if (finish := self.find_finish()) is not None:
             return self.add(Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=self.version, finish=finish))
-        self.check_movable(replica, failure, reason, max_failures=max_failures)
-        return None
-
-    def check_movable(self, replica: str, failure: BaseException | None, reason: str, *, max_failures: int) -> None:
-        """Raise an error if no other replica may continue what ``replica`` has left for ``reason``.
-
-        Raises:
-            Unavailable: the generation is under a grammar, and has begun.
-            EngineError: it failed ``max_failures`` times in a row.
-        """
         if self.request.grammar is not None and self.num_sampled:
             raise Unavailable(
                 f"Replica {replica} left ({reason}) in the middle of an answer with a prescribed form, which another "
@@ -135,3 +122,4 @@ class ResumableGeneration:
                 f"Generation {self.request.id} failed {self.num_failures} times in a row, after {self.num_sampled} "
                 f"tokens, at {', '.join(sorted(self.failed_at))}; the last reason: {reason}. See their logs."
             ) from failure
+        return None

@@ -73,6 +73,7 @@ from areal_actors.messages.directory import (
     ReportGang,
     ReportReady,
     RoleSpec,
+    ServiceProcess,
     TakeFailure,
     WeightsPublished,
 )
@@ -312,6 +313,7 @@ __all__ = [
     "SaveWeights",
     "SendWeights",
     "ServiceInUse",
+    "ServiceProcess",
     "Serving",
     "SessionArchived",
     "SessionClosed",

@@ -32,6 +32,7 @@ __all__ = [
     "ReportGang",
     "ReportReady",
     "RoleSpec",
+    "ServiceProcess",
     "TakeFailure",
     "WeightsPublished",
 ]
@@ -46,17 +47,32 @@ class Directory:
 
 
 @frozen(kw_only=True)
+class ServiceProcess:
+    """One of the processes of a service, which has a proxy and sessions. Its ``number`` ends their ids and keys.
+
+    It serves HTTP on a unix socket in ``sockets``, to which the router at ``url`` forwards requests.
+    """
+
+    number: int
+    sockets: Path
+    url: str
+
+    @property
+    def socket(self) -> Path:
+        """The path of its socket."""
+        return self.sockets / f"{self.number}.sock"
+
+
+@frozen(kw_only=True)
 class RoleSpec:
     """Instructions for a worker: its role in a run that resumes from ``checkpoint`` with the problems after ``start``.
 
     ``attempt`` counts how often the run has started over. ``local_roles`` lists the roles that run in the controller
     process. A worker that serves hangs if it is silent for ``hang_seconds``; ``None`` leaves that to the lease.
     ``listen`` is an address for the worker's own actors; by default it is any port of the interface through
-    which it reaches the controller. ``endpoint`` is the proxy's endpoint, as far as it is known. ``fd_socket`` is the
-    path of a unix socket over which the proxy receives its listening socket; ``admin_key`` is the administrator's key
-    of a proxy that listens by itself, at any port, for connections that the controller forwards. ``has_intake`` and the
-    like say which actors the run has: one with an intake is a service. A proxy with a ``process`` above 0 is a further
-    process of a service, with sessions; connections are passed between these processes in the directory ``handover``.
+    which it reaches the controller. ``admin_key`` is the administrator's key for a proxy. ``has_intake`` and the like
+    say which actors the run has: one with an intake is a service. ``process`` is set for a proxy of a service with
+    several processes.
     ``is_replaced_alone`` says whether the worker may be restarted while the others continue; otherwise its end ends the
     attempt. ``has_begun`` says whether an earlier process has begun the run, so that its settings have been tried.
     """
@@ -74,11 +90,8 @@ class RoleSpec:
     checkpoint: int | None = None
     start: DataPosition = field(factory=DataPosition)
     listen: str | None = None
-    endpoint: Endpoint | None = field(default=None, repr=False)
     admin_key: str | None = field(default=None, repr=False)
-    fd_socket: Path | None = None
-    process: int = 0
-    handover: Path | None = None
+    process: ServiceProcess | None = None
     is_replaced_alone: bool = False
     has_begun: bool = False
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
-from socket import socket
 
 from attrs import evolve
 
@@ -19,6 +18,7 @@ from areal_actors.messages import (
     Generation,
     Intake,
     Models,
+    ServiceProcess,
     Serving,
     Sessions,
 )
@@ -27,8 +27,8 @@ from areal_actors.proxy.app import create_app
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.base import TokenBytes
 from areal_actors.proxy.exchange import Traffic
-from areal_actors.proxy.handover import Handover
 from areal_actors.proxy.metrics import ReadRun
+from areal_actors.proxy.router import listen_as
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
 __all__ = ["ProxyServer"]
@@ -37,8 +37,8 @@ __all__ = ["ProxyServer"]
 class ProxyServer(Actor[Serving]):
     """An actor that serves the HTTP application and forwards requests as messages.
 
-    The arguments are those of ``create_app``. ``listener`` is a listening socket to serve instead of one that is bound
-    according to ``config``. With ``handover``, each connection is served by the process that it belongs to.
+    The arguments are those of ``create_app``. With ``process``, it serves the socket of that process of a service, to
+    which a router forwards, instead of the address in ``config``.
 
     Raises:
         ConfigError: at spawn, if the address cannot be used.
@@ -57,17 +57,15 @@ class ProxyServer(Actor[Serving]):
         config: ProxyConfig | None = None,
         token_bytes: TokenBytes | None = None,
         model: str = "policy",
-        listener: socket | None = None,
         read_run: ReadRun | None = None,
-        handover: Handover | None = None,
+        process: ServiceProcess | None = None,
     ) -> None:
         config = config or ProxyConfig()
         self._config = config
         self._admin_key = config.admin_key or create_admin_key()
         self._traffic = Traffic()
         self._url = ""
-        self._listener = listener
-        self._handover = handover
+        self._process = process
         self._app = create_app(
             sessions=sessions,
             exports=exports,
@@ -86,9 +84,12 @@ class ProxyServer(Actor[Serving]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind the socket and serve it in the background until the actor stops."""
-        listener = self._listener or bind(self._config)
-        try:
+        if self._process is None:
+            listener = bind(self._config)
             self._url = url_of(listener, self._config.public_host)
+        else:
+            listener, self._url = listen_as(self._process), self._process.url
+        try:
             seconds = self._config.drain_seconds
             context.tasks.start_soon(
                 partial(
@@ -98,7 +99,6 @@ class ProxyServer(Actor[Serving]):
                     self._traffic,
                     drain_seconds=seconds,
                     server=self._config.server,
-                    handover=self._handover,
                 )
             )
             yield

@@ -215,11 +215,10 @@ class Operations(BaseRoute):
 
     def _log_access(self, exchange: Exchange, outcome: str) -> None:
         if self._has_access_log:
-            client: tuple[str, int] | None = exchange.scope.get("client")
             _log.info(
                 "http_request",
                 request=exchange.request_id,
-                client=client and client[0],
+                client=exchange.client,
                 method=exchange.method,
                 operation=exchange.operation,
                 session=exchange.session,
@@ -303,6 +302,12 @@ class Exchange:
         """The HTTP method; a ``HEAD`` is handled as a ``GET`` whose body is not sent."""
         method = str(self.scope["method"])
         return "GET" if method == "HEAD" else method
+
+    @property
+    def client(self) -> str | None:
+        """The address of the client. Behind a unix socket, it is the one that the router of the service has seen."""
+        client: tuple[str, int] | None = self.scope.get("client")
+        return client[0] if client else self.headers.get(b"x-forwarded-for", b"").decode("latin-1") or None
 
     @property
     def operation(self) -> str:

@@ -26,7 +26,6 @@ from areal_actors.errors import ConfigError
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.proxy.config import HttpServer, ProxyConfig
 from areal_actors.proxy.exchange import Traffic
-from areal_actors.proxy.handover import Handover, serve_connections
 from areal_actors.proxy.limits import MAX_HEAD_BYTES, SERVER_LOG, LimitedProtocol, reading_bodies
 
 __all__ = ["bind", "check_access", "listen", "serve", "serve_shielded", "serve_until_cancelled", "url_of"]
@@ -64,18 +63,17 @@ def bind(config: ProxyConfig) -> socket.socket:
         ConfigError: the address is in use, not allowed or not of this machine; or as ``check_access``.
     """
     check_access(config)
-    return listen(config.host, config.port, prefix="proxy.", is_shared=config.num_processes > 1)
+    return listen(config.host, config.port, prefix="proxy.")
 
 
-def listen(host: str, port: int, *, prefix: str, is_shared: bool = False) -> socket.socket:
-    """Return a listening socket. If ``is_shared``, other processes of this user may listen on the same port.
+def listen(host: str, port: int, *, prefix: str) -> socket.socket:
+    """Return a listening socket.
 
-    The kernel then distributes connections between them. Raises ``ConfigError``, which names the setting: ``host`` or
-    ``port`` behind ``prefix``, such as ``proxy.``.
+    Raises ``ConfigError``, which names the setting: ``host`` or ``port`` behind ``prefix``, such as ``proxy.``.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        return _open_listener(family, address, is_shared=is_shared)
+        return _open_listener(family, address)
     except OSError as error:
         place = f"{host}:{port}"
         if error.errno == errno.EADDRINUSE:
@@ -90,11 +88,9 @@ def listen(host: str, port: int, *, prefix: str, is_shared: bool = False) -> soc
         ) from error
 
 
-def _open_listener(family: int, address: tuple[object, ...], *, is_shared: bool) -> socket.socket:
+def _open_listener(family: int, address: tuple[object, ...]) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        if is_shared:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         # A restarted proxy can bind at once although old connections are still in TIME_WAIT.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -130,7 +126,6 @@ async def serve(
     *,
     shutdown: Callable[[], Awaitable[None]],
     server: HttpServer = HttpServer.UVICORN,
-    handover: Handover | None = None,
     idle_seconds: float | None = None,
 ) -> None:
     """Serve on asyncio or trio until ``shutdown`` returns, which closes the listener.
@@ -140,8 +135,8 @@ async def serve(
     """
     # Ask anyio which event loop runs: trio may be a guest on asyncio's loop, and then both are detectable.
     if anyio.get_cancelled_exc_class() is not asyncio.CancelledError:
-        await _serve_with_hypercorn_on_trio(app, listener, shutdown, handover, idle_seconds)
-    elif server is HttpServer.HYPERCORN and handover is None:
+        await _serve_with_hypercorn_on_trio(app, listener, shutdown, idle_seconds)
+    elif server is HttpServer.HYPERCORN:
         from hypercorn.asyncio import serve as serve_with_hypercorn
 
         config = _create_hypercorn_config(idle_seconds)
@@ -150,14 +145,13 @@ async def serve(
         framework = cast("ASGIFramework", reading_bodies(app))
         await serve_with_hypercorn(framework, config, shutdown_trigger=shutdown, mode="asgi")
     else:
-        await _serve_with_uvicorn(app, listener, shutdown, handover, idle_seconds)
+        await _serve_with_uvicorn(app, listener, shutdown, idle_seconds)
 
 
 async def _serve_with_uvicorn(
     app: ASGIApp,
     listener: socket.socket,
     shutdown: Callable[[], Awaitable[None]],
-    handover: Handover | None,
     idle_seconds: float | None,
 ) -> None:
     # Not ``uvicorn.Server``, which takes the signal handlers of the process, and looks for its end ten times a second.
@@ -171,17 +165,6 @@ async def _serve_with_uvicorn(
     def create_protocol() -> LimitedProtocol:
         return LimitedProtocol(config, state, idle_seconds=limit)
 
-    if handover is not None:
-
-        async def adopt(connection: socket.socket) -> None:
-            await loop.connect_accepted_socket(create_protocol, connection)
-
-        async def close() -> None:
-            await shutdown()
-            await _close_connections(state)
-
-        await serve_connections(listener, handover, adopt, shutdown=close, grace_seconds=_GRACE_SECONDS)
-        return
     server = await loop.create_server(create_protocol, sock=listener, backlog=_BACKLOG)
     try:
         await shutdown()
@@ -209,7 +192,6 @@ async def _serve_with_hypercorn_on_trio(
     app: ASGIApp,
     listener: socket.socket,
     shutdown: Callable[[], Awaitable[None]],
-    handover: Handover | None,
     idle_seconds: float | None,
 ) -> None:
     import trio
@@ -227,17 +209,6 @@ async def _serve_with_hypercorn_on_trio(
         except Exception as error:  # noqa: BLE001 - any client can cause it, and it must not end other connections
             logging.getLogger(SERVER_LOG).warning("A connection ended by an error: %r", error)
 
-    if handover is not None:
-
-        async def adopt(connection: socket.socket) -> None:
-            await answer(trio.SocketStream(trio.socket.from_stdlib_socket(connection)))
-
-        async def close() -> None:
-            await shutdown()
-            await context.terminated.set()
-
-        await serve_connections(listener, handover, adopt, shutdown=close, grace_seconds=_GRACE_SECONDS)
-        return
     listeners = [trio.SocketListener(trio.socket.from_stdlib_socket(listener))]
     async with trio.open_nursery() as connections:
         try:
@@ -273,7 +244,6 @@ async def serve_until_cancelled(
     *,
     drain_seconds: float,
     server: HttpServer = HttpServer.UVICORN,
-    handover: Handover | None = None,
 ) -> None:
     """Serve until cancelled, then stop without interrupting requests that can still finish.
 
@@ -285,7 +255,7 @@ async def serve_until_cancelled(
     async with anyio.create_task_group() as tasks:
         # The server is shielded until all steps are done, because a cancelled server leaves its connections open.
         shield = anyio.CancelScope(shield=True)
-        tasks.start_soon(partial(serve_shielded, app, listener, stopping, shield, server=server, handover=handover))
+        tasks.start_soon(partial(serve_shielded, app, listener, stopping, shield, server=server))
         try:
             await anyio.sleep_forever()
         finally:
@@ -302,8 +272,7 @@ async def serve_shielded(
     shield: anyio.CancelScope,
     *,
     server: HttpServer = HttpServer.UVICORN,
-    handover: Handover | None = None,
 ) -> None:
     """Serve within ``shield`` until ``stopping`` is set. A cancelled server would leave its connections open."""
     with shield:
-        await serve(app, listener, shutdown=stopping.wait, server=server, handover=handover)
+        await serve(app, listener, shutdown=stopping.wait, server=server)

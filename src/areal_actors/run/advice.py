@@ -17,6 +17,7 @@ from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.rollouts.runner import ResumeEpisodes
+from areal_actors.training.advantages import formula_of
 from areal_actors.training.config import (
     ROUNDING_NATS,
     Activations,
@@ -48,14 +49,6 @@ __all__ = [
 
 _log = get_logger(__name__)
 
-_UNDIVIDED = (Normalisation.DR_GRPO, Normalisation.RLOO, Normalisation.NONE)
-_GROUP_RELATIVE = (
-    Normalisation.GRPO,
-    Normalisation.DR_GRPO,
-    Normalisation.RLOO,
-    Normalisation.GROUP_MEAN_BATCH_STD,
-)
-
 
 def compares_members(config: AdvantageConfig) -> bool:
     """Return whether advantages compare an episode with others of its group; in a group of one, they are all zero.
@@ -63,7 +56,7 @@ def compares_members(config: AdvantageConfig) -> bool:
     The units row and turn_depth compare rows and turns of one episode with one another, too.
     """
     is_across = config.unit in (StatisticsUnit.TURN_KIND, StatisticsUnit.EPISODE)
-    return is_across and config.normalisation in _GROUP_RELATIVE
+    return is_across and isinstance(config.normalisation, Normalisation) and formula_of(config).has_group_baseline
 
 
 def advise(config: RunConfig, *, is_service: bool) -> list[str]:

@@ -11,14 +11,13 @@ import math
 import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import anyio
-from anyio.abc import SocketStream, UNIXSocketStream
 from attrs import define, evolve, field, frozen
 
 from areal_actors.domain import Role
@@ -50,6 +49,7 @@ from areal_actors.messages import (
     ReportGang,
     ReportReady,
     RoleSpec,
+    ServiceProcess,
     Sessions,
     ShardOpened,
     Shards,
@@ -58,7 +58,6 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.access import create_admin_key
-from areal_actors.proxy.handover import Handover
 from areal_actors.proxy.server import bind, url_of
 from areal_actors.run.forwarding import forwarding
 from areal_actors.run.plan import PlacedRole
@@ -81,11 +80,8 @@ __all__ = [
     "controller_address",
     "open_control_plane",
     "open_proxies",
-    "receive_fd",
-    "serve_fd",
 ]
 
-_FD_SOCKET = "proxy_fd.sock"
 
 _UNLIMITED = 1_000_000
 """The restart limit of additional proxies: one that dies repeatedly does not affect the rest of the service."""
@@ -106,19 +102,6 @@ class ControlPlane:
     secret: bytes = field(repr=False)
     sockets: Path | None
     endpoint: Endpoint | None
-
-    @property
-    def is_forwarding(self) -> bool:
-        """Whether connections of agents are forwarded to proxies that listen elsewhere."""
-        return self.sockets is None and self.endpoint is not None
-
-    @property
-    def fd_socket(self) -> Path | None:
-        """The path at which a proxy receives its listening socket; ``None`` if it opens one itself.
-
-        A proxy in the controller process or on another host opens one itself.
-        """
-        return None if self.sockets is None or self.endpoint is None else self.sockets / _FD_SOCKET
 
     def worker_address(self, name: str) -> str | None:
         """Return the address that the worker ``name`` listens at, or ``None`` if it chooses one itself."""
@@ -164,11 +147,8 @@ async def open_control_plane(
             shared = stack.enter_context(bind(evolve(proxy, admin_key=key)))
             url = url_of(shared, proxy.public_host or _public_host(shared, listener.address))
             endpoint = Endpoint(url=url, admin_key=key)
-            if is_local:
-                await stack.enter_async_context(serve_fd(shared, sockets / _FD_SOCKET))
-            else:
-                await workers.ask(EndpointChanged(endpoint=endpoint, is_forwarded=True))
-                await stack.enter_async_context(forwarding(shared, workers))
+            await workers.ask(EndpointChanged(endpoint=endpoint, is_forwarded=True))
+            await stack.enter_async_context(forwarding(shared, workers, proxy))
         yield ControlPlane(
             supervisor=WorkerSupervisor(scheduler, workers, controller, scheduling, roles=placed),
             directory=workers,
@@ -238,41 +218,6 @@ async def _open_scheduler(
         yield scheduler
 
 
-# ---------------------------------------------------------------------------- one listening socket for all proxies
-
-
-@asynccontextmanager
-async def serve_fd(listener: socket.socket, path: Path) -> AsyncIterator[None]:
-    """Pass ``listener`` to every process that connects to ``path``, while the block lasts.
-
-    The controller owns the socket. While a proxy is being replaced, or before the first one is up, connections wait in
-    its backlog: agents see a slower response instead of a refused connection.
-    """
-
-    async def hand(stream: SocketStream) -> None:
-        assert isinstance(stream, UNIXSocketStream)
-        with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):  # the proxy has died
-            async with stream:
-                await stream.send_fds(b"\n", [listener.fileno()])
-
-    async with await anyio.create_unix_listener(path, mode=0o600) as server, open_tasks() as tasks:
-        tasks.start_soon(server.serve, hand)
-        yield
-        tasks.cancel_scope.cancel()
-
-
-async def receive_fd(path: Path) -> socket.socket:
-    """Return the listening socket that is passed at ``path``. Raises ``OSError`` if no process serves it."""
-    try:
-        async with await anyio.connect_unix(path) as stream:
-            _, descriptors = await stream.receive_fds(1, 1)
-    except (anyio.EndOfStream, anyio.BrokenResourceError) as error:
-        raise ConnectionResetError(f"the process that serves the socket at {path} has exited") from error
-    listener = socket.socket(fileno=descriptors[0])
-    listener.setblocking(False)
-    return listener
-
-
 # ---------------------------------------------------------------------------- more proxies of a run in one process
 
 
@@ -324,27 +269,27 @@ async def open_proxies(
     actors: Mapping[str, Ref[Any]],
     endpoint: Endpoint,
     *,
-    num_more: int,
+    num_processes: int,
     config: Path,
     logs: Path,
-    handover: Handover | None = None,
+    first: ServiceProcess | None = None,
     directory: Ref[Directory] | None = None,
     secret: bytes | None = None,
     local_roles: tuple[Role, ...] = tuple(Role),
 ) -> AsyncIterator[Proxies]:
-    """Start ``num_more`` proxies in addition to the one at ``endpoint``, which must listen on a shared port.
+    """Start the processes of a service behind the ``first`` one, whose proxy has ``endpoint``.
 
-    Each has a session manager and a journal, for the sessions that the router (``actors["sessions"]``) opens there, and
-    connections are passed to the process of their session at ``handover``. A proxy that dies is replaced, with its
-    sessions; the clients of its connections retry, and ``directory`` counts it. All use ``actors`` of this process
-    (sessions, exports, capacity, generation, and if the run has them intake and accounts). ``local_roles`` are those of
-    this process. If generation is not among them, its engines are in workers that know ``secret``.
+    Each has a proxy, a session manager and a journal, for the sessions that the router (``actors["sessions"]``) opens
+    there. A process that dies is replaced, with its sessions; its clients retry, and ``directory`` counts it. All use
+    ``actors`` of this process (sessions, exports, capacity, generation, and if the run has them intake and accounts).
+    ``local_roles`` are those of this process. If generation is not among them, its engines are in workers that know
+    ``secret``.
 
     ``config`` is the file with the settings of the run, and ``logs`` a directory for the output of the processes. The
     proxies are ready some seconds later, and all end with the block.
     """
     proxies, config = Proxies(directory), config.absolute()  # noqa: ASYNC240 - asks for the working directory only
-    if num_more == 0 or handover is None:
+    if first is None:
         yield proxies
         return
     scheduling = SchedulerConfig(restarts=RestartsConfig(max=_UNLIMITED), local=LocalConfig(oversubscribe=True))
@@ -357,12 +302,12 @@ async def open_proxies(
         secret = control_plane.secret
         router: Ref[Shards] = actors["sessions"]
         connections: dict[int, ReconnectingConnection] = {}
-        for number in range(1, num_more + 1):
+        for number in range(1, num_processes):
             connecting = connect_to_worker(control_plane.directory, f"proxy-{number}", secret=secret, node="controller")
             connections[number] = connection = await stack.enter_async_context(connecting)
             await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
         tasks = await stack.enter_async_context(open_tasks())
-        for number in range(1, num_more + 1):
+        for number in range(1, num_processes):
             name = f"proxy-{number}"
             spec = RoleSpec(
                 role=Role.PROXY,
@@ -375,9 +320,8 @@ async def open_proxies(
                 has_intake="intake" in actors,
                 has_accounts="accounts" in actors,
                 listen=control_plane.worker_address(name),
-                endpoint=endpoint,
-                process=number,
-                handover=handover.directory,
+                admin_key=endpoint.admin_key,
+                process=evolve(first, number=number),
                 is_replaced_alone=True,
             )
             running = partial(

@@ -65,7 +65,7 @@ from areal_actors.messages import (
     TrainingSummary,
 )
 from areal_actors.proxy.access import create_admin_key
-from areal_actors.proxy.handover import Handover, open_handover
+from areal_actors.proxy.router import open_router
 from areal_actors.rendering import Renderer
 from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane, open_proxies
 from areal_actors.run.directory import no_checkpoint
@@ -171,11 +171,8 @@ class RunController:
             has_rollouts=plan.has_rollouts,
             has_begun=self._has_begun_before,
             listen=self.control_plane.worker_address(name),
-            # A proxy to which connections are forwarded listens elsewhere.
-            endpoint=None if self.control_plane.is_forwarding else self._endpoint,
             # Only a proxy needs the key, so no other worker gets it.
             admin_key=self._admin_key if role is Role.PROXY and role in plan.placed else None,
-            fd_socket=self.control_plane.fd_socket,
             is_replaced_alone=role in self.independent,
             **options,
         )
@@ -445,22 +442,22 @@ class _Attempt:
     async def _open(self, role: Role, renderer: Renderer) -> AsyncIterator[None]:
         """Open a role in this process, and more proxies in processes if the configuration wants them."""
         plan = self._plan
-        num_processes = plan.config.proxy.num_processes if role is Role.PROXY else 1
-        async with open_handover(num_processes) as handover:
+        routed = plan.proxy if role is Role.PROXY else evolve(plan.proxy, num_processes=1)
+        async with open_router(routed, log=plan.directory.logs / "router.log") as process:
             context = RoleContext(
                 name=f"{role}-local",
                 config=evolve(plan.config, proxy=plan.proxy) if role is Role.PROXY else plan.config,
-                spec=self._begin(role, "controller", handover=None if handover is None else handover.directory),
+                spec=self._begin(role, "controller", process=process),
                 renderer=renderer,
                 find=self.find,
                 agents=plan.agents,
                 supervised=plan.supervised,
             )
-            async with self._open_here(context, handover):
+            async with self._open_here(context):
                 yield
 
     @asynccontextmanager
-    async def _open_here(self, context: RoleContext, handover: Handover | None) -> AsyncIterator[None]:
+    async def _open_here(self, context: RoleContext) -> AsyncIterator[None]:
         plan = self._plan
         async with open_role(context) as opened:
             # In the controller process there is one engine, which needs no router.
@@ -473,10 +470,10 @@ class _Attempt:
             more = open_proxies(
                 {name: self._local[name] for name in names if name in self._local},
                 opened.endpoint,
-                num_more=plan.config.proxy.num_processes - 1,
+                num_processes=plan.config.proxy.num_processes,
                 config=plan.directory.config,
                 logs=plan.directory.logs,
-                handover=handover,
+                first=context.spec.process,
                 directory=self._control_plane.directory,
                 secret=self._control_plane.secret,
                 local_roles=plan.local_roles,

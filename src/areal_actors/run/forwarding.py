@@ -1,118 +1,98 @@
-"""The stable address of proxies on other machines: the controller forwards connections of agents as bytes.
+"""The stable address of proxies in workers: the controller forwards the requests of agents to them.
 
-Agents know the controller's address only, so that a proxy may end and come back on another node. What its end costs is
-the connections that it had: they are closed, and clients send their requests again. New connections wait here until a
-proxy serves, as those on one machine wait in the backlog of the socket that its proxies share.
-
-Nothing of HTTP is read. ``service.entry`` reads each request, to choose the service that has its session; here any
-proxy can answer for any session, and a connection is passed on for a fraction of that cost.
+Agents know the controller's address only, so that a proxy may end and come back on another node. Sessions are in
+another worker, so any proxy can answer for any session. Requests wait until a proxy serves.
 """
 
 from __future__ import annotations
 
 import socket
-from collections.abc import AsyncIterator
-from contextlib import aclosing, asynccontextmanager, suppress
-from urllib.parse import urlsplit
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from functools import partial
 
-import anyio
+import httpx
+from starlette.applications import Starlette
 
+from areal_actors.errors import Unavailable
 from areal_actors.kernel import Ref
-from areal_actors.kernel.remote.sockets import SocketStream, accept, dial_tcp
-from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
-from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import AwaitProxies, Directory
+from areal_actors.proxy.config import ProxyConfig
+from areal_actors.proxy.exchange import Exchange, Traffic
+from areal_actors.proxy.forwarding import Backend, EveryPath, forward
+from areal_actors.proxy.server import serve_until_cancelled
 
 __all__ = ["forwarding"]
 
-_log = get_logger(__name__)
-
-_CONNECT_SECONDS = 5.0
-_RETRY_SECONDS = 0.25
-"""Delay before a proxy that refuses connections is tried again: its end is known in a moment."""
+_PATIENCE_SECONDS = 600.0
+"""How long a request waits for a proxy: a cluster may take minutes to start one."""
 
 
 @asynccontextmanager
-async def forwarding(listener: socket.socket, directory: Ref[Directory]) -> AsyncIterator[None]:
-    """Forward the connections of ``listener`` to the proxies that ``directory`` knows, while the block lasts."""
-    forwarder = _Forwarder(directory)
-    async with open_tasks() as tasks:
+async def forwarding(listener: socket.socket, directory: Ref[Directory], config: ProxyConfig) -> AsyncIterator[None]:
+    """Forward the requests at ``listener`` to the proxies that ``directory`` knows, while the block lasts."""
+    limits, traffic = httpx.Limits(max_connections=None), Traffic()
+    timeout = httpx.Timeout(None, connect=5.0)
+    async with httpx.AsyncClient(limits=limits, timeout=timeout, trust_env=False) as client, open_tasks() as tasks:
+        forwarder = _Forwarder(directory, config, client, traffic)
         tasks.start_soon(forwarder.follow)
-        tasks.start_soon(forwarder.serve, listener)
+
+        async def serve() -> None:
+            app = Starlette(routes=[forwarder])
+            await serve_until_cancelled(
+                app, listener, traffic, drain_seconds=config.drain_seconds, server=config.server
+            )
+
+        tasks.start_soon(serve)
         yield
         tasks.cancel_scope.cancel()
 
 
-class _Forwarder:
-    def __init__(self, directory: Ref[Directory]) -> None:
+class _Forwarder(EveryPath):
+    def __init__(
+        self, directory: Ref[Directory], config: ProxyConfig, client: httpx.AsyncClient, traffic: Traffic
+    ) -> None:
+        super().__init__(traffic)
         self._directory = directory
-        self._connections: dict[str, set[anyio.CancelScope]] = {}
-        """The connections to each proxy that serves, by its URL."""
-        self._changed = ChangeSignal()
+        self._config = config
+        self._client = client
+        self._known: tuple[str, ...] = ()
+        self._places: dict[Exchange, str] = {}
+        """The URL of the proxy at which each request is."""
 
     async def follow(self) -> None:
-        """Follow which proxies serve. The connections of one that is lost are closed.
+        """Follow which proxies serve. The requests of one that is lost are cut.
 
-        A node that crashes closes none: without this, clients would wait for an answer until their own time limit.
+        A node that crashes closes no connections: without this, clients would wait until their own time limit.
         """
-        known: tuple[str, ...] = ()
         while True:
-            known = await self._directory.ask(AwaitProxies(known=known))
-            for url in [url for url in self._connections if url not in known]:
-                for scope in self._connections.pop(url):
-                    scope.cancel()
-            for url in known:
-                self._connections.setdefault(url, set())
-            self._changed.notify()
+            self._known = await self._directory.ask(AwaitProxies(known=self._known))
+            for exchange, url in self._places.items():
+                if url not in self._known:
+                    exchange.cut(Unavailable("The proxy of this request has ended; ask again."))
 
-    async def serve(self, listener: socket.socket) -> None:
-        """Accept connections forever."""
-        async with anyio.create_task_group() as tasks:
-            while True:
-                tasks.start_soon(self._forward, await accept(listener))
-
-    async def _forward(self, client: SocketStream) -> None:
-        """Pass the bytes of one connection on, in both directions, until either side closes it."""
-        async with aclosing(client):
-            url, proxy = await self._connect()
-            async with aclosing(proxy):
-                with anyio.CancelScope() as scope:
-                    # It may have been lost while it accepted the connection.
-                    connections = self._connections.get(url)
-                    if connections is None:
-                        return
-                    connections.add(scope)
-                    try:
-                        async with anyio.create_task_group() as tasks:
-                            tasks.start_soon(_copy, client, proxy, scope, False)
-                            tasks.start_soon(_copy, proxy, client, scope, True)
-                    finally:
-                        connections.discard(scope)
-
-    async def _connect(self) -> tuple[str, SocketStream]:
-        """Connect to the proxy with the fewest connections; wait until one accepts."""
-        while True:
-            while not self._connections:
-                await self._changed.wait()
-            url = min(self._connections, key=lambda each: len(self._connections[each]))
-            address = urlsplit(url)
-            try:
-                with anyio.move_on_after(_CONNECT_SECONDS):
-                    return url, await dial_tcp(address.hostname or "", address.port or 80)
-            except OSError as error:
-                _log.debug("proxy_refuses", url=url, reason=str(error))
-            await anyio.sleep(_RETRY_SECONDS)
-
-
-async def _copy(source: SocketStream, target: SocketStream, scope: anyio.CancelScope, is_answer: bool) -> None:  # noqa: FBT001 - start_soon takes no keywords
-    """Pass bytes on until ``source`` ends, and the whole connection with it unless its answer may still come."""
-    with suppress(OSError, anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError):
+    async def serve(self, exchange: Exchange) -> None:
+        """Forward one request."""
+        config = self._config
+        body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
+        work = partial(
+            forward,
+            exchange,
+            body=body,
+            backends=partial(self._choose, exchange),
+            client=self._client,
+            patience_seconds=_PATIENCE_SECONDS,
+        )
         try:
-            while True:
-                await target.send(await source.receive())
-        except anyio.EndOfStream:
-            if not is_answer:
-                await target.send_eof()
-                return
-    scope.cancel()
+            await exchange.until_disconnect(work)
+        finally:
+            self._places.pop(exchange, None)
+
+    def _choose(self, exchange: Exchange) -> Iterator[Backend]:
+        """Yield the proxies to try, those with the fewest requests first."""
+        counts = Counter(self._places.values())
+        for url in sorted(self._known, key=counts.__getitem__):
+            self._places[exchange] = url
+            yield Backend(url, url)

@@ -11,7 +11,6 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from socket import socket
 from typing import TYPE_CHECKING, Any, cast
 
 import anyio
@@ -40,7 +39,6 @@ from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
-from areal_actors.generation.servers.launching import KINDS
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
 from areal_actors.journal.recovery import UnfinishedWork
@@ -62,6 +60,7 @@ from areal_actors.messages import (
     Models,
     OpenSession,
     Progress,
+    ServiceProcess,
     Serving,
     SessionOpened,
     Sessions,
@@ -69,8 +68,8 @@ from areal_actors.messages import (
 )
 from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
-from areal_actors.proxy.handover import Handover, open_handover
 from areal_actors.proxy.metrics import ReadRun
+from areal_actors.proxy.router import open_router
 from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter, QueueConfig
@@ -82,7 +81,7 @@ from areal_actors.service.account_keeper import AccountKeeper, UsersConfig
 from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
-from areal_actors.sessions.shards import HomeSessions, SessionRouter
+from areal_actors.sessions.shards import SessionRouter
 from areal_actors.training.advantages import has_signal
 from areal_actors.training.config import AdvantageConfig
 from areal_actors.workflows import GenerationConfig
@@ -166,8 +165,8 @@ class Inference:
     accounts: Ref[Accounts] | None = None
     """Users and their keys, if the configuration names a file for them."""
     unfinished: UnfinishedWork = field(factory=UnfinishedWork)
-    handover: Handover | None = None
-    """Where the processes of a service pass connections to each other, if there are several."""
+    process: ServiceProcess | None = None
+    """The first process of a service, if it has several."""
 
     @property
     def actors(self) -> dict[str, Ref[Any]]:
@@ -333,7 +332,7 @@ async def open_actors(
     restored first. ``open_shards`` is as in ``spawn_session_actors``. Raises ``JournalError`` if the journal cannot
     be read.
     """
-    async with open_handover(config.proxy.num_processes) as handover, ActorSystem.open() as system:
+    async with open_router(config.proxy) as process, ActorSystem.open() as system:
         generation = await spawn_generation(system, engine)
         reporter = None if progress is None else await system.spawn(progress, name="progress")
         actors = await spawn_session_actors(
@@ -347,7 +346,7 @@ async def open_actors(
             journal=journal,
             open_shards=open_shards,
         )
-        serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation, handover=handover)
+        serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation, process=process)
         yield Inference(
             system=system,
             renderer=renderer,
@@ -361,7 +360,7 @@ async def open_actors(
             progress=reporter,
             accounts=actors.accounts,
             unfinished=actors.unfinished,
-            handover=handover,
+            process=process,
         )
 
 
@@ -391,9 +390,8 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
 class SessionActors:
     """The actors that share the journal.
 
-    ``sessions`` is the session manager, or with several processes the router; ``own_sessions`` is then the manager of
-    this process. ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the
-    sessions, which are restored.
+    ``sessions`` is the session manager, or in the first of several processes the router. ``unfinished`` is unfinished
+    work found in the journal of earlier processes, apart from the sessions, which are restored.
     """
 
     sessions: Ref[Sessions]
@@ -402,7 +400,6 @@ class SessionActors:
     intake: Ref[Intake] | None = None
     accounts: Ref[Accounts] | None = None
     unfinished: UnfinishedWork = field(factory=UnfinishedWork)
-    own_sessions: Ref[Sessions] | None = None
 
 
 async def spawn_session_actors(
@@ -454,9 +451,8 @@ async def spawn_session_actors(
         wall_clock=wall_clock,
     )
     del recovered  # the manager owns the sessions from here on
-    own_sessions = sessions
     if config.proxy.num_processes > 1:
-        router = SessionRouter(own_sessions, num_processes=config.proxy.num_processes, journal=journal)
+        router = SessionRouter(sessions, num_processes=config.proxy.num_processes, journal=journal)
         sessions = cast("Ref[Sessions]", await system.spawn(router, name="session-router"))
     exporter = Exporter(
         sessions=sessions,
@@ -498,7 +494,6 @@ async def spawn_session_actors(
         intake=intake,
         accounts=accounts,
         unfinished=unfinished,
-        own_sessions=own_sessions,
     )
 
 
@@ -530,7 +525,7 @@ async def spawn_shard(
         intake=actors.intake,
         recorder=actors.sessions,
     )
-    return evolve(actors, own_sessions=sessions)
+    return evolve(actors, sessions=sessions)
 
 
 async def _read_journals(
@@ -584,25 +579,20 @@ async def spawn_proxy(
     *,
     renderer: Renderer,
     generation: Ref[Generation],
-    listener: socket | None = None,
     read_run: ReadRun | None = None,
-    handover: Handover | None = None,
+    process: ServiceProcess | None = None,
 ) -> Ref[Serving]:
     """Spawn the proxy, and the host of trained models if they are enabled.
 
-    The host returns refs of the actors that it opens, so it has to be in the process of the proxy. ``listener`` is a
-    listening socket that the proxy uses instead of opening one. ``read_run`` is as in ``create_app``. ``handover`` is
-    set in a service with several processes.
+    The host returns refs of the actors that it opens, so it has to be in the process of the proxy. ``read_run``
+    is as in ``create_app``. ``process`` is set in a service with several processes.
     """
     models: Ref[Models] | None = None
     if config.models.fileroot is not None and config.models.max_loaded:
         host = ModelHost(Catalogue(root=config.models.fileroot), partial(open_model, config), config=config.models)
         models = await system.spawn(host, name="models")
-    sessions = actors.sessions
-    if handover is not None and actors.own_sessions is not None:
-        sessions = HomeSessions(actors.own_sessions, actors.sessions, process=handover.process)
     proxy = ProxyServer(
-        sessions=sessions,
+        sessions=actors.sessions,
         exports=actors.exports,
         capacity=actors.capacity,
         generation=generation,
@@ -611,9 +601,8 @@ async def spawn_proxy(
         models=models,
         config=config.proxy,
         token_bytes=renderer.token_bytes,
-        listener=listener,
         read_run=read_run,
-        handover=handover,
+        process=process,
     )
     return await system.spawn(proxy, name="proxy")
 
@@ -689,15 +678,15 @@ async def _open_servers(
     decode: Decode,
     find_weights: FindWeights | None,
 ) -> AsyncIterator[EngineSet]:
+    from areal_actors.generation.servers.dialect import RoutedLayers
     from areal_actors.generation.servers.engine import open_server_engines
-    from areal_actors.generation.servers.experts import RoutedLayers
-    from areal_actors.generation.servers.launching import launch_servers
+    from areal_actors.generation.servers.launching import find_kind, launch_servers
 
-    kind, config = KINDS[served.backend], served.config
+    kind, config = find_kind(served.backend), served.config
     # Servers need the added tokens for grammars that contain special tokens.
     added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
-    routed_layers = RoutedLayers.of(files) if served.records_experts else None
+    recording = {"routed_layers": RoutedLayers.of(files)} if served.records_experts else {}
     async with AsyncExitStack() as stack:
         urls, launched = config.urls, None
         if not urls:
@@ -714,9 +703,7 @@ async def _open_servers(
             )
             urls = launched.urls
         opening = open_server_engines(
-            kind.create_dialect(
-                added_tokens, stream_interval=served.config.stream_interval, routed_layers=routed_layers
-            ),
+            kind.create(added_tokens=added_tokens, stream_interval=config.stream_interval, **recording),
             config,
             urls=urls,
             model=files,

@@ -13,7 +13,6 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontext
 from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 import anyio
 from anyio import to_thread
@@ -50,14 +49,12 @@ from areal_actors.messages import (
     WeightsPublished,
 )
 from areal_actors.models import resolve_model, resolve_tokenizer
-from areal_actors.proxy.handover import Handover
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
 from areal_actors.rollouts.runner import Agents, Peers, ResumeEpisodes
 from areal_actors.rollouts.staleness import StaleGroups
 from areal_actors.run.advice import warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
-from areal_actors.run.control_plane import receive_fd
 from areal_actors.run.directory import sampling_digest
 from areal_actors.run.exporting import load_trained, save_weights
 from areal_actors.run.inference import (
@@ -230,7 +227,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
         )
         found: dict[str, Ref[Any] | None] = {
             "sessions": opened.sessions,
-            "own-sessions": opened.own_sessions,
             "exports": opened.exports,
             "capacity": opened.capacity,
             "intake": opened.intake,
@@ -281,11 +277,8 @@ async def _open_group_journal(
 async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
     find, spec = context.find, context.spec
     proxy_config = context.config.proxy
-    if spec.endpoint is not None:  # join the proxies that listen there
-        port = urlsplit(spec.endpoint.url).port or 0
-        proxy_config = evolve(proxy_config, port=port, admin_key=spec.endpoint.admin_key)
-    elif spec.admin_key is not None:
-        # The controller listens at the configured address, and forwards connections.
+    if spec.admin_key is not None:
+        # The controller, or the router of the service, listens at the configured address, and forwards requests.
         proxy_config = evolve(proxy_config, admin_key=spec.admin_key, port=0, public_host=None)
     actors = SessionActors(
         sessions=await find(Sessions, "sessions"),
@@ -296,13 +289,10 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
     )
     config = settings_of(context.config, proxy=proxy_config, intake=None)
     generation = await find(Generation, "generation")
-    handover = None
-    if spec.handover is not None:
-        handover = Handover(directory=spec.handover, num_processes=proxy_config.num_processes, process=spec.process)
     async with AsyncExitStack() as stack:
         opened: dict[str, Ref[Any]] = {}
-        if spec.process:
-            path = shard_journal(context.config.journal.path or context.directory.journal, spec.process)
+        if spec.process is not None and spec.process.number:
+            path = shard_journal(context.config.journal.path or context.directory.journal, spec.process.number)
             # Without a journal of the service it is removed before the next start, and may be anywhere.
             is_kept = spec.has_intake and context.config.journal.enabled
             settings = evolve(context.config.journal, allow_shared=context.config.journal.allow_shared or not is_kept)
@@ -315,23 +305,19 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
                 renderer=context.renderer,
                 generation=generation,
                 journal=journal,
-                process=spec.process,
+                process=spec.process.number,
             )
-            assert actors.own_sessions is not None
-            opened["sessions"] = actors.own_sessions
+            opened["sessions"] = actors.sessions
         else:
             system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-            if handover is not None:
-                actors = evolve(actors, own_sessions=await find(Sessions, "own-sessions"))
         opened["proxy"] = serving = await spawn_proxy(
             system,
             config,
             actors,
             renderer=context.renderer,
             generation=generation,
-            listener=None if spec.fd_socket is None else await receive_fd(spec.fd_socket),
             read_run=RunGauges(context.directory),
-            handover=handover,
+            process=spec.process,
         )
         yield Opened(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))
 

@@ -53,8 +53,8 @@ from areal_actors.messages import (
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Traffic
+from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
-from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of
 
 __all__ = ["Upstream", "UpstreamActors", "find_upstream", "open_upstream"]
 
@@ -221,9 +221,8 @@ class _Forwarder(EveryPath):
             await forward(
                 kept.exchange,
                 body=body,
-                backends=[Backend("model", str(url.copy_with(raw_path=b"/")))],
+                backends=lambda: [Backend("model", str(url.copy_with(raw_path=b"/")))],
                 client=self._client,
-                on_unreachable=lambda _: None,
             )
         except Unavailable as error:
             # The words of the entry point, which forwards in the same way, are about proxies.

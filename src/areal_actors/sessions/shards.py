@@ -7,9 +7,8 @@
              proxy 2 ─▶ session manager 2 ─┘                   └──▶ session managers 0, 1, 2
 
 A session's id and keys end with the number of its process (``cache.session``). Requests about a session go to that
-process (``proxy.handover``), so its history stays there; only prompts and sampled tokens cross to the engine's process.
-``SessionRouter`` is the session manager for the actors that exist once, and ``HomeSessions`` for a proxy, which may be
-asked about any session.
+process (``proxy.router``), so its history stays there; only prompts and sampled tokens cross to the engine's process.
+``SessionRouter`` is the session manager for the actors that exist once, among them the proxy of the first process.
 
 A process that dies is replaced, and restores its sessions from its journal. The first process never knows their turns;
 its journal has the starts of these sessions and the fact that they were forgotten, so that a group is kept as long as
@@ -20,7 +19,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from itertools import cycle
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,19 +30,14 @@ from attrs import evolve
 
 from areal_actors.cache.session import process_of
 from areal_actors.domain import (
-    Answer,
-    InteractionId,
     SampleKey,
     SessionForgotten,
-    SessionId,
-    SessionRecord,
     SessionStarted,
     StreamItem,
 )
 from areal_actors.errors import ActorStopped, JournalError, Unavailable, Unreachable
 from areal_actors.journal import Journal, JournalConfig, NoJournal, SqliteJournal, read_journal
-from areal_actors.kernel import Actor, ActorState, ActorStatistics, Address, Context, Message, Ref, StreamMessage
-from areal_actors.kernel.ref import Life
+from areal_actors.kernel import Actor, ActorState, Context, Message, Ref
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
@@ -60,29 +54,25 @@ from areal_actors.messages import (
     HideAnswer,
     LogNumbers,
     NoteRefusal,
-    OpenedEpisode,
     OpenEpisode,
     OpenSession,
     RecordTurn,
-    SessionClosed,
     SessionOpened,
-    SessionOwner,
     Sessions,
     SessionsView,
     SetReward,
     ShardOpened,
     Shards,
-    StoredAnswer,
     StreamComplete,
     WatchSessions,
 )
 
-__all__ = ["HomeSessions", "SessionRouter", "open_shard_journals", "shard_journal"]
+__all__ = ["SessionRouter", "open_shard_journals", "shard_journal"]
 
 _log = get_logger(__name__)
 
+F = TypeVar("F", bound=Callable[..., Any])
 R = TypeVar("R")
-Item = TypeVar("Item")
 
 _MANY = 100_000
 _PAUSE_SECONDS = 0.1
@@ -133,6 +123,17 @@ def _home_of(message: Any) -> int:
         return process_of(message.session)
     credential = message.credential
     return process_of(credential.session or credential.key or "")
+
+
+def _handler_of(*messages: type[Message[Sessions, Any]]) -> Callable[[F], F]:
+    """Return a decorator that makes a method the handler of several messages."""
+
+    def mark(method: F) -> F:
+        for message in messages:
+            message.handler(concurrency=_MANY)(method)
+        return method
+
+    return mark
 
 
 class SessionRouter(Actor[Sessions | Shards]):
@@ -227,7 +228,7 @@ class SessionRouter(Actor[Sessions | Shards]):
 
     async def _forget(self, message: ForgetSession) -> None:
         try:
-            await self._route(message)
+            await self.route(message)
         except (ActorStopped, Unreachable):
             return  # the run ends; its next start sees what is left
         # In this order: the first process deletes the group of a session that it knows to be forgotten.
@@ -236,7 +237,20 @@ class SessionRouter(Actor[Sessions | Shards]):
 
     # ------------------------------------------------------------------------------------------- known sessions
 
-    async def _route(self, message: Message[Sessions, R]) -> R:
+    @_handler_of(
+        CheckCredential,
+        CollectSession,
+        Complete,
+        CountTokens,
+        DescribeAnswer,
+        DescribeOwner,
+        EndSession,
+        HideAnswer,
+        LogNumbers,
+        NoteRefusal,
+        SetReward,
+    )
+    async def route(self, message: Message[Sessions, R]) -> R:
         """Ask the session's process; if it dies meanwhile, ask its successor. ``message`` may be handled twice."""
         process = _home_of(message)
         if process >= self._num_processes:
@@ -252,75 +266,12 @@ class SessionRouter(Actor[Sessions | Shards]):
                     raise
             await anyio.sleep(_PAUSE_SECONDS)
 
-    @EndSession.handler(concurrency=_MANY)
-    async def end(self, message: EndSession) -> SessionClosed:
-        """End a session."""
-        return await self._route(message)
-
-    @SetReward.handler(concurrency=_MANY)
-    async def set_reward(self, message: SetReward) -> InteractionId:
-        """Assign or replace a reward."""
-        return await self._route(message)
-
-    @LogNumbers.handler(concurrency=_MANY)
-    async def log(self, message: LogNumbers) -> None:
-        """Store named numbers with the session."""
-        return await self._route(message)
-
-    @CheckCredential.handler(concurrency=_MANY)
-    async def check(self, message: CheckCredential) -> SessionId:
-        """Return the session that a credential opens for completions."""
-        return await self._route(message)
-
-    @DescribeOwner.handler(concurrency=_MANY)
-    async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
-        """Return who started the session that a credential opens."""
-        return await self._route(message)
-
-    @CollectSession.handler(concurrency=_MANY)
-    async def collect(self, message: CollectSession) -> SessionRecord:
-        """Return a copy of a session's current state."""
-        return await self._route(message)
-
-    @CountTokens.handler(concurrency=_MANY)
-    async def count_tokens(self, message: CountTokens) -> int:
-        """Return the length of a prompt."""
-        return await self._route(message)
-
-    @NoteRefusal.handler(concurrency=_MANY)
-    async def note_refusal(self, message: NoteRefusal) -> None:
-        """Remember a request that was refused."""
-        return await self._route(message)
-
-    @DescribeAnswer.handler(concurrency=_MANY)
-    async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
-        """Return a completed answer with the messages of its request."""
-        return await self._route(message)
-
-    @HideAnswer.handler(concurrency=_MANY)
-    async def hide_answer(self, message: HideAnswer) -> InteractionId:
-        """Hide an answer from those who ask for it by its id."""
-        return await self._route(message)
-
-    @Complete.handler(concurrency=_MANY)
-    async def complete(self, message: Complete) -> tuple[Answer, ...]:
-        """Answer without streaming, for a client whose connection is at another process."""
-        manager = self._managers.get(_home_of(message), self._managers[0])
-        try:
-            return await manager.ask(message)
-        except Unreachable as error:
-            raise _gone() from error
-
     @StreamComplete.handler(concurrency=_MANY)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
-        """Stream an answer, for a client whose connection is at another process."""
-        manager = self._managers.get(_home_of(message), self._managers[0])
-        try:
-            async with manager.stream(message) as items:
-                async for item in items:
-                    yield item
-        except Unreachable as error:
-            raise _gone() from error
+        """Stream an answer of the first process; the proxies of the others ask their own sessions."""
+        async with self._managers[0].stream(message) as items:
+            async for item in items:
+                yield item
 
     # -------------------------------------------------------------------------------------------- all processes
 
@@ -344,80 +295,7 @@ class SessionRouter(Actor[Sessions | Shards]):
             num_failed_journals=sum(view.num_failed_journals for view in views),
         )
 
-    # Episodes of agents that the run itself runs are recorded in the first process.
-
-    @OpenEpisode.handler(concurrency=_MANY)
-    async def open_episode(self, message: OpenEpisode) -> OpenedEpisode | None:
-        """Record an episode that has no session."""
+    @_handler_of(ForgetEpisodes, OpenEpisode, RecordTurn, WatchSessions)
+    async def ask_first(self, message: Message[Sessions, R]) -> R:
+        """Ask the first process, which records the episodes of agents that the run itself runs."""
         return await self._managers[0].ask(message)
-
-    @RecordTurn.handler(concurrency=_MANY)
-    async def record_turn(self, message: RecordTurn) -> None:
-        """Record a turn of such an episode."""
-        await self._managers[0].ask(message)
-
-    @ForgetEpisodes.handler(concurrency=_MANY)
-    async def forget_episodes(self, message: ForgetEpisodes) -> None:
-        """Forget the recorded turns of a group."""
-        await self._managers[0].ask(message)
-
-    @WatchSessions.handler
-    async def watch(self, message: WatchSessions) -> None:
-        """Pass the watcher to the first process; the others find it by its name."""
-        await self._managers[0].ask(message)
-
-
-def _gone() -> Unavailable:
-    return Unavailable("The process of this session ended while it answered; ask again.")
-
-
-class HomeSessions(Ref[Sessions]):
-    """The sessions as the proxy of one process sees them: its own are asked directly, and others over the router."""
-
-    __slots__ = ("_process", "_router", "_sessions")
-
-    def __init__(self, sessions: Ref[Sessions], router: Ref[Sessions], *, process: int) -> None:
-        self._sessions, self._router, self._process = sessions, router, process
-
-    def _choose(self, message: Any) -> Ref[Sessions]:
-        if isinstance(message, OpenSession):
-            return self._sessions
-        if isinstance(message, (DescribeSessions, ForgetEpisodes, OpenEpisode, RecordTurn)):
-            return self._router
-        return self._sessions if _home_of(message) == self._process else self._router
-
-    @property
-    def address(self) -> Address:
-        """The address of the session manager of this process."""
-        return self._sessions.address
-
-    @property
-    def life(self) -> Life:
-        """The life of the session manager of this process."""
-        return self._sessions.life
-
-    async def ask(self, message: Message[Sessions, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """Ask the process of the session that ``message`` is about; see ``Ref.ask``."""
-        return await self._choose(message).ask(message, timeout=timeout)
-
-    async def tell(self, message: Message[Sessions, Any]) -> None:
-        """Tell the process of the session that ``message`` is about; see ``Ref.tell``."""
-        await self._choose(message).tell(message)
-
-    def tell_nowait(self, message: Message[Sessions, Any]) -> None:
-        """Tell the process of the session that ``message`` is about; see ``Ref.tell_nowait``."""
-        self._choose(message).tell_nowait(message)
-
-    def stream(
-        self, message: StreamMessage[Sessions, Item], *, buffer_size: int = 16
-    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Open a stream at the process of the session that ``message`` is about; see ``Ref.stream``."""
-        return self._choose(message).stream(message, buffer_size=buffer_size)
-
-    async def stop(self, *, grace: float | None = None) -> None:
-        """Stop the session manager of this process."""
-        await self._sessions.stop(grace=grace)
-
-    def statistics(self) -> ActorStatistics:
-        """Return the statistics of the session manager of this process."""
-        return self._sessions.statistics()

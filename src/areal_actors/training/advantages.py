@@ -58,12 +58,52 @@ from attrs import field, frozen
 from areal_actors.domain import Episode, Floats, Group, InteractionId, SessionId, Trajectory, as_floats, unfold_group
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
 
-__all__ = ["GroupAdvantages", "compute_advantages", "has_signal", "has_zero_variance", "supervised_advantages"]
+__all__ = [
+    "FORMULAS",
+    "Formula",
+    "GroupAdvantages",
+    "compute_advantages",
+    "formula_of",
+    "has_signal",
+    "has_zero_variance",
+    "supervised_advantages",
+]
 
 Doubles = npt.NDArray[np.float64]
 
 _EQUAL = 1e-9
 """Relative difference below which values count as equal: sums of float32 returns differ in the last bits."""
+
+
+@frozen(kw_only=True)
+class Formula:
+    """What a normalisation subtracts from a return, and what it divides by. A new one is a row of ``FORMULAS``."""
+
+    has_group_baseline: bool = False
+    """Whether the mean of the group is subtracted."""
+    is_leave_one_out: bool = False
+    """Whether a value is left out of the mean that it is compared with."""
+    divides_by_group: bool = False
+    """Whether the standard deviation of the group divides."""
+    divides_by_batch: bool = False
+    """Whether the standard deviation over all tokens of the step, of the same source, divides."""
+    has_batch_baseline: bool = False
+    """Whether the mean over all tokens of the step, of the same source, is subtracted."""
+
+
+FORMULAS: Mapping[Normalisation, Formula] = {
+    Normalisation.RLOO: Formula(has_group_baseline=True, is_leave_one_out=True),
+    Normalisation.GRPO: Formula(has_group_baseline=True, divides_by_group=True),
+    Normalisation.DR_GRPO: Formula(has_group_baseline=True),
+    Normalisation.REINFORCE_PLUS_PLUS: Formula(has_batch_baseline=True, divides_by_batch=True),
+    Normalisation.GROUP_MEAN_BATCH_STD: Formula(has_group_baseline=True, divides_by_batch=True),
+    Normalisation.NONE: Formula(),
+}
+
+
+def formula_of(config: AdvantageConfig) -> Formula:
+    """Return the formula of the built-in normalisation that ``config`` names."""
+    return FORMULAS[Normalisation(config.normalisation)]
 
 
 @frozen(kw_only=True)
@@ -81,9 +121,10 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
     """
     for group in groups:
         _require_finite(group)
+    formula = formula_of(config)
     centred = [_centred(group, config) for group in groups]
     scales: dict[str, _Transform] = {group.problem.source: _affine(baseline=0.0) for group in groups}
-    if config.normalisation in (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD):
+    if formula.divides_by_batch:
         # Rewards of different sources have different scales, so each source has statistics of its own.
         for source in scales:
             tokens = [
@@ -93,7 +134,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
                 for row, values in zip(_rows(group), rows, strict=True)
             ]
             values = np.concatenate([*tokens, np.zeros(0)])
-            has_mean = len(values) > 0 and config.normalisation is Normalisation.REINFORCE_PLUS_PLUS
+            has_mean = len(values) > 0 and formula.has_batch_baseline
             mean = float(values.mean()) if has_mean else 0.0
             scales[source] = (
                 np.zeros_like
@@ -105,7 +146,7 @@ def compute_advantages(groups: Sequence[Group], config: AdvantageConfig) -> tupl
         scale = scales[group.problem.source]
         rows = [scale(found) * row.loss_mask for row, found in zip(_rows(group), centred_rows, strict=True)]
         # Without a group baseline, groups are compared with each other: those of one episode teach, too.
-        compared = rows if config.normalisation in _UNGROUPED else centred_rows
+        compared = centred_rows if formula.has_group_baseline else rows
         result.append(
             GroupAdvantages(rows=tuple(map(as_floats, rows)), has_zero_variance=_has_zero_variance(group, compared))
         )
@@ -141,7 +182,7 @@ def has_zero_variance(group: Group, config: AdvantageConfig | None = None) -> bo
     rewards of its episodes. These compare a group of one episode with other groups, so it has a signal.
     """
     config = config or AdvantageConfig()
-    if config.normalisation in _UNGROUPED or not isinstance(config.normalisation, Normalisation):
+    if not isinstance(config.normalisation, Normalisation) or not formula_of(config).has_group_baseline:
         return len(_successes(group)) != 1 and _has_equal_rewards(group)
     return _has_zero_variance(group, _centred(group, config))
 
@@ -162,7 +203,7 @@ def _has_zero_variance(group: Group, compared: Sequence[Doubles]) -> bool:
 
 def _centred(group: Group, config: AdvantageConfig) -> list[Doubles]:
     """Return for each row float64 [T]: the return minus its baseline, divided by the group's std if configured."""
-    if config.normalisation in _UNGROUPED:
+    if not formula_of(config).has_group_baseline:
         return [row.returns.astype(np.float64) for row in _rows(group)]
     rows = _rows(group)
     match config.unit:
@@ -208,7 +249,7 @@ def _centre_by_kind(group: Group, config: AdvantageConfig) -> list[Doubles]:
             found = [member.mean for member in members]
         present = [index for index, value in enumerate(found) if value is not None]
         values = np.array([found[index] for index in present], dtype=np.float64)
-        if len(values) > 1 and config.normalisation is Normalisation.RLOO:
+        if len(values) > 1 and formula_of(config).is_leave_one_out:
             # Not ``_transforms``: giving a group of equal values 0 would depend on the member's own value, which is a
             # mean over its turns, whose returns may differ.
             rounding = _EQUAL * max(1.0, float(np.abs(values).max()))
@@ -289,18 +330,14 @@ def _apply_by_turn(row: Trajectory, transforms: Sequence[tuple[_TurnReturn, _Tra
 
 _Transform = Callable[[Doubles], Doubles]
 
-_UNGROUPED = (Normalisation.NONE, Normalisation.REINFORCE_PLUS_PLUS)
-"""Methods without a group baseline."""
-
 
 def _transforms(values: Doubles, config: AdvantageConfig) -> list[_Transform]:
     """Return for each value of a group the function that maps a return of its owner to an advantage."""
     if _is_constant(values):
         return [np.zeros_like for _ in values]
-    baselines = (
-        _leave_one_out(values) if config.normalisation is Normalisation.RLOO else np.full(len(values), values.mean())
-    )
-    divisor = max(float(values.std()), config.std_floor) if config.normalisation is Normalisation.GRPO else 1.0
+    formula = formula_of(config)
+    baselines = _leave_one_out(values) if formula.is_leave_one_out else np.full(len(values), values.mean())
+    divisor = max(float(values.std()), config.std_floor) if formula.divides_by_group else 1.0
     return [_affine(baseline=float(baseline), divisor=divisor) for baseline in baselines]
 
 

@@ -58,7 +58,6 @@ __all__ = [
     "agreed",
     "generator_states",
     "save_checkpoint",
-    "save_shards",
     "set_generator_states",
 ]
 
@@ -97,13 +96,15 @@ def save_checkpoint(
 
     Checkpoints of later steps, which an abandoned attempt left, are kept until this one has passed their step.
 
-    Each rank of ``gang`` writes its rows of the shards: the first one calls this, and the others call ``save_shards``
-    at the same time.
+    All ranks of ``gang`` call this at the same time. Each writes its rows of the shards, and the first one everything
+    else; the others return a checkpoint of which only path and step are known.
 
     Raises ``CheckpointError`` if it cannot be written by one of the ranks; older checkpoints are untouched in that
     case.
     """
     gang, parts, shards = gang or Gang.alone(), contents.parts, contents.shards
+    if gang.rank > 0:
+        return _save_rows(root / f"step-{step:08d}", shards, step=step, gang=gang)
     if gang.is_alone:
         whole = {part: {name: rows.part for name, rows in found.items()} for part, found in shards.items()}
         parts, shards = {**parts, **whole}, {}
@@ -158,19 +159,16 @@ def save_checkpoint(
     return checkpoint
 
 
-def save_shards(root: Path, contents: Contents, *, step: int, gang: Gang) -> None:
-    """Write the rows of this rank, not the first of ``gang``, which calls ``save_checkpoint`` at the same time.
-
-    Returns when all ranks have written theirs. Raises ``CheckpointError`` if one of them could not.
-    """
-    path = root / f"step-{step:08d}"
+def _save_rows(path: Path, shards: Mapping[str, Mapping[str, Rows]], *, step: int, gang: Gang) -> Checkpoint:
+    """Write the rows of a rank that is not the first one. Returns when all ranks have written theirs."""
     with agreed(gang, f"{path} could not be written"):
         # The first rank creates the directory for all.
         pass
     try:
-        _write_shards(partial_path(path), path, contents.shards, gang)
+        _write_shards(partial_path(path), path, shards, gang)
     except OSError as error:
         raise CheckpointError(f"Rank {gang.rank} could not write its part of {path}: {error}.") from error
+    return Checkpoint(path=path, step=step)
 
 
 def _write_shards(

@@ -82,7 +82,7 @@ class RankActor(Actor[Ranks]):
     @SaveShards.handler
     async def save_shards(self, message: SaveShards) -> None:
         """Write this rank's part of a checkpoint, or begin to."""
-        save = self._policy.begin_help_save if message.is_async else self._policy.help_save
+        save = self._policy.begin_save if message.is_async else self._policy.save
         await self._do(lambda: save(message.directory))
 
     async def _do(self, action: Callable[[], object]) -> None:

@@ -16,21 +16,18 @@ from torch import Tensor
 
 from areal_actors.domain import Floats, Trajectory
 from areal_actors.errors import ExportError
-from areal_actors.training.config import Centre, KlEstimator, KlPlace, ObjectiveConfig, Surrogate
+from areal_actors.training.config import KlEstimator, KlPlace, ObjectiveConfig, Surrogate
 from areal_actors.training.custom import CustomSurrogate, load_surrogate
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.penalties import estimate_kl
 from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.surrogates import (
     BehaviourCorrection,
-    ClippedRatio,
-    ClippedSequenceRatio,
-    ClippedWeight,
     LossInputs,
     ProbabilityRegion,
-    Reinforce,
     SurrogateLoss,
     bounded_exp,
+    create_surrogate,
 )
 
 __all__ = [
@@ -182,23 +179,11 @@ def create_objective(config: ObjectiveConfig, *, num_updates: int = 1, rounding:
 
     ``rounding`` is that of engine and trainer; see ``resolve_centre``.
     """
-    low, high = config.resolve_clip()
-    centre = config.resolve_centre(num_updates, rounding=rounding)
-    dual_clip = config.dual_clip if centre is Centre.BEHAVIOUR else None
     surrogate: SurrogateLoss
-    match config.surrogate:
-        case Surrogate.DPPO:
-            surrogate = ProbabilityRegion(clip_low=low, clip_high=high)
-        case Surrogate.PPO:
-            surrogate = ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case Surrogate.GSPO:
-            surrogate = ClippedSequenceRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
-        case Surrogate.CISPO:
-            surrogate = ClippedWeight(clip_low=low, clip_high=high)
-        case Surrogate.REINFORCE:
-            surrogate = Reinforce()
-        case reference:
-            surrogate = load_surrogate(reference)
+    if isinstance(config.surrogate, Surrogate):
+        surrogate = create_surrogate(config, config.resolve_centre(num_updates, rounding=rounding))
+    else:
+        surrogate = load_surrogate(config.surrogate)
     is_weighted = config.is_weighted(num_updates, rounding=rounding)
     return PolicyObjective(
         surrogate=surrogate,

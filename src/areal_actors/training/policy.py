@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,7 +27,6 @@ from areal_actors.training.checkpoints import (
     agreed,
     generator_states,
     save_checkpoint,
-    save_shards,
     set_generator_states,
 )
 from areal_actors.training.config import Activations
@@ -56,8 +54,6 @@ from areal_actors.training.weights import digest, distinct_tensors, load_weights
 __all__ = ["TrainedPolicy"]
 
 _log = get_logger(__name__)
-
-R = TypeVar("R")
 
 
 class TrainedPolicy:
@@ -259,8 +255,8 @@ class TrainedPolicy:
     def save(self, directory: Path, *, counters: Mapping[str, Any] | None = None, num_kept: int = 2) -> Checkpoint:
         """Write a checkpoint below ``directory``, with the caller's JSON ``counters``, and keep the last ``num_kept``.
 
-        In a gang the first rank calls this, and the others call ``help_save``: each writes its rows of weights and
-        moments. A gang of any size, or one process, reads them.
+        In a gang all ranks call this, and each writes its rows of weights and moments; the counters are those of the
+        first one. A gang of any size, or one process, reads them.
 
         Raises ``CheckpointError`` if it cannot be written; older ones are untouched in that case.
         """
@@ -269,56 +265,35 @@ class TrainedPolicy:
         return save_checkpoint(directory, contents, step=self.version, num_kept=num_kept, gang=self.gang)
 
     @guarded
-    def help_save(self, directory: Path) -> None:
-        """Write this rank's rows of a checkpoint; the first rank calls ``save`` with the same ``directory``.
-
-        Raises ``CheckpointError`` if a rank cannot write its rows.
-        """
-        self.finish_save()
-        save_shards(directory, self._contents(None), step=self.version, gang=self.gang)
-
-    @guarded
     def begin_save(
         self, directory: Path, *, counters: Mapping[str, Any] | None = None, num_kept: int = 2
     ) -> Future[Checkpoint]:
         """Copy what ``save`` would write, and write it on a thread while training goes on.
 
-        Waits for the previous write first, so that there is one copy at a time. In a gang the other ranks call
-        ``begin_help_save``. The future ends with the write, and has its error; a process that exits waits for it.
+        Waits for the previous write first, so that there is one copy at a time. The future ends with the write, and has
+        its error; a process that exits waits for it.
         """
         self.finish_save()
         contents, step, gang = self._contents(counters).copied(), self.version, self.gang.background()
-        return self._write_later(
-            gang, partial(save_checkpoint, directory, contents, step=step, num_kept=num_kept, gang=gang)
-        )
 
-    @guarded
-    def begin_help_save(self, directory: Path) -> Future[None]:
-        """Copy this rank's rows of a checkpoint, and write them on a thread; see ``begin_save``."""
-        self.finish_save()
-        contents, step, gang = self._contents(None).copied(), self.version, self.gang.background()
-        return self._write_later(gang, partial(save_shards, directory, contents, step=step, gang=gang))
-
-    def finish_save(self) -> None:
-        """Wait until nothing is written any more. An error belongs to the future of ``begin_save``, and is logged."""
-        if self._write is not None:
-            wait([self._write])
-            self._write = None
-
-    def _write_later(self, gang: Gang, write: Callable[[], R]) -> Future[R]:
-        def run() -> R:
+        def write() -> Checkpoint:
             try:
                 with gang.guard():
-                    return write()
+                    return save_checkpoint(directory, contents, step=step, num_kept=num_kept, gang=gang)
             except ArealError as error:
                 _log.error("checkpoint_failed", error=str(error))
                 raise
 
         # One thread, which the interpreter joins when it exits.
         self._writer = self._writer or ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        future = self._writer.submit(run)
-        self._write = future
+        self._write = future = self._writer.submit(write)
         return future
+
+    def finish_save(self) -> None:
+        """Wait until nothing is written any more. An error belongs to the future of ``begin_save``, and is logged."""
+        if self._write is not None:
+            wait([self._write])
+            self._write = None
 
     def _contents(self, counters: Mapping[str, Any] | None) -> Contents:
         """Return the contents of a checkpoint, shared with the model and the optimiser."""

@@ -23,10 +23,11 @@ from typing import Any
 
 import torch
 from attrs import field, frozen
+from cattrs import structure
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from areal_actors.domain import AssignedProblem, DataPosition, DrawnProblem, PoolsState, SourcePosition
+from areal_actors.domain import DataPosition
 from areal_actors.errors import CheckpointError
 from areal_actors.lib.file_digests import find_damage
 from areal_actors.lib.telemetry import get_logger
@@ -63,24 +64,14 @@ class Checkpoint:
     path: Path
     step: int
     number: int = 0
-    """The number of the write in its directory; 0 in those of earlier releases, which were written in order of step."""
+    """The number of the write in its directory."""
     counters: Mapping[str, Any] = field(factory=dict)
     digests: Mapping[str, str] = field(factory=dict, repr=False)
-    """The digest of each file; earlier releases wrote none."""
+    """The digest of each file."""
 
     def find_damage(self) -> str | None:
-        """Return which file has other contents than were written, or ``None``. Blocks while all files are read.
-
-        Without digests only the headers of the files are read, which zeros and foreign contents do not have.
-        """
-        if self.digests:
-            return find_damage(self.path, self.digests)
-        try:
-            for path in sorted(self.path.rglob("*.safetensors")):
-                StoredTensors([path], None)
-        except CheckpointError as error:
-            return str(error).removesuffix(".")
-        return None
+        """Return which file has other contents than were written, or ``None``. Blocks while all files are read."""
+        return find_damage(self.path, self.digests)
 
     def has(self, part: str) -> bool:
         """Return whether the checkpoint has tensors of ``part``."""
@@ -220,8 +211,10 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
             continue
         try:
             document = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-            # Documents of earlier releases have no digest.
-            if document.get("digest") not in (None, digest_document(document)):
+            if "digest" not in document:
+                incomplete[path] = "an earlier release wrote it, without digests; resume it with that release"
+                continue
+            if document["digest"] != digest_document(document):
                 incomplete[path] = f"{DOCUMENT} has other contents than were written (its digest differs)"
                 continue
             sizes = {name: (path / name).stat().st_size for name in document["sizes"]}
@@ -231,9 +224,9 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
             checkpoint = Checkpoint(
                 path=path,
                 step=int(name[1]),
-                number=int(document.get("number", 0)),
+                number=int(document["number"]),
                 counters=dict(document["counters"]),
-                digests=dict(document.get("digests", {})),
+                digests=dict(document["digests"]),
             )
             if document["step"] != checkpoint.step:
                 incomplete[path] = f"its document is of step {document['step']}"
@@ -300,30 +293,4 @@ def find_checkpoint(root: Path, step: int) -> Checkpoint:
 
 def parse_position(counters: Mapping[str, Any] | None) -> DataPosition:
     """Return the position in the data from a checkpoint's ``counters``, or the start without them."""
-    position = (counters or {}).get("position", {})
-    # Checkpoints of earlier releases have no sources.
-    found = position.get("sources", {}).items()
-    return DataPosition(
-        **_parse_consumed(position),
-        sources={
-            name: SourcePosition(
-                **_parse_consumed(source), weight=float(source["weight"]), num_counted=int(source["num_counted"])
-            )
-            for name, source in found
-        },
-    )
-
-
-def _parse_consumed(position: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that positions of a run and of a source have in common."""
-    pools = position.get("pools")
-    return {
-        "next": int(position.get("next", 0)),
-        "pending": tuple(position.get("pending", ())),
-        "pools": None
-        if pools is None
-        else PoolsState(
-            problems=tuple(DrawnProblem(**problem) for problem in pools["problems"]),
-            assigned=tuple(AssignedProblem(**assigned) for assigned in pools["assigned"]),
-        ),
-    }
+    return structure((counters or {}).get("position", {}), DataPosition)

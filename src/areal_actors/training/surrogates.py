@@ -29,7 +29,7 @@ import torch
 from attrs import Factory, field, frozen
 from torch import Tensor
 
-from areal_actors.training.config import BehaviourConfig, Level, OutOfRange
+from areal_actors.training.config import BehaviourConfig, Centre, Level, ObjectiveConfig, OutOfRange, Surrogate
 
 __all__ = [
     "BehaviourCorrection",
@@ -42,6 +42,7 @@ __all__ = [
     "Reinforce",
     "SurrogateLoss",
     "bounded_exp",
+    "create_surrogate",
     "sequence_mean",
     "sequence_sum",
 ]
@@ -241,3 +242,21 @@ def sequence_sum(values: Tensor, inputs: LossInputs) -> Tensor:
 def sequence_mean(values: Tensor, inputs: LossInputs) -> Tensor:
     """Return the mean of ``values`` [n] over each token's row, at each token: [n]."""
     return sequence_sum(values, inputs) / sequence_sum(values.new_ones(len(values)), inputs)
+
+
+def create_surrogate(config: ObjectiveConfig, centre: Centre) -> SurrogateLoss:
+    """Return the built-in policy loss that ``config`` names, with ratios to ``centre``. A new one is a case here."""
+    low, high = config.resolve_clip()
+    # Around the weights before the update, no token is so unlikely that it needs the second bound.
+    dual_clip = config.dual_clip if centre is Centre.BEHAVIOUR else None
+    match Surrogate(config.surrogate):
+        case Surrogate.DPPO:
+            return ProbabilityRegion(clip_low=low, clip_high=high)
+        case Surrogate.PPO:
+            return ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case Surrogate.GSPO:
+            return ClippedSequenceRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
+        case Surrogate.CISPO:
+            return ClippedWeight(clip_low=low, clip_high=high)
+        case Surrogate.REINFORCE:
+            return Reinforce()

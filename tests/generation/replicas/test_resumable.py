@@ -95,7 +95,8 @@ def test_unfinished_attempt_continues_unless_all_tokens_are_known(*, is_failure:
 
 def test_generation_is_limited_to_the_context():
     """Its replica was lost when the context was full: another one would refuse the whole of it as a prompt."""
-    generation = ResumableGeneration(request(), context_length=5)
+    generation = ResumableGeneration(request())
+    generation.fit(5)
     asked = generation.next_request()
     generation.add(chunk([11, 12, 13]))
 
@@ -106,10 +107,10 @@ def test_generation_is_limited_to_the_context():
 def test_constrained_generation_moves_only_before_its_first_token():
     """Engines start a grammar at its beginning; the client is asked to repeat the request."""
     generation = ResumableGeneration(request(grammar=Exactly(text="yes")))
-    generation.check_movable("a", None, "gone", max_failures=3)
+    assert generation.end_attempt("a", None, "gone", is_failure=True, max_failures=3) is None
     generation.add(chunk([11]))
     with pytest.raises(Unavailable, match="may be repeated"):
-        generation.check_movable("a", None, "gone", max_failures=3)
+        generation.end_attempt("a", None, "gone", is_failure=True, max_failures=3)
 
 
 def test_cached_tokens_are_reported_for_the_first_attempt_only():

@@ -24,7 +24,7 @@ from tests.generation.servers.server_stack import ReplicatedServers, open_replic
 from areal_actors.domain import EngineRequest, SampleKey, Sampling
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, launch_servers
+from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models import load_policy, resolve_model
 from areal_actors.training.config import ComputeDtype, LoraConfig, TrainerConfig
 from areal_actors.training.publication import AdapterPublisher
@@ -64,9 +64,9 @@ async def check(kind: Backend, config: ServerConfig, directory: Path) -> None:
     policy = PolicyTrainer(load_policy(path), trainer)
     publisher = AdapterPublisher(root=directory / "adapters", base=path)
     async with (
-        launch_servers(KINDS[kind], config, model=path, logs=directory / "logs", adapters=slots) as launched,
+        launch_servers(kind, config, model=path, logs=directory / "logs", adapters=slots) as launched,
         open_replicated(
-            KINDS[kind].create_dialect({}),
+            find_kind(kind).create(),
             config,
             urls=launched.urls,
             model=path,

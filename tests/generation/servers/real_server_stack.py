@@ -1,6 +1,6 @@
 """A real SGLang server, the engine that speaks to it, and the model on our side: for the checks of it."""
 
-# ruff: noqa: ASYNC110 - nobody tells when a server has sampled enough
+# ruff: noqa: ASYNC110 - no event says that a server has sampled enough
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.generation.servers.server_stack import ReplicatedServers, Trainer, op
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, as_floats
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
+from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.models import resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors_testing.engine_contract import Subject
@@ -75,14 +75,14 @@ async def open_server_stack(
             logprobs = torch.log_softmax(policy(ids[None]).logits[0, len(prompt) - 1 : -1].float(), -1)
         return as_floats(logprobs.gather(1, ids[len(prompt) :, None])[:, 0])
 
-    kind = KINDS[Backend.SGLANG]
+    kind = find_kind(Backend.SGLANG)
     added = {token.content: index for index, token in renderer.tokenizer.get_added_tokens_decoder().items()}
     async with (
         open_trainer(path, directory) as trainer,
         launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
         open_gateway(smg, launched.urls, log=directory / "gateway.log") if smg else nullcontext() as gateway_url,
         open_replicated(
-            kind.create_dialect(added),
+            kind.create(added_tokens=added),
             evolve(config, gateway_url=gateway_url),
             urls=launched.urls,
             model=path,
@@ -117,7 +117,7 @@ def ask(real: RealServer, name: str, *, num_tokens: int = 200) -> EngineRequest:
 
 
 async def wait_for_tokens(real: RealServer, number: int) -> None:
-    """Until so many were sampled; fewer than are asked for, so that somebody still runs."""
+    """Wait until so many tokens were sampled; fewer than were requested, so that a request still runs."""
     while real.engine.statistics().sampled_tokens < number:
         await anyio.sleep(0.005)
 

@@ -4,7 +4,7 @@ The server is started as a run starts it (``launching``), and the same engine sp
 must hold is asserted.
 """
 
-# ruff: noqa: T201 - a program for people, and nobody tells when a server has sampled enough
+# ruff: noqa: T201 - a program for people; no event says that a server has sampled enough
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ async def check_death(real: RealServer) -> None:
 
 
 async def check_death_while_receiving(real: RealServer) -> None:
-    """Kill -9 with a part of the buckets received: nobody hangs, and the server is back with all of the version."""
+    """Kill -9 with a part of the buckets received: nothing hangs, and the server returns with the whole version."""
     server = real.engine.engines[0].server
     num_received = 0
 

@@ -15,7 +15,7 @@ from areal_actors.domain.grammar import FreeText
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.engine_contract import collect
 from areal_actors_testing.sglang_server import open_sglang_server
@@ -70,7 +70,7 @@ async def opened(backend, model, *, num_servers=1, is_gated=False, max_adapter_r
         ]
         engine = await stack.enter_async_context(
             open_replicated(
-                KINDS[backend].create_dialect({}),
+                find_kind(backend).create(),
                 CONFIG,
                 urls=[server.url for server in servers],
                 model=model,
@@ -121,7 +121,7 @@ async def test_requests_sample_under_the_adapter_of_their_version(backend, model
     assert not servers[0].adapters  # unloaded at the end, for the next run
 
 
-async def test_a_running_request_continues_under_the_new_adapter(backend, model):
+async def test_running_request_continues_under_the_new_adapter(backend, model):
     """Its tokens have two versions, none is lost or repeated, and the former adapter is not unloaded under it."""
     async with opened(backend, model, is_gated=True) as (engine, (server,), (echo,)):
         await engine.load(snapshot(model, 1))
@@ -146,7 +146,7 @@ async def _load_and_release(engine, echo, following):
     echo.release(100)
 
 
-async def test_a_grammar_is_sampled_under_one_adapter(model):
+async def test_grammar_is_sampled_under_one_adapter(model):
     """It cannot be taken up in the middle, so its adapter stays until it has ended."""
     async with opened(Backend.SGLANG, model, is_gated=True) as (engine, (server,), (echo,)):
         await engine.load(snapshot(model, 1))
@@ -167,7 +167,7 @@ async def test_a_grammar_is_sampled_under_one_adapter(model):
         assert {chunk.version for chunk in found} == {1}
 
 
-async def test_a_server_that_comes_back_is_given_the_adapter(model):
+async def test_returning_server_gets_the_adapter(model):
     """Before requests go there, and without loading weights."""
     async with opened(Backend.SGLANG, model) as (engine, (server,), _):
         await engine.load(snapshot(model, 1))
@@ -184,7 +184,7 @@ async def test_two_runs_share_servers(backend, model):
     """Each samples under adapters of its own, and unloads only these."""
     async with opened(backend, model) as (first, (server,), _):
         sharing = open_replicated(
-            KINDS[backend].create_dialect({}),
+            find_kind(backend).create(),
             CONFIG,
             urls=[server.url],
             model=model,
@@ -219,7 +219,7 @@ async def test_servers_of_another_base_are_refused(backend, model, tmp_path):
     assert f"serves {tmp_path / 'other'}, and the adapter is one of {model}" in told
 
 
-async def test_a_refused_adapter_changes_nothing(backend, model):
+async def test_refused_adapter_changes_nothing(backend, model):
     """Neither the version nor the adapter of the next requests."""
     async with opened(backend, model, num_servers=2) as (engine, servers, _):
         await engine.load(snapshot(model, 1))
@@ -241,8 +241,9 @@ async def test_servers_opened_for_weights_refuse_adapters(model):
 
 def test_started_servers_have_room_for_adapters(model):
     """SGLang takes any rank, vLLM the next that it supports."""
+    slots = AdapterSlots(rank=12)
     commands = {
-        backend: " ".join(format_command(KINDS[backend], CONFIG, model=model, port=1, adapters=AdapterSlots(rank=12)))
+        backend: " ".join(format_command(find_kind(backend), CONFIG, model=model, port=1, adapters=slots))
         for backend in SERVERS
     }
     assert "--enable-lora --max-lora-rank 12 --max-loras-per-batch 4 --lora-target-modules all" in commands["sglang"]

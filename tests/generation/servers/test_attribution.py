@@ -67,7 +67,7 @@ def test_tokens_of_unknown_weights_are_refused(last):
         attribution.take(last, is_settled=False)
 
 
-def test_a_label_that_was_never_given_is_found_out_at_once():
+def test_unknown_label_is_detected_at_once():
     """A server that was started again says so with its first token."""
     with pytest.raises(EngineError, match="started again"):
         Attribution(4).take(delta([7], label="default"), is_settled=True)

@@ -102,9 +102,7 @@ LOADING = [check for check in ENGINE_CHECKS if "load" in check.__name__]
 
 
 @pytest.mark.parametrize("check", LOADING, ids=lambda check: check.__name__)
-async def test_an_engine_whose_servers_are_sent_weights_keeps_its_contract(
-    model: Path, tmp_path: Path, check: Check
-) -> None:
+async def test_broadcast_servers_keep_the_engine_contract(model: Path, tmp_path: Path, check: Check) -> None:
     """What holds for an engine that loads weights holds with weights that come in a group."""
     settings = TorchEngineConfig(dtype="float32", max_concurrent=8, max_length=512)
     async with (
@@ -220,8 +218,8 @@ async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("fault", [fault for fault in UpdateFault if fault is not UpdateFault.LEFT_OPEN])
-async def test_a_server_that_does_not_receive_loads_from_disk(model: Path, tmp_path: Path, fault: UpdateFault) -> None:
-    """Whatever goes wrong, that server has the weights from disk, its neighbour was sent them, and nobody hangs."""
+async def test_server_that_does_not_receive_loads_from_disk(model: Path, tmp_path: Path, fault: UpdateFault) -> None:
+    """The failing server loads the weights from disk, the other one receives them, and neither hangs."""
     async with open_server_stack(model, tmp_path, num_servers=2, seconds=4.0) as (engine, servers, trainer):
         await engine.load(trainer.step())
         # A server that answers has a second chance; a refused update is begun again in each.
@@ -248,7 +246,7 @@ async def test_a_server_that_does_not_receive_loads_from_disk(model: Path, tmp_p
         assert all(LOAD not in server.paths for server in servers)
 
 
-async def test_an_update_that_somebody_left_open_is_ended_first(model: Path, tmp_path: Path) -> None:
+async def test_open_update_of_another_client_is_ended_first(model: Path, tmp_path: Path) -> None:
     """Who was killed between begin and end must not keep the next one from it."""
     async with open_server_stack(model, tmp_path) as (engine, (server,), trainer):
         server.update_faults.append(UpdateFault.LEFT_OPEN)
@@ -258,9 +256,7 @@ async def test_an_update_that_somebody_left_open_is_ended_first(model: Path, tmp
         assert LOAD not in server.paths
 
 
-async def test_a_server_that_comes_back_loads_from_disk_and_is_sent_the_next_version(
-    model: Path, tmp_path: Path
-) -> None:
+async def test_server_that_comes_back_loads_from_disk_and_is_sent_the_next_version(model: Path, tmp_path: Path) -> None:
     """One that was started anew has none of our weights and is in no group."""
     async with open_server_stack(model, tmp_path, num_servers=2) as (engine, servers, trainer):
         await engine.load(trainer.step())
@@ -275,8 +271,8 @@ async def test_a_server_that_comes_back_loads_from_disk_and_is_sent_the_next_ver
         assert all(has_weights_of(server, trainer) for server in servers)
 
 
-async def test_a_server_with_half_a_version_is_not_asked(model: Path, tmp_path: Path) -> None:
-    """Nobody can give it the rest, and its label is the old one: it serves again once it has been given all."""
+async def test_server_with_partial_weights_gets_no_requests(model: Path, tmp_path: Path) -> None:
+    """Its label is the old one; it serves again once it has all weights."""
     async with open_server_stack(model, tmp_path, num_servers=2) as (engine, servers, trainer):
         await engine.load(trainer.step())
         servers[0].update_faults += [UpdateFault.HALF] * 2
@@ -293,8 +289,8 @@ async def test_a_server_with_half_a_version_is_not_asked(model: Path, tmp_path: 
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the process takes seconds to start, and knows no other loop
-async def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_half_done(model: Path, tmp_path: Path) -> None:
-    """Its side is another process. Nobody hangs, and nobody is asked before the next trainer has published."""
+async def test_killed_sender_leaves_no_partial_weights_in_use(model: Path, tmp_path: Path) -> None:
+    """The sender is another process. No server hangs, or gets requests before the next trainer has published."""
     (tmp_path / "own").mkdir(mode=0o700)
     path = os.pathsep.join([str(Path(areal_actors.__file__).parents[1]), str(Path(__file__).parents[3])])
     command = [sys.executable, weight_store_process.__file__, str(model), str(tmp_path), "1"]
@@ -321,7 +317,7 @@ async def test_a_trainer_that_is_killed_while_it_sends_leaves_nothing_half_done(
                 assert {chunk.version for chunk in await collect(engine, ask())} == {2}
 
 
-async def test_weights_that_do_not_fit_or_are_kept_no_longer_are_not_sent(model: Path, tmp_path: Path) -> None:
+async def test_unfit_or_expired_weights_are_not_sent(model: Path, tmp_path: Path) -> None:
     """They are looked at before any server hears of them; the old weights stay."""
     async with open_server_stack(model, tmp_path) as (engine, (server,), trainer):
         with pytest.raises(EngineError, match="kept no longer"):
@@ -335,7 +331,7 @@ async def test_weights_that_do_not_fit_or_are_kept_no_longer_are_not_sent(model:
         assert ids_of(await collect(engine, ask())) == WHOLE
 
 
-async def test_who_knows_no_keeper_says_so(model: Path, tmp_path: Path) -> None:
+async def test_missing_weight_store_is_named(model: Path, tmp_path: Path) -> None:
     """A kept snapshot is of no use to an engine that cannot ask for it; other servers cannot be sent it."""
     async with (
         open_sglang_server(EchoEngine(script, vocab_size=384), model=model) as server,

@@ -25,7 +25,7 @@ from tests.generation.servers.server_stack import (
 
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, LaunchedServers, launch_servers
+from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.models.built_in import create_tiny
 
@@ -49,7 +49,7 @@ async def open_processes(tmp_path: Path, **settings: float) -> AsyncIterator[tup
         health_timeout_seconds=0.3,
         **settings,
     )
-    kind = KINDS[Backend.SGLANG]
+    kind = find_kind(Backend.SGLANG)
     with anyio.fail_after(60):
         async with (
             launch_servers(kind, config, model=model, logs=tmp_path / "logs") as launched,
@@ -94,7 +94,7 @@ async def test_answers_continue_elsewhere_when_a_server_hangs(tmp_path: Path) ->
     assert [WHOLE, WHOLE] == [ids_of(chunks) for chunks in heard.values()]
 
 
-async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_path: Path) -> None:
+async def test_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_path: Path) -> None:
     """The other one serves the new weights, however long the successor of the stopped process takes to start.
 
     The successor has the newest weights as soon as it serves.
@@ -123,7 +123,7 @@ async def test_a_server_that_hangs_does_not_hold_an_update_and_is_replaced(tmp_p
     assert [{1}, {2}, {2}] == [{chunk.version for chunk in chunks} for chunks in (updated, meanwhile, replaced)]
 
 
-async def test_a_server_that_answers_but_samples_nothing_loses_its_requests(tmp_path: Path) -> None:
+async def test_server_that_answers_but_samples_nothing_loses_its_requests(tmp_path: Path) -> None:
     """A pause is not a reason to give it up. It gets nothing but probes until it samples again."""
     model = create_tiny(tmp_path / "models")
     config = evolve(CONFIG, stall_timeout_seconds=0.5)

@@ -14,11 +14,11 @@ pytestmark = pytest.mark.anyio
 
 @pytest.mark.parametrize("suffix", ["", "/", "/models/one", "/models/one/"])
 @pytest.mark.parametrize("path", ["health", "/health"])
-async def test_an_error_names_the_address_that_was_asked(suffix, path):
+async def test_error_names_the_address_that_was_asked(suffix, path):
     """As one would type it into a browser, whatever the slashes."""
-    with socket.socket() as nobody:  # bound, and not listening
-        nobody.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{nobody.getsockname()[1]}{suffix}"
+    with socket.socket() as unused:  # bound, and not listening
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}{suffix}"
         async with create_client(url, api_key=None, read_timeout_seconds=5) as client:
             with pytest.raises(EngineError, match="cannot be reached") as caught:
                 await ask(client, "GET", path)

@@ -17,8 +17,8 @@ from areal_actors.errors import EngineError
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import (
-    KINDS,
     count_devices,
+    find_kind,
     format_command,
     launch_servers,
     split_devices,
@@ -26,10 +26,10 @@ from areal_actors.generation.servers.launching import (
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.models.built_in import create_tiny
 
-KIND = KINDS[Backend.SGLANG]
+KIND = find_kind(Backend.SGLANG)
 
 
-def test_the_command_is_the_servers_own_module_or_the_users() -> None:
+def test_command_starts_module_of_the_server_or_users_program() -> None:
     """In a Python of the user's choice, with what they add."""
     plain = format_command(KIND, ServerConfig(python="/p", arguments=("--x",)), model=Path("/m"), port=5)
     own = format_command(KIND, ServerConfig(command=("/p", "start.py")), model=Path("/m"), port=5)
@@ -40,8 +40,8 @@ def test_the_command_is_the_servers_own_module_or_the_users() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_server_that_dies_at_once_is_named_with_its_last_words(tmp_path: Path) -> None:
-    """Nobody waits for the time-out of one that cannot come."""
+async def test_server_that_dies_at_once_is_reported_with_its_log(tmp_path: Path) -> None:
+    """The time limit for a start is not waited for."""
     model = create_tiny(tmp_path / "models")
     config = ServerConfig(command=("/bin/sh", "-c", "echo no such device; exit 3"), health_interval_seconds=0.05)
     with pytest.raises(EngineError, match=r"(?s)has ended before it was ready.*status 3.*no such device"):
@@ -63,7 +63,7 @@ async def test_a_server_that_dies_at_once_is_named_with_its_last_words(tmp_path:
 
 
 @pytest.mark.anyio
-async def test_a_server_ends_with_the_block(tmp_path: Path) -> None:
+async def test_server_ends_with_the_block(tmp_path: Path) -> None:
     """And is given a process of its own group until then."""
     config = ServerConfig(command=("/bin/sh", "-c", "sleep 600"))
     async with launch_servers(KIND, config, model=tmp_path, logs=tmp_path) as launched:
@@ -74,8 +74,8 @@ async def test_a_server_ends_with_the_block(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) -> None:
-    """Whoever listens there, another run's server perhaps, would be taken for ours and be given our weights."""
+async def test_port_that_is_taken_is_named_before_anything_starts(tmp_path: Path) -> None:
+    """Otherwise another program there could be mistaken for our server, and get our weights."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
         port = stranger.getsockname()[1]
         config = ServerConfig(command=("/bin/true",), port=port)
@@ -85,7 +85,7 @@ async def test_a_port_that_is_taken_is_named_before_anything_starts(tmp_path: Pa
 
 
 @pytest.mark.anyio
-async def test_a_port_beyond_the_last_is_named(tmp_path: Path) -> None:
+async def test_port_beyond_the_last_is_named(tmp_path: Path) -> None:
     """The second of two servers that begin at the last port has none."""
     config = ServerConfig(command=("/bin/true",), port=65535, num_servers=2)
     with pytest.raises(EngineError, match="port 65536"):
@@ -119,7 +119,7 @@ def test_every_server_has_its_own_gpus(num_servers: int, num_each: int, visible:
         (("--tp", "many"), 1),
     ],
 )
-def test_the_gpus_of_a_server_follow_from_its_arguments(arguments: tuple[str, ...], num: int) -> None:
+def test_gpus_of_a_server_follow_from_its_arguments(arguments: tuple[str, ...], num: int) -> None:
     """Tensor, pipeline and data parallelism multiply, in the spellings of SGLang and vLLM."""
     assert num == count_devices(arguments)
 

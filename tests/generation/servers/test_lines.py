@@ -20,7 +20,7 @@ texts = st.text(st.sampled_from([*SEPARATORS, *'ä€😀a":{']), max_size=20)
 
 
 @given(st.lists(texts, max_size=5), st.sampled_from(["\n", "\r\n", "\r"]), st.lists(st.integers(0, 400), max_size=8))
-def test_lines_are_whole_wherever_they_are_cut(said: list[str], end: str, cuts: list[int]) -> None:
+def test_lines_do_not_depend_on_chunks(said: list[str], end: str, cuts: list[int]) -> None:
     """Those that were sent, in their order, each once; empty ones do not count."""
     lines = [f"data: {text}" for text in said]
     sent = "".join(line + end for line in lines).encode()
@@ -31,14 +31,14 @@ def test_lines_are_whole_wherever_they_are_cut(said: list[str], end: str, cuts: 
     assert [line.encode() for line in lines] == [line for line in found if line]
 
 
-def test_what_has_no_end_is_no_line() -> None:
+def test_incomplete_line_is_discarded() -> None:
     """A stream that breaks in the middle of an event has not said it."""
     assert [b"a"] == list(Lines().feed(b"a\nb"))
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("size", [1, 7, 1 << 20])
-async def test_a_token_that_separates_lines_separates_no_events(size: int) -> None:
+async def test_unicode_separators_do_not_end_lines(size: int) -> None:
     """A server repeats in each event what it said so far, unescaped; that text is the model's."""
     events = [{"text": SEPARATORS[:1] * 3 + "ü", "n": 1}, {"text": SEPARATORS[:3], "n": 2}]
     body = b"".join(f"data: {json.dumps(event, ensure_ascii=False)}\n\n".encode() for event in events)

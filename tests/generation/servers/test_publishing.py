@@ -51,7 +51,7 @@ def another(tmp_path, model):
         process.stdin.close()
 
 
-def test_weights_of_a_killed_process_are_removed_and_those_of_a_living_one_are_not(tmp_path, model, another):
+def test_only_weights_of_killed_processes_are_removed(tmp_path, model, another):
     """Whatever its number is: in containers all processes have the same one."""
     process, path = another
     publisher = Publisher(tmp_path / "shared", model)
@@ -64,7 +64,7 @@ def test_weights_of_a_killed_process_are_removed_and_those_of_a_living_one_are_n
     assert not list((tmp_path / "shared").iterdir())
 
 
-def test_a_publisher_leaves_nothing_and_does_not_remove_its_own(tmp_path, model):
+def test_publisher_removes_its_weights_when_closed(tmp_path, model):
     """Also when another engine of the same process opens."""
     state = {"weight": torch.zeros(2, 3)}
     first, second = Publisher(tmp_path / "shared", model), Publisher(tmp_path / "shared", model)
@@ -81,7 +81,7 @@ def test_a_publisher_leaves_nothing_and_does_not_remove_its_own(tmp_path, model)
     assert not list((tmp_path / "shared").iterdir())
 
 
-def test_without_locks_nobody_is_taken_for_dead(tmp_path, model, monkeypatch):
+def test_without_locks_no_leftovers_are_removed(tmp_path, model, monkeypatch):
     """On such a file system, weights are written as ever, and what a killed process left stays."""
     import errno
     import fcntl

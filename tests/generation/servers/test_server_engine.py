@@ -70,7 +70,7 @@ async def test_servers_keep_the_engine_contract(model: Path, tmp_path: Path, che
 
 @pytest.mark.parametrize("is_streamed", [True, False])
 @pytest.mark.parametrize("fault", [*Fault])
-async def test_an_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fault, *, is_streamed: bool) -> None:
+async def test_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fault, *, is_streamed: bool) -> None:
     """Whatever happens to the server, the answer is whole, without a gap and without a token twice."""
     config = evolve(CONFIG, read_timeout_seconds=0.3)
     async with open_server_stack(model, tmp_path, num_servers=2, config=config, is_incremental=True) as (
@@ -103,7 +103,7 @@ async def test_answers_that_no_client_streams_come_in_large_events(
         assert [body["sampling_params"].get("stream_interval") for body in server.bodies] == [8, None]
 
 
-async def test_a_load_or_an_abort_within_an_event_is_exact(model: Path, tmp_path: Path) -> None:
+async def test_load_or_an_abort_within_an_event_is_exact(model: Path, tmp_path: Path) -> None:
     """Tokens that the server has not sent yet keep their versions, and those of an aborted answer arrive."""
     async with open_server_stack(model, tmp_path, is_gated=True) as (engine, (server,)):
         server.engine.release(5)
@@ -123,7 +123,7 @@ async def test_a_load_or_an_abort_within_an_event_is_exact(model: Path, tmp_path
         assert seen[-1].finish is FinishReason.ABORT
 
 
-async def test_a_request_does_not_kill_server_after_server(model: Path, tmp_path: Path) -> None:
+async def test_failing_request_does_not_take_down_all_servers(model: Path, tmp_path: Path) -> None:
     """After so many failures without a token it fails itself, and the next one is served."""
     async with open_server_stack(model, tmp_path) as (engine, (server,)):
         server.faults.extend([Fault.ERROR] * 3)
@@ -133,7 +133,7 @@ async def test_a_request_does_not_kill_server_after_server(model: Path, tmp_path
         assert ids_of(await collect(engine, ask())) == WHOLE
 
 
-async def test_a_server_that_comes_back_gets_the_weights_first(model: Path, tmp_path: Path) -> None:
+async def test_returning_server_gets_weights_first(model: Path, tmp_path: Path) -> None:
     """Killed in the middle of an answer and started again: the present weights, then the rest of the answer."""
     async with open_server_stack(model, tmp_path, is_gated=True) as (engine, (server,)):
         server.engine.release(5)
@@ -153,7 +153,7 @@ async def test_a_server_that_comes_back_gets_the_weights_first(model: Path, tmp_
         assert server.bodies[-1]["input_ids"] == [5, 6, 7, *WHOLE[:5]]
 
 
-async def test_a_server_that_nobody_saw_die_is_found_out(model: Path, tmp_path: Path) -> None:
+async def test_unnoticed_restart_of_a_server_is_detected(model: Path, tmp_path: Path) -> None:
     """One that was started again between two looks has a label that we never gave: its tokens are not taken."""
     async with open_server_stack(model, tmp_path, config=evolve(CONFIG, health_interval_seconds=60)) as (
         engine,
@@ -183,7 +183,7 @@ async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-async def test_a_stop_string_that_begins_before_a_move_ends_the_answer(
+async def test_stop_string_that_begins_before_a_move_ends_the_answer(
     model: Path, tmp_path: Path, *, is_streamed: bool
 ) -> None:
     """The other server sees only the tokens after the move, and would go on."""
@@ -211,7 +211,7 @@ async def test_a_stop_string_that_begins_before_a_move_ends_the_answer(
 # -------------------------------------------------------------------------------------------------- what is sent
 
 
-async def test_what_would_kill_a_server_is_not_sent(model: Path, tmp_path: Path) -> None:
+async def test_requests_that_would_crash_a_server_are_not_sent(model: Path, tmp_path: Path) -> None:
     """An id beyond the vocabulary is refused here."""
     async with open_server_stack(model, tmp_path) as (engine, (server,)):
         with pytest.raises(InvalidRequest, match="384 is outside"):
@@ -220,8 +220,8 @@ async def test_what_would_kill_a_server_is_not_sent(model: Path, tmp_path: Path)
         assert not server.bodies
 
 
-async def test_the_models_own_end_token_does_not_end_what_goes_on(model: Path, tmp_path: Path) -> None:
-    """A server stops at the end token of its model; if nobody asked for that, the answer goes on behind it."""
+async def test_end_token_of_the_model_does_not_end_the_answer(model: Path, tmp_path: Path) -> None:
+    """A server stops at the end token of its model; unless the request does, the answer continues."""
     async with open_server_stack(model, tmp_path, end_token_id=WHOLE[10]) as (engine, (server,)):
         chunks = await collect(engine, evolve(ask(), stop_token_ids=(WHOLE[20],)))
 
@@ -238,7 +238,7 @@ async def test_two_generations_of_one_id_are_refused(model: Path, tmp_path: Path
             await collect(engine, ask())
 
 
-async def test_what_waits_for_a_pause_can_be_aborted(model: Path, tmp_path: Path) -> None:
+async def test_generation_that_waits_for_a_pause_can_be_aborted(model: Path, tmp_path: Path) -> None:
     """No server has heard of it yet."""
     async with open_server_stack(model, tmp_path) as (engine, (server,)):
 
@@ -267,7 +267,7 @@ class Deaf(EchoEngine):
         self.has_heard = True
 
 
-async def test_an_abort_that_came_too_early_is_repeated(model: Path, tmp_path: Path) -> None:
+async def test_abort_that_arrived_too_early_is_repeated(model: Path, tmp_path: Path) -> None:
     """A server that goes on sampling has not heard it."""
     async with open_server_stack(model, tmp_path, is_gated=True, create_engine=Deaf) as (engine, (server,)):
         server.engine.release(2)
@@ -285,14 +285,14 @@ async def test_an_abort_that_came_too_early_is_repeated(model: Path, tmp_path: P
 # ------------------------------------------------------------------------------------------------------- opening
 
 
-async def test_a_server_that_is_too_old_is_named(model: Path, tmp_path: Path) -> None:
+async def test_server_that_is_too_old_is_named(model: Path, tmp_path: Path) -> None:
     """With the version that would do."""
     with pytest.raises(EngineError, match=r"SGLang 0\.5\.19; 0\.5\.21 is the oldest"):
         async with open_server_stack(model, tmp_path, version="0.5.19"):
             pass
 
 
-async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) -> None:
+async def test_unreachable_server_is_named(model: Path, tmp_path: Path) -> None:
     """Within the time that it has."""
     config = evolve(CONFIG, start_timeout_seconds=0.2)
     with pytest.raises(EngineError, match=r"127\.0\.0\.1:1 did not answer within 0\.2 s"):
@@ -307,7 +307,7 @@ async def test_a_server_that_is_not_there_is_named(model: Path, tmp_path: Path) 
             pass
 
 
-async def test_errors_of_the_block_are_raised_as_they_are(model: Path, tmp_path: Path) -> None:
+async def test_errors_of_the_block_are_raised_unchanged(model: Path, tmp_path: Path) -> None:
     """Not in the group of the tasks that look after servers."""
     with pytest.raises(ZeroDivisionError):
         async with open_server_stack(model, tmp_path):

@@ -1,4 +1,4 @@
-"""Weights of servers: nobody is asked under others than were published, and what one refuses is nobody's."""
+"""Weights of servers: requests are sampled with published weights only."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ class Slow(EchoEngine):
         await super().load(snapshot)
 
 
-async def test_a_gateway_is_not_asked_while_a_server_behind_it_has_other_weights(model: Path, tmp_path: Path) -> None:
-    """Nobody else keeps it from a server that is back without ours: one attempt finds out, and the next one waits."""
+async def test_gateway_requests_wait_until_all_servers_have_the_weights(model: Path, tmp_path: Path) -> None:
+    """The gateway may choose a server that is back without our weights: one attempt detects it, the next one waits."""
     async with open_server_stack(model, tmp_path, num_servers=2, create_engine=Slow) as (_, servers):
         gateway = servers[0]
         config = evolve(CONFIG, gateway_url=gateway.url, health_interval_seconds=60)
@@ -99,7 +99,7 @@ class Refusing(EchoEngine):
         await super().load(snapshot)
 
 
-async def test_weights_that_all_servers_refuse_are_nobodys(model: Path, tmp_path: Path) -> None:
+async def test_snapshot_refused_by_all_servers_is_not_recorded(model: Path, tmp_path: Path) -> None:
     """They serve the old ones on, under the old label, and nothing that was published stays."""
     async with open_server_stack(model, tmp_path, num_servers=2, create_engine=Picky) as (engine, servers):
         with pytest.raises(EngineError, match=r"No replica could load version 1.*no room.*Version 0 is kept"):
@@ -113,7 +113,7 @@ async def test_weights_that_all_servers_refuse_are_nobodys(model: Path, tmp_path
             assert ids_of(await collect(engine, ask(number, routing_key=str(number)))) == WHOLE
 
 
-async def test_a_server_that_refuses_weights_is_left_out_until_it_takes_them(model: Path, tmp_path: Path) -> None:
+async def test_server_that_refuses_weights_is_out_until_it_accepts(model: Path, tmp_path: Path) -> None:
     """The other one answers with the new weights meanwhile."""
     async with open_server_stack(model, tmp_path, num_servers=2, create_engine=Refusing) as (engine, servers):
         servers[1].engine.is_refusing = True
@@ -145,7 +145,7 @@ async def test_only_the_present_weights_are_kept_on_disk(model: Path, tmp_path: 
     assert not list((tmp_path / "published").iterdir())
 
 
-async def test_a_server_that_was_away_is_loaded_before_it_is_asked(model: Path, tmp_path: Path) -> None:
+async def test_returning_server_loads_weights_before_requests(model: Path, tmp_path: Path) -> None:
     """A load does not wait for the dead; they get the weights when they are back, before they are asked."""
     async with open_server_stack(model, tmp_path, num_servers=2) as (engine, servers):
         await servers[0].kill()

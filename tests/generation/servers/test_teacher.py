@@ -157,7 +157,7 @@ async def test_another_tokenizer_is_refused():
             pass
 
 
-async def test_a_server_that_is_away_is_named():
+async def test_server_that_is_away_is_named():
     """With its URL, at once."""
     with pytest.raises(EngineError, match=r"http://127.0.0.1:9/v1/models cannot be reached"):
         async with open_teacher("http://127.0.0.1:9", probes=PROBES):
@@ -194,7 +194,7 @@ async def score(ids):
     return np.array([0.0, *(logprob(ids.tolist(), place) for place in range(1, len(ids)))], dtype=np.float32)
 
 
-async def test_a_conversation_is_scored_once():
+async def test_conversation_is_scored_once():
     """The rows of earlier turns are read from the longest; branches of a tree are sequences of their own."""
     turns = [row_of([1, 2, 3], [0, 1, 1]), row_of([1, 2, 3, 4, 5], [0, 0, 0, 0, 1]), row_of([7, 8], [0, 1])]
     tree = row_of([1, 2, 3, 6], [0, 1, 1, 1], predecessors=[-1, 0, 1, 1])

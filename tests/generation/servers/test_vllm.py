@@ -18,7 +18,7 @@ from areal_actors.domain import EngineRequest, Exactly, FinishReason, PauseMode,
 from areal_actors.errors import EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import Delta, VersionSpan
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.vllm_server import VllmServer, open_vllm_server
@@ -61,7 +61,7 @@ def read() -> Callable:
 
 
 @pytest.mark.anyio
-async def test_a_stream_becomes_deltas(read) -> None:
+async def test_stream_becomes_deltas(read) -> None:
     """Ids and log-probabilities as they come; spans and the finish at the end."""
     first, last = await read(": keep-alive\n\n" + event(3, 4) + event(5, finish="stop") + "data: [DONE]\n\n")
 
@@ -87,14 +87,14 @@ async def test_a_stream_becomes_deltas(read) -> None:
         ('data: {"error": {"message": "EngineCore", "code": 500}}\n\n', "EngineCore"),
     ],
 )
-async def test_nonsense_is_an_error(read, text: str, error: str) -> None:
+async def test_malformed_events_are_errors(read, text: str, error: str) -> None:
     """Whatever is not what vLLM streams says so, and never becomes tokens of a finished answer."""
     with pytest.raises(EngineError, match=error):
         await read(text)
 
 
 @pytest.mark.anyio
-async def test_refusals_are_the_requests_fault(read) -> None:
+async def test_refusals_are_errors_of_the_request(read) -> None:
     """With a status, or as an event after a 200, as the real server does in streams."""
     document = '{"error": {"message": "Token id 384 is out of vocabulary", "code": 400}}'
     with pytest.raises(InvalidRequest, match="out of vocabulary"):
@@ -132,7 +132,7 @@ async def test_every_setting_is_sent(read) -> None:
 
 
 @pytest.mark.anyio
-async def test_a_grammar_is_sent_with_its_tokens(read) -> None:
+async def test_grammar_is_sent_with_its_tokens(read) -> None:
     """As the text that vLLM's guidance backend reads; the model's end token ends it."""
     request = evolve(create_request(), grammar=Exactly(text="<tool_call>a"), stop_token_ids=(2,))
     (delta,) = await read(event(9, finish="stop") + "data: [DONE]\n\n", request)
@@ -157,7 +157,7 @@ async def test_a_grammar_is_sent_with_its_tokens(read) -> None:
         ({"logit_bias": ((3, 1.0),)}, False),
     ],
 )
-async def test_plain_logprobs_are_known_where_nothing_moves_them(read, sampling, *, is_known: bool) -> None:
+async def test_raw_logprobs_are_known_for_plain_requests(read, sampling, *, is_known: bool) -> None:
     """Elsewhere they are NaN: what the server reports is another distribution."""
     (delta,) = await read(event(3, finish="length") + "data: [DONE]\n\n", create_request(**sampling))
 
@@ -176,7 +176,7 @@ async def test_alternatives_are_the_most_probable(read) -> None:
     assert [8, 9] == [top.token_id for top in delta.top_logprobs[0]]
 
 
-def test_what_vllm_would_change_is_refused() -> None:
+def test_parameters_that_vllm_would_change_are_refused() -> None:
     """Temperatures that it rounds up, and alternatives that it does not give."""
     VllmDialect().check(create_request(temperature=0.01, top_logprobs=20))
     for sampling in ({"temperature": 0.001}, {"top_logprobs": 21}):
@@ -195,7 +195,7 @@ async def connect(model: Path, **changes: Any):
 
 
 @pytest.mark.anyio
-async def test_a_server_describes_itself(tmp_path) -> None:
+async def test_server_describes_itself(tmp_path) -> None:
     """Version, length and label are the server's own words."""
     async with connect(tmp_path) as (client, _):
         facts = await VllmDialect().describe(client)
@@ -221,7 +221,7 @@ async def test_a_server_describes_itself(tmp_path) -> None:
         ({"logprobs_mode": "raw_logprobs"}, "--logprobs-mode processed_logprobs"),
     ],
 )
-async def test_an_unfit_server_is_refused(tmp_path, changes, advice: str) -> None:
+async def test_unfit_server_is_refused(tmp_path, changes, advice: str) -> None:
     """With what to do about it."""
     async with connect(tmp_path, **changes) as (client, _):
         with pytest.raises(EngineError, match=advice):
@@ -229,7 +229,7 @@ async def test_an_unfit_server_is_refused(tmp_path, changes, advice: str) -> Non
 
 
 @pytest.mark.anyio
-async def test_an_output_layer_that_would_stay_old_is_refused(tmp_path) -> None:
+async def test_tied_output_layer_on_cpu_is_refused(tmp_path) -> None:
     """Tied to the embeddings, and on a CPU."""
     (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
     async with connect(tmp_path) as (client, _):
@@ -238,7 +238,7 @@ async def test_an_output_layer_that_would_stay_old_is_refused(tmp_path) -> None:
 
 
 @pytest.mark.anyio
-async def test_weights_are_checked_before_the_server_hears_of_them(tmp_path) -> None:
+async def test_weights_are_checked_before_they_are_sent(tmp_path) -> None:
     """The real one would die of them."""
     for name, tensors in {
         "model": {"a": (2, 3), "b": (4,)},
@@ -266,19 +266,19 @@ async def test_weights_are_checked_before_the_server_hears_of_them(tmp_path) -> 
     assert (1, "1") == (server.engine.version, server.label)
 
 
-def test_a_server_is_started_as_it_is_needed() -> None:
+def test_server_is_started_with_required_options() -> None:
     """The command says what the dialect insists on, and the variables open the routes that it uses."""
-    kind = KINDS[Backend.VLLM]
+    kind = find_kind(Backend.VLLM)
     command = format_command(kind, ServerConfig(python="/v/bin/python", arguments=("--x",)), model=Path("/m"), port=7)
 
     assert ["/v/bin/python", "-m", "vllm.entrypoints.openai.api_server", "--model", "/m"] == command[:5]
     assert {"--enable-scale-out", "processed_logprobs", "7", "--x"} <= set(command)
     assert "1" == kind.environment["VLLM_SERVER_DEV_MODE"]
-    assert VllmDialect() == kind.create_dialect({})
+    assert VllmDialect() == kind.create()
     assert "vllm" == VllmDialect().name
 
 
-def test_the_fake_is_public() -> None:
+def test_fake_server_is_public() -> None:
     """A test may change what it says of itself."""
     server = VllmServer(engine=EchoEngine(), model=Path("/m"))
 

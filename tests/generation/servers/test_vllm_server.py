@@ -61,7 +61,7 @@ def open_remote(model, tmp_path) -> Callable:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
-async def test_vllms_dialect_keeps_the_contract(open_remote, model, check: Check) -> None:
+async def test_vllm_dialect_keeps_the_engine_contract(open_remote, model, check: Check) -> None:
     """What the check says holds through HTTP, on this event loop, for weights that travel by disk."""
     network, _ = model
 
@@ -87,7 +87,7 @@ async def test_vllms_dialect_keeps_the_contract(open_remote, model, check: Check
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("failure", Failure)
-async def test_a_failed_answer_is_asked_for_again(open_remote, failure: Failure) -> None:
+async def test_failed_answer_is_retried(open_remote, failure: Failure) -> None:
     """What a server fails to answer is answered whole all the same, each token once and in its place."""
     async with open_remote() as (remote, server):
         server.failures.append(failure)
@@ -100,7 +100,7 @@ async def test_a_failed_answer_is_asked_for_again(open_remote, failure: Failure)
 
 
 @pytest.mark.anyio
-async def test_an_answer_that_always_fails_is_an_error(open_remote) -> None:
+async def test_answer_that_always_fails_is_an_error(open_remote) -> None:
     """A server that fails every time is named, with what it said."""
     async with open_remote(max_failures=2) as (remote, server):
         server.failures.extend([Failure.ERROR] * 9)

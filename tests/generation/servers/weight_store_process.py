@@ -30,7 +30,7 @@ async def main(model: Path, directory: Path, version: int) -> None:
     async with ActorSystem.open() as system:
         weights = await system.spawn(WeightStoreActor(store), name="weights")
         async with listen(address, secret=SECRET, expose={"weights": weights}):
-            print(address, flush=True)  # noqa: T201 - for whoever has started it
+            print(address, flush=True)  # noqa: T201 - for the process that has started it
             await anyio.sleep_forever()
 
 

@@ -23,7 +23,7 @@ from areal_actors.kernel.remote.sockets import SocketStream
 pytestmark = pytest.mark.anyio
 
 SECRET = b"a secret that sockets keep"
-LIMITS = Limits(window_messages=3, window_bytes=2_000, hello_seconds=40, heartbeat_seconds=15, silence_seconds=60)
+LIMITS = Limits(window_messages=3, hello_seconds=40, heartbeat_seconds=15, silence_seconds=60)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

@@ -1,4 +1,4 @@
-"""Peers that know the secret and do not keep the rules: what they send costs them their connection, and nobody else."""
+"""Peers that know the secret and break the rules lose their connection; other connections are not affected."""
 
 from __future__ import annotations
 
@@ -18,14 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing
 
-from areal_actors.errors import NotFound, ProtocolError, Unreachable
+from areal_actors.errors import ProtocolError, Unreachable
 from areal_actors.kernel import ActorSystem, Ref
-from areal_actors.kernel.failure import leaves
 from areal_actors.kernel.remote import Limits, Listener, connect_stream, listen
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.frames import Kind
 from areal_actors.kernel.remote.hello import Hello, greet, receive_hello, send_hello, send_packet
-from areal_actors.lib.task_groups import open_tasks
 from areal_actors_testing.remote import MemoryStream, memory_pair
 
 pytestmark = pytest.mark.anyio
@@ -38,66 +36,82 @@ def own_hello() -> Hello:
     return greet(node="wrong", incarnation=1, limits=Limits())
 
 
-def frame(kind: Kind, words: Any, *, id: int = 1, seconds: float = math.inf) -> bytes:  # noqa: A002 - its name
-    payload = msgspec.msgpack.encode(words)
-    return struct.pack("<BBHIQd", kind, 0, 0, len(payload), id, seconds) + payload
+def message(kind: Kind, words: Any, *, id: int = 1, seconds: float = math.inf, lengths: tuple[int, ...] = ()) -> bytes:  # noqa: A002 - its name
+    """The payload of a frame."""
+    return msgspec.msgpack.encode((kind, id, seconds, lengths, msgspec.msgpack.encode(words)))
+
+
+class WrongPeer:
+    """A stream that has been introduced to a listener."""
+
+    def __init__(self, stream: MemoryStream, listener: Listener) -> None:
+        self._stream, self._listener = stream, listener
+        self._number = 0
+
+    async def send(self, *payloads: bytes, is_chunk: bool = False) -> None:
+        """Send frames in one write, with correct numbers."""
+        data = b""
+        for payload in payloads:
+            data += struct.pack("<BII", is_chunk, self._number, len(payload)) + payload
+            self._number += 1
+        await self._stream.send(data)
+
+    async def wait_cut(self) -> None:
+        while any(peer.node == "wrong" for peer in self._listener.peers):
+            await anyio.lowlevel.checkpoint()
 
 
 @asynccontextmanager
-async def wrong_peer(
-    limits: Limits | None = None,
-) -> AsyncIterator[tuple[MemoryStream, Listener, Ref[Echoing], EchoActor]]:
-    """A stream that has been introduced; who listens; and another connection's view of the same desk."""
+async def open_wrong_peer(limits: Limits | None = None) -> AsyncIterator[tuple[WrongPeer, Ref[Echoing], EchoActor]]:
+    """A peer that breaks the rules, another connection's ref to the same actor, and the actor."""
     actor = EchoActor()
     (near, far), (good, served) = memory_pair(), memory_pair()
-    async with (
-        near,
-        far,
-        good,
-        served,
-        ActorSystem.open() as system,
-        listen(
-            None, secret=SECRET, expose={"desk": await system.spawn(actor, mailbox_size=1)}, limits=limits
-        ) as listener,
-        anyio.create_task_group() as tasks,
-    ):
-        tasks.start_soon(listener.serve, far)
-        tasks.start_soon(listener.serve, served)
-        await send_hello(near, own_hello(), SECRET)
-        async with connect_stream(good, secret=SECRET) as peer:
-            yield near, listener, peer.ref(Echoing, "desk"), actor
-        actor.go.set()
-        near.cut()
+    with anyio.fail_after(20):
+        async with (
+            near,
+            far,
+            good,
+            served,
+            ActorSystem.open() as system,
+            listen(
+                None, secret=SECRET, expose={"desk": await system.spawn(actor, mailbox_size=1)}, limits=limits
+            ) as listener,
+            anyio.create_task_group() as tasks,
+        ):
+            tasks.start_soon(listener.serve, far)
+            tasks.start_soon(listener.serve, served)
+            await send_hello(near, own_hello(), SECRET)
+            async with connect_stream(good, secret=SECRET) as peer:
+                yield WrongPeer(near, listener), peer.ref(Echoing, "desk"), actor
+            actor.go.set()
+            near.cut()
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        frame(Kind.ASK, ["desk", ["Echoing"], "Echo", {"value": 1}, 0]),
-        frame(Kind.ASK, ASK, seconds=NAN),
-        frame(Kind.STREAM, ["desk", "Echoing", "Numbers", {"n": 3}, 1], seconds=NAN),
-        frame(Kind.STOP, ["desk", "hall"]),
-        frame(Kind.STOP, [["desk"]]),
-        frame(Kind.STOP, ["desk"], seconds=NAN),
-        frame(Kind.CREDIT, [["desk"], 1, 1]),
-        frame(Kind.CREDIT, ["hall", 1, 1]) + frame(Kind.EXPOSED, ["hall", 1, [1]]),
-        frame(Kind.EXPOSED, [["hall"], 1, []]),
-        frame(Kind.EXPOSED, ["hall", 1, []]) + frame(Kind.DOWN, ["hall", 1, "lost", None, False]),
-        frame(Kind.EXPOSED, ["hall", 1, []]) + frame(Kind.CREDIT, ["hall", "a", 1]),
-        frame(Kind.TAKEN, [], seconds=NAN),
-        frame(Kind.TAKEN, [], seconds=math.inf),
-        frame(Kind.EXPOSED, 7),
+        [message(Kind.ASK, ["desk", ["Echoing"], "Echo", {"value": 1}, 0])],
+        [message(Kind.ASK, ASK, seconds=NAN)],
+        [message(Kind.ASK, ASK, id=-1)],
+        [message(Kind.ASK, ASK), message(Kind.ASK, ASK)],
+        [message(Kind.STOP, ["desk", "hall"])],
+        [message(Kind.STOP, [["desk"], None])],
+        [message(Kind.STOP, ["desk", NAN])],
+        [message(Kind.EXPOSED, [["hall"], 1, []])],
+        [message(Kind.EXPOSED, ["hall", 1, [1]])],
+        [message(Kind.EXPOSED, ["hall", 1, []]), message(Kind.DOWN, ["hall", 1, "lost", None, False])],
+        [message(Kind.TAKEN, [1.5])],
+        [message(Kind.EXPOSED, 7)],
+        [b"\x93garbage"],
     ],
 )
-async def test_what_is_malformed_cuts_its_own_connection(wrong):
-    """Others of the same listener go on; nothing else hears of it."""
-    with anyio.fail_after(10):
-        async with wrong_peer() as (stream, listener, desk, _):
-            await stream.send(wrong)
-            while any(peer.node == "wrong" for peer in listener.peers):
-                await anyio.lowlevel.checkpoint()
+async def test_wrong_peer_malformed_message_cuts_only_its_connection(wrong):
+    """Other peers of the listener are served."""
+    async with open_wrong_peer() as (peer, desk, _):
+        await peer.send(*wrong)
+        await peer.wait_cut()
 
-            assert await desk.ask(Echo(value=5)) == 5
+        assert await desk.ask(Echo(value=5)) == 5
 
 
 def words() -> st.SearchStrategy[Any]:
@@ -107,31 +121,26 @@ def words() -> st.SearchStrategy[Any]:
     return st.recursive(plain, lambda inner: st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=3), inner))
 
 
-def frames() -> st.SearchStrategy[tuple[Kind, Any, int, float]]:
-    drawn = st.tuples(st.sampled_from([*Kind]), words(), st.integers(0, 9), st.floats())
-    # That frame is well-formed, and a peer that knows the secret may stop the actor.
-    return drawn.filter(lambda one: one[:2] != (Kind.STOP, ["desk"]))
+# A peer that knows the secret may stop the actor.
+kinds = st.sampled_from([kind for kind in Kind if kind is not Kind.STOP])
 
 
-@given(frames=st.lists(frames(), min_size=1, max_size=5))
+@given(messages=st.lists(st.tuples(kinds, words(), st.integers(0, 9), st.floats()), max_size=5))
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=25)
-async def test_whatever_a_peer_says_others_are_served(frames):
-    """Frames of every kind with words of every shape."""
-    with anyio.fail_after(20):
-        async with wrong_peer() as (stream, _, desk, __):
-            for kind, said, number, seconds in frames:
-                try:
-                    await stream.send(frame(kind, said, id=number, seconds=seconds))
-                except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-                    break
-            await wait_all_tasks_blocked()
+async def test_wrong_peer_random_messages_leave_others_served(messages):
+    """Messages of every kind with words of every shape."""
+    async with open_wrong_peer() as (peer, desk, _):
+        with contextlib.suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            for kind, said, number, seconds in messages:
+                await peer.send(message(kind, said, id=number, seconds=seconds))
+        await wait_all_tasks_blocked()
 
-            assert not isinstance(await desk.ask(Echo(value=5)), Exception)
+        assert await desk.ask(Echo(value=5)) == 5
 
 
 @pytest.mark.parametrize("welcome", [7, [7], [["hall", 1]], [["hall", 1, [["Echoing", "Echo"]]]], [[[], 1, []]]])
-async def test_a_malformed_welcome_is_no_introduction(welcome):
-    """Whoever connects is told so, and the stream is closed."""
+async def test_wrong_peer_malformed_welcome_is_unreachable(welcome):
+    """The connecting side says so and closes the stream."""
 
     async def greet_wrongly(stream: MemoryStream) -> None:
         await receive_hello(stream, own_hello(), SECRET)
@@ -148,33 +157,8 @@ async def test_a_malformed_welcome_is_no_introduction(welcome):
                     pass
 
 
-async def test_what_a_task_raises_is_not_lost_behind_the_cancelled_block():
-    """The block itself has only been cancelled, which alone would not show the reason."""
-
-    async def fail() -> None:
-        raise NotFound("the reason")
-
-    with pytest.raises(ExceptionGroup) as caught:
-        async with open_tasks() as tasks:
-            tasks.start_soon(fail)
-            await anyio.sleep_forever()
-
-    assert ["the reason"] == [str(leaf) for leaf in leaves(caught.value)]
-
-
-async def test_a_block_raises_its_own_error_without_a_group():
-    """The tasks behind it are cancelled, and add nothing."""
-    cause = ValueError("the cause")
-    with pytest.raises(NotFound, match="the reason") as caught:
-        async with open_tasks() as tasks:
-            tasks.start_soon(anyio.sleep_forever)
-            raise NotFound("the reason") from cause
-
-    assert cause is caught.value.__cause__
-
-
 @pytest.mark.parametrize(("dtype", "shape"), [("float32", [1 << 45]), ("float32", [3]), ("float32", [-1, 0])])
-async def test_a_tensor_without_bytes_takes_no_memory(dtype, shape):
+async def test_wrong_peer_tensor_without_bytes_allocates_nothing(dtype, shape):
     """Whatever shape is claimed for it."""
     torch = pytest.importorskip("torch")
     codec = Codec()
@@ -185,58 +169,37 @@ async def test_a_tensor_without_bytes_takes_no_memory(dtype, shape):
     assert torch.Size([3, 0]) == codec.decode(codec.encode([torch.empty(3, 0)]))[0].shape
 
 
-async def tell_many(stream: MemoryStream, text: str) -> None:
-    with contextlib.suppress(anyio.BrokenResourceError):
-        for number in range(1, 20):
-            await stream.send(frame(Kind.TELL, ["desk", "Echoing", "Note", {"text": text}, 0], id=number))
+async def test_wrong_peer_telling_beyond_its_window_is_cut():
+    """Told messages that the mailbox has not admitted stay within the window."""
+    async with open_wrong_peer(Limits(window_messages=4)) as (peer, desk, actor):
+        with contextlib.suppress(anyio.BrokenResourceError):
+            for number in range(1, 20):
+                await peer.send(message(Kind.TELL, ["desk", "Echoing", "Note", {"text": "x"}, 0], id=number))
+        await peer.wait_cut()
+        actor.go.set()
+        await wait_all_tasks_blocked()
+
+        assert len(actor.seen) <= 6  # one handled, one queued, and the window
+        assert await desk.ask(Echo(value=5)) == 5
 
 
-async def test_who_sends_beyond_its_credit_is_cut():
-    """What is under way to a mailbox that takes nothing stays within the window, whatever the other side thinks."""
-    with anyio.fail_after(10):
-        async with wrong_peer(Limits(window_messages=4)) as (stream, listener, desk, actor):
-            await tell_many(stream, "x")
-            while any(peer.node == "wrong" for peer in listener.peers):
-                await anyio.lowlevel.checkpoint()
-            actor.go.set()
-            await wait_all_tasks_blocked()
+async def test_wrong_peer_request_cancelled_while_its_buffers_arrive_never_starts():
+    """The cancellation passes between two chunks of the request."""
+    request = ["desk", "Echoing", "Wait", {}, 0]
+    async with open_wrong_peer() as (peer, _, actor):
+        await peer.send(message(Kind.ASK, request, lengths=(10,)))
+        await peer.send(b"01234", is_chunk=True)
+        await peer.send(msgspec.msgpack.encode((Kind.CANCEL, 1, 0.0, [], b"")))
+        await peer.send(b"56789", is_chunk=True)
+        await wait_all_tasks_blocked()
 
-            assert len(actor.seen) <= 6  # one handled, one queued, and the window
-            assert await desk.ask(Echo(value=5)) == 5
-
-
-async def test_who_sends_more_bytes_than_it_may_is_cut():
-    """The message that crosses the line is the last one."""
-    with anyio.fail_after(10):
-        async with wrong_peer(Limits(window_bytes=1000)) as (stream, listener, _, __):
-            await tell_many(stream, "x" * 900)
-            while any(peer.node == "wrong" for peer in listener.peers):
-                await anyio.lowlevel.checkpoint()
+        assert [] == actor.seen
 
 
-@pytest.mark.parametrize("is_together", [False, True])
-async def test_what_is_cancelled_while_it_arrives_is_not_begun(is_together):
-    """Also if the word of it and the end of the message are read at once."""
-    body = msgspec.msgpack.encode(["desk", "Echoing", "Wait", {}, 0])
-    parts = (body, b"0123456789")
-    begin = struct.pack("<BBHIQd", Kind.ASK, 1, 0, 16, 1, math.inf) + struct.pack("<QQ", *map(len, parts))
-    chunks = [struct.pack("<BBHIQd", Kind.CHUNK, 0, 0, len(part), 1, 0.0) + part for part in parts]
-    cancel = struct.pack("<BBHIQd", Kind.CANCEL, 0, 0, 0, 1, 0.0)
-    with anyio.fail_after(10):
-        async with wrong_peer() as (stream, _, __, actor):
-            await stream.send(begin + chunks[0])
-            await wait_all_tasks_blocked()
-            for data in (cancel + chunks[1],) if is_together else (cancel, chunks[1]):
-                await stream.send(data)
-                await wait_all_tasks_blocked()
-
-            assert [] == actor.seen
-
-
-async def test_another_version_is_named_to_both():
-    """Who connects learns which versions there are, and not only that somebody hung up."""
+async def test_wrong_peer_other_version_is_named_to_both():
+    """The connecting side learns which versions there are, and not only that the connection was closed."""
     near, far = memory_pair()
     async with listen(None, secret=SECRET, node="old") as listener, near, far, anyio.create_task_group() as tasks:
         tasks.start_soon(listener.serve, far)
-        with anyio.fail_after(10), pytest.raises(Unreachable, match=r"speaks versions 7 to 9 .* node 'old' .* 1 to 1"):
+        with anyio.fail_after(10), pytest.raises(Unreachable, match=r"speaks versions 7 to 9 .* node 'old' .* 2 to 2"):
             await send_hello(near, evolve(own_hello(), oldest=7, newest=9), SECRET)

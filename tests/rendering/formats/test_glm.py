@@ -38,7 +38,7 @@ def read(text):
     return parse(Glm(), text, tools=[TOOL])
 
 
-def test_an_answer_of_the_family():
+def test_answer_of_the_family():
     """Text, a call with values of several types, and a call without any."""
     message = read(ANSWER)
     weather, now = said(message)
@@ -75,14 +75,14 @@ def test_white_space_of_text_is_kept():
         "<tool_call>f" + 2 * "\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>" + "\n</tool_call>",
     ],
 )
-def test_glm_invalid_call_stays_text(text):
+def test_malformed_call_stays_text(text):
     """Missing tags and names, words in between, and keys that are said twice."""
     message = read(f"so: {text} ok")
 
     assert (f"so: {text} ok", ()) == (message.content, message.tool_calls)
 
 
-def test_the_last_closing_tag_may_be_missing():
+def test_last_closing_tag_may_be_missing():
     """Behind a value the call is complete; a name alone may be the beginning of anything."""
     text = "<tool_call>get_weather\n<arg_key>days</arg_key>\n<arg_value>1</arg_value>\n"
 
@@ -98,7 +98,7 @@ def test_tags_within_a_value_are_its_text():
     assert [("get_weather", json.dumps({"city": value}))] == said(read(text))
 
 
-def test_a_call_is_written_as_the_family_does():
+def test_call_is_written_as_the_family_does():
     """Text raw, everything else as JSON."""
     written = Glm().format_call(ToolCall(id="", name="f", arguments='{"a": "x", "b": [1, "é"]}'))
 

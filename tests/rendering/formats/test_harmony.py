@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 from hypothesis import given
-from hypothesis import strategies as st
 from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import numbered, read, texts_and_pieces, visible
 
@@ -78,8 +75,8 @@ def test_thinking_and_answer():
     assert ("hm", " done\n", ()) == (answer.reasoning, answer.content, answer.tool_calls)
 
 
-def test_a_call_with_a_preamble():
-    """Words in the commentary without a recipient are shown to the user; those to a function are a call."""
+def test_call_with_a_preamble():
+    """Commentary without a recipient is content; with a function as recipient, it is a call."""
     answer = parse(f'{THOUGHT}{NEXT}<|channel|>commentary<|message|>I look.<|end|>{NEXT}{TO_A}{{"b":  1}}<|call|>')
 
     assert ("hm", "I look.") == (answer.reasoning, answer.content)
@@ -136,24 +133,13 @@ def test_text_without_a_header_is_content():
         "to=" + "a" * 300,
     ],
 )
-def test_harmony_malformed_call_stays_text(text):
+def test_malformed_message_stays_text(text):
     """Unknown channels, other recipients, broken headers and broken calls are content, tags and all."""
     assert (text, ()) == (parse(text).content, parse(text).tool_calls)
 
 
-@given(
-    st.from_regex(r"[a-z_.-]{1,9}", fullmatch=True),
-    st.dictionaries(st.text(max_size=3), st.integers() | st.sampled_from(["}", '"\\', "<|"]), max_size=3),
-)
-def test_parsing_undoes_formatting(name, arguments):
-    """A formatted call is parsed to the same name and the very same text of arguments."""
-    written = ToolCall(id="call_0", name=name, arguments=json.dumps(arguments, ensure_ascii=False))
-
-    assert (written,) == parse(CALLS.format_call(written)).tool_calls
-
-
 @given(texts_and_pieces(FRAGMENTS))
-def test_pieces_do_not_matter(case):
+def test_parsing_does_not_depend_on_chunks(case):
     """However an answer is cut, the message is the same."""
     text, pieces = case
 
@@ -170,7 +156,7 @@ def test_text_is_not_lost(case):
     assert sorted(visible(text)) == sorted(visible((answer.reasoning or "") + (answer.content or "") + written))
 
 
-def test_deltas_come_as_soon_as_they_are_certain():
+def test_deltas_are_emitted_as_soon_as_they_are_certain():
     """Thinking and words flow; a call is said when it is complete."""
     parser = Both(numbered())
 
@@ -204,7 +190,7 @@ def test_grammars_are_written_as_answers_are():
     )
 
 
-def test_the_family_is_recognised():
+def test_family_is_recognised():
     """By its channels; the prompt never opens the thinking."""
     template = "<|start|>assistant<|channel|>final<|message|>"
 
@@ -214,7 +200,7 @@ def test_the_family_is_recognised():
     assert not CHANNELS.is_opened_by("<|start|>assistant")
 
 
-def test_the_block_of_tools():
+def test_block_of_tools():
     """For templates that know no tools."""
     assert TOOL.name in CALLS.format_tools([TOOL])
     assert "12" == CALLS.format_result("12")

@@ -6,33 +6,12 @@ import json
 from itertools import count
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.rendering.conversations import TOOL
 
-from areal_actors.domain import ToolCall
 from areal_actors.rendering.base import TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.rendering.formats.hermes import Hermes
 from areal_actors.rendering.formats.json_calls import parse_call
 from areal_actors.rendering.parsers import join_deltas
-
-scalars = st.none() | st.booleans() | st.integers() | st.sampled_from(["</tool_call>", '"', "\\"]) | st.text(max_size=9)
-json_values = scalars | st.lists(scalars, max_size=3) | st.dictionaries(st.text(max_size=3), scalars, max_size=3)
-fragments = st.sampled_from(
-    [
-        "<tool_call>",
-        "</tool_call>",
-        '{"name": "a", "arguments": {"b": 1}}',
-        "<tool",
-        "_call>",
-        "\n",
-        " ",
-        "x",
-        "{",
-        "</",
-        "é",
-    ]
-)
 
 
 def parse(*pieces):
@@ -63,7 +42,7 @@ def test_calls_and_the_text_around_them():
     )
 
 
-def test_a_call_alone_has_no_content():
+def test_call_alone_has_no_content():
     """Neither empty text nor the line breaks around the tags."""
     answer = parse('\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n')
 
@@ -97,28 +76,28 @@ def test_a_call_alone_has_no_content():
         '{"name": "a", "arguments": {"b": ' + "9" * 5000 + "}}",
     ],
 )
-def test_hermes_invalid_call_stays_text(body):
+def test_malformed_call_stays_text(body):
     """Broken JSON, wrong shapes and impossible values are content, tags and all."""
     text = f"so: {call(body)} ok"
 
     assert (text, ()) == (parse(text).content, parse(text).tool_calls)
 
 
-def test_a_broken_call_does_not_hide_the_next_one():
+def test_broken_call_does_not_hide_the_next_one():
     """An opening tag that leads nowhere is text; the call that follows is found."""
     answer = parse('<tool_call>oops <tool_call>{"name": "a"}</tool_call>')
 
     assert ("<tool_call>oops", "a", "{}") == (answer.content, answer.tool_calls[0].name, answer.tool_calls[0].arguments)
 
 
-def test_the_last_closing_tag_may_be_missing():
+def test_last_closing_tag_may_be_missing():
     """A complete call counts although the answer ended before its tag; an incomplete one is text."""
     assert ("a",) == tuple(c.name for c in parse('<tool_call>\n{"name": "a"}\n').tool_calls)
     assert '<tool_call>{"name": "a"' == parse('<tool_call>{"name": "a"').content
     assert '<tool_call>{"name": "a"}</tool' == parse('<tool_call>{"name": "a"}</tool').content
 
 
-def test_a_closing_tag_within_a_string_closes_nothing():
+def test_closing_tag_within_a_string_closes_nothing():
     """The call ends at the tag behind its JSON; a string that is never closed does not hide the call after it."""
     answer = parse(call('{"name": "a", "arguments": {"b": "x\\"</tool_call>"}}'))
     broken = parse(call('{"name": "a') + call('{"name": "b"}'))
@@ -134,41 +113,7 @@ def test_arguments_in_a_string_are_taken_out_of_it():
     assert '{"b": 1}' == answer.tool_calls[0].arguments
 
 
-@given(
-    st.text(alphabet=st.characters(categories=["L", "N"]), min_size=1, max_size=9),
-    st.dictionaries(st.text(max_size=9), json_values, max_size=3),
-)
-def test_parsing_undoes_formatting(name, arguments):
-    """A formatted call is parsed to the same name and the very same text of arguments."""
-    written = ToolCall(id="call_0", name=name, arguments=json.dumps(arguments))
-
-    assert (written,) == parse(Hermes().format_call(written)).tool_calls
-
-
-@given(st.lists(fragments | st.text(max_size=4), max_size=12), st.data())
-def test_pieces_do_not_matter(parts, data):
-    """However an answer is cut, the message is the same; nothing is said twice, and text is said once it is certain."""
-    text = "".join(parts)
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
-    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-
-    assert parse(text) == parse(*pieces) == parse(*text)
-
-
-@given(st.lists(fragments, max_size=12))
-def test_text_is_not_lost(parts):
-    """Without a call the content is the text; with one, no visible character of the rest is missing."""
-    text = "".join(parts)
-    answer = parse(text)
-
-    if answer.tool_calls:
-        rest = text.count("x") + text.count("é")
-        assert rest == sum((answer.content or "").count(char) for char in "xé")
-    else:
-        assert text == answer.content
-
-
-def test_deltas_come_as_soon_as_they_are_certain():
+def test_deltas_are_emitted_as_soon_as_they_are_certain():
     """Text flows, a possible tag waits, and a call is said at its closing tag."""
     parser = Hermes().open_parser(lambda: "call_0", [TOOL])
 
@@ -188,7 +133,7 @@ def test_slices_keep_the_model_s_spelling():
     assert ("a", '{ "b":"\\u00e9" , "name" :[1.50,{}]}') == (parsed.name, parsed.arguments)
 
 
-def test_the_block_of_tools_is_short():
+def test_block_of_tools_is_short():
     """A model of 135 M parameters has to read it: one line a tool, and the form of a call."""
     block = Hermes().format_tools([TOOL])
 
@@ -205,6 +150,6 @@ def test_the_block_of_tools_is_short():
         ("<tool_call><arg_key>", False),
     ],
 )
-def test_the_family_is_recognised(template, is_spoken):
+def test_family_is_recognised(template, is_spoken):
     """By its tags, unless the template shows another format between them."""
     assert is_spoken == Hermes().matches_template(template)

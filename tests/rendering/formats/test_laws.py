@@ -118,7 +118,7 @@ def test_parsing_undoes_formatting(form, data):
 
 @every_format
 @given(text=answers, data=st.data())
-def test_pieces_do_not_matter(form, text, data):
+def test_parsing_does_not_depend_on_chunks(form, text, data):
     """However an answer is cut, the message is the same, and every call is started once, before its arguments."""
     text = write_calls(form, text)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
@@ -155,7 +155,7 @@ def enforced(form, *, is_parallel):
 
 @every_format
 @given(data=st.data(), is_parallel=st.booleans())
-def test_enforced_call_is_read(form, data, is_parallel):
+def test_enforced_calls_are_parsed(form, data, is_parallel):
     """Any text that the grammar of enforced calls allows is calls of the offered tools, and nothing else."""
     message = parse(form, data.draw(enforced(form, is_parallel=is_parallel)))
 
@@ -270,7 +270,7 @@ def read_eagerly(form, *pieces, tools=TOOLS):
 
 @every_format
 @given(data=st.data())
-def test_an_eager_parser_reads_the_same_calls(form, data):
+def test_eager_parser_reads_the_same_calls(form, data):
     """Calls that are written out are the same, however they are cut: the assembled call equals the unstreamed one."""
     name, given_arguments = data.draw(names), data.draw(arguments)
     text = json.dumps(given_arguments, ensure_ascii=False)
@@ -286,7 +286,7 @@ def test_an_eager_parser_reads_the_same_calls(form, data):
 
 @every_format
 @given(data=st.data())
-def test_a_call_that_is_cut_off_is_the_same_in_a_stream(form, data):
+def test_call_that_is_cut_off_is_the_same_in_a_stream(form, data):
     """The answer ends anywhere within calls, by its length or by a stop string: the client reads the same call."""
     calls = [
         ToolCall(id=f"call{index:05}", name="f", arguments='{"a": "some words", "b": [1, {}]}') for index in (0, 1)
@@ -305,7 +305,7 @@ def test_a_call_that_is_cut_off_is_the_same_in_a_stream(form, data):
 
 @every_format
 @given(text=answers)
-def test_an_eager_parser_loses_no_text_and_starts_calls_once(form, text):
+def test_eager_parser_loses_no_text_and_starts_each_call_once(form, text):
     """Whatever breaks off: each call is started once, in order, and text that no format has for itself remains."""
     text = write_calls(form, text)
     deltas = read_eagerly(form, *text)
@@ -380,54 +380,54 @@ JSON_CALLS = ("hermes", "llama-json", "mistral")
 """Formats that write a call as an object which has its name."""
 
 
-USUAL_CALLS = [
-    *(f'{{"name": "f", "{key}": {{"a": "x"}}}}' for key in ("arguments", "parameters", "args", "input")),
-    *(f'{{"{key}": {{"a": "x"}}, "name": "f"}}' for key in ("arguments", "parameters", "args", "input")),
-    '{"name": "f", "parameters": "{\\"a\\": \\"x\\"}"}',
-    '{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}',
-    '{"id": "1", "function": {"arguments": "{\\"a\\": \\"x\\"}", "name": "f"}}',
-    '{"name": "f", "id": "1", "type": "function", "arguments": {"a": "x"}}',
-]
-
-
 @pytest.mark.parametrize("name", JSON_CALLS)
-def test_arguments_are_read_under_every_usual_key(name):
+@pytest.mark.parametrize(
+    "body",
+    [
+        *(f'{{"name": "f", "{key}": {{"a": "x"}}}}' for key in ("arguments", "parameters", "args", "input")),
+        *(f'{{"{key}": {{"a": "x"}}, "name": "f"}}' for key in ("arguments", "parameters", "args", "input")),
+        '{"name": "f", "parameters": "{\\"a\\": \\"x\\"}"}',
+        '{"type": "function", "function": {"name": "f", "arguments": {"a": "x"}}}',
+        '{"id": "1", "function": {"arguments": "{\\"a\\": \\"x\\"}", "name": "f"}}',
+        '{"name": "f", "id": "1", "type": "function", "arguments": {"a": "x"}}',
+    ],
+)
+def test_arguments_are_read_under_every_usual_key(name, body):
     """The key is that of another API; the call is the same, at once and in a stream."""
     form = TOOL_FORMATS[name]
-    for body in USUAL_CALLS:
-        written = form.format_call(ToolCall(id="call_0", name="g", arguments="{}"))
-        written = written.replace(written[written.index("{") : written.rindex("}") + 1], body)
+    written = form.format_call(ToolCall(id="call_0", name="g", arguments="{}"))
+    written = written.replace(written[written.index("{") : written.rindex("}") + 1], body)
 
-        for message in (parse(form, written), join_deltas(read_eagerly(form, *written))):
-            assert [("f", {"a": "x"})] == [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
-
-
-UNUSUAL_CALLS = [
-    '{"name": "f", "param": {"a": "x"}}',
-    '{"name": "f", "a": "x"}',
-    '{"name": "f", "arguments": {}, "parameters": {"a": "x"}}',
-    '{"name": "f", "arguments": null, "parameters": {"a": "x"}}',
-    '{"name": "f", "arguments": {}, "arguments": {"a": "x"}}',
-    '{"tool": "f", "arguments": {"a": "x"}}',
-    '{"function": "f", "arguments": {"a": "x"}}',
-    '{"function": {"name": "f"}, "arguments": {"a": "x"}}',
-    '{"name": "f", "arguments": [{"a": "x"}]}',
-    '[{"name": "f", "arguments": {"a": "x"}}]',
-    'f({"a": "x"})',
-    'f\n{"a": "x"}',
-]
+    for message in (parse(form, written), join_deltas(read_eagerly(form, *written))):
+        assert [("f", {"a": "x"})] == [(call.name, json.loads(call.arguments)) for call in message.tool_calls]
 
 
 @every_format
-def test_call_always_has_the_arguments_that_were_written(form):
+@pytest.mark.parametrize(
+    "body",
+    [
+        '{"name": "f", "param": {"a": "x"}}',
+        '{"name": "f", "a": "x"}',
+        '{"name": "f", "arguments": {}, "parameters": {"a": "x"}}',
+        '{"name": "f", "arguments": null, "parameters": {"a": "x"}}',
+        '{"name": "f", "arguments": {}, "arguments": {"a": "x"}}',
+        '{"tool": "f", "arguments": {"a": "x"}}',
+        '{"function": "f", "arguments": {"a": "x"}}',
+        '{"function": {"name": "f"}, "arguments": {"a": "x"}}',
+        '{"name": "f", "arguments": [{"a": "x"}]}',
+        '[{"name": "f", "arguments": {"a": "x"}}]',
+        'f({"a": "x"})',
+        'f\n{"a": "x"}',
+    ],
+)
+def test_call_has_the_arguments_that_were_written(form, body):
     """Either they are the arguments of the call, or the agent reads them in the text."""
-    for body in UNUSUAL_CALLS:
-        for opening, closing in [(marker, "") for marker in form.markers] + [("", ""), ("<tool_call>", "</tool_call>")]:
-            written = f"{opening}\n<function=f>{body}</function>\n{closing}" if "qwen" in str(type(form)) else ""
-            for text in (f"{opening}{body}{closing}", written):
-                for message in (parse(form, text), join_deltas(read_eagerly(form, *text))):
-                    shown = (message.content or "") + "".join(arguments for _, arguments in said(message))
-                    assert text.count('"x"') == shown.count('"x"')
+    for opening, closing in [(marker, "") for marker in form.markers] + [("", ""), ("<tool_call>", "</tool_call>")]:
+        written = f"{opening}\n<function=f>{body}</function>\n{closing}" if "qwen" in str(type(form)) else ""
+        for text in (f"{opening}{body}{closing}", written):
+            for message in (parse(form, text), join_deltas(read_eagerly(form, *text))):
+                shown = (message.content or "") + "".join(arguments for _, arguments in said(message))
+                assert text.count('"x"') == shown.count('"x"')
 
 
 EAGER = [name for name in TOOL_FORMATS if name not in ("pythonic", "mistral")]

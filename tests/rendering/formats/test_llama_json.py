@@ -69,14 +69,14 @@ def test_answers_of_the_family(text, content, calls):
         ";",
     ],
 )
-def test_llama_json_invalid_call_stays_text(text):
+def test_malformed_call_stays_text(text):
     """Other JSON, broken JSON, code, and calls in the middle of a text."""
     message = parse(LLAMA, text)
 
     assert (text, ()) == (message.content, message.tool_calls)
 
 
-def test_text_flows():
+def test_text_is_emitted_at_once():
     """An answer that begins like no call is said as it comes; one that turns out to be none is not kept for long."""
     parser = LLAMA.open_parser(lambda: "call_0", ())
 
@@ -87,7 +87,7 @@ def test_text_flows():
     assert [TextDelta(text="{"), TextDelta(text="x} is")] == read(LLAMA, "{x} is")
 
 
-def test_a_call_is_said_before_the_answer_ends():
+def test_call_is_emitted_before_the_answer_ends():
     """Nothing has to follow its last brace."""
     parser = LLAMA.open_parser(lambda: "call_0", ())
 
@@ -95,7 +95,7 @@ def test_a_call_is_said_before_the_answer_ends():
     assert 2 == len(parser.feed("}"))
 
 
-def test_a_call_is_written_as_the_family_does():
+def test_call_is_written_as_the_family_does():
     """The arguments are the call's own text."""
     written = LLAMA.format_call(ToolCall(id="", name="f", arguments='{"x":1}'))
 

@@ -2,42 +2,18 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.rendering.conversations import TOOL
-from tests.rendering.formats.laws import parse, texts_and_pieces, visible
+from tests.rendering.formats.laws import parse
 
 from areal_actors.domain import Tool, ToolCall
 from areal_actors.rendering.base import TextDelta
 from areal_actors.rendering.formats.mistral import Mistral
 
 LIST, NAMED = Mistral(), Mistral(has_names=True)
-FRAGMENTS = [
-    "[TOOL_CALLS]",
-    '[{"name": "a", "arguments": {"b": [1, "]"]}}]',
-    '{"name": "a"}',
-    "a",
-    "[ARGS]",
-    "[CALL_ID]",
-    "123456789",
-    '{"b": "}\\""}',
-    "[",
-    "]",
-    "[TOOL",
-    "_CALLS]",
-    " ",
-    "\n",
-    ", ",
-    "x",
-    "é",
-]
-values = st.dictionaries(st.text(max_size=3), st.integers() | st.sampled_from(["]", "[TOOL_CALLS]", '"\\']), max_size=3)
 
 
-def test_a_list_of_calls():
+def test_list_of_calls():
     """All calls of the list, with text in front; the arguments keep their spelling."""
     text = 'Hm. [TOOL_CALLS] [{"name": "a", "arguments": {"b":  1}}, {"arguments": {}, "name": "c", "id": "abcdef012"}]'
     answer = parse(LIST, text)
@@ -93,57 +69,27 @@ def test_either_form_is_read(form):
         "[" * 100_000 + "]" * 100_000,
     ],
 )
-def test_mistral_invalid_call_stays_text(body):
+def test_malformed_call_stays_text(body):
     """Broken JSON, missing names and impossible values are content, marker and all."""
     text = f"so: [TOOL_CALLS]{body}"
 
     assert (text, ()) == (parse(LIST, text).content, parse(LIST, text).tool_calls)
 
 
-def test_a_broken_call_does_not_hide_the_next_one():
+def test_broken_call_does_not_hide_the_next_one():
     """A marker that leads nowhere is text; the call that follows is found."""
     answer = parse(LIST, "[TOOL_CALLS] oops [TOOL_CALLS]a[ARGS]{}")
 
     assert ("[TOOL_CALLS] oops", ("a",)) == (answer.content, tuple(call.name for call in answer.tool_calls))
 
 
-def test_an_odd_id_is_replaced():
+def test_odd_id_is_replaced():
     """Templates would refuse it."""
     assert "call_0" == parse(NAMED, "[TOOL_CALLS]a[CALL_ID]short[ARGS]{}").tool_calls[0].id
     assert "call_0" == parse(LIST, '[TOOL_CALLS][{"name": "a", "id": 7}]').tool_calls[0].id
 
 
-@pytest.mark.parametrize("form", [LIST, NAMED])
-@given(st.from_regex(r"[a-z_.-]{1,9}", fullmatch=True), values)
-def test_parsing_undoes_formatting(form, name, arguments):
-    """A formatted call is parsed to the same name and the very same text of arguments."""
-    written = ToolCall(id="call_0", name=name, arguments=json.dumps(arguments))
-
-    assert (written,) == parse(form, form.format_call(written)).tool_calls
-
-
-@given(texts_and_pieces(FRAGMENTS))
-def test_pieces_do_not_matter(case):
-    """However an answer is cut, the message is the same."""
-    text, pieces = case
-
-    assert parse(LIST, text) == parse(LIST, *pieces) == parse(LIST, *text)
-
-
-@given(texts_and_pieces(FRAGMENTS))
-def test_text_is_not_lost(case):
-    """Without a call the content is the text; with one, no visible character of the rest is missing."""
-    text, _ = case
-    answer = parse(LIST, text)
-    written = "".join(call.name + call.arguments for call in answer.tool_calls)
-
-    if answer.tool_calls:
-        assert sorted(visible(text)) == sorted(visible((answer.content or "") + written))
-    else:
-        assert text == answer.content
-
-
-def test_deltas_come_as_soon_as_they_are_certain():
+def test_deltas_are_emitted_as_soon_as_they_are_certain():
     """Text flows, a possible marker waits, and what cannot become a call flows again."""
     parser = LIST.open_parser(lambda: "call_0", [TOOL])
 
@@ -156,13 +102,13 @@ def test_deltas_come_as_soon_as_they_are_certain():
 
 
 @pytest.mark.parametrize("form", [LIST, NAMED])
-def test_the_block_of_tools_shows_a_call(form):
+def test_block_of_tools_shows_a_call(form):
     """For templates that know no tools."""
     assert all(part in form.format_tools([TOOL]) for part in (TOOL.name, "[AVAILABLE_TOOLS]", "[TOOL_CALLS]"))
     assert "[TOOL_RESULTS]12[/TOOL_RESULTS]" == form.format_result("12")
 
 
-def test_a_grammar_is_written_as_calls_are():
+def test_grammar_is_written_as_calls_are():
     """The literal parts join to what the format writes."""
     tool = Tool(name="a", parameters={"properties": {}})
 
@@ -176,6 +122,6 @@ def test_a_grammar_is_written_as_calls_are():
     ("template", "recognised"),
     [("[TOOL_CALLS][", LIST), ("[TOOL_CALLS] ~ name ~ [ARGS]", NAMED), ("nothing", None)],
 )
-def test_the_family_is_recognised(template, recognised):
+def test_family_is_recognised(template, recognised):
     """By its markers."""
     assert [recognised] == [form for form in (LIST, NAMED) if form.matches_template(template)] or recognised is None

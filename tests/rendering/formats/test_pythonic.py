@@ -87,7 +87,7 @@ def test_answers_of_the_family(text, content, calls):
         "[f(x=" + "-" * 100_000 + "1)]",
     ],
 )
-def test_pythonic_invalid_list_of_calls_stays_text(text):
+def test_malformed_list_of_calls_stays_text(text):
     """Expressions, positions, names, values that JSON does not have, mistakes, and depth."""
     message = parse(PYTHONIC, text)
 
@@ -131,7 +131,7 @@ def test_strings_are_read_as_python_reads_them(text):
     assert {"x": ast.literal_eval(repr(text))} == {"x": text} == values(f"[f(x={text!r})]")
 
 
-def test_a_call_is_written_as_the_family_does():
+def test_call_is_written_as_the_family_does():
     """Python's literals; names that are not a word come out of a dictionary."""
     call = ToolCall(id="", name="f", arguments='{"a": "it\'s", "b c": [true, null, 1.5], "d": {}}')
 

@@ -75,7 +75,7 @@ def call(**values):
     return f"<tool_call>\n<function=edit>\n{written}</function>\n</tool_call>"
 
 
-def test_an_answer_of_the_family():
+def test_answer_of_the_family():
     """Text, a call with values of several types, and a call without any."""
     message = read(ANSWER)
     edit, files = said(message)
@@ -110,7 +110,7 @@ def test_an_answer_of_the_family():
         ("maybe", "null", None),
         ("maybe", "None", None),
         ("maybe", "12", "12"),
-        ("maybe", "text", "text"),
+        ("maybe", "word", "word"),
         ("either", "12", 12),
         ("either", "1.5", "1.5"),
         ("either", '"a"', '"a"'),
@@ -154,21 +154,21 @@ def test_values_have_the_types_of_the_schema(key, written, value):
         call(text="a", line=1).replace("line", "text"),
     ],
 )
-def test_qwen_coder_invalid_call_stays_text(text):
+def test_malformed_call_stays_text(text):
     """Missing tags, other formats, words in between, and parameters that are said twice."""
     message = read(f"so: {text} ok")
 
     assert (f"so: {text} ok", ()) == (message.content, message.tool_calls)
 
 
-def test_a_broken_call_does_not_hide_the_next_one():
+def test_broken_call_does_not_hide_the_next_one():
     """The opening tag that leads nowhere is text."""
     message = read("<tool_call>oops " + call(line=1))
 
     assert ("<tool_call>oops", [("edit", '{"line": 1}')]) == (message.content, said(message))
 
 
-def test_the_last_closing_tag_may_be_missing():
+def test_last_closing_tag_may_be_missing():
     """Where the answer ends behind the function, the call is complete."""
     assert [("edit", '{"line": 1}')] == said(read(call(line=1).removesuffix("</tool_call>") + "\n"))
     assert [("edit", '{"line": 1')] == said(read(call(line=1).removesuffix("</function>\n</tool_call>")))
@@ -179,7 +179,7 @@ def test_line_breaks_around_values_are_not_needed():
     assert said(read(call(text="a", line=1))) == said(read(call(text="a", line=1).replace("\n", "")))
 
 
-def test_a_call_is_written_as_the_family_does():
+def test_call_is_written_as_the_family_does():
     """Text raw, everything else as JSON."""
     written = QwenCoder().format_call(
         ToolCall(id="", name="edit", arguments='{"text": "a\\nb", "line": 1, "all": true}')

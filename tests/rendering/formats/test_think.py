@@ -46,7 +46,7 @@ def test_thinking_is_what_the_tags_enclose(text, reasoning, content):
     ("text", "reasoning", "content"),
     [("a\n</think>\n\nc", "a", "c"), ("</think>c", "", "c"), ("a", "a", ""), ("", None, "")],
 )
-def test_the_prompt_may_have_opened_the_thinking(text, reasoning, content):
+def test_prompt_may_have_opened_the_thinking(text, reasoning, content):
     """The answer then begins inside it."""
     answer = parse(text, is_open=True)
 
@@ -54,14 +54,14 @@ def test_the_prompt_may_have_opened_the_thinking(text, reasoning, content):
 
 
 @given(st.lists(fragments | st.text(max_size=3), max_size=12), st.booleans())
-def test_pieces_do_not_matter(parts, is_open):
+def test_parsing_does_not_depend_on_chunks(parts, is_open):
     """However an answer is cut, the message is the same."""
     text = "".join(parts)
 
     assert parse(text, is_open=is_open) == parse(*parts, is_open=is_open) == parse(*text, is_open=is_open)
 
 
-def test_deltas_come_as_soon_as_they_are_certain():
+def test_deltas_are_emitted_as_soon_as_they_are_certain():
     """Thoughts flow; what may be a tag or the line break before it waits."""
     parser = ThinkTags().open_parser(is_open=False)
 

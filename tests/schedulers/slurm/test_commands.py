@@ -20,7 +20,7 @@ from areal_actors.schedulers.slurm.commands import (
 pytestmark = pytest.mark.anyio
 
 
-def test_the_environment_is_cleaned():
+def test_environment_is_cleaned():
     """Of options in disguise, of another job's devices, and of secrets; not of what finds the cluster."""
     kept = {"SLURM_CONF": "c", "SLURM_JWT": "j", "PATH": "p", "HOME": "h", "PYTHONPATH": "s", "SLURMISH": "x"}
     leaked = (
@@ -49,14 +49,14 @@ async def test_commands_see_the_clean_environment_and_the_script(tmp_path):
     assert not [line for line in environment if line.startswith("SBATCH_")]
 
 
-async def test_a_command_that_reads_nothing_is_heard_all_the_same(tmp_path):
+async def test_output_of_command_that_ignores_its_input_is_read(tmp_path):
     """It has failed before it came to the script, which fills more than a pipe."""
     found = await commands(tmp_path, sbatch="echo no configuration >&2; exit 1").submit((), "x" * 1_000_000)
 
     assert Refused(why="no configuration") == found
 
 
-async def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path):
+async def test_cluster_that_does_not_answer_is_an_error(tmp_path):
     """It is said at once, with the words of Slurm, and what to do."""
     with pytest.raises(SchedulerError, match=r"No Slurm cluster answers here: .*DNS SRV lookup failed(?s:.*)sinfo"):
         await commands(tmp_path, sinfo="echo DNS SRV lookup failed >&2; exit 1").check_answers()
@@ -76,8 +76,8 @@ async def test_a_cluster_that_does_not_answer_is_no_cluster(tmp_path):
         ("exec sleep 60", Unconfirmed),
     ],
 )
-async def test_what_becomes_of_a_submission_is_told_apart(tmp_path, script, kind):
-    """Taken, refused, or nobody knows: only a refusal may be taken for one."""
+async def test_submission_is_accepted_refused_or_unconfirmed(tmp_path, script, kind):
+    """Only a definite refusal counts as one."""
     timeout_seconds = 0.5 if "sleep" in script else 30.0
     found = await commands(tmp_path, timeout_seconds=timeout_seconds, sbatch=f"cat >/dev/null; {script}").submit(
         (), "x"
@@ -90,7 +90,7 @@ async def test_what_becomes_of_a_submission_is_told_apart(tmp_path, script, kind
     "script",
     ["echo slurm_load_jobs error >&2; exit 1", "echo '%%|garbage'", "exec sleep 60", "head -c 9999 /dev/urandom"],
 )
-async def test_a_queue_that_cannot_be_read_is_no_empty_queue(tmp_path, script):
+async def test_unreadable_queue_is_an_error(tmp_path, script):
     """It raises, within its time limit."""
     with pytest.raises(SchedulerError, match="squeue"):
         await commands(tmp_path, timeout_seconds=0.5, squeue=script).list_jobs(("x",))
@@ -104,7 +104,7 @@ async def test_jobs_of_others_are_left_out(tmp_path):
     assert () == await commands(tmp_path).list_jobs(("mine",))
 
 
-async def test_a_job_that_is_over_is_cancelled_without_complaint(tmp_path):
+async def test_cancelling_an_ended_job_is_ignored(tmp_path):
     """Its number is not known any more; another failure is one."""
     over = commands(
         tmp_path, scancel="echo 'scancel: error: Kill job error on job id 7: Invalid job id specified' >&2; exit 1"
@@ -122,7 +122,7 @@ async def test_a_job_that_is_over_is_cancelled_without_complaint(tmp_path):
         ("echo 'Access/permission denied for job 7' >&2; exit 1", "denied"),
     ],
 )
-async def test_a_hold_is_ended_where_the_cluster_lets_us(tmp_path, script, refusal):
+async def test_held_job_is_released_if_allowed(tmp_path, script, refusal):
     """A refusal is an answer; no answer is none."""
     found = await commands(tmp_path, scontrol=script).release(7)
 
@@ -132,7 +132,7 @@ async def test_a_hold_is_ended_where_the_cluster_lets_us(tmp_path, script, refus
         await commands(tmp_path, scontrol="echo 'Unable to contact slurm controller' >&2; exit 1").release(7)
 
 
-async def test_the_event_loop_goes_on_while_a_command_hangs(tmp_path):
+async def test_event_loop_goes_on_while_a_command_hangs(tmp_path):
     """A hanging squeue costs its time limit, and no tick."""
     one = commands(tmp_path, timeout_seconds=0.5, squeue="exec sleep 60")
     ticks = []
@@ -151,7 +151,7 @@ async def test_the_event_loop_goes_on_while_a_command_hangs(tmp_path):
     assert len(ticks) >= 5
 
 
-def test_no_slurm_is_said_so(tmp_path):
+def test_missing_slurm_is_an_error(tmp_path):
     """With what to do."""
     with pytest.raises(SchedulerError, match=r"Slurm is not installed here: sbatch.*login node"):
         SlurmCommands(environment={"PATH": str(tmp_path)}).check()

@@ -32,7 +32,7 @@ def look(cluster, tmp_path, monkeypatch):
     return look
 
 
-def test_a_trial_job_comes_controller(cluster, look):
+def test_trial_job_reaches_the_controller(cluster, look):
     """It ran on a node, and nothing of it is left."""
     found = look("{cpus: 1}", has_trial=True)
 
@@ -41,7 +41,7 @@ def test_a_trial_job_comes_controller(cluster, look):
     assert cluster.queue() == []
 
 
-def test_a_job_that_no_node_can_take_is_refused(look):
+def test_job_that_no_node_can_take_is_refused(look):
     """Slurm says so before the job waits for ever."""
     verdict, detail = look("{cpus: 5000}", has_trial=False)["job of trainer"]
 
@@ -49,7 +49,7 @@ def test_a_job_that_no_node_can_take_is_refused(look):
     assert "refuses" in detail
 
 
-def test_without_a_cluster_nothing_more_is_asked(look, monkeypatch, tmp_path):
+def test_without_a_cluster_other_checks_are_skipped(look, monkeypatch, tmp_path):
     """One line says that it does not answer, instead of one for each role."""
     monkeypatch.setenv("SLURM_CONF", str(tmp_path / "nowhere.conf"))
     found = look("{cpus: 1}", has_trial=True)

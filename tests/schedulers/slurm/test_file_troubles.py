@@ -36,8 +36,8 @@ def test_one_controller_at_a_time(tmp_path):
     assert not files.is_held
 
 
-def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
-    """It is not a sign of another controller, which nobody would find."""
+def test_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    """It does not count as locked by another controller."""
     files = files_in(tmp_path)
 
     def flock(*_):
@@ -51,7 +51,7 @@ def test_a_file_system_without_locks_is_named_as_such(tmp_path, monkeypatch):
         _ = files.is_held
 
 
-async def test_the_end_of_a_job_is_told_though_it_cannot_be_written_down(tmp_path):
+async def test_end_of_a_job_is_reported_although_it_cannot_be_recorded(tmp_path):
     """A full disk is not a reason to wait for a job that is gone."""
     placement, _ = await placed(tmp_path)
     jobs = tmp_path / "slurm" / "jobs"
@@ -63,8 +63,8 @@ async def test_the_end_of_a_job_is_told_though_it_cannot_be_written_down(tmp_pat
         assert "CANCELLED" in (await placement.wait_ended()).reason
 
 
-async def test_the_end_of_a_job_is_written_down_though_who_looked_has_left(tmp_path):
-    """Somebody who waits for another job for so long only reads the queue for all of them."""
+async def test_end_of_a_job_is_recorded_although_the_reader_was_cancelled(tmp_path):
+    """A caller that waits for another job reads the queue for all jobs."""
     placement, _ = await placed(tmp_path)
     scope = anyio.CancelScope()
 

@@ -22,7 +22,7 @@ SAYING = 'echo "$@" >>"$0.said"'
 
 
 class _Queue:
-    """Nobody who reads it: rows are shown by hand."""
+    """Never read: the tests pass rows themselves."""
 
     async def refresh(self):
         raise NotImplementedError
@@ -47,7 +47,7 @@ async def placed(directory, *, scontrol=SAYING, **settings):
     return placement, lambda name: (programs / f"{name}.said").read_text().splitlines()
 
 
-async def test_a_job_that_could_not_be_launched_is_released_and_begins_soon(tmp_path):
+async def test_job_that_could_not_be_launched_is_released_and_begins_soon(tmp_path):
     """Whether it was seen to run before or not: it is not kept waiting, neither held nor for its time to begin."""
     placement, said = await placed(tmp_path)
     for row in (HELD, LATE, LATE, RUNNING):
@@ -57,7 +57,7 @@ async def test_a_job_that_could_not_be_launched_is_released_and_begins_soon(tmp_
     assert placement.status.state is PlacementState.RUNNING
 
 
-async def test_a_job_that_is_held_again_and_again_is_given_up(tmp_path):
+async def test_job_that_is_held_again_and_again_is_given_up(tmp_path):
     """After ``max_requeues`` releases it is cancelled, and has ended when it is gone; its script would not begin."""
     placement, said = await placed(tmp_path, max_requeues=2)
     for row in (HELD, RUNNING, HELD, HELD):
@@ -72,7 +72,7 @@ async def test_a_job_that_is_held_again_and_again_is_given_up(tmp_path):
     assert "Slurm held it (launch failed requeued held), and it was given up" in placement.status.reason
 
 
-async def test_a_release_that_is_refused_ends_the_job_and_one_without_answer_does_not(tmp_path):
+async def test_release_that_is_refused_ends_the_job_and_one_without_answer_does_not(tmp_path):
     """A cluster that lets administrators alone do that says so; one that says nothing is asked again."""
     refused, said = await placed(tmp_path, scontrol="echo 'Access/permission denied' >&2; exit 1")
     await refused.update(HELD, now=0.0)
@@ -87,7 +87,7 @@ async def test_a_release_that_is_refused_ends_the_job_and_one_without_answer_doe
 
 
 @pytest.mark.parametrize("reason", ["JobHeldUser", "JobHeldAdmin", "job requeued in held state"])
-async def test_a_hold_by_a_person_is_left_alone(tmp_path, reason):
+async def test_hold_by_a_person_is_left_alone(tmp_path, reason):
     """It says so, and waits."""
     placement, _ = await placed(tmp_path)
     await placement.update(JobRow(job=7, name="x", state="PENDING", reason=reason), now=0.0)

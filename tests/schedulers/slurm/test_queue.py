@@ -75,7 +75,7 @@ _fields = st.text(
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 10**9), *([_fields] * 7))), noise=st.lists(st.text("ab|[]", max_size=9)))
-def test_what_is_written_is_read(rows, noise):
+def test_written_rows_are_parsed(rows, noise):
     """Rows come back as they are, whatever lies between them."""
     lines = ["|".join(map(str, row)) for row in rows]
 
@@ -94,7 +94,7 @@ def test_what_is_written_is_read(rows, noise):
         ("Submitted batch job 7", None),
     ],
 )
-def test_the_number_of_a_job_is_found(said, job):
+def test_number_of_a_job_is_found(said, job):
     """The last line counts, up to the name of the cluster."""
     assert job == parse_submitted(said)
 
@@ -109,7 +109,7 @@ def test_the_number_of_a_job_is_found(said, job):
         ("FAILED", "143:0", -15),
     ],
 )
-def test_how_a_job_ended_is_read(state, printed, code):
+def test_exit_code_of_a_job_is_parsed(state, printed, code):
     """Status and signal, the count of restarts, the node."""
     found = parse_job(JOB.format(state=state, code=printed))
 
@@ -118,13 +118,13 @@ def test_how_a_job_ended_is_read(state, printed, code):
     assert state == found.state
 
 
-def test_no_job_is_no_job():
-    """Also where somebody named a job to look like one."""
+def test_unknown_text_is_not_a_job():
+    """Also if the name of a job looks like one."""
     assert parse_job("slurm_load_jobs error: Invalid job id specified") is None
     assert parse_job("JobName=ExitCode=0:0") is None
 
 
-def test_the_record_of_the_script_is_read():
+def test_record_of_the_script_is_read():
     """Status, time, node; a status above 128 is a signal."""
     assert ExitStatus(code=75, restarts=1, node="n1") == parse_exit_record("75 1795267689 n1\n", restarts=1)
     assert ExitStatus(code=-9) == parse_exit_record("137 1795267689")

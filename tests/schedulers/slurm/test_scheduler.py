@@ -25,7 +25,7 @@ def wrapped(cluster, directory, command, script):
     return {"PATH": f"{directory}:{path}"}
 
 
-async def test_a_worker_calls_its_controller_and_ends_with_its_block(cluster, tmp_path, monkeypatch):
+async def test_worker_calls_its_controller_and_ends_with_its_block(cluster, tmp_path, monkeypatch):
     """It has the resources and the environment of its spec, and no variables of Slurm from the controller's."""
     leaking = {"SBATCH_EXCLUSIVE": "1", "SLURM_CPU_BIND": "x", "SQUEUE_FORMAT": "%i", "CUDA_VISIBLE_DEVICES": "7"}
     shown = "CUDA_VISIBLE_DEVICES,SLURM_CPU_BIND,SLURM_CPUS_PER_TASK,KEY,SBATCH_EXCLUSIVE"
@@ -60,8 +60,8 @@ async def test_a_worker_calls_its_controller_and_ends_with_its_block(cluster, tm
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_the_end_of_a_worker_is_told_with_its_last_words(cluster, tmp_path):
-    """Status and log of one that failed; a cancelled one was cancelled from outside; one that finds nobody is 76."""
+async def test_ended_worker_is_reported_with_end_of_its_log(cluster, tmp_path):
+    """A failed one with status and log, one cancelled externally, and 76 for one that finds no controller."""
     async with (
         open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path, preflight_seconds=1) as scheduler,
@@ -87,7 +87,7 @@ async def test_the_end_of_a_worker_is_told_with_its_last_words(cluster, tmp_path
     assert cluster.queue() == []
 
 
-async def test_a_refusal_says_what_was_asked_for(cluster, tmp_path):
+async def test_refusal_names_the_requested_resources(cluster, tmp_path):
     """What can never be placed raises at once, and leaves no record."""
     nowhere = ControllerAddress(addresses=("tcp://127.0.0.1:9",), secret=SECRET)
     async with open_scheduler(cluster, tmp_path) as scheduler:
@@ -100,7 +100,7 @@ async def test_a_refusal_says_what_was_asked_for(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("anyio_backend", ["trio"])
-async def test_a_submission_that_timed_out_is_found_and_not_repeated(cluster, tmp_path):
+async def test_submission_that_timed_out_is_found_and_not_repeated(cluster, tmp_path):
     """A call of sbatch takes the job and then says nothing: there is one job, which is adopted by its name."""
     slow = wrapped(cluster, tmp_path / "bin", "sbatch", '"$real" "$@" >>"$0.said"; exec sleep 60')
     async with (
@@ -119,8 +119,8 @@ async def test_a_submission_that_timed_out_is_found_and_not_repeated(cluster, tm
 @pytest.mark.parametrize(
     ("said", "anyio_backend"), [("exec sleep 60", "trio"), ('"$real" "$@" | sed s/RUNNING/LEVITATING/', "asyncio")]
 )
-async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said, anyio_backend):
-    """It hangs, or says what nobody knows: the state is unknown, the worker goes on, and leaving works."""
+async def test_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said, anyio_backend):
+    """It hangs or reports unknown states: the state is unknown, the worker continues, and leaving works."""
     switch = tmp_path / "broken"
     broken = wrapped(cluster, tmp_path / "bin", "squeue", f'[ -e {switch} ] || exec "$real" "$@"\n{said}')
     async with (
@@ -143,7 +143,7 @@ async def test_a_queue_that_cannot_be_read_ends_nothing(cluster, tmp_path, said,
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_what_a_controller_leaves_that_was_killed_is_ended_by_the_next(cluster, tmp_path):
+async def test_next_controller_ends_jobs_of_a_killed_one(cluster, tmp_path):
     """A record of a job is enough; and of two controllers in one directory, the second is refused."""
     async with (
         open_controller(cluster.address) as (listener, controller),

@@ -64,13 +64,13 @@ ARGUMENTS = """\
 GOLDEN = Path(__file__).with_name("golden")
 
 
-def test_the_arguments_are_these():
+def test_arguments_of_sbatch():
     """One text for one request, whatever the environment."""
     assert ARGUMENTS.split("\n") == list(create_arguments(REQUEST, SITE))
 
 
 @pytest.mark.parametrize("name", ["plain", "pyxis", "apptainer"])
-def test_the_script_is_this(name):
+def test_script_of_a_worker(name):
     """Compared with a file; in a container, the same step within it."""
     container = {
         "plain": None,
@@ -82,7 +82,7 @@ def test_the_script_is_this(name):
 
 
 @pytest.mark.parametrize("name", ["gang", "gang-pyxis"])
-def test_the_script_of_a_gang_is_this(name):
+def test_script_of_a_gang(name):
     """All processes are tasks of one step, in a container or not."""
     container = PyxisConfig(image="registry#org/image:1") if name == "gang-pyxis" else None
     gang = evolve(REQUEST, worker="trainer-0", num_tasks=4)
@@ -102,14 +102,14 @@ def test_the_script_of_a_gang_is_this(name):
         (4, 8, "--nodes=1 --ntasks=4 --ntasks-per-node=4 --cpus-per-task=4 --mem=8000M --gpus-per-node=8"),
     ],
 )
-def test_each_process_of_a_gang_is_given_what_its_role_asks_for(num_tasks, ranks_per_node, arguments):
+def test_each_process_of_a_gang_gets_resources_of_its_role(num_tasks, ranks_per_node, arguments):
     """What Slurm counts for a node is what its processes have together."""
     found = create_arguments(evolve(REQUEST, num_tasks=num_tasks), evolve(SITE, ranks_per_node=ranks_per_node))
 
     assert arguments in " ".join(found)
 
 
-def test_what_is_not_asked_for_is_not_said():
+def test_unset_options_are_left_out():
     """No memory, GPUs or site settings without a wish for them; a site may want GPUs in another way, or no requeue."""
     plain = evolve(REQUEST, resources=Resources())
     bare = " ".join(create_arguments(plain, SlurmConfig(max_requeues=0)))
@@ -135,7 +135,7 @@ def test_what_is_not_asked_for_is_not_said():
         ("margin_seconds", 65_536, "65535"),
     ],
 )
-def test_settings_that_cannot_be_meant_are_refused(setting, value, words):
+def test_invalid_settings_are_refused(setting, value, words):
     """By name, before anything is submitted."""
     with pytest.raises(ValueError, match=words):
         SlurmConfig(**{setting: value, "time_minutes": 1})
@@ -193,7 +193,7 @@ def run_script(directory, script, *, srun="exit 0", scontrol='echo "$@" >"$0.sai
         ('touch "$AREAL_BOOTSTRAP.seen"; exit 0', None, 0, False),
     ],
 )
-def test_how_the_worker_ended_is_kept_and_75_asks_to_run_again(tmp_path, srun, restarts, status, asks):
+def test_script_records_exit_status_and_requeues_on_75(tmp_path, srun, restarts, status, asks):
     """Not for ever, and not where the cluster ends the job: then it decides. A warning is passed on to the worker."""
     (tmp_path / "bootstrap").mkdir()
     done = run_script(
@@ -205,7 +205,7 @@ def test_how_the_worker_ended_is_kept_and_75_asks_to_run_again(tmp_path, srun, r
     assert asks == (tmp_path / "bin" / "scontrol.said").exists()
 
 
-def test_a_job_that_was_taken_back_does_not_begin(tmp_path):
+def test_stopped_job_does_not_start(tmp_path):
     """It may have waited in the queue while its controller left."""
     (tmp_path / "stop").mkdir()
     (tmp_path / "stop" / REQUEST.name).touch()

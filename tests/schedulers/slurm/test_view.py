@@ -28,14 +28,14 @@ def seen(*states, patience=10.0):
     return view
 
 
-def test_a_plain_life():
+def test_job_that_runs_and_ends():
     """It waits, runs and ends."""
     assert PlacementState.PENDING is to_status(seen("PENDING")).state
     assert PlacementState.RUNNING is to_status(seen("PENDING", "RUNNING", "COMPLETING")).state
     assert PlacementState.ENDED is to_status(seen("PENDING", "RUNNING", "COMPLETED")).state
 
 
-def test_back_in_the_queue():
+def test_requeued_job_counts_as_restart():
     """A job that ran and waits was put back; running again it is a job like any other, and each restart counts."""
     back = to_status(seen("RUNNING", "PENDING", "PENDING"))
 
@@ -45,7 +45,7 @@ def test_back_in_the_queue():
     assert 2 == seen("RUNNING", "PENDING", "PENDING", "RUNNING", "PENDING").num_restarts
 
 
-def test_what_is_in_doubt_is_given_time():
+def test_uncertain_job_is_given_time():
     """A job that lost its node may be back; patience ends it, and absence alone never does."""
     assert PlacementState.UNKNOWN is to_status(seen("RUNNING", "NODE_FAIL", "NODE_FAIL")).state
     assert PlacementState.RUNNING is to_status(seen("RUNNING", "PREEMPTED", "RUNNING")).state
@@ -54,7 +54,7 @@ def test_what_is_in_doubt_is_given_time():
     assert PlacementState.UNKNOWN is to_status(seen("RUNNING", *[None] * 99)).state
 
 
-def test_why_it_waits_is_said():
+def test_pending_job_shows_its_reason():
     """In Slurm's word, with what it means."""
     view = observe(JobView(job=7), row("PENDING", "ReqNodeNotAvail, UnavailableNodes:n1", nodes=""), now=0, patience=1)
 
@@ -64,7 +64,7 @@ def test_why_it_waits_is_said():
 
 
 @given(states=st.lists(st.one_of(st.none(), st.sampled_from(STATES))), patience=st.sampled_from([0.0, 3.0, 1e9]))
-def test_laws(states, patience):
+def test_view_of_a_job_obeys_its_laws(states, patience):
     """An end is final; nothing ends but by a word that says so, or by lasting doubt; restarts never outnumber runs."""
     views = [JobView(job=7)]
     for now, state in enumerate(states):

@@ -71,7 +71,7 @@ async def wait_for(listener: Listener, name: str, life: int) -> None:
 
 
 async def wait_until_gone(listener: Listener, name: str) -> None:
-    """Until nobody of this name is connected."""
+    """Wait until no peer of this name is connected."""
     while any(peer.node == name for peer in listener.peers):
         await anyio.sleep(0.1)
 

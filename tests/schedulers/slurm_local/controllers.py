@@ -27,7 +27,7 @@ __all__ = ["cluster"]
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 
 
-async def test_a_controller_that_is_away_ends_nothing(cluster, tmp_path):
+async def test_controller_that_is_away_ends_nothing(cluster, tmp_path):
     """Killed and started again: the state is unknown, the caller goes on; leaving waits for the controller."""
     async with (
         open_controller(cluster.address) as (listener, controller),
@@ -58,7 +58,7 @@ async def _start_controller(cluster: Cluster) -> None:
     await act(cluster, "start-ctld")
 
 
-async def test_a_controller_killed_just_after_a_start_makes_no_two(cluster, tmp_path):
+async def test_slurm_controller_killed_after_a_start_makes_no_second_worker(cluster, tmp_path):
     """It may have forgotten that the job began, and start it again: then the older life is refused.
 
     Or it has forgotten all of the job, which is lost then: controller places another one.
@@ -85,7 +85,7 @@ async def test_a_controller_killed_just_after_a_start_makes_no_two(cluster, tmp_
     assert_no_two_lives_at_once(tmp_path)
 
 
-async def test_a_stopped_munge_costs_time_limits_and_nothing_else(cluster, tmp_path):
+async def test_stopped_munge_only_delays(cluster, tmp_path):
     """No command answers: states are unknown, a submission fails in bounded time, and the event loop never waits."""
     munged = int((cluster.directory / "run" / "munged.pid").read_text().split()[0])
     async with (
@@ -118,7 +118,7 @@ async def _continue_after(process: int, seconds: float) -> None:
     os.kill(process, signal.SIGCONT)
 
 
-async def test_a_directory_that_nodes_do_not_share_is_said_so(tmp_path):
+async def test_unshared_directory_is_named(tmp_path):
     """The node cannot even open the log: the end says what to look at."""
     if why_not() or why_no_namespaces():
         pytest.skip(why_not() or why_no_namespaces())
@@ -161,7 +161,7 @@ async def test_workers_of_killed_controller_end_with_their_lease(cluster, tmp_pa
 
 
 async def test_job_that_starts_after_its_controller_was_killed_frees_its_node(cluster, tmp_path):
-    """It waited meanwhile; nobody answers it."""
+    """It finds no controller."""
     drain(cluster, "DRAIN")
     with shard_of(cluster, tmp_path, "a") as controller:
         (job,) = await hear(controller, "placed")

@@ -173,7 +173,7 @@ DRAWN = draw_pairs(os.environ)
 
 
 @pytest.mark.parametrize("fault", dict.fromkeys(fault for fault, _ in DRAWN))
-def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
+def test_run_goes_on(cluster, tmp_path, undisturbed, fault):
     """Each role is hit after a further step. The steps are those of the undisturbed run."""
     if fault in ("crash", "cut") and not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -218,7 +218,7 @@ def test_a_run_goes_on(cluster, tmp_path, undisturbed, fault):
 
 
 @pytest.mark.parametrize("fault", ["crash", "cut"])
-def test_a_run_goes_on_without_its_controller(cluster, tmp_path, undisturbed, fault):
+def test_run_goes_on_without_its_controller(cluster, tmp_path, undisturbed, fault):
     """It loses all nodes at once for longer than a lease; or its own node crashes, and it is started on another one."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -304,7 +304,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("fault", ["requeue", "cancel", "drain", "slow", "cut", "limit"])
-def test_a_gang_goes_on(cluster, tmp_path, alone, fault):
+def test_gang_goes_on(cluster, tmp_path, alone, fault):
     """The job of two processes that train together, or the node of the second one, is hit. The steps stay the same."""
     if fault == "cut" and not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())

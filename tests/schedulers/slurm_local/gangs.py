@@ -74,7 +74,7 @@ def test_two_nodes_train_as_one_process_does(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("lost", [0, 1])
-def test_a_gang_fails_as_one_and_goes_on(cluster, tmp_path, lost):
+def test_gang_fails_as_one_and_goes_on(cluster, tmp_path, lost):
     """The node of one of its processes dies: the whole gang is placed anew; no step is missing or made twice."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -94,7 +94,7 @@ def test_a_gang_fails_as_one_and_goes_on(cluster, tmp_path, lost):
     assert list(range(1, 13)) == steps(directory)
 
 
-def test_a_killed_process_of_a_gang_is_named_and_replaced(cluster, tmp_path):
+def test_killed_process_of_a_gang_is_named_and_replaced(cluster, tmp_path):
     """The trainer says which one it has lost, and where; the job ends as one, and another one goes on."""
     directory = tmp_path / "run"
     with training(cluster, directory, *SETTINGS, *GANG, "total_steps=8") as run:

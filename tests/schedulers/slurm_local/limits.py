@@ -20,7 +20,7 @@ __all__ = ["cluster"]
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 
 
-async def test_a_drained_node_keeps_its_job_and_takes_no_other(cluster, tmp_path):
+async def test_drained_node_keeps_its_job_and_takes_no_other(cluster, tmp_path):
     """What waits for it says why; mended, it runs."""
     async with (
         open_controller(cluster.address) as (listener, controller),
@@ -41,7 +41,7 @@ async def test_a_drained_node_keeps_its_job_and_takes_no_other(cluster, tmp_path
                     await listener.wait_for("second")
 
 
-async def test_the_time_limit_is_met_with_a_checkpoint(cluster, tmp_path):
+async def test_time_limit_is_met_with_a_checkpoint(cluster, tmp_path):
     """The caller is warned, keeps what it has, asks to run again, and does."""
     async with (
         open_controller(cluster.address) as (listener, controller),
@@ -62,7 +62,7 @@ async def test_the_time_limit_is_met_with_a_checkpoint(cluster, tmp_path):
 
 
 @pytest.mark.parametrize("partition", ["low", "grace"])
-async def test_a_preempted_job_is_put_back_with_a_checkpoint(cluster, tmp_path, partition):
+async def test_preempted_job_is_put_back_with_a_checkpoint(cluster, tmp_path, partition):
     """With grace or without, it is told, and runs again when the other one has ended."""
     async with (
         open_controller(cluster.address) as (listener, controller),
@@ -87,7 +87,7 @@ async def test_a_preempted_job_is_put_back_with_a_checkpoint(cluster, tmp_path, 
     assert_no_two_lives_at_once(tmp_path)
 
 
-async def test_what_is_cancelled_from_outside_is_not_started_again(cluster, tmp_path):
+async def test_externally_cancelled_job_is_not_restarted(cluster, tmp_path):
     """Running or waiting, it has ended, and says by whom."""
     async with (
         open_controller(cluster.address) as (listener, controller),

@@ -29,8 +29,8 @@ __all__ = ["cluster", "hosts"]
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("anyio_backend", ["asyncio"])]
 
 
-async def test_a_node_daemon_that_is_back_soon_is_not_missed(cluster, tmp_path):
-    """Its tasks live on, and nobody hears of it."""
+async def test_node_daemon_that_is_back_soon_is_not_missed(cluster, tmp_path):
+    """Its tasks continue, and it is not reported."""
     async with (
         open_controller(cluster.address) as (listener, controller),
         open_scheduler(cluster, tmp_path) as scheduler,
@@ -50,7 +50,7 @@ async def test_a_node_daemon_that_is_back_soon_is_not_missed(cluster, tmp_path):
                 assert {0} == {life for life, _ in beats(tmp_path)}
 
 
-async def test_a_node_daemon_that_stays_away_has_its_job_run_elsewhere(cluster, tmp_path):
+async def test_node_daemon_that_stays_away_has_its_job_run_elsewhere(cluster, tmp_path):
     """The cluster starts the job again while the old tasks live: the old life is refused and leaves by itself."""
     async with (
         open_controller(cluster.address) as (listener, controller),
@@ -72,7 +72,7 @@ async def test_a_node_daemon_that_stays_away_has_its_job_run_elsewhere(cluster, 
     assert_no_two_lives_at_once(tmp_path)
 
 
-async def test_a_node_that_crashes_is_noticed_at_once_and_its_job_runs_elsewhere(hosts, tmp_path):
+async def test_node_that_crashes_is_noticed_at_once_and_its_job_runs_elsewhere(hosts, tmp_path):
     """The controller hears no heartbeat long before Slurm does; another life comes, and other jobs do not notice."""
     async with open_controller(hosts.address) as (listener, controller), open_scheduler(hosts, tmp_path) as scheduler:
         with anyio.fail_after(150):
@@ -97,7 +97,7 @@ async def test_a_node_that_crashes_is_noticed_at_once_and_its_job_runs_elsewhere
     assert_no_two_lives_at_once(tmp_path)
 
 
-async def test_a_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
+async def test_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
     """Where the cluster is not to start it again, it has ended, and another one can be placed elsewhere at once."""
     async with (
         open_controller(hosts.address) as (listener, controller),
@@ -122,7 +122,7 @@ async def test_a_node_that_crashes_for_good_ends_its_job(hosts, tmp_path):
     assert ended.exit_code is None
 
 
-async def test_a_job_of_a_dead_node_is_left_to_the_cluster(hosts, tmp_path):
+async def test_job_of_a_dead_node_is_left_to_the_cluster(hosts, tmp_path):
     """Its end cannot be confirmed: leaving does not wait for the cluster to give the node up, which is avoided."""
     async with (
         open_controller(hosts.address) as (listener, controller),
@@ -148,7 +148,7 @@ async def test_a_job_of_a_dead_node_is_left_to_the_cluster(hosts, tmp_path):
     assert others != node
 
 
-async def test_a_short_cut_is_mended_by_the_same_life(hosts, tmp_path):
+async def test_worker_survives_a_short_disconnection(hosts, tmp_path):
     """Four seconds without a network: the caller calls again, and neither Slurm nor controller gives it up."""
     async with open_controller(hosts.address) as (listener, controller), open_scheduler(hosts, tmp_path) as scheduler:
         with anyio.fail_after(60):
@@ -166,7 +166,7 @@ async def test_a_short_cut_is_mended_by_the_same_life(hosts, tmp_path):
                 assert placement.status.state is PlacementState.RUNNING
 
 
-async def test_a_long_cut_fences_the_old_life(hosts, tmp_path):
+async def test_long_disconnection_fences_the_old_incarnation(hosts, tmp_path):
     """Forty-five seconds: the old life ends itself within its lease, before another one serves elsewhere."""
     async with open_controller(hosts.address) as (listener, controller), open_scheduler(hosts, tmp_path) as scheduler:
         with anyio.fail_after(150):

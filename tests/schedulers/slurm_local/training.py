@@ -88,7 +88,7 @@ def nodes(cluster: Cluster) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("job", [pytest.param(TINY, id="tiny"), pytest.param(MAIN, id="main", marks=pytest.mark.model)])
-def test_a_run_whose_roles_are_jobs_learns(cluster, tmp_path, job):
+def test_run_whose_roles_are_jobs_learns(cluster, tmp_path, job):
     """The trainer on one node, two engines and the proxy on others; the reward climbs, and each step is made once."""
     if job is MAIN:
         require_weights()
@@ -108,7 +108,7 @@ def test_a_run_whose_roles_are_jobs_learns(cluster, tmp_path, job):
 
 
 @pytest.mark.parametrize("worker", ["generation-0", "trainer-0", "proxy-0"])
-def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
+def test_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
     """Engine and proxy are replaced alone; without the trainer, the run resumes from its checkpoint. Each step once."""
     if not cluster.has_namespaces:
         pytest.skip(why_no_namespaces())
@@ -129,7 +129,7 @@ def test_a_run_goes_on_when_a_node_dies(cluster, tmp_path, worker):
 
 
 @pytest.mark.parametrize("how", ["requeue", "cancel"])
-def test_a_run_goes_on_when_its_proxy_is_lost(cluster, tmp_path, how):
+def test_run_goes_on_when_its_proxy_is_lost(cluster, tmp_path, how):
     """Another one serves behind the same address, in the same attempt; no episode counts as failed. Each step once."""
     directory = tmp_path / "run"
     settings = (*TINY, "checkpoint.every_steps=2", "total_steps=8")
@@ -175,7 +175,7 @@ def scale(directory: Path, sizes: str) -> None:
     subprocess.run(command, check=True, cwd=ROOT)
 
 
-def test_two_runs_that_want_more_than_there_is_come_one_after_the_other(cluster, tmp_path):
+def test_two_runs_on_a_full_cluster_run_one_after_the_other(cluster, tmp_path):
     """Each wants three of four nodes, and has two: one gives back what it holds, the other goes first. Both learn."""
     all_nodes = ",".join(cluster.node(number) for number in range(1, 5))
     settings = (*TINY, "scheduler.gather_seconds=15", "total_steps=3")

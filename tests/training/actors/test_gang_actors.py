@@ -1,4 +1,4 @@
-"""How the first rank leads the others: who is asked, whose error is raised, and for whom nobody waits.
+"""The first rank of a gang leads the others: requests, errors, and waits that end.
 
 The arithmetic of a gang is tested with real ranks in ``tests/training``, their processes in ``tests/run``.
 """
@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import anyio
 import pytest
 
-from areal_actors.domain import Snapshot
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.kernel import Actor, ActorSystem, OwnThread
 from areal_actors.messages import GangMembers, GatherWeights, JoinGang, Ranks, SaveShards, TrainAlong
@@ -22,7 +21,6 @@ from areal_actors.training import gang_actors
 from areal_actors.training.config import TrainerConfig
 from areal_actors.training.gang import Gang
 from areal_actors.training.gang_actors import GangPolicy
-from areal_actors.training.publication import MemoryPublisher
 
 pytestmark = pytest.mark.anyio
 
@@ -91,20 +89,6 @@ async def led(*members: Member, step: object = "statistics", limit: float | None
         yield GangPolicy(policy, thread, GangMembers(ranks=tuple(ranks), whereabouts=where))
 
 
-async def test_all_ranks_are_asked_for_the_same_in_the_same_order(tmp_path):
-    """A step, the weights and a checkpoint, each passed on to every rank; the first one's answer is the answer."""
-    members = Member(), Member()
-    async with led(*members) as policy:
-        found = await policy.train_step([], max_staleness=3)
-        snapshot = await policy.publish(MemoryPublisher())
-        await policy.save(tmp_path, counters={}, num_kept=1)
-
-    wanted = [TrainAlong(groups=(), max_staleness=3), GatherWeights(), SaveShards(directory=tmp_path)]
-    assert ("statistics", [], 3) == found
-    assert Snapshot(version=7, state={"w": 1}) == snapshot
-    assert [wanted, wanted] == [member.asked for member in members]
-
-
 async def test_a_lost_rank_is_named():
     """Which one, where it ran, why, and what to do; also where the step itself only says that it lost the others."""
     for step in ("statistics", GangError("Rank 0 has lost the others.")):
@@ -113,7 +97,7 @@ async def test_a_lost_rank_is_named():
                 await policy.train_step([], max_staleness=None)
 
 
-async def test_what_all_ranks_come_to_is_the_first_ones_error():
+async def test_an_error_that_all_ranks_raise_is_raised_once():
     """A verdict on the groups is not a failure of a rank."""
     async with led(Member(), step=TrainingDiverged("nan")) as policy:
         with pytest.raises(TrainingDiverged):
@@ -121,7 +105,7 @@ async def test_what_all_ranks_come_to_is_the_first_ones_error():
 
 
 @pytest.mark.parametrize("error", [RuntimeError("a fault"), GangError("lost")])
-async def test_nobody_waits_for_ranks_that_wait_for_us(error, monkeypatch):
+async def test_a_failure_of_the_first_rank_does_not_wait_for_the_others(error, monkeypatch):
     """After a failure of the first rank alone, the others are in the middle of a step that never ends."""
     monkeypatch.setattr(gang_actors, "_LAST_WORDS_SECONDS", 0.05)
     async with led(Member(hangs=True), step=error) as policy:

@@ -247,7 +247,7 @@ async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
 
 @pytest.mark.parametrize("is_async", [False, True])
 async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is_async):
-    """Whoever resumes from a checkpoint finds the record of its step: it was written first."""
+    """A run that resumes from a checkpoint finds the record of its step: it was written first."""
     plan = evolve(PLAN, total_steps=3, checkpoint=CheckpointConfig(every_steps=2, keep=1, is_async=is_async))
     async with open_school(tmp_path, plan) as school:
         await school.deliver(*range(6))
@@ -290,12 +290,12 @@ async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
             tasks.start_soon(wait)
             while not school.told(StepFinished):
                 await anyio.wait_all_tasks_blocked()
-            await school.training.tell(RequestStop(reason="somebody asked"))
+            await school.training.tell(RequestStop(reason="asked to stop"))
             await school.training.tell(RequestStop(reason="and again"))
         position = parse_position(find_checkpoints(tmp_path)[-1].counters["caller"])
 
     assert summaries[0] == summaries[1]
-    assert (1, False, "somebody asked") == (
+    assert (1, False, "asked to stop") == (
         summaries[0].steps,
         summaries[0].is_finished,
         summaries[0].stop_reason,
@@ -304,7 +304,7 @@ async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
 
 
 async def test_a_stop_cuts_an_evaluation_short(tmp_path: Path):
-    """Nobody who asked for an end waits for an hour of evaluation; its episodes are aborted."""
+    """A stop does not wait for an evaluation; its episodes are aborted."""
     engine = LoadingEngine(is_gated=True)
     async with open_school(tmp_path, engine=engine, held_out=2) as school:
         while engine.statistics().waiting < 2:
@@ -424,20 +424,6 @@ async def test_a_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_pa
     assert (2, True) == (summary.steps, summary.is_finished)
 
 
-async def test_a_run_that_was_finished_is_not_trained_further(tmp_path: Path):
-    """Resuming it saves nothing twice and ends at once."""
-    async with open_school(tmp_path) as school:
-        await school.deliver(0, 1, 2, 3)
-        await school.training.ask(AwaitTraining())
-    policy = create_policy()
-    counters = policy.restore(tmp_path)
-    async with open_school(tmp_path, policy=policy, counters=counters) as resumed:
-        summary = await resumed.training.ask(AwaitTraining())
-
-    assert (2, True) == (summary.steps, summary.is_finished)
-    assert [] == resumed.saved
-
-
 async def expect_crash(school_or_error: type[Exception], opening: Any, *positions: int) -> Exception:
     with pytest.raises(ExceptionGroup) as crash:
         async with opening as school:
@@ -460,7 +446,7 @@ async def test_diverging_ends_the_run_with_the_reason(tmp_path: Path):
 
 
 async def test_waiting_too_long_for_groups_ends_the_run_with_advice(tmp_path: Path):
-    """A bound that somebody set is kept, and says which step waited for what."""
+    """The configured limit is kept, and the error says which step waited for what."""
     plan = evolve(PLAN, max_step_seconds=0.01)
     error = await expect_crash(TrainingStalled, open_school(tmp_path, plan), 0)
 
@@ -479,9 +465,3 @@ async def test_weights_that_the_engine_does_not_serve_end_the_run(tmp_path: Path
     error = await expect_crash(EngineError, open_school(tmp_path, engine=StubbornEngine()), 0, 1)
 
     assert "serves version 0 after loading version 1" in str(error)
-
-
-def test_positions_are_read_back_from_counters():
-    """Also from none, as a fresh run has."""
-    assert DataPosition() == parse_position(None) == parse_position({})
-    assert DataPosition(next=5, pending=(2,)) == parse_position({"position": {"next": 5, "pending": [2]}})

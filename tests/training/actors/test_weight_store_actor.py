@@ -1,4 +1,4 @@
-"""Who keeps the weights: nobody waits for a server that does not come, and what is kept is given in one directory.
+"""The weight store: servers that do not come are given up, and a version is written to one directory.
 
 What is sent to servers is tested in ``tests/generation/servers``, the groups by themselves in ``tests/training``.
 """
@@ -69,7 +69,7 @@ def wanted(engine: str = "a", *, seconds: float = 20.0) -> SendWeights:
     return SendWeights(engine=engine, version=3, receiver=receiver, timeout_seconds=seconds)
 
 
-async def test_what_is_kept_is_described_and_written_once(tmp_path: Path, model: Any) -> None:
+async def test_the_weight_store_describes_and_writes_a_version_once(tmp_path: Path, model: Any) -> None:
     """Many that ask at once get one directory; another version than the one that is kept is refused."""
     paths: list[Path] = []
 
@@ -90,8 +90,8 @@ async def test_what_is_kept_is_described_and_written_once(tmp_path: Path, model:
     assert all(isinstance(bucket, TensorBucket) and bucket.names for bucket in buckets)
 
 
-async def test_a_disk_that_refuses_is_told(tmp_path: Path, model: Any) -> None:
-    """To whoever asks, and the keeper lives on."""
+async def test_a_write_that_fails_is_raised_to_the_asker(tmp_path: Path, model: Any) -> None:
+    """The store goes on."""
     (tmp_path / "file").touch()
     async with keeping(tmp_path / "file" / "kept", model) as keeper:
         with pytest.raises(CheckpointError):

@@ -1,4 +1,8 @@
-"""Settings for inference servers: where they run, or how they are started. Imports neither HTTP libraries nor torch."""
+"""Settings for inference servers: where they run, or how they are started. Imports neither HTTP libraries nor torch.
+
+Another kind of server is a member of ``Backend``, a section of ``ServerSections`` with the same name, and a module of
+this package with that name (``dialect``).
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from attrs.validators import ge, gt, le
 
 from areal_actors.lib.settings import constant
 
-__all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig"]
+__all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig", "ServerSections"]
 
 
 class Backend(StrEnum):
@@ -21,6 +25,16 @@ class Backend(StrEnum):
     """The embedded engine, in this process."""
     SGLANG = "sglang"
     VLLM = "vllm"
+
+    @property
+    def receives_broadcasts(self) -> bool:
+        """Whether its servers can be sent weights over the network."""
+        return self is Backend.SGLANG
+
+    @property
+    def records_experts(self) -> bool:
+        """Whether it reports the experts of each token."""
+        return self is not Backend.VLLM
 
 
 @frozen(kw_only=True)
@@ -70,6 +84,14 @@ class ServerConfig:
     tokens of an incomplete event, which another one samples again."""
     max_failures: int = constant(3)
     """A generation fails after this many attempts in a row without a new token."""
+
+
+@frozen(kw_only=True)
+class ServerSections:
+    """The settings of each kind of server, in a section with its name."""
+
+    sglang: ServerConfig = field(factory=ServerConfig)
+    vllm: ServerConfig = field(factory=ServerConfig)
 
 
 @frozen(kw_only=True)

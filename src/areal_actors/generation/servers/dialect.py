@@ -7,15 +7,19 @@ how failures are handled, which version is served and when servers pause.
 the end of a generation. If weights were loaded in the meantime, it is unknown until then which tokens they sampled.
 Tokens are therefore passed on as long as no load has begun since the attempt did, because they can only be of the
 version served then. From the first load on, they are held back until the server reports its spans.
+
+A module of this package with the name of a ``Backend`` has a dialect and, as ``KIND``, how such a server is started.
 """
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager
+import json
+from base64 import b64decode
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, Self, runtime_checkable
 
 import httpx
 import numpy as np
@@ -29,14 +33,30 @@ from areal_actors.domain import (
     Floats,
     Ints,
     PauseMode,
+    Sampling,
     TopLogprob,
+    as_experts,
     as_floats,
     as_ints,
 )
-from areal_actors.errors import EngineError
+from areal_actors.errors import ConfigError, EngineError
+from areal_actors.generation.servers.config import AdapterSlots, Backend
+from areal_actors.generation.servers.http import Answer, address_of, as_answer, failure_of, open_events
 from areal_actors.messages import GroupPlace, TensorBucket
 
-__all__ = ["Attribution", "BroadcastDialect", "Delta", "ServerDialect", "ServerFacts", "VersionSpan"]
+__all__ = [
+    "LOGITS_SETTINGS",
+    "Attribution",
+    "BroadcastDialect",
+    "Delta",
+    "RoutedLayers",
+    "ServerDialect",
+    "ServerFacts",
+    "ServerKind",
+    "VersionSpan",
+    "are_defaults",
+    "open_deltas",
+]
 
 
 @frozen(kw_only=True)
@@ -189,6 +209,31 @@ class BroadcastDialect(ServerDialect, Protocol):
         ...
 
 
+@frozen(kw_only=True)
+class ServerKind:
+    """How a kind of server is started: ``python -m`` runs ``module`` with ``arguments``, unless a program is named.
+
+    ``create`` creates the dialect, with the keyword arguments ``added_tokens`` (texts of the tokenizer's added tokens
+    to ids, for grammars), ``stream_interval`` (that of ``ServerConfig``) and, for kinds with ``recording``,
+    ``routed_layers``.
+    """
+
+    backend: Backend
+    create: Callable[..., ServerDialect]
+    oldest: tuple[int, ...]
+    """The oldest version that the dialect works with."""
+    module: str
+    describe_place: Callable[[Path, str, int], tuple[str, ...]]
+    """Returns the arguments for the model, the host and the port."""
+    describe_adapters: Callable[[AdapterSlots], tuple[str, ...]]
+    """Returns the arguments for adapters."""
+    arguments: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(factory=dict)
+    """Variables in addition to those that the server is given anyway."""
+    recording: tuple[str, ...] = ()
+    """The arguments with which the server can report experts; empty if its experts are not read."""
+
+
 _UNKNOWN = -1
 
 
@@ -294,3 +339,94 @@ def _cut(delta: Delta, start: int, end: int, version: int) -> Chunk:
         version=version,
         top_logprobs=delta.top_logprobs[start:end],
     )
+
+
+# ---------------------------------------------------------------------------------------------- reading answers
+
+LOGITS_SETTINGS = ("frequency_penalty", "presence_penalty", "repetition_penalty", "logit_bias")
+"""The settings of ``Sampling`` that change the logits before a temperature is applied."""
+
+
+def are_defaults(request: EngineRequest, names: Sequence[str]) -> bool:
+    """Return whether the settings ``names`` of ``request`` have their default values."""
+    neutral = Sampling()
+    return all(getattr(request.sampling, name) == getattr(neutral, name) for name in names)
+
+
+@asynccontextmanager
+async def open_deltas(
+    client: httpx.AsyncClient,
+    path: str,
+    body: Mapping[str, Any],
+    parse: Callable[[Any], Delta],
+    *,
+    headers: Mapping[str, str] | None = None,
+    software: str,
+) -> AsyncIterator[AsyncIterator[Delta]]:
+    """Send a request, and yield the deltas that ``parse`` makes of its events, up to the one that has a finish reason.
+
+    Raises ``InvalidRequest`` if the server refuses the request, and ``EngineError`` if it fails, if ``parse`` raises
+    because the event is not one of ``software``, or if the stream ends without a finish reason.
+    """
+    async with open_events(client, path, body, headers=headers) as events:
+        if isinstance(events, Answer):
+            raise failure_of(client, path, events)
+        async with aclosing(_read_deltas(client, path, events, parse, software)) as deltas:
+            yield deltas
+
+
+async def _read_deltas(
+    client: httpx.AsyncClient, path: str, events: AsyncIterator[Any], parse: Callable[[Any], Delta], software: str
+) -> AsyncGenerator[Delta]:
+    async for event in events:
+        try:
+            if event.get("error"):
+                raise failure_of(client, path, as_answer(event))
+            delta = parse(event)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise EngineError(f"{address_of(client, path)} streams what {software} does not: {error!r}") from error
+        yield delta
+        if delta.finish is not None:
+            # Read the stream to its end, so that the connection can be reused.
+            with suppress(EngineError):
+                await anext(events, None)
+            return
+    raise EngineError(f"{address_of(client, path)} ended its stream without a reason.")
+
+
+@frozen(kw_only=True)
+class RoutedLayers:
+    """Each token takes ``num_chosen`` experts in each of the layers ``sparse``, of ``num_layers``; others are dense."""
+
+    num_chosen: int
+    num_layers: int
+    sparse: tuple[int, ...]
+
+    @classmethod
+    def of(cls, directory: Path) -> Self:
+        """Read them from the configuration of the model in ``directory``.
+
+        Raises ``ConfigError`` if it is not a mixture of experts.
+        """
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        text = config.get("text_config", config)
+        num_chosen = text.get("num_experts_per_tok")
+        if not num_chosen:
+            raise ConfigError(f"trainer.router_replay: {directory} is not a mixture of experts; leave it out.")
+        # Qwen's names; other models that can be replayed have experts in each layer.
+        dense, step = text.get("mlp_only_layers") or (), text.get("decoder_sparse_step") or 1
+        num_layers = int(text["num_hidden_layers"])
+        sparse = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+        return cls(num_chosen=int(num_chosen), num_layers=num_layers, sparse=sparse)
+
+    def decode(self, encoded: Any, *, num_tokens: int) -> Experts:
+        """Return the experts [``num_tokens``, sparse layers, chosen] of base64-encoded int32 of all layers.
+
+        Raises ``ValueError`` for another number of them.
+        """
+        flat = np.frombuffer(b64decode(encoded), dtype=np.int32)
+        if flat.size != num_tokens * self.num_layers * self.num_chosen:
+            raise ValueError(
+                f"{flat.size} experts for {num_tokens} tokens of {self.num_layers} layers with {self.num_chosen} each"
+            )
+        return as_experts(flat.reshape(num_tokens, self.num_layers, self.num_chosen)[:, list(self.sparse)])

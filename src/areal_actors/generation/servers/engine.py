@@ -1,10 +1,10 @@
 """``ServerEngine``: an engine of one inference server, whose pauses and weights it alone controls.
 
-A generation consists of one or several *attempts* at the server. An attempt also ends because another client ended it
-there, or because the next one samples under another adapter; the next attempt continues after the tokens already known.
-If the server is lost, the generation fails with ``EngineError``, and the replica set (``replicas``) continues it at
-another server. A server's stream is read only when the consumer asks for a chunk. ``Attribution`` determines which
-weights sampled a token.
+A generation is one request to the server. If the server is lost, it fails with ``EngineError``; if the server ends it
+early, because another client did so or because the next tokens are sampled under another adapter, with
+``EngineInterrupted``. In both cases the replica set (``replicas``) continues it after the tokens already known. A
+server's stream is read only when the consumer asks for a chunk. ``Attribution`` determines which weights sampled a
+token.
 
 A server that comes back gets the weights and the pause of its engine before it serves. The label of its weights shows
 whether it was restarted: it has none of our labels then.
@@ -30,6 +30,7 @@ from areal_actors.errors import (
     ArealError,
     ConfigError,
     EngineError,
+    EngineInterrupted,
     EngineLost,
     InvalidRequest,
     ModelError,
@@ -45,10 +46,10 @@ from areal_actors.generation.base import (
     PauseMode,
     Snapshot,
     StopScanner,
+    find_stop_ids,
     validate_request,
 )
 from areal_actors.generation.replicas import EngineSet, ReplicaSetConfig
-from areal_actors.generation.resumable import ResumableGeneration
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
 from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
@@ -59,7 +60,7 @@ from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["ServerEngine", "ServerGeneration", "empty_chunk", "open_server_engines"]
+__all__ = ["ServerEngine", "open_server_engines"]
 
 _log = get_logger(__name__)
 
@@ -97,8 +98,8 @@ class ServerEngine:
         """Held while the server is paused, updated or brought back."""
         self._failure: ArealError | None = None
         """Why the last attempt to bring the server back failed."""
-        self._running: dict[str, ServerGeneration] = {}
-        self._placed: set[ServerGeneration] = set()
+        self._running: dict[str, ServerAttempt] = {}
+        self._placed: set[ServerAttempt] = set()
         # Numbers by the names of EngineStatistics, which is frozen: copying it for each chunk would take 10 µs.
         self._counters: Counter[str] = Counter()
         self._finished_seconds = 0.0
@@ -192,8 +193,9 @@ class ServerEngine:
             raise InvalidRequest(
                 f"A generation with the id {request.id!r} is running; give each its own id.", param="id"
             )
-        generation = ResumableGeneration(request, context_length=self._info.context_length)
-        run = self._running[request.id] = ServerGeneration(generation)
+        run = self._running[request.id] = ServerAttempt.begin(
+            request, context_length=self._info.context_length, decode=self._decode
+        )
         self._counters["prompt_tokens"] += len(request.prompt)
         try:
             async with aclosing(self._generate(run)) as chunks:
@@ -419,27 +421,21 @@ class ServerEngine:
 
     # --------------------------------------------------------------------------------------------- generating
 
-    async def _generate(self, run: ServerGeneration) -> AsyncGenerator[Chunk]:
-        generation = run.generation
-        while await self._may_begin(run):
-            num_known = generation.num_sampled
+    async def _generate(self, run: ServerAttempt) -> AsyncGenerator[Chunk]:
+        if await self._may_begin(run):
             async with aclosing(self._attempt(run)) as chunks:
                 async for chunk in chunks:
                     yield chunk
-            if generation.is_over:
+            if run.is_over:
                 return
-            if run.is_aborted:
-                break
-            was_ended_by_us = run.was_interrupted or run.was_moved
-            if not was_ended_by_us and generation.num_sampled == num_known:
+            if not (run.is_ending or run.num_sampled):
                 raise EngineError(f"{self._server.url} ended the generation without a token.")
-            # Servers begin a grammar anew with each attempt, so that not even this one could continue it.
-            generation.check_movable(self._server.url, None, "it was ended there", max_failures=1)
-        generation.is_over = True
+            if not run.is_aborted:
+                raise EngineInterrupted(f"{self._server.url} ended the generation after {run.num_sampled} tokens.")
         self._counters["aborted"] += 1
-        yield empty_chunk(FinishReason.ABORT, version=self.version)
+        yield Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=self.version, finish=FinishReason.ABORT)
 
-    async def _may_begin(self, run: ServerGeneration) -> bool:
+    async def _may_begin(self, run: ServerAttempt) -> bool:
         """Wait until the engine is not paused; return whether to begin an attempt, which an abort prevents.
 
         Raises ``EngineLost`` if the server is lost.
@@ -455,7 +451,7 @@ class ServerEngine:
             await server.changed.wait()
         return False
 
-    async def _attempt(self, run: ServerGeneration) -> AsyncGenerator[Chunk]:
+    async def _attempt(self, run: ServerAttempt) -> AsyncGenerator[Chunk]:
         """Yield the chunks that the server samples, until the end of its stream."""
         server = self._server
         num_loads = sum(peer.num_loads for peer in server.peers)
@@ -466,8 +462,8 @@ class ServerEngine:
         if adapter is not None and server.facts is not None:
             # The adapter decides the version, and the server labels the weights below it.
             attribution = Attribution(self.version, label=server.facts.weight_version)
-        name = None if adapter is None else adapter.name
-        request = run.begin_attempt(adapter=name, decode=self._decode)
+        name = run.adapter = None if adapter is None else adapter.name
+        request = evolve(run.request, id=run.id)
         has_ended = was_abort_repeated = False
         self._begin(run)
         try:
@@ -487,7 +483,7 @@ class ServerEngine:
                         self._counters["cached_tokens"] += taken.num_cached_tokens
                         self._counters["aborted"] += taken.finish is FinishReason.ABORT
                         yield taken
-                        if run.generation.is_over:
+                        if run.is_over:
                             return
         except EngineError:
             self._mark_unhealthy()
@@ -528,7 +524,7 @@ class ServerEngine:
             return
         raise EngineError(f"{server.url} answers health checks, but has not sampled a token within {seconds:g} s.")
 
-    def _begin(self, run: ServerGeneration) -> None:
+    def _begin(self, run: ServerAttempt) -> None:
         """Count an attempt that begins."""
         if not self._placed:
             self._busy_since = anyio.current_time()
@@ -536,13 +532,12 @@ class ServerEngine:
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] += 1
 
-    def _end(self, run: ServerGeneration) -> None:
+    def _end(self, run: ServerAttempt) -> None:
         """Count an attempt that has ended."""
         if len(self._placed) == 1:
             self._finished_seconds += self._busy_seconds
         self._placed.remove(run)
-        assert run.attempt_id is not None
-        self._server.end_attempt(run.attempt_id)
+        self._server.end_attempt(run.id)
         if self._adapters is not None and run.adapter is not None:
             self._adapters.used[run.adapter] -= 1
         self._server.changed.notify()
@@ -552,19 +547,19 @@ class ServerEngine:
         for peer in self._server.peers:
             peer.mark_unhealthy()
 
-    async def _end_attempt(self, run: ServerGeneration) -> None:
+    async def _end_attempt(self, run: ServerAttempt) -> None:
         """Tell the server, if there is one, to abort the current attempt.
 
         Cannot be cancelled; takes at most ``_ABORT_SECONDS``.
         """
-        if run not in self._placed or run.attempt_id is None:
+        if run not in self._placed:
             return
         # Behind a gateway, any server may have the attempt. A silent one would only cost time.
         asked = tuple(peer for peer in self._server.peers if peer.silent_since is None)
         with anyio.move_on_after(_ABORT_SECONDS, shield=True):
             for peer in asked:
                 with suppress(EngineError):
-                    await self._dialect.abort(peer.control, run.attempt_id)
+                    await self._dialect.abort(peer.control, run.id)
 
     @property
     def _busy_seconds(self) -> float:
@@ -670,50 +665,50 @@ async def open_server_engines(
             await to_thread.run_sync(publisher.close)
 
 
-@define(eq=False)
-class ServerGeneration:
-    """A generation, and its current attempt at a server."""
+@define(eq=False, kw_only=True)
+class ServerAttempt:
+    """A generation at the server."""
 
-    generation: ResumableGeneration
-    attempt_id: str | None = None
-    """Request id of the current attempt at its server."""
+    request: EngineRequest
+    id: str
+    """Id of the request to the server."""
     adapter: str | None = None
-    """Name of the adapter of the current attempt."""
+    """Name of the adapter that samples it."""
     is_aborted: bool = False
     """Whether the consumer has aborted the generation."""
     was_interrupted: bool = False
-    """Whether the current attempt ends because the engine was paused with ``PauseMode.ABORT``."""
+    """Whether it ends because the engine was paused with ``PauseMode.ABORT``."""
     was_moved: bool = False
-    """Whether the current attempt ends because the next one samples under another adapter."""
+    """Whether it ends because the next tokens are sampled under another adapter."""
+    num_sampled: int = 0
+    last_id: int | None = None
+    """The last sampled id."""
+    is_over: bool = False
+    """Whether a chunk with a finish was passed on."""
     scanner: StopScanner | None = None
-    """Finds stop strings that begin before the current attempt, which its server cannot see."""
+    """Finds stop strings that begin in tokens of earlier attempts, which this server has not sampled."""
     num_unscanned: int = 0
-    """Tokens of the current attempt in which such a stop string may still end."""
+    """Tokens in which such a stop string may still end."""
 
-    @property
-    def request(self) -> EngineRequest:
-        """The request of the whole generation."""
-        return self.generation.request
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether the server was told to abort the current attempt."""
-        return self.is_aborted or self.was_interrupted or self.was_moved
-
-    def begin_attempt(self, *, adapter: str | None, decode: Decode | None) -> EngineRequest:
-        """Return the request for the next attempt, which continues after the tokens already known."""
-        # Servers also match requests by prefixes of their ids, so no id may be a prefix of another.
-        self.attempt_id = f"{uuid4().hex}-{self.request.id}"
-        self.adapter = adapter
-        self.was_interrupted = self.was_moved = False
-        request = self.generation.next_request()
+    @classmethod
+    def begin(cls, request: EngineRequest, *, context_length: int, decode: Decode | None) -> ServerAttempt:
+        """Create the attempt for ``request``, of which earlier ones have sampled ``request.key.num_drawn`` tokens."""
         stop, num_earlier = request.sampling.stop, request.key.num_drawn
-        self.scanner = None
+        room = context_length - len(request.prompt)
+        if room < request.sampling.max_new_tokens:
+            request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=room))
+        # Servers also match requests by prefixes of their ids, so no id may be a prefix of another.
+        self = cls(request=request, id=f"{uuid4().hex}-{request.id}")
         if stop and num_earlier and decode is not None:
             self.scanner = StopScanner(stop, decode, request.prompt[-num_earlier:].tolist())
             # As many tokens as the scanner's window: a token may be a third of a character.
             self.num_unscanned = 4 * max(map(len, stop)) + 16
-        return evolve(request, id=self.attempt_id)
+        return self
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether the server was told to abort it."""
+        return self.is_aborted or self.was_interrupted or self.was_moved
 
     def cut_at_stop(self, chunk: Chunk) -> Chunk:
         """Return a chunk up to the end of a stop string that began before the attempt, if it contains one."""
@@ -736,26 +731,19 @@ class ServerGeneration:
         return chunk
 
     def take(self, chunk: Chunk) -> Chunk:
-        """Add a chunk, and return it as the consumer sees it: with a finish only if the whole generation is over."""
-        taken = self.generation.add(chunk)
-        if taken.finish is None:
-            return taken
-        generation, request = self.generation, self.request
-        # The finish of an attempt is that of the generation only if we asked for it; otherwise the generation goes on
-        # unless all of its tokens are known.
-        if taken.finish is FinishReason.ABORT:
-            # Another client may have aborted the attempt.
-            was_asked_for = self.is_aborted or (self.was_interrupted and generation.num_sampled > 0)
-        elif taken.finish is FinishReason.STOP:
+        """Add a chunk, and return it as the consumer sees it: with a finish only if we asked for that finish."""
+        request = self.request
+        if len(chunk.token_ids):
+            self.num_sampled += len(chunk.token_ids)
+            self.last_id = int(chunk.token_ids[-1])
+        if chunk.finish is FinishReason.ABORT:
+            # Another client may have aborted it.
+            num_known = request.key.num_drawn + self.num_sampled
+            self.is_over = self.is_aborted or (self.was_interrupted and num_known > 0)
+        elif chunk.finish is FinishReason.STOP:
             # Servers also stop at the end token of their model, at which this request may not stop.
-            was_asked_for = bool(request.sampling.stop) or request.grammar is not None or generation.has_stopped
+            is_stopped = self.last_id in find_stop_ids(request)
+            self.is_over = is_stopped or bool(request.sampling.stop) or request.grammar is not None
         else:
-            was_asked_for = True
-        finish = taken.finish if was_asked_for else generation.find_finish()
-        generation.is_over = finish is not None
-        return taken if finish is taken.finish else evolve(taken, finish=finish)
-
-
-def empty_chunk(finish: FinishReason, *, version: int) -> Chunk:
-    """Return a chunk without tokens that ends a generation."""
-    return Chunk(token_ids=(), logprobs=(), raw_logprobs=(), version=version, finish=finish)
+            self.is_over = chunk.finish is not None
+        return chunk if self.is_over == (chunk.finish is not None) else evolve(chunk, finish=None)

@@ -2,8 +2,7 @@
 
 A server runs in a Python of the user's choice and keeps its port for the whole block. This module only keeps a process
 running and records how the last one ended; ``server`` checks whether it answers, and ``engine`` gives it weights. Each
-server logs to its own file, whose end is part of the error if a server never becomes ready. ``KINDS`` has the dialect
-and the start command of each kind.
+server logs to its own file, whose end is part of the error if a server never becomes ready.
 """
 
 from __future__ import annotations
@@ -11,7 +10,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, suppress
 from importlib import import_module
@@ -19,24 +17,22 @@ from pathlib import Path
 from typing import cast
 
 import anyio
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from areal_actors.errors import EngineError
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
-from areal_actors.generation.servers.dialect import ServerDialect
-from areal_actors.generation.servers.experts import RoutedLayers
+from areal_actors.generation.servers.dialect import ServerKind
 from areal_actors.lib.backoff import Backoff
 from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
-    "KINDS",
     "PYTHON_VARIABLES",
     "LaunchedServers",
-    "ServerKind",
     "choose_ports",
     "count_devices",
+    "find_kind",
     "format_command",
     "launch_servers",
     "split_devices",
@@ -251,90 +247,6 @@ def choose_ports(config: ServerConfig) -> tuple[int, ...]:
         return tuple(found)
 
 
-@frozen(kw_only=True)
-class ServerKind(ABC):
-    """A kind of server. ``dialect`` is ``module:Class``, imported when it is first needed.
-
-    ``python -m`` starts ``module`` with ``arguments``, unless the user names another program. The server needs
-    ``environment`` in addition to the variables that it is given anyway.
-    """
-
-    backend: Backend
-    dialect: str
-    module: str
-    arguments: tuple[str, ...] = ()
-    environment: Mapping[str, str] = field(factory=dict)
-    recording: tuple[str, ...] = ()
-    """The arguments with which the server can report experts; empty if its experts are not read."""
-
-    @abstractmethod
-    def describe_place(self, model: Path, host: str, port: int) -> tuple[str, ...]:
-        """Return the arguments for the model and the address."""
-
-    @abstractmethod
-    def describe_adapters(self, slots: AdapterSlots) -> tuple[str, ...]:
-        """Return the arguments for adapters."""
-
-    def create_dialect(
-        self, added_tokens: Mapping[str, int], *, stream_interval: int = 1, routed_layers: RoutedLayers | None = None
-    ) -> ServerDialect:
-        """Create the dialect.
-
-        ``added_tokens`` maps texts of the tokenizer's added tokens to ids, for grammars; ``stream_interval`` is that of
-        ``ServerConfig``. With ``routed_layers``, only for servers with ``recording``, answers have experts.
-        """
-        module, _, name = self.dialect.partition(":")
-        create = getattr(import_module(module), name)
-        recording = {} if routed_layers is None else {"routed_layers": routed_layers}
-        return cast("ServerDialect", create(added_tokens=added_tokens, stream_interval=stream_interval, **recording))
-
-
-class _SGLang(ServerKind):
-    def describe_place(self, model: Path, host: str, port: int) -> tuple[str, ...]:
-        return ("--model-path", str(model), "--host", host, "--port", str(port))
-
-    def describe_adapters(self, slots: AdapterSlots) -> tuple[str, ...]:
-        # Room for the current version, the one before, one that a request with a grammar still uses, and the base.
-        modules = slots.modules or ("all",)
-        return (
-            *("--enable-lora", "--max-lora-rank", str(slots.rank), "--max-loras-per-batch", "4"),
-            *("--lora-target-modules", *modules),
-        )
-
-
-_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks for which vLLM can be started."""
-
-
-class _Vllm(ServerKind):
-    def describe_place(self, model: Path, host: str, port: int) -> tuple[str, ...]:
-        place = ("--model", str(model), "--host", host, "--port", str(port))
-        return (*place, "--enable-scale-out", "--logprobs-mode", "processed_logprobs")
-
-    def describe_adapters(self, slots: AdapterSlots) -> tuple[str, ...]:
-        rank = next((rank for rank in _VLLM_RANKS if rank >= slots.rank), slots.rank)
-        return ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "4")
-
-
-KINDS: Mapping[Backend, ServerKind] = {
-    Backend.SGLANG: _SGLang(
-        backend=Backend.SGLANG,
-        dialect="areal_actors.generation.servers.sglang:SGLangDialect",
-        module="sglang.launch_server",
-        # Otherwise each event repeats all earlier tokens of its answer.
-        arguments=("--incremental-streaming-output",),
-        recording=("--enable-return-routed-experts",),
-    ),
-    Backend.VLLM: _Vllm(
-        backend=Backend.VLLM,
-        dialect="areal_actors.generation.servers.vllm:VllmDialect",
-        module="vllm.entrypoints.openai.api_server",
-        # vLLM provides the routes for pausing and updating only in development mode, and those for adapters only with
-        # the last variable.
-        environment={
-            "VLLM_SERVER_DEV_MODE": "1",
-            "VLLM_NO_USAGE_STATS": "1",
-            "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
-        },
-    ),
-}
+def find_kind(backend: Backend) -> ServerKind:
+    """Return how servers of a backend are started and spoken to; its module is imported when it is first needed."""
+    return cast("ServerKind", import_module(f"areal_actors.generation.servers.{backend}").KIND)

@@ -22,10 +22,17 @@ from areal_actors.domain import EngineRequest, FinishReason, PauseMode, TopLogpr
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
-from areal_actors.generation.servers.config import AdapterSlots
-from areal_actors.generation.servers.dialect import Delta, ServerFacts, VersionSpan
-from areal_actors.generation.servers.experts import RoutedLayers
-from areal_actors.generation.servers.generating import LOGITS_SETTINGS, are_defaults, open_deltas
+from areal_actors.generation.servers.config import AdapterSlots, Backend
+from areal_actors.generation.servers.dialect import (
+    LOGITS_SETTINGS,
+    Delta,
+    RoutedLayers,
+    ServerFacts,
+    ServerKind,
+    VersionSpan,
+    are_defaults,
+    open_deltas,
+)
 from areal_actors.generation.servers.http import (
     Answer,
     ask,
@@ -37,7 +44,7 @@ from areal_actors.generation.servers.http import (
 )
 from areal_actors.messages import GroupPlace, TensorBucket
 
-__all__ = ["OLDEST", "SGLangDialect"]
+__all__ = ["KIND", "OLDEST", "SGLangDialect"]
 
 OLDEST = (0, 5, 21)
 """The first version that reports version spans, and whose health can be checked while it is paused."""
@@ -319,3 +326,31 @@ def _last(values: Sequence[Any], number: int) -> Sequence[Any]:
     if not 0 <= number <= len(values):
         raise ValueError(f"{number} new tokens, and {len(values)} in the event")
     return values[len(values) - number :]
+
+
+# ------------------------------------------------------------------------------------------------------ starting
+
+
+def _describe_place(model: Path, host: str, port: int) -> tuple[str, ...]:
+    return ("--model-path", str(model), "--host", host, "--port", str(port))
+
+
+def _describe_adapters(slots: AdapterSlots) -> tuple[str, ...]:
+    # Room for the current version, the one before, one that a request with a grammar still uses, and the base.
+    return (
+        *("--enable-lora", "--max-lora-rank", str(slots.rank), "--max-loras-per-batch", "4"),
+        *("--lora-target-modules", *(slots.modules or ("all",))),
+    )
+
+
+KIND = ServerKind(
+    backend=Backend.SGLANG,
+    create=SGLangDialect,
+    oldest=OLDEST,
+    module="sglang.launch_server",
+    # Otherwise each event repeats all earlier tokens of its answer.
+    arguments=("--incremental-streaming-output",),
+    recording=("--enable-return-routed-experts",),
+    describe_place=_describe_place,
+    describe_adapters=_describe_adapters,
+)

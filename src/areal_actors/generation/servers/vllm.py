@@ -37,9 +37,16 @@ from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling
 from areal_actors.errors import EngineError, ModelError, UnsupportedParameter
 from areal_actors.generation.lark import format_lark
 from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
-from areal_actors.generation.servers.config import AdapterSlots
-from areal_actors.generation.servers.dialect import Delta, ServerFacts, VersionSpan
-from areal_actors.generation.servers.generating import LOGITS_SETTINGS, are_defaults, open_deltas
+from areal_actors.generation.servers.config import AdapterSlots, Backend
+from areal_actors.generation.servers.dialect import (
+    LOGITS_SETTINGS,
+    Delta,
+    ServerFacts,
+    ServerKind,
+    VersionSpan,
+    are_defaults,
+    open_deltas,
+)
 from areal_actors.generation.servers.http import (
     address_of,
     ask,
@@ -50,7 +57,7 @@ from areal_actors.generation.servers.http import (
 )
 from areal_actors.generation.servers.publishing import read_shapes
 
-__all__ = ["ABORT_PREFIX", "OLDEST", "SESSION_HEADER", "VllmDialect"]
+__all__ = ["ABORT_PREFIX", "KIND", "OLDEST", "SESSION_HEADER", "VllmDialect"]
 
 OLDEST = (0, 32, 0)
 """The first version that reports spans of weight versions."""
@@ -342,3 +349,35 @@ def _parse(request: EngineRequest, event: Mapping[str, Any], *, is_plain: bool) 
             for span in choice.get("weight_versions") or ()
         ),
     )
+
+
+# ------------------------------------------------------------------------------------------------------ starting
+
+_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""The ranks of adapters for which vLLM can be started."""
+
+
+def _describe_place(model: Path, host: str, port: int) -> tuple[str, ...]:
+    place = ("--model", str(model), "--host", host, "--port", str(port))
+    return (*place, "--enable-scale-out", "--logprobs-mode", LOGPROBS_MODE)
+
+
+def _describe_adapters(slots: AdapterSlots) -> tuple[str, ...]:
+    rank = next((rank for rank in _RANKS if rank >= slots.rank), slots.rank)
+    return ("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", "2", "--max-cpu-loras", "4")
+
+
+KIND = ServerKind(
+    backend=Backend.VLLM,
+    create=VllmDialect,
+    oldest=OLDEST,
+    module="vllm.entrypoints.openai.api_server",
+    # The routes for pausing and updating exist only in development mode, those for adapters only with the last one.
+    environment={
+        "VLLM_SERVER_DEV_MODE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    },
+    describe_place=_describe_place,
+    describe_adapters=_describe_adapters,
+)

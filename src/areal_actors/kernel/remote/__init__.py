@@ -8,16 +8,16 @@
         sessions = peer.ref(Sessions, "sessions")          # Ref[Sessions]
         view = await sessions.ask(DescribeSessions())
 
-The layers, from the bytes upwards: ``frames`` and ``codec`` (no sockets), ``connection`` (one socket), ``hello`` (the
-handshake), ``peer`` (asking and answering over a connection), ``transport`` (listening and connecting), ``reconnect``
-(refs to actors that move).
+The layers, from the bytes upwards: ``sockets`` (addresses), ``frames`` and ``codec`` (messages as bytes),
+``connection`` (one byte stream), ``hello`` (the handshake), ``peer`` (asking and answering over a connection),
+``transport`` (listening and connecting), ``reconnect`` (refs to actors that move).
 """
 
 from __future__ import annotations
 
 from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.peer import Peer
-from areal_actors.kernel.remote.reconnect import ReconnectingConnection, reconnecting, reconnecting_from
+from areal_actors.kernel.remote.reconnect import ReconnectingConnection, reconnecting
 from areal_actors.kernel.remote.transport import Listener, connect, connect_stream, listen
 
 __all__ = [
@@ -29,5 +29,4 @@ __all__ = [
     "connect_stream",
     "listen",
     "reconnecting",
-    "reconnecting_from",
 ]

@@ -39,30 +39,6 @@ _MIN_INTEGER, _MAX_INTEGER = -(2**63), 2**64 - 1
 _PLAIN = (bool, int, float, str)
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _DTYPE = re.compile(r"[<>|=]?[biufc][1-9]\d?")
-_TENSOR_DTYPES = frozenset(  # the values of ``str(tensor.dtype)`` without "torch."
-    {
-        "bool",
-        "uint8",
-        "int8",
-        "int16",
-        "int32",
-        "int64",
-        "uint16",
-        "uint32",
-        "uint64",
-        "float16",
-        "bfloat16",
-        "float32",
-        "float64",
-        "complex64",
-        "complex128",
-        "float8_e4m3fn",
-        "float8_e5m2",
-        "float8_e4m3fnuz",
-        "float8_e5m2fnuz",
-        "float8_e8m0fnu",
-    }
-)
 _UNSENDABLE = (
     TypeError,
     ValueError,
@@ -273,7 +249,7 @@ class Codec:
 def _tensor_parts(torch: Any, value: Any) -> tuple[list[Any], Buffer]:
     """Return the dtype and shape of a tensor, and its memory. Raises ``ProtocolError``."""
     dtype = str(value.dtype).removeprefix("torch.")
-    if dtype not in _TENSOR_DTYPES or value.layout != torch.strided:
+    if value.is_quantized or value.layout != torch.strided:
         raise ProtocolError(f"a tensor of {value.dtype}, {value.layout} has no form on a wire")
     if value.device.type != "cpu":
         raise ProtocolError(f"a tensor on {value.device} does not travel; move it with .cpu() first")
@@ -289,13 +265,14 @@ def _tensor(dtype: Any, shape: Any, raw: Buffer) -> Any:
     torch = sys.modules.get("torch")
     if torch is None:
         raise ProtocolError("a tensor arrived, but torch is not loaded in this process; import it before listening")
-    if dtype not in _TENSOR_DTYPES or not hasattr(torch, dtype):
+    kind = getattr(torch, dtype, None) if isinstance(dtype, str) else None
+    if not isinstance(kind, torch.dtype):
         raise ProtocolError(f"{dtype!r} is not a dtype that this torch knows")
     if not len(raw):
         if 0 not in shape:
             raise ProtocolError(f"a tensor of shape {shape} has no bytes")
-        return torch.empty(shape, dtype=getattr(torch, dtype))
-    return torch.frombuffer(raw, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(shape)
+        return torch.empty(shape, dtype=kind)
+    return torch.frombuffer(raw, dtype=torch.uint8).view(kind).reshape(shape)
 
 
 # ------------------------------------------------------------------------------------------------ structuring

@@ -35,7 +35,7 @@ __all__ = ["Hello", "check_secret", "greet", "read_packet", "receive_hello", "se
 _MAGIC = b"areal-actors\n"
 _PREFIX = struct.Struct("<13sI")
 _MAX_BYTES = 64 * 1024
-_VERSIONS = (1, 1)
+_VERSIONS = (2, 2)
 """Oldest and newest version of the wire format that this package speaks."""
 
 _MIN_SECRET_BYTES = 16
@@ -52,7 +52,6 @@ class Hello:
     incarnation: int
     nonce: str
     window_messages: int
-    window_bytes: int
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     oldest: int = _VERSIONS[0]
     newest: int = _VERSIONS[1]
@@ -84,7 +83,6 @@ def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
         incarnation=incarnation,
         nonce=secrets.token_hex(32),
         window_messages=limits.window_messages,
-        window_bytes=limits.window_bytes,
         max_message_bytes=limits.max_message_bytes,
         package=package,
     )

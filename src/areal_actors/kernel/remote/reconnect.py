@@ -33,14 +33,14 @@ from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReaso
 from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret
 from areal_actors.kernel.remote.peer import Peer
-from areal_actors.kernel.remote.transport import Listener, connect
+from areal_actors.kernel.remote.transport import connect
 from areal_actors.kernel.stream import check_buffer_size
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Locate", "ReconnectingConnection", "reconnecting", "reconnecting_from"]
+__all__ = ["Locate", "ReconnectingConnection", "reconnecting"]
 
 _log = get_logger(__name__)
 
@@ -62,7 +62,7 @@ If it raises ``ArealError`` or ``OSError``, it is called again.
 
 
 class ReconnectingConnection:
-    """A connection that is re-established whenever it is lost. Made by ``reconnecting`` and ``reconnecting_from``."""
+    """A connection that is re-established whenever it is lost. Made by ``reconnecting``."""
 
     def __init__(self, name: str, open_peer: Callable[[], AbstractAsyncContextManager[Peer]], limits: Limits) -> None:
         self.name = name
@@ -145,11 +145,6 @@ class ReconnectingConnection:
         if self.peer is not None:
             self.peer.expose(name, ref)
         self._exposed[name] = ref
-
-    def drop(self, cause: str) -> None:
-        """Cut the present connection, if any, and locate the node again, because it is known to have moved."""
-        if self.peer is not None:
-            self.peer.close(cause)
 
     def close(self) -> None:
         """Stop reconnecting and notify waiters and watchers. Called when the block is left."""
@@ -268,33 +263,9 @@ async def reconnecting(
                 raise Unreachable(f"at {address} answers node {peer.node!r}, not {target!r}", sent=False)
             yield peer
 
-    async with _kept(ReconnectingConnection(target or f"via-{name}", dial, limits), expose) as connection:
-        yield connection
-
-
-@asynccontextmanager
-async def reconnecting_from(
-    listener: Listener, node: str, *, expose: Mapping[str, Ref[Any]] | None = None, limits: Limits | None = None
-) -> AsyncIterator[ReconnectingConnection]:
-    """Keep a connection to a node that itself connects to ``listener``, again after each loss.
-
-    Otherwise as ``reconnecting``.
-    """
-
-    @asynccontextmanager
-    async def wait() -> AsyncIterator[Peer]:
-        yield await listener.wait_for(node)
-
-    async with _kept(ReconnectingConnection(node, wait, limits or Limits()), expose) as connection:
-        yield connection
-
-
-@asynccontextmanager
-async def _kept(
-    connection: ReconnectingConnection, expose: Mapping[str, Ref[Any]] | None
-) -> AsyncIterator[ReconnectingConnection]:
-    for name, ref in (expose or {}).items():
-        connection.expose(name, ref)
+    connection = ReconnectingConnection(target or f"via-{name}", dial, limits)
+    for exposed, ref in (expose or {}).items():
+        connection.expose(exposed, ref)
     async with open_tasks() as tasks:
         tasks.start_soon(connection.keep, name=f"connection to {connection.name}")
         try:

@@ -1,9 +1,4 @@
-"""Addresses, and socket I/O without an intermediate layer: received bytes go directly to their destination.
-
-A portable stream returns new bytes for every receive and takes one bytes object for every send, each with a turn of the
-event loop; for small messages that is half of their cost, and for arrays most of it. Here a socket is read and written
-when it is ready: on asyncio in callbacks of the event loop, as its transports do, on trio in a task. ``frames`` defines
-the bytes, and ``connection`` interprets them.
+"""Addresses of connections, and the sockets behind them.
 
 An address is ``unix:/run/areal/sessions.sock`` or ``tcp://10.0.0.7:4321``. The directory of a unix socket must be
 accessible to its owner only; TCP listens on the named interface, never on all of them.
@@ -19,7 +14,6 @@ import os
 import socket
 import stat
 import sys
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -27,8 +21,7 @@ import anyio
 from anyio.abc import ByteStream
 
 from areal_actors.errors import ConfigError
-from areal_actors.kernel.remote.frames import Buffer
-from areal_actors.lib.loops import is_trio, running_loop
+from areal_actors.lib.loops import Signal, is_trio, running_loop
 from areal_actors.lib.telemetry import get_logger
 
 __all__ = [
@@ -40,8 +33,6 @@ __all__ = [
     "is_loopback",
     "own_address",
     "parse_address",
-    "run_reader",
-    "run_writer",
 ]
 
 _DISCARD = 9
@@ -125,8 +116,10 @@ _log = get_logger(__name__)
 _BUFFER_BYTES = 1048576
 """Send buffer of a unix socket.
 
-The kernel's default of 208 KiB is smaller than a chunk, so that each would be split.
+The default of 208 KiB is smaller than a chunk, so that each would be split.
 """
+
+_RECEIVE_BYTES = 64 * 1024
 
 _RETRY_SECONDS = 0.01
 
@@ -141,7 +134,8 @@ _EXHAUSTED_SECONDS = 0.1
 class SocketStream(ByteStream):
     """A connected socket.
 
-    ``receive_into`` and ``send_some`` never wait; the other methods are those of a ``ByteStream``.
+    On asyncio it stays registered with the event loop, and is read in its callback. Streams of anyio register for each
+    read; an ask between two processes would cost half as much again.
     """
 
     def __init__(self, raw: socket.socket) -> None:
@@ -152,53 +146,40 @@ class SocketStream(ByteStream):
             # Frames are joined before they are written; Nagle's algorithm would only delay the last one.
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.raw = raw
-
-    def receive_into(self, targets: Sequence[memoryview]) -> int:
-        """Fill ``targets`` with the bytes that have arrived, and return their number.
-
-        Raises:
-            BlockingIOError: nothing has arrived.
-            EndOfStream: the other side has closed the connection.
-            OSError: the connection is lost.
-        """
-        raw = self.raw
-        num_bytes = raw.recv_into(targets[0]) if len(targets) == 1 else raw.recvmsg_into(targets)[0]
-        if not num_bytes:
-            raise anyio.EndOfStream
-        return num_bytes
-
-    def send_some(self, buffers: Sequence[Buffer]) -> int:
-        """Send the beginning of ``buffers``, and return the number of bytes sent.
-
-        Raises:
-            BlockingIOError: there is no room.
-            OSError: the connection is lost.
-        """
-        return self.raw.send(buffers[0]) if len(buffers) == 1 else self.raw.sendmsg(buffers)
+        self._asyncio = None if is_trio() else asyncio.get_running_loop()
+        self._new_signal = running_loop().new_signal
+        self._is_registered = False
+        self._arrival: Signal | None = None
+        self._data = b""
+        self._end: type[Exception] | None = None
 
     async def receive(self, max_bytes: int = 65536) -> bytes:
         """Wait for data, and return at most ``max_bytes`` of it."""
-        while True:
-            await self._wait(anyio.wait_readable)
-            try:
-                data = self.raw.recv(max_bytes)
-            except BlockingIOError:
+        while not self._data:
+            if self._end is not None:
+                raise self._end
+            if self._asyncio is None:
+                await anyio.wait_readable(self.raw)
+                self._read()
                 continue
-            except OSError as error:
-                raise anyio.BrokenResourceError from error
-            if not data:
-                raise anyio.EndOfStream
-            return data
+            self._arrival = self._new_signal()
+            if not self._is_registered:
+                self._is_registered = True
+                self._asyncio.add_reader(self.raw, self._on_readable)
+            await self._arrival.wait()
+        data, self._data = self._data[:max_bytes], self._data[max_bytes:]
+        return data
 
     async def send(self, item: bytes) -> None:
         """Send all of ``item``."""
         view = memoryview(item)
         while view:
-            await self._wait(anyio.wait_writable)
+            if self.raw.fileno() < 0:
+                raise anyio.ClosedResourceError
             try:
                 view = view[self.raw.send(view) :]
             except BlockingIOError:
-                continue
+                await anyio.wait_writable(self.raw)
             except OSError as error:
                 raise anyio.BrokenResourceError from error
 
@@ -209,135 +190,37 @@ class SocketStream(ByteStream):
     async def aclose(self) -> None:
         """Close the socket at once."""
         if self.raw.fileno() >= 0:
+            self._unregister()
+            self._data, self._end = b"", anyio.ClosedResourceError
+            if self._arrival is not None:
+                self._arrival.set()
             anyio.notify_closing(self.raw)
             self.raw.close()
 
-    async def _wait(self, ready: Callable[[socket.socket], object]) -> None:
-        if self.raw.fileno() < 0:
-            raise anyio.ClosedResourceError
-        await ready(self.raw)  # type: ignore[misc]
-
-
-# ------------------------------------------------------------------------------------------------- when it is ready
-
-
-async def run_reader(stream: SocketStream, receive: Callable[[], object]) -> None:
-    """Call ``receive`` whenever data has arrived, until it raises.
-
-    Raises:
-        Exception: the error that ``receive`` raised.
-    """
-    if is_trio():
-        import trio
-
-        while True:
-            await trio.lowlevel.wait_readable(stream.raw)
-            receive()
-    loop, descriptor = asyncio.get_running_loop(), stream.raw.fileno()
-    failed: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(descriptor, _guarded, receive, failed)
-    try:
-        await failed
-    finally:
-        loop.remove_reader(descriptor)
-        _retrieve(failed)
-
-
-async def run_writer(
-    stream: SocketStream, flush: Callable[[], bool], on_next: Callable[[Callable[[], object]], object]
-) -> None:
-    """Call ``flush`` when there is data to write and room for it, until it raises.
-
-    Args:
-        stream: the socket to write to.
-        flush: writes, and returns whether everything was written.
-        on_next: registers a callback, which is called once when there is data to write again.
-
-    Raises:
-        Exception: the error that ``flush`` raised.
-    """
-    if is_trio():
-        import trio
-
-        new_signal = running_loop().new_signal
-        while True:
-            if flush():
-                arrival = new_signal()
-                on_next(arrival.set)
-                await arrival.wait()
-            else:
-                await trio.lowlevel.wait_writable(stream.raw)
-    writer = _AsyncioWriter(stream, flush, on_next)
-    try:
-        writer.on_ready()
-        await writer.failed
-    finally:
-        writer.stop()
-        _retrieve(writer.failed)
-
-
-class _AsyncioWriter:
-    """Writes in callbacks of the event loop. Everything that is queued in one turn of the loop leaves in one write."""
-
-    def __init__(
-        self, stream: SocketStream, flush: Callable[[], bool], on_next: Callable[[Callable[[], object]], object]
-    ) -> None:
-        self._loop, self._descriptor = asyncio.get_running_loop(), stream.raw.fileno()
-        self._flush, self._on_next = flush, on_next
-        self._is_waiting = self._is_stopped = False
-        self.failed: asyncio.Future[None] = self._loop.create_future()
-
-    def on_ready(self) -> None:
-        """Write, because there is room or data."""
-        if self._is_stopped:
+    def _on_readable(self) -> None:
+        if self._data or self._end is not None:
+            # The reader has not come yet for what arrived before.
+            self._unregister()
             return
+        self._read()
+        if self._arrival is not None:
+            self._arrival.set()
+
+    def _read(self) -> None:
         try:
-            is_done = self._flush()
-        except Exception as error:  # noqa: BLE001 - raised by the task that waits for it
-            if not self.failed.done():
-                self.failed.set_exception(error)
-            self.stop()
+            self._data = self.raw.recv(_RECEIVE_BYTES)
+        except BlockingIOError:
             return
-        if is_done:
-            self._wait_for_room(is_needed=False)
-            self._on_next(self._on_arrival)
-        else:
-            self._wait_for_room(is_needed=True)
-
-    def stop(self) -> None:
-        """Stop writing."""
-        self._is_stopped = True
-        self._wait_for_room(is_needed=False)
-
-    def _on_arrival(self) -> None:
-        # Not called directly, so that everything queued in this turn of the loop leaves in one write.
-        self._loop.call_soon(self.on_ready)
-
-    def _wait_for_room(self, *, is_needed: bool) -> None:
-        if is_needed is self._is_waiting:
+        except OSError:
+            self._end = anyio.BrokenResourceError
             return
-        self._is_waiting = is_needed
-        if is_needed:
-            self._loop.add_writer(self._descriptor, self.on_ready)
-        else:
-            self._loop.remove_writer(self._descriptor)
+        if not self._data:
+            self._end = anyio.EndOfStream
 
-
-def _retrieve(failed: asyncio.Future[None]) -> None:
-    """Mark the error as retrieved."""
-    # If its waiter was cancelled at the same moment, asyncio would log it as never retrieved.
-    if failed.done() and not failed.cancelled():
-        failed.exception()
-
-
-def _guarded(act: Callable[[], object], failed: asyncio.Future[None]) -> None:
-    """Call ``act`` and pass its error to ``failed``, because the event loop would only log it."""
-    if failed.done():
-        return
-    try:
-        act()
-    except Exception as error:  # noqa: BLE001 - raised by the task that waits for it
-        failed.set_exception(error)
+    def _unregister(self) -> None:
+        if self._is_registered and self._asyncio is not None:
+            self._is_registered = False
+            self._asyncio.remove_reader(self.raw)
 
 
 # ------------------------------------------------------------------------------------------------- where they come from

@@ -13,12 +13,12 @@ from typing import Any
 from uuid import uuid4
 
 import anyio
-from anyio.abc import ByteStream, SocketAttribute, TaskGroup, TaskStatus
+from anyio.abc import ByteStream, SocketAttribute, TaskGroup
 from anyio.abc import Listener as SocketListener
 
 from areal_actors.errors import ActorError, ProtocolError, Unreachable
 from areal_actors.kernel.ref import Ref
-from areal_actors.kernel.remote.connection import Connection
+from areal_actors.kernel.remote.connection import LOST, Connection
 from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret, greet, receive_hello, send_hello, send_packet
 from areal_actors.kernel.remote.peer import Exposed, Peer, check_free
@@ -42,8 +42,6 @@ _SILENT_SECONDS = 1.0
 
 A handshake takes milliseconds, and a thousand workers that connect at once must not throw each other out.
 """
-
-_LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 
 
 class Listener:
@@ -100,7 +98,7 @@ class Listener:
         try:
             with scope:
                 peer = await self._introduced(stream)
-        except (ProtocolError, TimeoutError, *_LOST) as error:
+        except (ProtocolError, TimeoutError, *LOST) as error:
             _log.warning("connection_refused", reason=str(error) or type(error).__name__)
             await anyio.aclose_forcefully(stream)
             return
@@ -187,7 +185,7 @@ async def listen(
     exposed = {name: expose_actor(name, ref) for name, ref in (expose or {}).items()}
     listener = Listener(node or _unique_name(), incarnation, secret, exposed, limits)
     async with open_tasks() as tasks:
-        async with _bound(address, listener, tasks):
+        async with _accepting(address, listener, tasks):
             yield listener
         async with anyio.create_task_group() as closing:
             # Concurrently, because each may take up to ``cleanup_seconds``.
@@ -250,7 +248,7 @@ async def connect_stream(
     except TimeoutError:
         await anyio.aclose_forcefully(stream)
         raise Unreachable(f"no introduction within {limits.hello_seconds} s", sent=False) from None
-    except (ProtocolError, *_LOST) as error:
+    except (ProtocolError, *LOST) as error:
         await anyio.aclose_forcefully(stream)
         raise Unreachable(f"the introduction failed: {str(error) or type(error).__name__}", sent=False) from None
     except BaseException:
@@ -271,7 +269,8 @@ async def connect_stream(
 
 
 @asynccontextmanager
-async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> AsyncIterator[None]:
+async def _accepting(address: str | None, listener: Listener, tasks: TaskGroup) -> AsyncIterator[None]:
+    """Accept connections at ``address`` for the duration of the block, and serve them in ``tasks``."""
     if address is None:
         yield
         return
@@ -282,42 +281,23 @@ async def _bound(address: str | None, listener: Listener, tasks: TaskGroup) -> A
         )
     except OSError as error:
         raise ActorError(f"cannot listen at {address}: {error}") from None
-    accepting = anyio.CancelScope()
+    shown = f"[{host}]" if ":" in host else host
+    listener.address = address if path else f"tcp://{shown}:{listening.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
     try:
-        if path is not None:
-            listener.address = f"unix:{path}"
-        else:
-            shown = f"[{host}]" if ":" in host else host
-            listener.address = f"tcp://{shown}:{listening.extra(SocketAttribute.local_port)}"  # noqa: S610 - anyio's, not Django's
-        await tasks.start(_accept, listening, listener, tasks, accepting, name=f"listen at {listener.address}")
-        yield
+        async with open_tasks() as accepting:
+            for one in getattr(listening, "listeners", (listening,)):
+                raw = one.extra(SocketAttribute.raw_socket)  # noqa: S610
+                accepting.start_soon(_accept, raw, listener, tasks, name=f"listen at {listener.address}")
+            yield
+            accepting.cancel_scope.cancel()
     finally:
-        accepting.cancel()
+        # After the tasks that wait on its sockets.
+        await anyio.aclose_forcefully(listening)
         if path is not None:
             path.unlink(missing_ok=True)
 
 
-async def _accept(
-    listening: SocketListener[Any],
-    listener: Listener,
-    tasks: TaskGroup,
-    scope: anyio.CancelScope,
-    *,
-    task_status: TaskStatus[None],
-) -> None:
-    """Accept connections until ``scope`` is cancelled. The task that waits on the socket also closes it."""
-    try:
-        with scope:
-            async with anyio.create_task_group() as accepting:
-                task_status.started()
-                for one in getattr(listening, "listeners", (listening,)):
-                    raw = one.extra(SocketAttribute.raw_socket)  # noqa: S610 - anyio's, not Django's
-                    accepting.start_soon(_accept_at, raw, listener, tasks)
-    finally:
-        await anyio.aclose_forcefully(listening)
-
-
-async def _accept_at(raw: socket.socket, listener: Listener, tasks: TaskGroup) -> None:
+async def _accept(raw: socket.socket, listener: Listener, tasks: TaskGroup) -> None:
     while True:
         tasks.start_soon(listener.serve, await accept(raw))
 
@@ -328,11 +308,9 @@ async def _listen_unix(path: Path) -> SocketListener[Any]:
         stream = await anyio.connect_unix(path)
     except OSError:
         # No listener: anyio replaces the file that a dead one left.
-        pass
-    else:
-        await anyio.aclose_forcefully(stream)
-        raise ActorError(f"another process already listens at unix:{path}; choose another path")
-    return await anyio.create_unix_listener(path, mode=0o600)
+        return await anyio.create_unix_listener(path, mode=0o600)
+    await anyio.aclose_forcefully(stream)
+    raise ActorError(f"another process already listens at unix:{path}; choose another path")
 
 
 def _unique_name() -> str:

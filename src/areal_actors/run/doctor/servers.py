@@ -12,11 +12,10 @@ import anyio
 from areal_actors.config import RunConfig
 from areal_actors.domain import Role
 from areal_actors.errors import EngineError
-from areal_actors.generation.servers import sglang, vllm
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import ServerFacts
 from areal_actors.generation.servers.http import create_client, parse_version
-from areal_actors.generation.servers.launching import KINDS, PYTHON_VARIABLES, choose_ports
+from areal_actors.generation.servers.launching import PYTHON_VARIABLES, choose_ports, find_kind
 from areal_actors.generation.servers.server import read_key
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 from areal_actors.schedulers.config import SchedulerType
@@ -38,7 +37,6 @@ except ModuleNotFoundError as error:
 print()
 print(getattr(module, "__version__", ""))
 """
-_OLDEST = {Backend.SGLANG: sglang.OLDEST, Backend.VLLM: vllm.OLDEST}
 
 
 def examine_servers(config: RunConfig) -> Iterator[Finding]:
@@ -46,13 +44,13 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
     backend = config.rollout.backend
     if backend is Backend.TORCH:
         return
-    settings = config.sglang if backend is Backend.SGLANG else config.vllm
+    settings: ServerConfig = getattr(config, backend)
 
     async def describe(url: str) -> ServerFacts:
         async with create_client(url, api_key=read_key(settings), read_timeout_seconds=_ASK_SECONDS) as client:
             try:
                 with anyio.fail_after(_ASK_SECONDS):
-                    return await KINDS[backend].create_dialect({}).describe(client)
+                    return await find_kind(backend).create().describe(client)
             except TimeoutError:
                 message = f"{url} did not answer within {_ASK_SECONDS:g} s. Does the server run there?"
                 raise EngineError(message) from None
@@ -79,10 +77,10 @@ def examine_servers(config: RunConfig) -> Iterator[Finding]:
 
 def _examine_package(config: RunConfig, backend: Backend, settings: ServerConfig, found: Examination) -> None:
     """Import the package of a server in the Python and with the variables that start it."""
-    module = KINDS[backend].module.partition(".")[0]
+    module = find_kind(backend).module.partition(".")[0]
     python = settings.python
     environment = {name: value for name, value in os.environ.items() if name not in PYTHON_VARIABLES}
-    environment |= {**KINDS[backend].environment, **settings.environment}
+    environment |= {**find_kind(backend).environment, **settings.environment}
     limit = min(_IMPORT_SECONDS, settings.start_timeout_seconds)
     advice = (
         f"Install {module} in a separate environment, and set {backend}.python to its Python. The documentation of "
@@ -115,8 +113,8 @@ def _examine_package(config: RunConfig, backend: Backend, settings: ServerConfig
         is_elsewhere = config.scheduler.type is SchedulerType.SLURM and Role.GENERATION in placed
         verdict, where = (Verdict.WARNING, " on this machine") if is_elsewhere else (Verdict.FAILED, "")
         found.add(verdict, f"{python} cannot import {module}{where} ({how}):\n{reason}", advice)
-    elif (version := done.stdout.splitlines()[-1]) and parse_version(version) < _OLDEST[backend]:
-        oldest = ".".join(map(str, _OLDEST[backend]))
+    elif (version := done.stdout.splitlines()[-1]) and parse_version(version) < find_kind(backend).oldest:
+        oldest = ".".join(map(str, find_kind(backend).oldest))
         found.add(Verdict.FAILED, f"{python} has {module} {version}; {oldest} is the oldest that can be used", advice)
     else:
         found.add(Verdict.OK, f"{python} imports {module} {version}".rstrip())

@@ -6,8 +6,8 @@ selects the proxy and transfers requests and answers, and ``server`` has the act
 
 from __future__ import annotations
 
-from areal_actors.service.entry.app import EntryConfig
-from areal_actors.service.entry.forwarding import Backend, Targets
+from areal_actors.proxy.forwarding import Backend
+from areal_actors.service.entry.app import EntryConfig, Targets
 from areal_actors.service.entry.hosting import HostPeers
 from areal_actors.service.entry.server import EntryServer, HostServer
 

@@ -7,8 +7,9 @@ content is passed on unread, so new routes of the proxies need no changes here. 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
+from hashlib import blake2b
 from typing import Any
 
 import anyio
@@ -17,14 +18,14 @@ from attrs import Attribute, field, frozen
 from attrs.validators import ge, gt, le
 from starlette.applications import Starlette
 
-from areal_actors.cache.session import SHARD_NAME
+from areal_actors.cache.session import SHARD_NAME, shard_of
 from areal_actors.proxy.access import read_key
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Traffic
-from areal_actors.service.entry.forwarding import Backend, EveryPath, Targets, forward, segments_of
+from areal_actors.proxy.forwarding import Backend, EveryPath, forward, names_in, segments_of
 
 __all__ = [
     "EntryConfig",
+    "Targets",
     "create_entry_app",
 ]
 
@@ -59,6 +60,47 @@ class EntryConfig:
     """How long requests in flight may continue when the entry point stops."""
 
 
+class Targets:
+    """The proxies, and the order in which they are tried."""
+
+    def __init__(self, backends: Mapping[str, str], *, down_seconds: float = 2.0) -> None:
+        self._backends = {name: Backend(name, url.rstrip("/")) for name, url in backends.items()}
+        self._down_seconds = down_seconds
+        self._down_until: dict[str, float] = {}
+        self._next = 0
+
+    def __iter__(self) -> Iterator[Backend]:
+        """Iterate over all proxies, sorted by name."""
+        return iter(sorted(self._backends.values(), key=lambda backend: backend.name))
+
+    def home(self, *names: str) -> Backend | None:
+        """Return the proxy of the first id or key that contains the name of a known proxy."""
+        homes = (shard_of(name) for name in names)
+        return next((self._backends[home] for home in homes if home in self._backends), None)
+
+    def by_key(self, key: str, now: float) -> tuple[Backend, ...]:
+        """Return the proxies in the order for ``key``, which is the same every time while all are up."""
+
+        # Rendezvous hashing: keys are spread evenly, and each key keeps its order of proxies.
+        def weight(backend: Backend) -> bytes:
+            return blake2b(f"{backend.name}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+
+        return self._up_first(sorted(self._backends.values(), key=weight), now)
+
+    def in_turn(self, now: float) -> tuple[Backend, ...]:
+        """Return the proxies in order for a new session: round-robin, with recently unreachable ones last."""
+        order = list(self._backends.values())
+        start, self._next = self._next % len(order), self._next + 1
+        return self._up_first(order[start:] + order[:start], now)
+
+    def note_down(self, backend: Backend, now: float) -> None:
+        """Record that the proxy could not be reached."""
+        self._down_until[backend.name] = now + self._down_seconds
+
+    def _up_first(self, order: list[Backend], now: float) -> tuple[Backend, ...]:
+        return tuple(sorted(order, key=lambda backend: self._down_until.get(backend.name, 0.0) > now))
+
+
 def create_entry_app(config: EntryConfig, *, client: httpx.AsyncClient, traffic: Traffic | None = None) -> Starlette:
     """Create the application; ``client`` sends all requests to the proxies and is not closed."""
     targets = Targets(config.backends, down_seconds=config.down_seconds)
@@ -82,14 +124,10 @@ class _Entry(EveryPath):
             await exchange.until_disconnect(lambda: self._report_health(exchange))
         else:
             # The proxy of the session that the request names, else the proxies that may serve it, in order.
-            key, segments = read_key(exchange.headers), segments_of(exchange)
-            home = self._targets.home(*segments, exchange.query.get("session_id"), key)
-            if home is None and segments[-1:] == ["export_trajectories"]:
-                session = parse_object(body).get("session_id")
-                home = self._targets.home(session if isinstance(session, str) else None)
+            key, home = read_key(exchange.headers), self._targets.home(*names_in(exchange, body))
             if home is not None:
                 backends: tuple[Backend, ...] = (home,)
-            elif key is None or segments[-1:] == ["start_session"]:
+            elif key is None or segments_of(exchange)[-1:] == ["start_session"]:
                 backends = self._targets.in_turn(anyio.current_time())
             else:
                 backends = self._targets.by_key(key, anyio.current_time())
@@ -97,7 +135,7 @@ class _Entry(EveryPath):
                 forward,
                 exchange,
                 body=body,
-                backends=backends,
+                backends=lambda: backends,
                 client=self._client,
                 on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
             )

@@ -37,9 +37,9 @@ from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Receive, Send, Traffic
+from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import Values, gauge, process_families, read_users, send_families
-from areal_actors.service.entry.forwarding import Backend, EveryPath, forward, segments_of
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -189,9 +189,8 @@ class _Host(EveryPath):
             await forward(
                 exchange,
                 body=body,
-                backends=(Backend(service.trial.name, service.url),),
+                backends=lambda: (Backend(service.trial.name, service.url),),
                 client=self._client,
-                on_unreachable=lambda _: None,  # the launcher notices that the service exited
                 key=service.admin_key if self._authenticator.is_admin(key) else None,
             )
 

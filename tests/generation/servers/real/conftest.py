@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from areal_actors.domain import Floats, Ints, as_floats
 from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
-from areal_actors.generation.servers.launching import KINDS, format_command
+from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.models.built_in import create_tiny_tokenizer
 
 START_SECONDS = 300.0
@@ -119,7 +119,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Policy:
 
 @contextmanager
 def _serving(backend: Backend, config: ServerConfig, policy: Policy, port: int, log: Path) -> Iterator[str]:
-    kind, url = KINDS[backend], f"http://127.0.0.1:{port}"
+    kind, url = find_kind(backend), f"http://127.0.0.1:{port}"
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     with log.open("wb") as stream:
         process = subprocess.Popen(
@@ -167,7 +167,7 @@ def open_remote(backend, config, policy, server, tmp_path) -> Callable:
 
     @asynccontextmanager
     async def open_it(urls=None):
-        dialect = KINDS[backend].create_dialect({})
+        dialect = find_kind(backend).create()
         async with open_replicated(
             dialect,
             evolve(config, health_interval_seconds=0.2),
@@ -183,7 +183,7 @@ def open_remote(backend, config, policy, server, tmp_path) -> Callable:
 
 @pytest.fixture
 def report(capsys: pytest.CaptureFixture[str]) -> Callable[[str], None]:
-    """Says a figure to whoever watches."""
+    """Print a figure."""
 
     def say(text: str) -> None:
         with capsys.disabled():

@@ -20,7 +20,7 @@ from areal_actors.domain import FinishReason, SampleKey, Sampling
 from areal_actors.errors import InvalidRequest
 from areal_actors.generation.base import Chunk, EngineRequest, PauseMode
 from areal_actors.generation.servers.http import create_client
-from areal_actors.generation.servers.launching import KINDS, launch_servers
+from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject, collect, join_ids
 
@@ -45,7 +45,7 @@ def measure(policy, chunks: list[Chunk]) -> float:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
-async def test_a_real_server_keeps_the_contract(open_remote, policy, check: Check) -> None:
+async def test_real_server_keeps_the_contract(open_remote, policy, check: Check) -> None:
     """What the check says holds for the server, on this event loop."""
     async with open_remote() as remote:
         subject = Subject(
@@ -60,7 +60,7 @@ async def test_a_real_server_keeps_the_contract(open_remote, policy, check: Chec
         await check(subject)
 
 
-def test_a_run_learns_through_the_server(backend, policy, server, tmp_path, report) -> None:
+def test_run_learns_through_the_server(backend, policy, server, tmp_path, report) -> None:
     """Weights are published at every step; what the server says of its tokens is what the trainer computes for them."""
     settings = (
         f"model={policy.directory}",
@@ -146,13 +146,13 @@ async def test_new_weights_are_sampled_from_soon(open_remote, policy, report) ->
 
 
 @pytest.mark.anyio
-async def test_what_is_refused_leaves_the_server_alive(open_remote, backend, server) -> None:
+async def test_refused_requests_leave_the_server_alive(open_remote, backend, server) -> None:
     """Ids that the model does not have, and prompts beyond its length, are refused by the server itself."""
-    dialect = KINDS[backend].create_dialect({})
+    dialect = find_kind(backend).create()
     async with open_remote() as remote:
         async with create_client(server, api_key=None, read_timeout_seconds=60.0) as client:
             wrong = [np.full(remote.info.context_length + 5, 7)]
-            # SGLang's dies of ids beyond its vocabulary; nobody but the engine's own check stands before it.
+            # SGLang's exits at ids beyond its vocabulary, which only the engine's check keeps away.
             wrong += [np.array([5, remote.info.vocab_size])] if dialect.name == "vllm" else []
             for prompt in wrong:
                 request = evolve(create_request(0, num_tokens=5), prompt=prompt)
@@ -166,7 +166,7 @@ async def test_what_is_refused_leaves_the_server_alive(open_remote, backend, ser
 
 
 @pytest.mark.anyio
-async def test_an_abort_under_load_ends_its_own_request(open_remote) -> None:
+async def test_abort_under_load_ends_its_own_request(open_remote) -> None:
     """One of eight is aborted; it ends with what it has, and the others are whole."""
     async with open_remote() as remote:
         # As above: on a busy machine an answer may be whole before the server sends its first token.
@@ -201,13 +201,13 @@ async def abort_under_load(remote: ReplicatedServers, attempt: int) -> dict[int,
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.anyio
-async def test_a_killed_server_comes_back_and_nothing_is_lost(backend, config, policy, tmp_path, report) -> None:
+async def test_killed_server_is_restarted_and_answers_are_whole(backend, config, policy, tmp_path, report) -> None:
     """Killed in the middle of eight answers, it is started again, gets the present weights, and the answers go on."""
     answers: dict[int, list[Chunk]] = {}
     async with (
-        launch_servers(KINDS[backend], config, model=policy.directory, logs=tmp_path) as launched,
+        launch_servers(find_kind(backend), config, model=policy.directory, logs=tmp_path) as launched,
         open_replicated(
-            KINDS[backend].create_dialect({}),
+            find_kind(backend).create(),
             config,
             urls=launched.urls,
             model=policy.directory,

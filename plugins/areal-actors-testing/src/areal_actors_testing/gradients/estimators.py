@@ -32,9 +32,9 @@ from areal_actors.domain import (
     SessionId,
 )
 from areal_actors.domain.rows import mask_truncated, unfold_group
-from areal_actors.training.advantages import compute_advantages
+from areal_actors.training.advantages import compute_advantages, formula_of
 from areal_actors.training.batch import Batch, TrainingRow
-from areal_actors.training.config import AdvantageConfig, Aggregation, Normalisation, ObjectiveConfig
+from areal_actors.training.config import AdvantageConfig, Aggregation, ObjectiveConfig
 
 __all__ = ["EXACT", "Bias", "Enumeration", "Estimator", "Rule", "measure"]
 
@@ -45,7 +45,6 @@ Rule = Callable[[Group], Sequence[npt.NDArray[Any]]]
 
 EXACT = 0.999999
 """The cosine above which a direction counts as right: advantages and weights are float32."""
-_BATCHWISE = (Normalisation.REINFORCE_PLUS_PLUS, Normalisation.GROUP_MEAN_BATCH_STD)
 
 
 @frozen(kw_only=True)
@@ -240,7 +239,7 @@ class Enumeration:
         config = estimator.advantages
         if estimator.rule is not None:
             rows = [estimator.rule(group) for group in groups]
-        elif config.normalisation in _BATCHWISE:
+        elif formula_of(config).divides_by_batch:
             # Their statistics are over a batch, which is one group here.
             rows = [compute_advantages([group], config)[0].rows for group in groups]
         else:

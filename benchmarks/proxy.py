@@ -27,7 +27,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.models import resolve_model
 from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.server import bind, serve, url_of

@@ -19,6 +19,7 @@ import click
 import pytest
 import yaml
 from attrs import frozen
+from tests.plugins import skipping_without_plugin
 
 from areal_actors import messages
 from areal_actors.cli.commands import cli
@@ -89,7 +90,8 @@ def test_blocks_run(page, tmp_path, monkeypatch):
     names: dict = {"__name__": "__main__"}
     for block in blocks(page):
         if block.language == "python" and block.is_run:
-            run_block(block, page, names)
+            with skipping_without_plugin():
+                run_block(block, page, names)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text(encoding="utf-8")], ids=name_of)
@@ -142,7 +144,8 @@ def test_commands_and_settings_exist(page):
     for words in commands(page):
         command, context, rest = cli, click.Context(cli, **cli.context_settings), words
         while isinstance(command, click.Group):
-            name, command, rest = command.resolve_command(context, rest)
+            with skipping_without_plugin():
+                name, command, rest = command.resolve_command(context, rest)
             context = click.Context(command, parent=context, info_name=name, **command.context_settings)
         try:
             parsed = command.make_context(words[0], list(rest), parent=context.parent).params
@@ -152,7 +155,8 @@ def test_commands_and_settings_exist(page):
             raise
         if "overrides" in parsed:
             config = ROOT / parsed["config"]
-            load_config(config if config.exists() else ROOT / "examples" / "tiny.yaml", parsed["overrides"])
+            with skipping_without_plugin():
+                load_config(config if config.exists() else ROOT / "examples" / "tiny.yaml", parsed["overrides"])
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if "```yaml" in page.read_text(encoding="utf-8")], ids=name_of)
@@ -168,7 +172,8 @@ def test_settings_of_a_page_are_settings(page):
         job = {"dataset": {"jsonl": "problems.jsonl"}} | needed | shown
         if "sources" in shown:
             del job["dataset"]
-        create_config(job | {"rollout": needed["rollout"] | shown.get("rollout", {})})
+        with skipping_without_plugin():
+            create_config(job | {"rollout": needed["rollout"] | shown.get("rollout", {})})
 
 
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")

@@ -30,8 +30,8 @@ def test_import_loads_nothing_heavy():
 
 
 def test_processes_without_a_model_load_no_torch():
-    """Entry point, host, controller and workers start without torch: seconds, and a quarter of a gigabyte, for each."""
-    modules = ("service.entry.server", "run.host", "run.training", "run.serving", "run.openers", "worker")
+    """Controller and workers start without torch: seconds, and a quarter of a gigabyte, for each."""
+    modules = ("run.training", "run.serving", "run.openers", "worker")
     code = f"import sys, {', '.join(f'areal_actors.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
 
     assert 0 == subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode

@@ -27,7 +27,6 @@
     │   ├── SessionEnded            410
     │   ├── PayloadTooLarge         413
     │   ├── Unprocessable           422
-    │   │   └── IdempotencyMismatch     422: code ``idempotency_mismatch``
     │   ├── CapacityExhausted       429: carries ``retry_after_seconds``
     │   ├── QuotaExceeded           429: a user has used up a quota; code ``quota_exceeded``
     │   └── Unavailable             503: starting, stopping, or the engine is lost
@@ -35,7 +34,6 @@
     ├── ExportError                 rows that cannot be built from this session                 (session)
     ├── RenderError                 messages that the chat template rejects                     (request)
     ├── EngineError                 the engine failed                                           (engine)
-    │   ├── GenerationAborted       aborted on request, by an engine of another package
     │   ├── EngineInterrupted       ended early on purpose; the generation continues, also at the same engine
     │   ├── EngineLost              its server is lost; requests wait for it or move to other engines
     │   └── CaptureViolation        ids, log-probabilities or versions that are impossible
@@ -86,8 +84,6 @@ __all__ = [
     "ExportError",
     "Forbidden",
     "GangError",
-    "GenerationAborted",
-    "IdempotencyMismatch",
     "InvalidRequest",
     "JournalError",
     "MailboxFull",
@@ -190,18 +186,30 @@ class EncodingError(ProtocolError):
 class RequestError(ArealError):
     """A client's request cannot be served; its SDK reads ``status``, ``type`` and ``code``.
 
-    ``param`` names the request field at fault, if there is one.
+    ``param`` names the request field at fault, if there is one. ``code`` and ``retry_after_seconds`` are by default
+    those of the class.
     """
 
     status: ClassVar[int] = 400
     type: ClassVar[str] = "invalid_request_error"
-    code: ClassVar[str | None] = None
+    code: str | None = None
     retry_after_seconds: float | None = None
 
-    def __init__(self, message: str, *, param: str | None = None) -> None:
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
         super().__init__(message)
         self.message = message
         self.param = param
+        if code is not None:
+            self.code = code
+        if retry_after_seconds is not None:
+            self.retry_after_seconds = retry_after_seconds
 
 
 class InvalidRequest(RequestError):
@@ -305,22 +313,13 @@ class Unprocessable(RequestError):
     code = "unprocessable"
 
 
-class IdempotencyMismatch(Unprocessable):
-    """The client's idempotency key was already used for another request."""
-
-    code = "idempotency_mismatch"
-
-
 class CapacityExhausted(RequestError):
     """There is no capacity for another session at present."""
 
     status = 429
     type = "rate_limit_error"
     code = "capacity_exhausted"
-
-    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
+    retry_after_seconds: float = 1.0
 
 
 class QuotaExceeded(RequestError):
@@ -329,10 +328,7 @@ class QuotaExceeded(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "quota_exceeded"
-
-    def __init__(self, message: str, *, retry_after_seconds: float = 1.0) -> None:
-        super().__init__(message)
-        self.retry_after_seconds = retry_after_seconds
+    retry_after_seconds: float = 1.0
 
 
 class Unavailable(RequestError):
@@ -341,10 +337,7 @@ class Unavailable(RequestError):
     status = 503
     type = "server_error"
     code = "unavailable"
-
-    def __init__(self, message: str, *, param: str | None = None, retry_after_seconds: float = 1.0) -> None:
-        super().__init__(message, param=param)
-        self.retry_after_seconds = retry_after_seconds
+    retry_after_seconds: float = 1.0
 
 
 # ----------------------------------------------------------------------------------------- sessions, tokens
@@ -367,14 +360,6 @@ class RenderError(ArealError):
 
 class EngineError(ArealError):
     """The engine failed to generate, to load weights, or to pause."""
-
-
-class GenerationAborted(EngineError):
-    """The generation was aborted on request; everything sampled before was delivered.
-
-    For engines of other packages: it ends the request, which moves to no other engine, and its client is asked to try
-    again. The engines of this one end an aborted stream with ``FinishReason.ABORT``.
-    """
 
 
 class EngineInterrupted(EngineError):

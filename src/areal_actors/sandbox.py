@@ -73,7 +73,7 @@ class Network(StrEnum):
 def _check_backend(config: object, attribute: Attribute[str], name: str) -> None:
     """Raise ``ValueError`` for a backend that is not installed, with the line that installs a known one."""
     if advice := install_advice(PluginGroup.SANDBOXES, name):
-        raise ValueError(advice)
+        raise ValueError(f"{name} {advice}")
     in_((NO_SANDBOX, *plugin_names(PluginGroup.SANDBOXES)))(config, attribute, name)
 
 

@@ -35,8 +35,7 @@ from areal_actors.kernel.failure import error_to_data, leaves, root_cause
 from areal_actors.kernel.remote import ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib import loops
-from areal_actors.lib.gc_tuning import relax_gc, tuned_gc
-from areal_actors.lib.open_files import raise_open_files_limit
+from areal_actors.lib.process_limits import raise_open_files_limit, relax_gc, tuned_gc
 from areal_actors.lib.telemetry import get_logger, logging_to_stream
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import (

@@ -77,21 +77,12 @@ SAMPLES = (
 )
 
 
-@pytest.mark.parametrize(("protocol", "style"), ALL_STYLES)
-def test_a_conversation_in_one_style_is_one_chain(talk: Any, protocol: str, style: str) -> None:
-    """With text, thinking, calls, all of them or nothing: each turn hangs below the one before."""
-    wire = WIRES[protocol]
-    conversation = Conversation(talk, wire)
-    for number, output in enumerate(SAMPLES):
-        turn = conversation.turn(output, [wire.styles[style]], question="go on")
-
-        assert (f"{number - 1}" if number else None) == turn.parent
-
-
 @pytest.mark.parametrize("protocol", sorted(WIRES))
 @given(data=st.data())
-def test_styles_may_be_mixed(new_talk: Callable[..., Any], protocol: str, data: st.DataObject) -> None:
-    """Whatever the model said, several manners on one answer and other ones on the next are not an obstacle."""
+def test_turns_echoed_in_mixed_styles_are_one_chain(
+    new_talk: Callable[..., Any], protocol: str, data: st.DataObject
+) -> None:
+    """Each answer may be echoed in several styles."""
     wire = WIRES[protocol]
     mixed = st.lists(st.sampled_from(sorted(wire.styles)), max_size=4, unique=True)
     talk = Conversation(new_talk(), wire)
@@ -105,10 +96,10 @@ def test_styles_may_be_mixed(new_talk: Callable[..., Any], protocol: str, data: 
 
 @pytest.mark.parametrize("protocol", sorted(WIRES))
 @given(data=st.data())
-def test_conversations_side_by_side_are_never_mixed(
+def test_parallel_conversations_are_two_chains(
     new_talk: Callable[..., Any], protocol: str, data: st.DataObject
 ) -> None:
-    """Two conversations of one session that differ in a word are two chains, however alike their answers are."""
+    """They differ in one word, and their answers may be equal."""
     wire = WIRES[protocol]
     tree = new_talk()
     pair = [Conversation(tree, wire, name=name) for name in "ab"]
@@ -144,10 +135,10 @@ def _with_another_argument(call: ToolCall) -> ToolCall:
 
 @pytest.mark.parametrize("protocol", sorted(WIRES))
 @given(data=st.data())
-def test_an_edited_answer_is_a_parent_for_rewards_only(
+def test_edited_answer_is_parent_for_rewards_only(
     new_talk: Callable[..., Any], protocol: str, data: st.DataObject
 ) -> None:
-    """An answer that the client changed is continued with a reason, and its sampled tokens are not extended."""
+    """The fork has a reason, and the sampled tokens are not extended."""
     wire = WIRES[protocol]
     tree = new_talk()
     output = data.draw(answers(0), "answer")

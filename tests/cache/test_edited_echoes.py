@@ -93,8 +93,8 @@ REPLIES = st.sampled_from(["go on", "ok"])
 
 
 @given(data=st.data())
-def test_a_linear_episode_keeps_every_turn(new_talk: Callable[..., Any], data: st.DataObject) -> None:
-    """Each turn hangs below the one before, with a reason where the client edited, and the reward reaches all."""
+def test_edited_linear_episode_is_one_chain(new_talk: Callable[..., Any], data: st.DataObject) -> None:
+    """The reward reaches every turn, and edited ones have a reason."""
     talk = new_talk()
     client = Client(talk, "t")
     is_stable = data.draw(st.booleans(), "edits once")
@@ -117,8 +117,8 @@ def test_a_linear_episode_keeps_every_turn(new_talk: Callable[..., Any], data: s
 
 @given(data=st.data())
 @settings(max_examples=150)
-def test_parallel_conversations_are_never_confused(new_talk: Callable[..., Any], data: st.DataObject) -> None:
-    """Equal requests in parallel, sub-agents with equal prompts: a parent is the true one, or the fork has a reason."""
+def test_edited_parallel_conversations_have_true_parents(new_talk: Callable[..., Any], data: st.DataObject) -> None:
+    """Otherwise the fork has a reason."""
     talk = new_talk()
     clients = [
         Client(talk, name, question=data.draw(st.sampled_from("xy")), instructions=data.draw(st.sampled_from("pq")))
@@ -156,8 +156,8 @@ def _plain(message: ChatMessage) -> ChatMessage:
 
 
 @pytest.mark.parametrize("edit", [with_default, EDITS["a word more"], as_code])
-def test_every_turn_of_a_coding_session_returns_the_reward(talk: Any, edit: Edit) -> None:
-    """Write, Read, five edits, "All done.", reward 1.0: eight turns return 1.0, and edited ones say so."""
+def test_coding_session_with_edited_calls_returns_the_reward_to_each_turn(talk: Any, edit: Edit) -> None:
+    """Eight turns return 1.0, and edited ones say so."""
     client = Client(talk, "t")
     for number, name in enumerate(["Write", "Read", *["Edit"] * 5]):
         turn = client.ask([edit if at > 1 else EDITS["nothing"] for at in range(number)])
@@ -193,15 +193,15 @@ def compress(talk: Any, *, others: int = 0) -> Interaction:
     return talk.begin("c", [asked[0], say("go on"), call, result, done, say("Summarise.")])
 
 
-def test_a_faithful_answer_after_a_proven_one_is_the_parent(talk):
-    """It follows the answer whose call id is known, in the same words; only the tokens before are others."""
+def test_faithful_answer_after_an_edited_one_is_the_parent(talk):
+    """It follows the answer whose call id is known."""
     turn = compress(talk)
 
     assert (turn.parent, turn.token_parent, turn.fork) == ("b0", None, ForkReason.CLIENT_EDITED_HISTORY)
 
 
-def test_of_two_such_answers_none_is_preferred(talk):
-    """The proven answer is certain, and which of its equal continuations was meant is not."""
+def test_two_equal_continuations_of_an_edited_answer_are_ambiguous(talk):
+    """The parent is the edited answer."""
     turn = compress(talk, others=1)
 
     assert (turn.parent, turn.fork) == ("a", ForkReason.CLIENT_EDITED_HISTORY)

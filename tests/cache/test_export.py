@@ -15,7 +15,6 @@ from attrs import evolve
 
 from areal_actors.cache import (
     STYLES,
-    Exported,
     Unrewarded,
     export_trajectories,
     from_tensors,
@@ -50,18 +49,8 @@ def branching(talk: Any) -> SessionRecord:
 # ------------------------------------------------------------------------------------------------------ examples
 
 
-def test_individual_rows_train_their_own_output_only(talk: Any) -> None:
-    """A row per interaction; earlier answers are context, with their versions unknown to this row."""
-    exported = export_trajectories(branching(talk), discount=0.5, style="individual")
-
-    assert [row.interactions for row in exported.trajectories] == [("a",), ("b",), ("c",), ("d",)]
-    assert [row.reward for row in exported.trajectories] == [0.125, 0.5, 1.0, 0.0]
-    assert all(row.num_trained_tokens == 2 for row in exported.trajectories)
-    assert all(row.loss_mask.tolist() == [0] * (row.num_tokens - 2) + [1, 1] for row in exported.trajectories)
-
-
-def test_concat_trains_a_shared_token_in_the_first_leaf_that_holds_it(talk: Any) -> None:
-    """Two leaves share A: it is trained on the way to C and masked on the way to D."""
+def test_concat_trains_shared_tokens_in_the_first_leaf(talk: Any) -> None:
+    """Two leaves share A, which is masked in the second."""
     exported = export_trajectories(branching(talk), discount=0.5, style="concat")
     first, second = exported.trajectories
 
@@ -76,8 +65,8 @@ def test_concat_trains_a_shared_token_in_the_first_leaf_that_holds_it(talk: Any)
     assert (first.tag, second.tag) == ("critic", None)
 
 
-def test_a_tree_is_one_row_with_every_branch(talk: Any) -> None:
-    """A stands once; B and D follow it; the question that both read is shared as far as it is the same."""
+def test_tree_style_packs_all_branches_into_one_row(talk: Any) -> None:
+    """Shared tokens appear once."""
     record = branching(talk)
     (row,) = export_trajectories(record, discount=0.5, style="tree").trajectories
     concat = export_trajectories(record, discount=0.5, style="concat").trajectories
@@ -90,21 +79,8 @@ def test_a_tree_is_one_row_with_every_branch(talk: Any) -> None:
     assert [branch.row.reward for branch in unfold(row)] == [1.0, 0.0]
 
 
-def test_choices_of_one_prompt_have_it_once(talk: Any) -> None:
-    """Equal prompts are one; equal answers are not, for each has its own return."""
-    for name in ("first", "second", "third"):
-        talk.turn(name, [user("1")], "A")
-    talk.tree.set_reward("second", 1.0)
-    (row,) = export_trajectories(talk.tree.snapshot(), discount=1.0, style="tree").trajectories
-    own = [np.flatnonzero(row.turns == turn) for turn in range(3)]
-
-    assert row.num_tokens == own[0][0] + 6
-    assert [row.predecessors[places[0]] for places in own] == [own[0][0] - 1] * 3
-    assert [row.returns[places].tolist() for places in own] == [[0, 0], [1, 1], [0, 0]]
-
-
-def test_a_tree_that_is_too_long_is_several(talk: Any) -> None:
-    """A turn that does not fit any more begins another row, in which what stands before it is context."""
+def test_tree_row_is_split_at_the_maximum_length(talk: Any) -> None:
+    """A turn that does not fit begins another row, with its context."""
     record = branching(talk)
     longest = max(turn.num_prompt_tokens + 2 for turn in record.interactions)
     first, second = export_trajectories(record, discount=0.5, style="tree", max_tokens=longest).trajectories
@@ -114,8 +90,8 @@ def test_a_tree_that_is_too_long_is_several(talk: Any) -> None:
     assert max(first.num_tokens, second.num_tokens) <= longest
 
 
-def test_tree_tensors_say_what_precedes_what(talk: Any) -> None:
-    """Predecessors and positions beside the other columns, and back again without a loss, also behind left padding."""
+def test_tree_tensors_round_trip_predecessors(talk: Any) -> None:
+    """This holds behind left padding as well."""
     (row,) = export_trajectories(branching(talk), discount=0.5, style="tree").trajectories
     arrays = to_arrays([row])
     padded = {name: array if name == "rewards" else np.pad(array, ((0, 0), (3, 0))) for name, array in arrays.items()}
@@ -130,8 +106,8 @@ def test_tree_tensors_say_what_precedes_what(talk: Any) -> None:
         from_tensors(arrays | {"predecessors": arrays["predecessors"][:, ::-1]}, session="s")
 
 
-def test_a_fork_of_tokens_is_a_row_of_its_own(new_talk: Callable[..., Any]) -> None:
-    """Where the template rewrote history, each turn is trained in its own context; returns still flow."""
+def test_forked_tokens_are_a_separate_row(new_talk: Callable[..., Any]) -> None:
+    """Returns still reach the turns before the fork."""
     talk = new_talk(rewrites=True)
     talk.turn("1", [user("hi")], evolve(answer("yo"), reasoning="Hm."))
     talk.renderer.keeps_reasoning = False
@@ -142,8 +118,8 @@ def test_a_fork_of_tokens_is_a_row_of_its_own(new_talk: Callable[..., Any]) -> N
     assert [(row.interactions, row.reward) for row in exported.trajectories] == [(("1",), 0.9), (("2",), 1.0)]
 
 
-def test_untrained_turns_are_listed_with_their_reasons(talk: Any) -> None:
-    """Cancelled, not stored, too long, unrewarded: each says so; without sampled tokens there is nothing to list."""
+def test_untrained_interactions_are_listed_with_a_reason(talk: Any) -> None:
+    """They are cancelled, not stored, too long or unrewarded."""
     talk.turn("kept", [user("1")], "A")
     talk.tree.set_reward("kept", 1)
     talk.turn("unstored", [user("1"), answer("A"), user("2")], "BB", store=False)
@@ -171,8 +147,8 @@ def test_untrained_turns_are_listed_with_their_reasons(talk: Any) -> None:
         assert exported.trajectories[-1].interactions[-1] == "below"
 
 
-def test_a_conversation_that_grew_too_long_keeps_the_turns_that_fit(talk: Any) -> None:
-    """The leaf is left out; the turns before it are a shorter row."""
+def test_too_long_conversation_keeps_the_turns_that_fit(talk: Any) -> None:
+    """The leaf is left out."""
     record = branching(talk)
     longest = max(turn.num_prompt_tokens + 2 for turn in record.interactions)
     exported = export_trajectories(record, discount=0.5, style="concat", max_tokens=longest - 1)
@@ -182,16 +158,7 @@ def test_a_conversation_that_grew_too_long_keeps_the_turns_that_fit(talk: Any) -
     assert exported.trajectories[0].reward == 0.5
 
 
-@pytest.mark.parametrize("style", sorted(STYLES))
-def test_a_session_without_calls_exports_nothing(talk: Any, style: str) -> None:
-    """No rows, no error, and arrays that are merely empty."""
-    exported = export_trajectories(talk.tree.snapshot(), discount=0.9, style=style)
-
-    assert exported == Exported(session="s")
-    assert to_arrays(exported.trajectories)["input_ids"].shape == (0, 0)
-
-
-def test_a_chain_of_a_thousand_turns_is_one_row(talk: Any) -> None:
+def test_chain_of_a_thousand_turns_is_one_row(talk: Any) -> None:
     """Rows are built without recursion."""
     messages = [user("hi")]
     for number in range(1000):
@@ -204,8 +171,8 @@ def test_a_chain_of_a_thousand_turns_is_one_row(talk: Any) -> None:
     assert len(exported.trajectories[0].interactions) == 1000
 
 
-def test_tensors_have_the_documented_types(talk: Any) -> None:
-    """Names, dtypes and shapes are a promise."""
+def test_exported_tensors_have_the_documented_types(talk: Any) -> None:
+    """Names, dtypes and shapes are public."""
     import torch
 
     tensors = to_tensors(export_trajectories(branching(talk), discount=0.5, style="concat").trajectories)
@@ -223,20 +190,14 @@ def test_tensors_have_the_documented_types(talk: Any) -> None:
     }
 
 
-def test_torch_is_imported_at_the_last_step_only() -> None:
-    """Exporting arrays or documents does not import torch."""
+def test_exporting_arrays_does_not_import_torch() -> None:
+    """Only tensors need it."""
     code = "import sys; import areal_actors.cache; sys.exit('torch' in sys.modules)"
 
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 # ----------------------------------------------------------------------------------------------------- bad input
-
-
-def test_unknown_styles_are_refused_by_name(talk: Any) -> None:
-    """The message lists what there is."""
-    with pytest.raises(ExportError, match="no export style 'forest'; choose one of concat, individual, tree"):
-        export_trajectories(talk.tree.snapshot(), discount=1.0, style="forest")
 
 
 def damaged(record: SessionRecord, name: str, **fields: Any) -> SessionRecord:
@@ -256,8 +217,8 @@ def damaged(record: SessionRecord, name: str, **fields: Any) -> SessionRecord:
         ({"parent": "x"}, "continues x, which was not completed"),
     ],
 )
-def test_damaged_records_are_refused_by_name(talk: Any, style: str, fields: dict[str, Any], message: str) -> None:
-    """Tokens that do not fit together are never trained on."""
+def test_damaged_records_are_refused(talk: Any, style: str, fields: dict[str, Any], message: str) -> None:
+    """The error names the interaction."""
     with pytest.raises(ExportError, match=message):
         export_trajectories(damaged(branching(talk), "b", **fields), discount=1.0, style=style)
 
@@ -271,8 +232,8 @@ def test_columns_of_unequal_length_are_refused(talk: Any) -> None:
         export_trajectories(damaged(record, "b", completion=completion), discount=1.0, style="concat")
 
 
-def test_the_memory_of_an_export_grows_with_the_tokens_of_a_conversation(talk: Any) -> None:
-    """Twice the turns take about twice the memory while rows are built; four times would be their square."""
+def test_export_memory_is_linear_in_the_tokens(talk: Any) -> None:
+    """Twice the turns take about twice the memory."""
     messages = [user("1")]
     for turn in range(256):
         talk.turn(f"t{turn}", messages, "A")

@@ -85,10 +85,9 @@ def sampled_tokens(
     max_tokens=st.none() | st.integers(1, 20),
     unrewarded=st.sampled_from(Unrewarded),
 )
-def test_every_sampled_token_is_trained_once_or_listed(
+def test_sampled_tokens_are_trained_once_or_listed(
     *, record: SessionRecord, discount: float, style: str, max_tokens: int | None, unrewarded: Unrewarded
 ) -> None:
-    """Trained tokens carry what was sampled; the others are listed with a reason; nothing is in both."""
     exported = export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens, unrewarded=unrewarded)
     left_out = {entry.interaction: entry.num_tokens for entry in exported.untrained}
     expected = {key for key in sampled_tokens(record, discount, unrewarded) if key[0] not in left_out}
@@ -100,8 +99,7 @@ def test_every_sampled_token_is_trained_once_or_listed(
 
 
 @given(session_records(), st.floats(0, 1), st.none() | st.integers(1, 20))
-def test_styles_agree_on_every_sampled_token(record: SessionRecord, discount: float, max_tokens: int | None) -> None:
-    """Id, log-probability, version, mask and return of a token do not depend on how rows are cut."""
+def test_styles_agree_on_sampled_tokens(record: SessionRecord, discount: float, max_tokens: int | None) -> None:
     individual, concat, tree = (
         export_trajectories(record, discount=discount, style=style, max_tokens=max_tokens)
         for style in ("individual", "concat", "tree")
@@ -112,8 +110,7 @@ def test_styles_agree_on_every_sampled_token(record: SessionRecord, discount: fl
 
 
 @given(session_records(), styles)
-def test_rows_hold_exactly_what_was_read_and_sampled(record: SessionRecord, style: str) -> None:
-    """A row is its last turn's prompt and output, token by token, and every column fits; so is a tree's branch."""
+def test_rows_hold_the_exact_prompt_and_output(record: SessionRecord, style: str) -> None:
     by_id = {turn.id: turn for turn in record.interactions}
     rows = export_trajectories(record, discount=0.9, style=style).trajectories
     for row in (branch.row for whole in rows for branch in unfold(whole)):
@@ -131,8 +128,8 @@ def test_rows_hold_exactly_what_was_read_and_sampled(record: SessionRecord, styl
 
 
 @given(session_records(), st.none() | st.integers(1, 20))
-def test_the_branches_of_a_tree_are_the_rows_of_concat(record: SessionRecord, max_tokens: int | None) -> None:
-    """Token by token, in the same order: who trains trees trains what they would have trained without them."""
+def test_tree_branches_equal_concat_rows(record: SessionRecord, max_tokens: int | None) -> None:
+    """Token by token, in the same order."""
     concat, tree = (
         export_trajectories(record, discount=0.9, style=style, max_tokens=max_tokens) for style in ("concat", "tree")
     )
@@ -149,8 +146,8 @@ def test_the_branches_of_a_tree_are_the_rows_of_concat(record: SessionRecord, ma
 
 
 @given(session_records(), styles)
-def test_every_sampled_token_knows_the_distribution_it_came_from(record: SessionRecord, style: str) -> None:
-    """In each style, in each branch of a tree, and after a document was written and read."""
+def test_rows_keep_the_sampling_distribution_of_each_token(record: SessionRecord, style: str) -> None:
+    """This holds in each style, and after a document was written and read."""
     asked = {turn.id: turn.sampling for turn in record.interactions}
     exported = export_trajectories(record, discount=1.0, style=style)
     document = orjson.dumps(
@@ -165,8 +162,7 @@ def test_every_sampled_token_knows_the_distribution_it_came_from(record: Session
 
 
 @given(session_records())
-def test_a_tree_holds_every_sampled_token_once(record: SessionRecord) -> None:
-    """One row per session; no two tokens of it that were read share their past; positions count ancestors."""
+def test_tree_row_holds_each_sampled_token_once(record: SessionRecord) -> None:
     (*rows,) = export_trajectories(record, discount=0.9, style="tree").trajectories
 
     assert len(rows) <= 1
@@ -181,8 +177,8 @@ def test_a_tree_holds_every_sampled_token_once(record: SessionRecord) -> None:
 
 
 @given(session_records(), styles, st.integers(1, 20))
-def test_no_row_is_longer_than_allowed(record: SessionRecord, style: str, max_tokens: int) -> None:
-    """What does not fit is listed, and what fits is kept."""
+def test_rows_are_within_the_maximum_length(record: SessionRecord, style: str, max_tokens: int) -> None:
+    """Turns that do not fit are listed."""
     exported = export_trajectories(record, discount=0.9, style=style, max_tokens=max_tokens)
 
     assert all(row.num_tokens <= max_tokens for row in exported.trajectories)
@@ -193,8 +189,8 @@ def test_no_row_is_longer_than_allowed(record: SessionRecord, style: str, max_to
 
 
 @given(session_records(), st.floats(0, 1), styles)
-def test_exporting_is_a_view(record: SessionRecord, discount: float, style: str) -> None:
-    """Twice gives the same, and another discount in between changes nothing."""
+def test_exporting_twice_gives_the_same(record: SessionRecord, discount: float, style: str) -> None:
+    """Another discount in between changes nothing."""
     first = export_trajectories(record, discount=discount, style=style)
     export_trajectories(record, discount=discount / 3, style=style)
 
@@ -203,7 +199,7 @@ def test_exporting_is_a_view(record: SessionRecord, discount: float, style: str)
 
 @given(session_records(), styles)
 def test_arrays_are_padded_rows(record: SessionRecord, style: str) -> None:
-    """Each row stands at its beginning in each array, and padding is what the table says."""
+    """Each row stands at the beginning of each array."""
     rows = export_trajectories(record, discount=0.9, style=style).trajectories
     arrays = to_arrays(rows)
     pads = {"input_ids": 0, "loss_mask": 0, "logprobs": 0, "versions": -1, "returns": 0}
@@ -218,8 +214,8 @@ def test_arrays_are_padded_rows(record: SessionRecord, style: str) -> None:
 
 
 @given(record=session_records(), style=styles)
-def test_answers_that_were_cut_can_be_left_out(record: SessionRecord, style: str) -> None:
-    """Masked or unfolded first: the tokens of all other answers stay, and each cut answer is listed with its tokens."""
+def test_cut_answers_can_be_masked(record: SessionRecord, style: str) -> None:
+    """Tokens of other answers stay, and each cut answer is listed."""
     exported = export_trajectories(record, style=style, discount=1.0)
     cut = {
         turn.id

@@ -26,24 +26,24 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("rule", sorted(RULES))
-def test_the_laws_of_each_rule_are_those_that_hypothesis_finds(rule):
-    """The seeded trees break what Hypothesis breaks, and nothing else."""
+def test_find_broken_agrees_with_hypothesis(rule):
+    """The seeded trees break the same laws."""
     report = find_broken(rule)
 
     assert BROKEN[rule] == report.broken
     assert set(LAWS) == {*report.kept, *report.broken}
 
 
-def test_a_rule_that_remembers_is_not_pure():
-    """The order of questions must not matter."""
+def test_stateful_rule_is_not_pure():
+    """The order of calls must not matter."""
     calls = itertools.count()
 
     assert "pure" in find_broken(lambda tree, _: [float(next(calls))] * len(tree.ids)).broken
 
 
 @pytest.mark.parametrize("threshold", [1e-9, 1e-3, 1.0, 100.0])
-def test_a_rule_that_cuts_small_returns_does_not_scale(threshold):
-    """Whatever it holds for small: a reward says how much better an answer is, in any unit."""
+def test_rule_that_cuts_small_returns_does_not_scale(threshold):
+    """A reward has no unit."""
 
     def rule(tree, discount):
         returns = backpropagate(tree, discount)
@@ -52,16 +52,16 @@ def test_a_rule_that_cuts_small_returns_does_not_scale(threshold):
     assert "returns scale with rewards" in find_broken(rule).broken
 
 
-def test_a_slow_rule_is_tried_on_fewer_trees():
-    """The time is bounded by the clock, whatever a rule costs."""
+def test_slow_rule_is_tried_on_fewer_trees():
+    """The clock bounds the time."""
     ticks = itertools.count()
     report = find_broken("mean", clock=lambda: float(next(ticks)))
 
     assert LawReport(kept=tuple(LAWS), broken=(), num_trees=1) == report
 
 
-def test_a_rule_that_fails_on_a_forest_is_found_by_the_shapes():
-    """It is tried on a single answer, a chain, a branch and a forest, whatever the seeds draw."""
+def test_rule_that_fails_on_a_forest_is_found():
+    """Rules are tried on an answer, a chain, a branch and a forest."""
 
     def only_one_root(tree, _):
         return tree.rewards if tree.parents.count(None) == 1 else tree.rewards[:1]

@@ -6,7 +6,6 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import pytest
 from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
@@ -23,7 +22,7 @@ from areal_actors.domain import (
     Tool,
     ToolCall,
 )
-from areal_actors.testing.strategies import ECHO_STYLES, chat_messages, echo_styles
+from areal_actors.testing.strategies import chat_messages, echo_styles
 
 System = ChatMessage(role="system", content="Be kind.")
 
@@ -148,8 +147,8 @@ def replies(output: ChatMessage) -> list[ChatMessage]:
 
 
 @given(st.data())
-def test_parents_are_those_of_the_oracle(new_talk: Callable[..., Any], data: st.DataObject) -> None:
-    """Random sessions of clients with every manner of echo, siblings, edits and unfinished turns."""
+def test_parents_agree_with_a_slow_search(new_talk: Callable[..., Any], data: st.DataObject) -> None:
+    """Random sessions have echoes in all styles, siblings, edits and unfinished turns."""
     talk = new_talk()
     prompts: dict[str, tuple[ChatMessage, ...]] = {}
     for number in range(data.draw(st.integers(1, 10), "turns")):
@@ -189,8 +188,8 @@ def test_parents_are_those_of_the_oracle(new_talk: Callable[..., Any], data: st.
 
 
 @given(st.data())
-def test_remembered_histories_change_nothing(new_talk: Callable[..., Any], data: st.DataObject) -> None:
-    """What is taken over from a recent history is what a fresh look finds."""
+def test_recent_histories_do_not_change_the_digests(new_talk: Callable[..., Any], data: st.DataObject) -> None:
+    """A fresh index finds the same."""
     talk = new_talk()
     prompts: list[tuple[ChatMessage, ...]] = [(user("hi"),)]
     for number in range(data.draw(st.integers(1, 8))):
@@ -210,37 +209,11 @@ def test_remembered_histories_change_nothing(new_talk: Callable[..., Any], data:
         assert (cold.new_messages, cold.fork_hint) == (warm.new_messages, warm.fork_hint)
 
 
-@pytest.mark.parametrize("style", sorted(ECHO_STYLES))
-def test_a_long_conversation_stays_linked_in_every_style(talk: Any, style: str) -> None:
-    """Twenty turns of a client that echoes in its manner, old answers included, are one chain."""
-    messages: list[ChatMessage] = [System, user("hi")]
-    for number in range(20):
-        calls = [ToolCall(id=f"call_{number}", name="look", arguments='{"city":  "Z\\u00fcrich", "d": 2.0}')]
-        output = answer(" Let me look. ", *(calls if number % 2 else []), reasoning="Hm.")
-        turn = talk.turn(f"{number}", messages, output)
-
-        assert (f"{number - 1}" if number else None) == turn.parent
-        assert turn.fork is (None if number else ForkReason.ROOT)
-        messages += [ECHO_STYLES[style](output), *replies(output)]
-
-
 # -------------------------------------------------------------------------------------------------- single rules
 
 
-def test_the_longest_prefix_wins(talk: Any) -> None:
-    """A follow-up hangs below the last answer that it echoes."""
-    talk.turn("1", [user("hi")], "a")
-    talk.turn("2", [user("hi"), answer("a"), user("more")], "b")
-
-    found = match(talk, [user("hi"), answer("a"), user("more"), answer("b"), user("and?")])
-
-    assert parent_of(found) == "2"
-    assert found.new_messages == (user("and?"),)
-    assert found.fork_hint is None
-
-
-def test_of_identical_siblings_the_most_recently_completed_is_the_parent(talk: Any) -> None:
-    """Best-of-n with equal answers: the order of completion decides, not that of the requests."""
+def test_last_completed_of_equal_siblings_is_the_parent(talk: Any) -> None:
+    """The order of requests does not decide."""
     talk.begin("1", [user("hi")])
     talk.begin("2", [user("hi")])
     talk.finish("2", answer("same"))
@@ -249,8 +222,8 @@ def test_of_identical_siblings_the_most_recently_completed_is_the_parent(talk: A
     assert parent_of(match(talk, [user("hi"), answer("same"), user("go on")])) == "1"
 
 
-def test_evidence_tells_siblings_apart_that_read_alike(talk: Any) -> None:
-    """Call ids and reasoning, where the client kept them, name the sibling that is continued."""
+def test_call_ids_and_reasoning_distinguish_equal_siblings(talk: Any) -> None:
+    """They name the sibling that is continued."""
     for name in ("1", "2", "3"):
         call = ToolCall(id=f"call_{name}", name="look", arguments="{}")
         talk.turn(name, [user("hi")], answer(None, call, reasoning=f"thought {name}"))
@@ -264,8 +237,8 @@ def test_evidence_tells_siblings_apart_that_read_alike(talk: Any) -> None:
     assert parent_of(match(talk, [user("hi"), by_nothing, user("x")])) == "3"
 
 
-def test_an_edited_answer_is_found_by_its_prompt(talk: Any) -> None:
-    """The prompt was answered once: rewards flow there, and the fork says that the words are the client's."""
+def test_edited_answer_is_found_by_its_prompt(talk: Any) -> None:
+    """The prompt was answered once."""
     talk.turn("1", [user("hi")], "a")
 
     found = match(talk, [user("hi"), answer("A"), user("more")])
@@ -275,8 +248,8 @@ def test_an_edited_answer_is_found_by_its_prompt(talk: Any) -> None:
     assert (found.num_kept, found.new_messages) == (1, (answer("A"), user("more")))
 
 
-def test_a_prompt_that_was_answered_twice_proves_nothing(talk: Any) -> None:
-    """An edited echo of one of two siblings is a root that says why."""
+def test_edited_answer_to_a_prompt_with_two_answers_is_a_root(talk: Any) -> None:
+    """The fork has a reason."""
     talk.turn("1", [user("hi")], "a")
     talk.turn("2", [user("hi")], "b")
 
@@ -285,8 +258,8 @@ def test_a_prompt_that_was_answered_twice_proves_nothing(talk: Any) -> None:
     assert (found.parent, found.fork_hint) == (None, ForkReason.CLIENT_EDITED_HISTORY)
 
 
-def test_tokens_extend_the_last_answer_before_an_edit(talk: Any) -> None:
-    """The edited answer carries the reward; the one before it was echoed faithfully and keeps its exact tokens."""
+def test_tokens_extend_the_last_faithful_answer_before_an_edit(talk: Any) -> None:
+    """The edited answer carries the reward."""
     talk.turn("1", [user("hi")], "a")
     talk.turn("2", [user("hi"), answer("a"), user("more")], "b")
 
@@ -299,8 +272,8 @@ def test_tokens_extend_the_last_answer_before_an_edit(talk: Any) -> None:
     assert (later.parent, later.token_parent, later.fork) == ("3", "3", None)
 
 
-def test_an_edited_thought_deep_in_the_history_is_an_edit(talk: Any) -> None:
-    """Digests leave reasoning out, so the path is confirmed message by message."""
+def test_edited_reasoning_in_the_history_is_an_edit(talk: Any) -> None:
+    """Digests omit reasoning, so the path is compared message by message."""
     first = answer("a", reasoning="thought")
     talk.turn("1", [user("hi")], first)
     talk.turn("2", [user("hi"), first, user("more")], "b")
@@ -312,8 +285,8 @@ def test_an_edited_thought_deep_in_the_history_is_an_edit(talk: Any) -> None:
     assert parent_of(match(talk, [user("hi"), answer("a"), user("more"), answer("b"), user("x")])) == "2"
 
 
-def test_call_ids_name_the_answer_before_its_arguments_do(talk: Any) -> None:
-    """An edit may turn one sibling's call into the other's; ids are issued once."""
+def test_call_ids_outrank_arguments(talk: Any) -> None:
+    """An edit may turn the call of one sibling into that of another."""
     calls = [
         ToolCall(id=f"call_{at}", name="edit", arguments=a) for at, a in enumerate(['{"a": 1}', '{"a": 1, "b": 0}'])
     ]
@@ -327,8 +300,8 @@ def test_call_ids_name_the_answer_before_its_arguments_do(talk: Any) -> None:
     assert found.fork_hint is ForkReason.CLIENT_EDITED_HISTORY
 
 
-def test_call_ids_outlive_a_shortened_history(talk: Any) -> None:
-    """A window that begins with a call is continued for rewards."""
+def test_call_ids_find_the_parent_of_a_shortened_history(talk: Any) -> None:
+    """The window begins with a call."""
     call = ToolCall(id="call_1", name="look", arguments="{}")
     result = ChatMessage(role="tool", content="ok", tool_call_id="call_1")
     talk.turn("1", [user("hi")], answer("a"))
@@ -341,8 +314,8 @@ def test_call_ids_outlive_a_shortened_history(talk: Any) -> None:
     assert talk.tree.history(turn) == (*window, answer("b"))
 
 
-def test_an_answer_that_was_never_given_is_no_silent_extension(talk: Any) -> None:
-    """The client put an answer of its own into the conversation: the tokens go on, and the fork says so."""
+def test_inserted_answer_has_a_fork_reason(talk: Any) -> None:
+    """The client put an own answer into the conversation."""
     talk.turn("1", [user("hi")], "a")
 
     turn = talk.turn("2", [user("hi"), answer("a"), user("x"), answer("made up"), user("y")], "b")
@@ -350,8 +323,8 @@ def test_an_answer_that_was_never_given_is_no_silent_extension(talk: Any) -> Non
     assert (turn.parent, turn.token_parent, turn.fork) == ("1", "1", ForkReason.CLIENT_EDITED_HISTORY)
 
 
-def test_an_answer_begun_by_the_client_is_no_edit(talk: Any) -> None:
-    """A prefilled answer ends the request; it is not an echo of the one that was given there before."""
+def test_prefilled_answer_is_not_an_echo(talk: Any) -> None:
+    """It ends the request."""
     talk.turn("1", [user("hi")], "a")
     talk.turn("2", [user("hi"), answer("a"), user("x")], "b")
 
@@ -362,8 +335,8 @@ def test_an_answer_begun_by_the_client_is_no_edit(talk: Any) -> None:
     assert (parent_of(again), again.num_kept) == ("1", None)
 
 
-def test_a_shortened_history_says_so(talk: Any) -> None:
-    """A window of a conversation continues its last answer for rewards, and is told from an edited question."""
+def test_shortened_history_is_truncated_not_edited(talk: Any) -> None:
+    """Its last answer is continued for rewards."""
     talk.turn("1", [user("hi")], "first")
     talk.turn("2", [user("hi"), answer("first"), user("more")], "second")
 
@@ -376,8 +349,8 @@ def test_a_shortened_history_says_so(talk: Any) -> None:
     assert (other.parent, other.fork_hint) == (None, ForkReason.HISTORY_TRUNCATED)
 
 
-def test_a_prompt_around_the_conversation_may_change(talk: Any) -> None:
-    """Aider puts its files before the last question, which ends with a reminder only while it is the last one."""
+def test_answers_are_found_when_the_prompt_around_them_changes(talk: Any) -> None:
+    """Aider moves its files before the last question."""
     files, ok, reminder = user("a.txt: one"), answer("Ok."), "\n\nAnswer briefly."
     talk.turn("1", [files, ok, user("upper case?" + reminder)], "ONE")
 
@@ -389,8 +362,8 @@ def test_a_prompt_around_the_conversation_may_change(talk: Any) -> None:
     assert [message.content for message in talk.tree.history(turn)][:2] == ["upper case?  \n", "ONE"]
 
 
-def test_an_answer_that_was_given_twice_or_shown_names_no_turn(talk: Any) -> None:
-    """Nor does one to another question: it may be an example that the client wrote."""
+def test_repeated_or_quoted_answer_names_no_turn(talk: Any) -> None:
+    """It may be an example that the client wrote."""
     shots = [user("1+1"), answer("2")]
     talk.turn("1", [*shots, user("0+2")], "2")
     talk.turn("2", [user("a?")], "b")
@@ -403,8 +376,8 @@ def test_an_answer_that_was_given_twice_or_shown_names_no_turn(talk: Any) -> Non
     assert (example.parent, twice.parent, alone.parent) == (None, None, None)
 
 
-def test_an_edited_history_is_not_continued_by_other_words(talk: Any) -> None:
-    """Neither by an answer with the same text and other calls, nor by one to another question."""
+def test_edited_history_does_not_match_other_words(talk: Any) -> None:
+    """The text is the same, but calls or the question differ."""
     call = ToolCall(id="call_1", name="look", arguments="{}")
     seen = ChatMessage(role="tool", content="42", tool_call_id="call_1")
     called = evolve(answer("yes"), tool_calls=(call,))
@@ -420,15 +393,15 @@ def test_an_edited_history_is_not_continued_by_other_words(talk: Any) -> None:
     assert ("1", "1", "2") == (parent_of(calls), parent_of(asks), parent_of(same))
 
 
-def test_a_root_that_is_asked_again_is_a_sibling(talk: Any) -> None:
-    """Also while the first one is still being answered."""
+def test_root_that_is_asked_again_is_a_sibling(talk: Any) -> None:
+    """The first one may still be pending."""
     assert talk.begin("1", [user("hi")]).fork is ForkReason.ROOT
     assert talk.begin("2", [user("hi")]).fork is ForkReason.SIBLING
     assert talk.begin("3", [user("ho")]).fork is ForkReason.ROOT
 
 
-def test_examples_in_a_first_prompt_are_a_root(talk: Any) -> None:
-    """Few-shot answers that we never gave are not an edit of ours."""
+def test_few_shot_examples_are_a_root(talk: Any) -> None:
+    """The session never gave these answers."""
     shots = [user("1+1"), answer("2"), user("2+2")]
 
     assert match(talk, shots).fork_hint is ForkReason.ROOT
@@ -436,8 +409,8 @@ def test_examples_in_a_first_prompt_are_a_root(talk: Any) -> None:
     assert match(talk, [*shots[:2], user("3+3")]).fork_hint is ForkReason.ROOT
 
 
-def test_changed_tools_and_options_keep_the_parent_and_say_why_tokens_fork(talk: Any) -> None:
-    """Rewards still flow; the prompt's beginning has changed."""
+def test_changed_tools_keep_the_parent_and_fork_the_tokens(talk: Any) -> None:
+    """The fork has a reason."""
     talk.turn("1", [user("hi")], "a", tools=(Tool(name="look"),))
     messages = [user("hi"), answer("a"), user("more")]
 
@@ -450,17 +423,8 @@ def test_changed_tools_and_options_keep_the_parent_and_say_why_tokens_fork(talk:
     assert (parent_of(options), options.fork_hint) == ("1", ForkReason.TEMPLATE_OPTIONS_CHANGED)
 
 
-def test_siblings_under_the_same_tools_come_first(talk: Any) -> None:
-    """Of equal answers, the one that was given under the same tools is continued."""
-    talk.turn("1", [user("hi")], "a", tools=(Tool(name="look"),))
-    talk.turn("2", [user("hi")], "a")
-
-    found = match(talk, [user("hi"), answer("a"), user("x")], tools=(Tool(name="look"),))
-    assert (parent_of(found), found.fork_hint) == ("1", None)
-
-
 def test_new_instructions_are_a_new_branch(talk: Any) -> None:
-    """Two personas that happen to say the same are not confused, and the reason is known."""
+    """Equal words of two personas are not confused."""
     talk.turn("1", [System, user("hi")], "a")
     other = evolve(System, content="Be brief.")
 
@@ -471,8 +435,7 @@ def test_new_instructions_are_a_new_branch(talk: Any) -> None:
         assert found.fork_hint is ForkReason.NEW_SYSTEM_PROMPT
 
 
-def test_a_handoff_is_proven_by_its_call_ids(talk: Any) -> None:
-    """Another agent takes over under its own instructions: call ids prove whose conversation it is."""
+def test_call_ids_link_a_handoff_under_other_instructions(talk: Any) -> None:
     call = ToolCall(id="call_7f3a", name="transfer", arguments="{}")
     result = ChatMessage(role="tool", content="ok", tool_call_id="call_7f3a")
     talk.turn("1", [System, user("hi")], answer(None, call))
@@ -489,8 +452,8 @@ def test_a_handoff_is_proven_by_its_call_ids(talk: Any) -> None:
     assert talk.tree.history(later)[0] == other
 
 
-def test_a_cut_answer_is_no_parent(talk: Any) -> None:
-    """A client that continues a cancelled answer starts a branch with that reason, or extends what was complete."""
+def test_cancelled_answer_is_not_a_parent(talk: Any) -> None:
+    """The continuation is a branch with a reason, or follows a completed turn."""
     talk.begin("1", [user("hi")])
     talk.tree.cancel(InteractionId("1"), talk.completion(answer("par")), answer("par"))
 
@@ -500,15 +463,8 @@ def test_a_cut_answer_is_no_parent(talk: Any) -> None:
     assert found.fork_hint is ForkReason.PARENT_UNFINISHED
 
 
-def test_a_pending_answer_is_no_parent(talk: Any) -> None:
-    """An answer that has not ended cannot be continued."""
-    talk.begin("1", [user("hi")])
-
-    assert match(talk, [user("hi"), answer(""), user("x")]).parent is None
-
-
-def test_a_removed_answer_makes_a_sibling(talk: Any) -> None:
-    """Clients that drop a malformed answer and ask again hang below the turn before it."""
+def test_removed_answer_makes_a_sibling(talk: Any) -> None:
+    """Clients drop a malformed answer and ask again."""
     talk.turn("1", [user("hi")], "a")
     talk.turn("2", [user("hi"), answer("a"), user("more")], "malformed")
 
@@ -517,20 +473,11 @@ def test_a_removed_answer_makes_a_sibling(talk: Any) -> None:
     assert again.new_messages == (user("more"), user("Answer in JSON."))
 
 
-def test_two_agents_that_talk_in_turns_do_not_mix(talk: Any) -> None:
-    """Conversations that differ in one early word stay apart, though all else is equal."""
-    chats = {name: [user(name)] for name in "abcdef"}
-    for depth in range(4):
-        for name, messages in chats.items():
-            turn = talk.turn(f"{name}{depth}", messages, "ok")
-
-            assert (f"{name}{depth - 1}" if depth else None) == turn.parent
-            messages += [answer("ok"), user("next")]
-
-
 @given(st.lists(chat_messages(), max_size=4))
-def test_any_list_of_messages_can_be_looked_up(new_talk: Callable[..., Any], messages: list[ChatMessage]) -> None:
-    """Strange role orders, answers first, nothing at all: never an error, and a root in an empty session."""
+def test_any_list_of_messages_is_a_root_of_an_empty_session(
+    new_talk: Callable[..., Any], messages: list[ChatMessage]
+) -> None:
+    """Role orders may be strange, and there may be no message."""
     found = match(new_talk(), messages)
 
     assert found.parent is None

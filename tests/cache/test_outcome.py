@@ -67,52 +67,23 @@ WHOLE, LAST, ANSWER = RewardScope.EPISODE, RewardScope.LAST, RewardScope.ANSWER
 # ------------------------------------------------------------------------------------------------ by example
 
 
-def test_a_chain_keeps_its_numbers() -> None:
-    """With one conversation, nothing is inherited."""
-    assert [0.81, 0.9, 1.0] == returns_of(record_of([None, 0, 1], {2: (1.0, WHOLE)}), 0.9)
-
-
 def test_conversations_without_a_reward_inherit_the_outcome() -> None:
-    """A sub-agent of two turns, a conversation before a compaction, and the one that holds the last answer."""
+    """A sub-agent and a conversation before a compaction are examples."""
     record = record_of([None, 0, None, None, 3], {4: (1.0, WHOLE)})
 
     assert [0.9, 1.0, 1.0, 0.9, 1.0] == returns_of(record, 0.9)
     assert [0.0, 0.0, 0.0, 0.9, 1.0] == returns_of(record, 0.9, unrewarded=Unrewarded.ZERO)
 
 
-def test_an_abandoned_branch_inherits_the_outcome() -> None:
-    """The losing choice, and what was asked again, had a part in the episode as well."""
-    record = record_of([None, 0, 0, 2], {3: (1.0, WHOLE)})
-
-    assert [0.855, 1.0, 0.9, 1.0] == returns_of(record, 0.9)
-    assert [0.405, 0.0, 0.9, 1.0] == returns_of(record, 0.9, unrewarded=Unrewarded.ZERO)
-
-
-def test_answers_after_the_outcome_have_no_part_in_it() -> None:
-    """What continues the rewarded answer came later: the rewarded one keeps its number, and the later one has none."""
+def test_answers_after_the_outcome_have_no_reward() -> None:
+    """The rewarded answer keeps its number."""
     record = record_of([None, 0, 1, 0], {1: (1.0, WHOLE)})
 
     assert [0.9, 1.0, 0.0, 1.0] == returns_of(record, 0.9)
 
 
-@pytest.mark.parametrize("discount", [1.0, 0.5])
-def test_a_conversation_with_a_reward_inherits_nothing(discount: float) -> None:
-    """Not even where the reward is 0."""
-    record = record_of([None, 0, None, None], {0: (0.0, ANSWER), 2: (1.0, WHOLE)})
-
-    assert [0.0, 0.0, 1.0, 1.0] == returns_of(record, discount)
-
-
-def test_rewards_of_answers_are_no_outcome() -> None:
-    """A dict, or ``set_reward`` with an id: other conversations return 0."""
-    record = record_of([None, None], {1: (1.0, ANSWER)})
-
-    assert record.outcome is None
-    assert [0.0, 1.0] == returns_of(record)
-
-
-def test_a_reward_without_an_id_is_the_outcome_while_it_is_the_only_one() -> None:
-    """Another reward makes it one of an answer."""
+def test_only_reward_without_an_id_is_the_outcome() -> None:
+    """Another reward makes it a reward of its answer."""
     alone = record_of([None, None, None], {2: (1.0, LAST)})
     dense = record_of([None, None, None], {1: (0.5, LAST), 2: (1.0, LAST)})
     named = record_of([None, None, None], {0: (0.5, ANSWER), 2: (1.0, LAST)})
@@ -122,29 +93,29 @@ def test_a_reward_without_an_id_is_the_outcome_while_it_is_the_only_one() -> Non
     assert [0.5, 0.0, 1.0] == returns_of(named)
 
 
-def test_a_returned_number_is_the_outcome_whatever_else_was_rewarded() -> None:
-    """Of several, the last completed answer holds it; the others are rewards of their answers."""
+def test_returned_number_is_the_outcome_beside_other_rewards() -> None:
+    """The last completed answer holds it."""
     record = record_of([None, None, None, None], {0: (0.5, ANSWER), 1: (0.25, WHOLE), 3: (1.0, WHOLE)})
 
     assert [0.5, 0.25, 1.0, 1.0] == returns_of(record)
 
 
-def test_an_unstored_continuation_changes_nothing() -> None:
-    """The last answer that is trained holds the outcome, although a later one was not to be stored."""
+def test_outcome_is_on_the_last_stored_answer() -> None:
+    """A later answer was not to be stored."""
     record = record_of([None, 0, 1], {1: (1.0, WHOLE)}, unstored=frozenset({2}))
 
     assert [0.9, 1.0] == returns_of(record, 0.9)[:2]
 
 
-def test_creation_order_has_nothing_to_inherit() -> None:
-    """It pays every reward to all turns before it, in whatever conversation."""
+def test_creation_order_inherits_nothing() -> None:
+    """It pays every reward to all earlier turns."""
     record = record_of([None, None, None], {2: (1.0, WHOLE)})
 
     assert [0.81, 0.9, 1.0] == returns_of(record, 0.9, rule="creation-order")
 
 
-def test_a_rule_sees_what_is_inherited_as_rewards_of_leaves() -> None:
-    """Rules of users need not know of outcomes."""
+def test_rules_see_inherited_rewards_at_the_leaves() -> None:
+    """Rules of users need not know outcomes."""
     seen: list[RewardTree] = []
 
     def rule(tree: RewardTree, _: float) -> tuple[float, ...]:
@@ -157,8 +128,8 @@ def test_a_rule_sees_what_is_inherited_as_rewards_of_leaves() -> None:
     assert {1} == seen[0].heirs
 
 
-def test_credits_say_what_was_inherited() -> None:
-    """A turn that leads to the rewarded answer is rewarded, other turns inherit, and without a reward there is none."""
+def test_credits_name_inherited_rewards() -> None:
+    """Other turns are rewarded or have none."""
     record = record_of([None, 0, 0, None], {2: (1.0, WHOLE)})
     tree = RewardTree.of(record)
 
@@ -194,8 +165,8 @@ def outcome_of(talk: Any) -> tuple[str, float | None] | None:
     return None if found is None else (found.id, found.reward)
 
 
-def test_setting_an_outcome_twice_replaces_it(two: Any) -> None:
-    """Whether it was finalized, returned, or set without an id."""
+def test_second_outcome_replaces_the_first(two: Any) -> None:
+    """It may be finalized, returned, or set without an id."""
     two.tree.set_reward(None, 0.5)
     assert ("b", 0.5) == outcome_of(two)
     two.tree.set_reward(None, 1.0, is_outcome=True)
@@ -206,23 +177,23 @@ def test_setting_an_outcome_twice_replaces_it(two: Any) -> None:
     assert 0.75 == total_reward(two.tree.snapshot())
 
 
-def test_naming_the_answer_makes_it_a_reward_of_that_answer(two: Any) -> None:
-    """``set_reward`` with the id of the last answer replaces the outcome by a reward of that answer."""
+def test_reward_by_id_replaces_the_outcome(two: Any) -> None:
+    """It belongs to the named answer."""
     two.tree.set_reward(None, 1.0, is_outcome=True)
     two.tree.set_reward("b", 0.5)
     assert outcome_of(two) is None
 
 
-def test_another_reward_ends_an_outcome_that_was_set_without_an_id(two: Any) -> None:
-    """It was a reward of the last answer, then."""
+def test_second_reward_ends_an_outcome_without_an_id(two: Any) -> None:
+    """It was a reward of the last answer."""
     two.tree.set_reward(None, 1.0)
     two.tree.set_reward("a", 0.0)
     assert outcome_of(two) is None
 
 
 @pytest.mark.parametrize("style", sorted(STYLES))
-def test_rows_carry_inherited_returns_and_say_so(two: Any, style: str) -> None:
-    """In every style; the reward of an interaction and the total of the session are what was set."""
+def test_rows_carry_inherited_returns(two: Any, style: str) -> None:
+    """The reward of an interaction and the total of the session stay as they were set."""
     two.tree.set_reward(None, 1.0, is_outcome=True)
     record = two.tree.snapshot()
 
@@ -240,7 +211,7 @@ def test_rows_carry_inherited_returns_and_say_so(two: Any, style: str) -> None:
 
 @pytest.mark.parametrize("style", sorted(STYLES))
 def test_skipped_conversations_are_listed(two: Any, style: str) -> None:
-    """With ``skip`` only conversations with a reward are trained; with ``zero`` the others return 0."""
+    """With `zero`, they return 0."""
     two.tree.set_reward(None, 1.0, is_outcome=True)
 
     skipped = export_trajectories(two.tree.snapshot(), discount=1, style=style, unrewarded=Unrewarded.SKIP)
@@ -250,13 +221,13 @@ def test_skipped_conversations_are_listed(two: Any, style: str) -> None:
     assert {0.0, 1.0} == {float(value) for row in zero.trajectories for value in row.returns[row.loss_mask == 1]}
 
 
-def test_a_restart_keeps_the_outcome() -> None:
-    """What a reward was set for is in the journal."""
+def test_restart_keeps_the_outcome() -> None:
+    """The scope of a reward is in the journal."""
     turns = [create_turn("a", number) for number in range(2)]
     last = turns[-1].interaction.id
     rewarded = RewardSet(session=SessionId("a"), interaction=last, reward=0.5, scope=WHOLE)
 
-    recovered = recover([create_start("a"), *turns, rewarded]).sessions[SessionId("a")].tree.snapshot()
+    recovered = recover([create_start("a"), *turns, rewarded])[SessionId("a")].tree.snapshot()
 
     assert recovered.outcome is not None
     assert (last, 0.5) == (recovered.outcome.id, recovered.outcome.reward)
@@ -290,24 +261,24 @@ def slow_returns(record: SessionRecord, discount: float) -> dict[str, float]:
 
 
 @given(session_records(max_size=8), st.floats(0, 1))
-def test_returns_are_those_of_the_definition(record: SessionRecord, discount: float) -> None:
-    """Whatever was set on whatever answer of whatever forest."""
+def test_returns_follow_the_definition(record: SessionRecord, discount: float) -> None:
+    """Any answers of any forest are rewarded."""
     expected = slow_returns(record, discount)
 
     assert backpropagate(record, discount) == pytest.approx(expected, rel=1e-9, abs=1e-6)
 
 
 @given(session_records(max_size=8), st.floats(0, 1), st.sampled_from(["mean", "sum", "max", "creation-order"]))
-def test_rewards_of_answers_keep_their_numbers(record: SessionRecord, discount: float, rule: str) -> None:
-    """Where every reward was set with an id, ``inherit`` and ``zero`` are one."""
+def test_inherit_equals_zero_if_all_rewards_have_ids(record: SessionRecord, discount: float, rule: str) -> None:
+    """Nothing is inherited."""
     named = evolve(record, interactions=tuple(evolve(t, reward_scope=ANSWER) for t in record.interactions))
 
     assert backpropagate(named, discount, rule) == backpropagate(record, discount, rule, unrewarded=Unrewarded.ZERO)
 
 
 @given(session_records(max_size=8), st.floats(-4, 4))
-def test_undiscounted_every_turn_before_the_outcome_returns_it(record: SessionRecord, outcome: float) -> None:
-    """With one returned number and discount 1, the mean of what leads to it is that number, in every conversation."""
+def test_undiscounted_outcome_reaches_every_turn(record: SessionRecord, outcome: float) -> None:
+    """The mean of equal numbers is the number."""
     bare = [evolve(turn, reward=None, reward_scope=ANSWER) for turn in record.interactions]
     completed = [turn for turn in bare if turn.status is InteractionStatus.COMPLETED]
     if not completed:
@@ -321,8 +292,8 @@ def test_undiscounted_every_turn_before_the_outcome_returns_it(record: SessionRe
 
 
 @given(session_records(max_size=8), st.sampled_from(Unrewarded), st.sampled_from(sorted(STYLES)))
-def test_a_treatment_may_be_given_by_its_name(record: SessionRecord, unrewarded: Unrewarded, style: str) -> None:
-    """A string is not a silent default, and an unknown one is refused."""
+def test_treatment_is_given_by_name(record: SessionRecord, unrewarded: Unrewarded, style: str) -> None:
+    """An unknown name is refused."""
     by_name = export_trajectories(record, discount=0.9, style=style, unrewarded=str(unrewarded))
 
     assert export_trajectories(record, discount=0.9, style=style, unrewarded=unrewarded) == by_name

@@ -35,8 +35,7 @@ def instructions(text: str) -> ChatMessage:
 @given(
     turns=st.lists(st.tuples(INSTRUCTIONS, MESSAGES, ANSWERS, st.integers(0, 3)), min_size=1, max_size=5),
 )
-def test_a_name_is_as_good_as_the_history(new_talk: Callable[..., Any], turns: list[Any]) -> None:
-    """A request that names an answer is the same as one with the whole history, and continues that answer."""
+def test_previous_id_gives_the_same_prompt_as_the_history(new_talk: Callable[..., Any], turns: list[Any]) -> None:
     talk = new_talk()
     histories: list[tuple[ChatMessage, ...]] = []
     for number, (own, new, output, back) in enumerate(turns):
@@ -54,8 +53,8 @@ def test_a_name_is_as_good_as_the_history(new_talk: Callable[..., Any], turns: l
             assert turn.token_parent == name
 
 
-def test_the_tokens_are_extended(new_talk: Callable[..., Any]) -> None:
-    """Under the same instructions, a prompt is the last prompt, what was sampled, and the new messages."""
+def test_previous_id_extends_the_exact_tokens(new_talk: Callable[..., Any]) -> None:
+    """The instructions are the same."""
     talk = new_talk()
     kind = instructions("Be kind.")
     first = talk.turn("1", [kind, user("a")], "b", has_instructions=True)
@@ -67,8 +66,8 @@ def test_the_tokens_are_extended(new_talk: Callable[..., Any]) -> None:
     assert talk.tree.prompt_tokens(second).tolist()[: len(start)] == start
 
 
-def test_instructions_end_with_their_request(new_talk: Callable[..., Any]) -> None:
-    """They are neither carried over nor mixed up with system messages of the conversation, old ones and new ones."""
+def test_instructions_apply_to_their_request_only(new_talk: Callable[..., Any]) -> None:
+    """They are not mixed with system messages of the conversation."""
     talk = new_talk()
     house, now = ChatMessage(role="system", content="A house."), ChatMessage(role="developer", content="It is noon.")
     talk.turn("1", [instructions("Be kind."), house, user("a")], "b", has_instructions=True)
@@ -82,8 +81,8 @@ def test_instructions_end_with_their_request(new_talk: Callable[..., Any]) -> No
     assert talk.tree.history(third)[:-1] == (*said, ChatMessage(role="assistant", content="d"), now)
 
 
-def test_of_equal_answers_the_named_one_is_followed(new_talk: Callable[..., Any]) -> None:
-    """A history would leave open which of two equal siblings is meant; a name does not."""
+def test_previous_id_selects_one_of_equal_answers(new_talk: Callable[..., Any]) -> None:
+    """A history would leave it open."""
     talk = new_talk()
     talk.turn("1", [user("a")], "b")
     talk.turn("2", [user("a")], "b")
@@ -91,8 +90,8 @@ def test_of_equal_answers_the_named_one_is_followed(new_talk: Callable[..., Any]
     assert talk.turn("3", [user("c")], "d", previous=InteractionId("1")).parent == "1"
 
 
-def test_echoes_and_names_mix(new_talk: Callable[..., Any]) -> None:
-    """A turn that was found by its echo can be named, and a turn that followed a name can be echoed."""
+def test_echoes_and_previous_ids_can_be_mixed(new_talk: Callable[..., Any]) -> None:
+    """Either may follow the other."""
     talk = new_talk()
     said = [user("a"), ChatMessage(role="assistant", content="b"), user("c")]
     talk.turn("1", said[:1], "b")
@@ -104,8 +103,8 @@ def test_echoes_and_names_mix(new_talk: Callable[..., Any]) -> None:
     assert [fourth.parent, fourth.token_parent] == ["3", "3"]
 
 
-def test_an_echo_with_ids_of_its_own_can_be_followed(new_talk: Callable[..., Any]) -> None:
-    """Its results, which answered the calls by the client's ids, are read by position in the stored history."""
+def test_previous_id_follows_an_echo_with_other_call_ids(new_talk: Callable[..., Any]) -> None:
+    """Its results are read by position."""
     talk = new_talk()
     calls = tuple(ToolCall(id=f"call_{n}", name="look", arguments="{}") for n in (1, 2))
     renamed = tuple(evolve(call, id=f"mine_{n}") for n, call in enumerate(calls))
@@ -118,8 +117,8 @@ def test_an_echo_with_ids_of_its_own_can_be_followed(new_talk: Callable[..., Any
     assert third.messages == (user("c"),)
 
 
-def test_previous_answer_that_cannot_be_continued_is_named(new_talk: Callable[..., Any]) -> None:
-    """An unknown id, and answers that are not there yet, were cut, or never came."""
+def test_previous_id_without_a_completed_answer_is_refused(new_talk: Callable[..., Any]) -> None:
+    """It is unknown, pending, cancelled or failed."""
     talk = new_talk()
     for name in ("pending", "cancelled", "failed"):
         talk.begin(name, [user(name)])

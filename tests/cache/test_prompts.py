@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import backpropagate, full_history, full_ids, lookup_in, plan_prompt
-from areal_actors.domain import ChatMessage, CompletionRequest, ForkReason, InteractionId, Tool
+from areal_actors.domain import ChatMessage, CompletionRequest, ForkReason, Tool
 from areal_actors.errors import ExportError
 from areal_actors.testing.strategies import conversations, echo_styles
 
@@ -35,35 +35,24 @@ def text(ids: Any) -> str:
     return "".join("|" if i == 3 else chr(i) for i in ids)
 
 
-def test_a_turn_extends_its_parents_exact_tokens(talk: Any) -> None:
-    """Prompt, sampled ids and suffix, in this order; the echo's own spelling is nowhere."""
-    talk.turn("1", [user("hi")], " yo ")
-    found = plan(talk, user("hi"), answer("yo"), user("more"))
-
-    assert text(found.token_ids) == "<user>hi|<assistant> yo |<user>more|<assistant>"
-    assert text(found.suffix) == "<user>more|<assistant>"
-    assert (found.parent, found.token_parent, found.fork) == ("1", "1", None)
-    assert found.messages == (user("more"),)
-
-
-def test_an_unclosed_answer_is_closed_in_the_suffix(talk: Any) -> None:
-    """An answer that ended by length has no stop id; the renderer is told."""
+def test_answer_without_a_stop_id_is_closed_in_the_suffix(talk: Any) -> None:
+    """It ended by length."""
     talk.begin("1", [user("hi")])
     talk.finish("1", answer("yo"), is_closed=False)
 
     assert text(plan(talk, user("hi"), answer("yo"), user("m")).suffix) == "|<user>m|<assistant>"
 
 
-def test_an_empty_answer_is_not_closed(talk: Any) -> None:
-    """Nothing was sampled, not even a stop id."""
+def test_empty_answer_is_closed_in_the_suffix(talk: Any) -> None:
+    """Not even a stop id was sampled."""
     talk.begin("1", [user("hi")])
     talk.finish("1", answer(""), is_closed=False)
 
     assert text(plan(talk, user("hi"), answer(""), user("m")).suffix) == "|<user>m|<assistant>"
 
 
-def test_history_is_rendered_from_what_was_stored(new_talk: Callable[..., Any]) -> None:
-    """A client that drops the reasoning does not change what the model reads on a fork."""
+def test_fork_is_rendered_from_the_stored_history(new_talk: Callable[..., Any]) -> None:
+    """The client has dropped the reasoning."""
     talk = new_talk(rewrites=True)
     talk.turn("1", [user("hi")], answer("yo", reasoning="Hm."))
 
@@ -71,8 +60,8 @@ def test_history_is_rendered_from_what_was_stored(new_talk: Callable[..., Any]) 
     assert text(found.token_ids) == "<user>hi|<assistant>(Hm.)yo|<user>more|<assistant>"
 
 
-def test_a_rewritten_history_forks_the_tokens_and_keeps_the_rewards(new_talk: Callable[..., Any]) -> None:
-    """With a template that drops thinking, the final reward still reaches the first turn."""
+def test_rewritten_history_forks_tokens_and_keeps_rewards(new_talk: Callable[..., Any]) -> None:
+    """The template drops thinking."""
     talk = new_talk(rewrites=True, keeps_reasoning=False)
     talk.renderer.keeps_reasoning = True
     talk.turn("1", [user("hi")], answer("yo", reasoning="Hm."))
@@ -86,8 +75,8 @@ def test_a_rewritten_history_forks_the_tokens_and_keeps_the_rewards(new_talk: Ca
     assert backpropagate(talk.tree.snapshot(), 0.9) == {"1": 0.9, "2": 1.0}
 
 
-def test_a_full_rendering_that_happens_to_extend_is_no_fork(new_talk: Callable[..., Any]) -> None:
-    """Ids decide: if the parent's exact tokens are a prefix after all, they are shared."""
+def test_full_rendering_that_extends_the_parent_is_no_fork(new_talk: Callable[..., Any]) -> None:
+    """Ids decide."""
     talk = new_talk(rewrites=True)
     talk.turn("1", [user("hi")], "yo")
 
@@ -95,8 +84,8 @@ def test_a_full_rendering_that_happens_to_extend_is_no_fork(new_talk: Callable[.
     assert (found.token_parent, found.fork) == ("1", None)
 
 
-def test_a_fork_shares_tokens_with_an_earlier_ancestor(talk: Any) -> None:
-    """Tools that come and go: the turn under the old tools shares with the ancestor that had them."""
+def test_fork_shares_tokens_with_an_earlier_ancestor(talk: Any) -> None:
+    """Tools come and go."""
     tools = (Tool(name="look"),)
     talk.turn("1", [user("a")], "x", tools=tools)
     history = [user("a"), answer("x"), user("b")]
@@ -108,27 +97,8 @@ def test_a_fork_shares_tokens_with_an_earlier_ancestor(talk: Any) -> None:
     assert text(talk.tree.prompt_tokens(turn)).startswith("{look}<user>a|<assistant>x|")
 
 
-def test_the_choices_of_one_request_share_one_plan(talk: Any) -> None:
-    """Siblings have the same prompt and the same parents."""
-    talk.turn("1", [user("hi")], "yo")
-    shared = plan(talk, user("hi"), answer("yo"), user("more"))
-    left, right = (talk.tree.begin(InteractionId(name), shared) for name in ("2", "3"))
-
-    assert left.parent == right.parent == "1"
-    assert talk.tree.prompt_tokens(left).tolist() == talk.tree.prompt_tokens(right).tolist()
-
-
-def test_planning_changes_nothing(talk: Any) -> None:
-    """A plan that is never begun leaves no trace."""
-    talk.turn("1", [user("hi")], "yo")
-    before = talk.tree.snapshot()
-    plan(talk, user("hi"), answer("yo"), user("more"))
-
-    assert before == talk.tree.snapshot()
-
-
-def test_the_work_of_rendering_is_linear(talk: Any) -> None:
-    """Each message is rendered once in a conversation, however long."""
+def test_each_message_is_rendered_once(talk: Any) -> None:
+    """The work of a conversation is linear."""
     messages = [user("hi")]
     for number in range(50):
         talk.begin(f"{number}", messages)
@@ -139,10 +109,10 @@ def test_the_work_of_rendering_is_linear(talk: Any) -> None:
 
 
 @given(data=st.data(), rewrites=st.booleans())
-def test_prompts_are_what_a_full_rendering_of_the_stored_history_gives(
+def test_prompts_equal_a_full_rendering_of_the_stored_history(
     new_talk: Callable[..., Any], *, data: st.DataObject, rewrites: bool
 ) -> None:
-    """For any conversation and any client, extended or forked, the prompt is the rendering of what was really said."""
+    """Any conversation of any client, extended or forked."""
     talk = new_talk(rewrites=rewrites)
     script = data.draw(conversations(max_turns=4))
     echo = data.draw(echo_styles())
@@ -168,8 +138,8 @@ def test_prompts_are_what_a_full_rendering_of_the_stored_history_gives(
         assert talk.tree.history(turn) == full_history(turn, lookup)
 
 
-def test_a_record_with_a_missing_parent_is_named(talk: Any) -> None:
-    """A damaged record is an error by name, not a wrong prompt."""
+def test_record_with_a_missing_parent_is_refused(talk: Any) -> None:
+    """The error names it."""
     talk.turn("1", [user("hi")], "yo")
     turn = talk.turn("2", [user("hi"), answer("yo"), user("more")], "ok")
     record = talk.tree.snapshot()

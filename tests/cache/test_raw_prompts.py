@@ -56,28 +56,8 @@ def text(ids: Any) -> str:
     return "".join("^" if i == 1 else chr(i) for i in ids)
 
 
-def test_a_first_prompt_is_a_root(talk: Any) -> None:
-    """Its ids are the text's, as the tokenizer begins texts, or the very ids."""
-    by_text, by_ids = plan(talk, "ab"), plan(talk, [97, 98])
-
-    assert ("^ab", "ab") == (text(by_text.token_ids), text(by_ids.token_ids))
-    assert [ForkReason.ROOT] * 2 == [by_text.fork, by_ids.fork]
-    assert by_text.messages == by_ids.messages == (ChatMessage(role="prompt", content="ab"),)
-
-
-def test_a_prompt_goes_on_from_prompt_and_answer(talk: Any) -> None:
-    """Its ids are the parent's, those that were sampled, and those of the rest; turn after turn."""
-    turn(talk, "1", "Once", " upon")
-    turn(talk, "2", "Once upon a", " time")
-    found = plan(talk, "Once upon a time, ")
-
-    assert "^Once upon a time, " == text(found.token_ids)
-    assert (", ", "2", "2", None) == (text(found.suffix), found.parent, found.token_parent, found.fork)
-    assert [m.content for m in talk.tree.history(talk.tree.get("2"))] == ["Once", " upon", " a", " time"]
-
-
-def test_an_unseen_end_must_stand_in_the_prompt(talk: Any) -> None:
-    """A client that writes turns itself repeats the end token; one that leaves it out goes on from other tokens."""
+def test_raw_prompt_without_the_end_token_is_a_branch(talk: Any) -> None:
+    """With it, the prompt extends the answer."""
     turn(talk, "1", "Q", "A" + STOP)
     kept, left_out = plan(talk, f"QA{STOP}Q"), plan(talk, "QAQ")
 
@@ -86,25 +66,16 @@ def test_an_unseen_end_must_stand_in_the_prompt(talk: Any) -> None:
     assert ForkReason.CLIENT_EDITED_HISTORY == left_out.fork
 
 
-def test_a_stop_string_that_the_client_writes_itself_is_not_doubled(talk: Any) -> None:
-    """The answer ended before ``Observation:``, which was sampled; the client adds it and goes on behind it."""
+def test_stop_string_that_the_client_repeats_is_not_doubled(talk: Any) -> None:
+    """It was sampled at the end of the answer."""
     turn(talk, "1", "Q ", "act\nObservation:", said="act\n")
     found = plan(talk, "Q act\nObservation: 4")
 
     assert ("^Q act\nObservation: 4", " 4", "1") == (text(found.token_ids), text(found.suffix), found.token_parent)
 
 
-def test_ids_go_on_from_exact_ids(talk: Any) -> None:
-    """What was read and sampled, end included, begins the new prompt."""
-    turn(talk, "1", [97, 98], "c" + STOP)
-    found, other = plan(talk, [97, 98, 99, 3, 100]), plan(talk, [97, 98, 99, 100])
-
-    assert ([100], "1", "1", None) == (found.suffix.tolist(), found.parent, found.token_parent, found.fork)
-    assert (None, ForkReason.ROOT) == (other.parent, other.fork)
-
-
-def test_the_longest_and_then_the_latest_is_the_parent(talk: Any) -> None:
-    """Of two answers that both begin the prompt, the longer one; of equal ones, the one that was said last."""
+def test_longest_then_latest_answer_is_the_parent(talk: Any) -> None:
+    """Both begin the prompt."""
     turn(talk, "short", "Q", "a")
     turn(talk, "long", "Q", "ab")
     turn(talk, "again", "Q", "ab")
@@ -113,8 +84,8 @@ def test_the_longest_and_then_the_latest_is_the_parent(talk: Any) -> None:
     assert "short" == plan(talk, "Qac").parent
 
 
-def test_the_same_prompt_again_is_a_sibling(talk: Any) -> None:
-    """Also after an answer without text, and after one that was never finished."""
+def test_repeated_raw_prompt_is_a_sibling(talk: Any) -> None:
+    """The first answer may be empty or unfinished."""
     turn(talk, "1", "Q", STOP)
     talk.tree.begin(InteractionId("2"), plan(talk, "Q"))
     talk.tree.cancel(InteractionId("2"))
@@ -122,8 +93,8 @@ def test_the_same_prompt_again_is_a_sibling(talk: Any) -> None:
     assert (None, ForkReason.ROOT) == (plan(talk, "Q").parent, plan(talk, "Q").fork)
 
 
-def test_conversations_and_raw_prompts_never_mix(talk: Any) -> None:
-    """Equal words of a chat and of a raw prompt are not a history of one another."""
+def test_raw_prompts_and_conversations_are_separate(talk: Any) -> None:
+    """Equal words are no history."""
     turn(talk, "1", "hi", "yo")
     talk.turn("2", [ChatMessage(role="user", content="hi")], "yo")
     said = tuple(
@@ -136,8 +107,8 @@ def test_conversations_and_raw_prompts_never_mix(talk: Any) -> None:
 
 
 @given(st.data())
-def test_ids_are_those_of_the_prompt_whatever_was_said_before(new_talk: Any, data: Any) -> None:
-    """For any program, a prompt's ids read like its text, token parents are prefixes, and every token is exported."""
+def test_raw_prompt_ids_read_like_the_text(new_talk: Any, data: Any) -> None:
+    """Token parents are prefixes, and every token is exported."""
     talk, texts, prompts = new_talk(), ["a"], []
     for name in map(str, range(data.draw(st.integers(1, 6)))):
         prompt = data.draw(st.sampled_from(texts)) + data.draw(words)
@@ -159,8 +130,8 @@ def test_ids_are_those_of_the_prompt_whatever_was_said_before(new_talk: Any, dat
 
 
 @given(st.lists(st.binary(max_size=4)), st.binary(max_size=8))
-def test_the_index_finds_the_longest_prefix(known: list, data: bytes) -> None:
-    """As looking at all of them would."""
+def test_prefix_index_finds_the_longest_prefix(known: list, data: bytes) -> None:
+    """A linear search finds the same."""
     index = PrefixIndex()
     for number, prefix in enumerate(known):
         index.add(prefix, InteractionId(str(number)))

@@ -116,8 +116,10 @@ def act(client: Client, data: st.DataObject) -> None:
 
 
 @given(st.data(), st.integers(1, 25), st.floats(0, 1))
-def test_returns_are_those_of_the_clients_own_tree(new_talk: Any, data: Any, num_steps: int, discount: float) -> None:
-    """Whatever happened in whatever order, every turn returns what the definition says, and no sibling pays."""
+def test_returns_follow_the_definition_in_any_order_of_events(
+    new_talk: Any, data: Any, num_steps: int, discount: float
+) -> None:
+    """No sibling pays."""
     client = Client(new_talk())
     for _ in range(num_steps):
         act(client, data)

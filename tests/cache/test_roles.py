@@ -30,8 +30,8 @@ def attributed(draw: st.DrawFn) -> SessionRecord:
 
 
 @given(attributed(), st.sets(st.sampled_from(ROLES), min_size=1), st.sampled_from(sorted(STYLES)))
-def test_every_token_of_a_trained_role_is_trained_once_and_no_other(record, roles, style):
-    """Or it is listed with its reason; the reason of another role comes before all others."""
+def test_tokens_of_trained_roles_are_trained_once(record, roles, style):
+    """Tokens of other roles are listed with that reason."""
     exported = export_trajectories(record, discount=1.0, style=style, train_roles=tuple(roles))
     trained = Counter()
     for row in exported.trajectories:
@@ -49,16 +49,15 @@ def test_every_token_of_a_trained_role_is_trained_once_and_no_other(record, role
 
 
 @given(attributed(), st.sampled_from(sorted(STYLES)))
-def test_all_roles_together_train_as_without_the_setting(record, style):
-    """Naming every role changes nothing."""
+def test_all_roles_train_as_without_the_setting(record, style):
     named = export_trajectories(record, discount=0.9, style=style, train_roles=ROLES)
 
     assert named == export_trajectories(record, discount=0.9, style=style)
 
 
 @given(attributed(), st.sets(st.sampled_from(ROLES), min_size=1))
-def test_the_outcome_stays_with_the_kept_roles(record, roles):
-    """It moves to their last answer if another role had it, and is neither lost nor doubled."""
+def test_outcome_moves_to_the_last_answer_of_the_kept_roles(record, roles):
+    """It is neither lost nor doubled."""
     selected = select_roles(record, roles)
     completed = [turn for turn in selected.interactions if turn.completed_order is not None]
     outcome = record.outcome
@@ -71,8 +70,8 @@ def test_the_outcome_stays_with_the_kept_roles(record, roles):
         assert abs(sum(moved.values()) - expected) <= 1e-6 * max(1.0, abs(expected))
 
 
-def test_the_keys_of_roles_survive_a_restart():
-    """Their digests are in the metadata, which the journal stores as JSON; the keys themselves are nowhere."""
+def test_role_keys_survive_a_restart():
+    """Only their digests are in the metadata."""
     tokens = iter(["the-session-key", "the-id", "the-completion-key", "the-key-of-the-judge"])
     store = SessionStore(token_factory=lambda: next(tokens))
     issued = store.create("task", now=0.0, roles=("judge",))

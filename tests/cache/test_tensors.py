@@ -1,4 +1,4 @@
-"""Tensors of other programs: what a row becomes, what joining keeps, and each mistake by its name."""
+"""Tensors of workflows: conversion to rows, joining, padding, and errors."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def _as_tensors_say(sampling: SamplingDistribution | None) -> SamplingDistributi
 
 
 @given(st.lists(rows(), min_size=1, max_size=5), st.data())
-def test_rows_survive_tensors_and_joining(made: list[Trajectory], data: st.DataObject) -> None:
-    """However the rows are cut into dictionaries and joined again, each is read back as it was, without padding."""
+def test_rows_round_trip_through_tensors(made: list[Trajectory], data: st.DataObject) -> None:
+    """They may be cut into dictionaries and joined again."""
     cut = data.draw(st.integers(0, len(made)))
     parts = [to_tensors(part) for part in (made[:cut], made[cut:]) if part]
     read = from_tensors(pad_together(parts), session=SESSION)
@@ -83,8 +83,7 @@ def test_rows_survive_tensors_and_joining(made: list[Trajectory], data: st.DataO
 
 
 @given(st.lists(rows(), min_size=1, max_size=4))
-def test_joining_single_rows_is_padding(made: list[Trajectory]) -> None:
-    """Dictionaries of [1, T] become one of [N, longest T], as if the rows had been exported together."""
+def test_joining_single_rows_pads_them(made: list[Trajectory]) -> None:
     joined, together = pad_together([to_tensors([row]) for row in made]), to_tensors(made)
 
     assert together.keys() == joined.keys()
@@ -92,8 +91,7 @@ def test_joining_single_rows_is_padding(made: list[Trajectory]) -> None:
     assert all(together[name].dtype == joined[name].dtype for name in together)
 
 
-def test_padding_on_the_left_is_padding() -> None:
-    """What attention_mask leaves out is not part of the row, at whichever end."""
+def test_left_padding_is_removed() -> None:
     mirrored = {name: value.flip(1) if value.ndim == 2 else value for name, value in tensors().items()}
     mirrored["loss_mask"] = torch.tensor([[0, 0, 0, 1, 0]])
     (row,) = from_tensors(mirrored | {"versions": torch.full((1, 5), 3)}, session=SESSION)
@@ -103,8 +101,8 @@ def test_padding_on_the_left_is_padding() -> None:
 
 
 @pytest.mark.parametrize("version", [None, 9])
-def test_two_tensors_are_enough_to_be_a_row(version: int | None) -> None:
-    """Nothing of it is trained then: nothing says what was sampled."""
+def test_input_ids_and_attention_mask_are_enough_for_a_row(version: int | None) -> None:
+    """Nothing of it is trained."""
     tensors = {"input_ids": [[1, 2, 3]], "attention_mask": [[True] * 3]}
     (row,) = from_tensors(tensors, session=SESSION, version=version)
 
@@ -112,7 +110,7 @@ def test_two_tensors_are_enough_to_be_a_row(version: int | None) -> None:
 
 
 def test_missing_versions_are_those_of_the_engine() -> None:
-    """On what was sampled alone."""
+    """Only sampled tokens have one."""
     (row,) = from_tensors(tensors(versions=None), session=SESSION, version=9)
 
     assert [-1, -1, 9, 9] == row.versions.tolist()
@@ -146,14 +144,13 @@ def test_missing_versions_are_those_of_the_engine() -> None:
         ({"advantages": torch.zeros(1, 5)}, "Unknown columns 'advantages'"),
     ],
 )
-def test_each_mistake_has_its_name(changes: dict[str, Any], complaint: str) -> None:
-    """Which tensor, which row, and what it should be."""
+def test_malformed_tensors_are_refused_by_name(changes: dict[str, Any], complaint: str) -> None:
+    """The error names the tensor and the row."""
     with pytest.raises(ArealError, match=complaint):
         from_tensors(tensors(**changes), session=SESSION)
 
 
-def test_outputs_that_were_sampled_differently_are_turns_of_their_own() -> None:
-    """Tokens of one run of the mask with two temperatures are two turns; unknown and known ones, too."""
+def test_outputs_with_two_distributions_are_two_turns() -> None:
     (row,) = from_tensors(tensors(temperatures=[[-1, -1, 0.5, -1, -1]]), session=SESSION)
 
     assert [-1, -1, 0, 1] == row.turns.tolist()
@@ -161,16 +158,15 @@ def test_outputs_that_were_sampled_differently_are_turns_of_their_own() -> None:
     assert () == from_tensors(tensors(), session=SESSION)[0].turn_infos
 
 
-def test_how_a_turn_was_sampled_may_be_found_by_its_ids() -> None:
-    """Where the tensors do not say."""
+def test_distribution_of_a_turn_is_found_by_its_ids() -> None:
+    """The tensors do not contain it."""
     asked = {(7, 2): SamplingDistribution(temperature=0.5)}
     (row,) = from_tensors(tensors(), session=SESSION, sampling_of=lambda ids: asked[tuple(ids.tolist())])
 
     assert (SamplingDistribution(temperature=0.5),) == tuple(info.sampling for info in row.turn_infos)
 
 
-def test_only_like_results_are_joined() -> None:
-    """A tensor that some members have and others have not cannot be padded up."""
+def test_results_with_different_tensors_are_not_joined() -> None:
     with pytest.raises(ExportError, match="different tensors"):
         pad_together([tensors(), tensors(rewards=None)])
     with pytest.raises(ExportError, match="no tensors"):

@@ -37,8 +37,8 @@ def answer(text: str) -> ChatMessage:
 
 
 @given(wanted=st.lists(st.sampled_from(["abcDEF123", "abcDEF124", "call_1", ""])))
-def test_no_id_of_a_call_is_issued_twice(wanted: list[str]) -> None:
-    """The first answer gets the id that its model wrote, and others one that begins with it."""
+def test_call_ids_are_issued_once(wanted: list[str]) -> None:
+    """The first answer keeps the id that its model wrote."""
     tree = ConversationTree(SessionId("s"))
     issued = [tree.issue_call_id(call_id) for call_id in wanted]
 
@@ -47,18 +47,10 @@ def test_no_id_of_a_call_is_issued_twice(wanted: list[str]) -> None:
     assert set(wanted) <= set(issued)
 
 
-def test_an_interaction_is_begun_once(talk: Any) -> None:
-    """An id names one interaction."""
-    talk.begin("1", [user("hi")])
-
-    with pytest.raises(Conflict, match="already has an interaction 1"):
-        talk.begin("1", [user("hi")])
-
-
 @pytest.mark.parametrize("first", ["complete", "cancel", "fail"])
 @pytest.mark.parametrize("second", ["complete", "cancel", "fail"])
-def test_an_interaction_ends_once(talk: Any, first: str, second: str) -> None:
-    """Whatever comes second is told what came first, and changes nothing."""
+def test_interaction_ends_once(talk: Any, first: str, second: str) -> None:
+    """The error names the first end."""
 
     def end(how: str) -> Any:
         if how == "complete":
@@ -74,8 +66,7 @@ def test_an_interaction_ends_once(talk: Any, first: str, second: str) -> None:
     assert talk.tree.num_pending == 0
 
 
-def test_unknown_ids_are_named(talk: Any) -> None:
-    """Every method that takes an id says which one it does not know."""
+def test_unknown_interaction_ids_are_named(talk: Any) -> None:
     for call in (
         lambda: talk.tree.get("x"),
         lambda: talk.finish("x", answer("a")),
@@ -87,23 +78,7 @@ def test_unknown_ids_are_named(talk: Any) -> None:
             call()
 
 
-def test_a_failure_keeps_its_reason(talk: Any) -> None:
-    """The report can say why."""
-    talk.begin("1", [user("hi")])
-
-    assert talk.tree.fail("1", "engine gone").failure == "engine gone"
-
-
-def test_rewards_replace_each_other(talk: Any) -> None:
-    """Setting twice keeps the second."""
-    talk.turn("1", [user("hi")], "a")
-    talk.tree.set_reward("1", 0.25)
-
-    assert talk.tree.set_reward("1", True).reward == 1.0
-
-
-def test_the_last_completed_interaction_is_rewarded_by_default(talk: Any) -> None:
-    """Not the last begun, and not one that was cancelled."""
+def test_last_completed_interaction_is_rewarded_by_default(talk: Any) -> None:
     talk.begin("1", [user("a")])
     talk.begin("2", [user("b")])
     talk.begin("3", [user("c")])
@@ -114,8 +89,7 @@ def test_the_last_completed_interaction_is_rewarded_by_default(talk: Any) -> Non
     assert talk.tree.set_reward(None, 1).id == "1"
 
 
-def test_side_calls_that_are_not_stored_are_passed_over(talk: Any) -> None:
-    """A reward for the last answer is not lost on a call that the client asked not to store."""
+def test_reward_without_an_id_skips_unstored_answers(talk: Any) -> None:
     talk.turn("0", [user("title?")], "t", store=False)
     assert talk.tree.set_reward(None, 1).id == "0"
     talk.turn("1", [user("a")], "x")
@@ -124,24 +98,21 @@ def test_side_calls_that_are_not_stored_are_passed_over(talk: Any) -> None:
     assert talk.tree.set_reward(None, 1).id == "1"
 
 
-def test_without_a_completed_interaction_there_is_nothing_to_reward(talk: Any) -> None:
-    """The message says what to do."""
+def test_reward_without_a_completed_interaction_is_refused(talk: Any) -> None:
     talk.begin("1", [user("a")])
 
     with pytest.raises(RewardError, match="no completed interaction to reward; wait"):
         talk.tree.set_reward(None, 1)
 
 
-def test_a_pending_interaction_keeps_its_reward(talk: Any) -> None:
-    """A client that rewards a stream before its last event loses nothing."""
+def test_pending_interaction_keeps_its_reward(talk: Any) -> None:
     talk.begin("1", [user("a")])
     talk.tree.set_reward("1", 0.5)
 
     assert talk.finish("1", answer("x")).reward == 0.5
 
 
-def test_incomplete_answer_is_not_rewarded(talk: Any) -> None:
-    """A reward that could train nothing is refused rather than lost."""
+def test_reward_of_a_failed_interaction_is_refused(talk: Any) -> None:
     talk.begin("1", [user("a")])
     talk.tree.cancel("1")
 
@@ -149,8 +120,7 @@ def test_incomplete_answer_is_not_rewarded(talk: Any) -> None:
         talk.tree.set_reward("1", 1)
 
 
-def test_a_refused_reward_changes_nothing(talk: Any) -> None:
-    """NaN leaves the earlier reward in place."""
+def test_refused_reward_changes_nothing(talk: Any) -> None:
     talk.turn("1", [user("hi")], "a")
     talk.tree.set_reward("1", 0.25)
     with pytest.raises(RewardError):
@@ -159,8 +129,7 @@ def test_a_refused_reward_changes_nothing(talk: Any) -> None:
     assert talk.tree.get("1").reward == 0.25
 
 
-def test_a_snapshot_stands_still() -> None:
-    """What was handed out does not change, whatever happens later."""
+def test_snapshot_does_not_change() -> None:
     tree = ConversationTree(SessionId("s"), metadata={"task": 7})
     before = tree.snapshot()
     request = CompletionRequest(messages=(user("hi"),))
@@ -171,8 +140,7 @@ def test_a_snapshot_stands_still() -> None:
     assert tree.snapshot(is_ended=True).is_ended
 
 
-def test_stored_arrays_are_our_own_and_read_only(talk: Any) -> None:
-    """An engine may reuse its buffers without changing what was sampled."""
+def test_stored_arrays_are_read_only_copies(talk: Any) -> None:
     talk.begin("1", [user("hi")])
     buffer = np.arange(6, dtype=np.int32)
     logprobs = np.zeros(3, np.float32)

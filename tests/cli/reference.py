@@ -17,9 +17,8 @@ def list_commands(command: click.Command, context: click.Context) -> Iterator[cl
     """Yield the contexts of a command and of everything below it, in the order of the names."""
     yield context
     if isinstance(command, click.Group):
-        for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
+        for name in sorted(command.commands):
+            below = command.commands[name]
             yield from list_commands(below, _open(below, name, context))
 
 
@@ -33,7 +32,9 @@ def format_page() -> str:
     introduction, mark, _ = PAGE.read_text(encoding="utf-8").partition("## areal-actors\n")
     assert mark, f"{PAGE} has no section for the first command"
     sections = []
-    for context in list_commands(cli, _open(cli, "areal-actors", None)):
+    # Without the commands of plug-ins that are installed here.
+    core = click.Group(commands=cli.commands, help=cli.help, params=cli.params, context_settings=cli.context_settings)
+    for context in list_commands(core, _open(core, "areal-actors", None)):
         help_text = "\n".join(line.rstrip() for line in context.command.get_help(context).splitlines())
         sections.append(f"## {context.command_path}\n\n```text\n{help_text}\n```\n")
     return introduction + "\n".join(sections)

@@ -30,7 +30,7 @@ LORA, NO_AGENT = "trainer.lora={rank: 1000}", f"rollout.workflow={EXAMPLES / 'ti
     ],
     ids=["model", "new-directory", "agent", "resume", "serve"],
 )
-def test_a_start_that_fails_keeps_the_files_of_its_user(tmp_path, name, arguments, complaint):
+def test_failed_start_keeps_existing_files(tmp_path, name, arguments, complaint):
     """In the directory of the run, and beside it; nothing is added, neither a lock nor a directory."""
     (tmp_path / "mine" / "sub").mkdir(parents=True)
     (tmp_path / "mine" / "notes.txt").write_text("of the user")

@@ -18,7 +18,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(cli, ["init", *arguments])
 
 
-def test_it_writes_an_agent_and_a_valid_configuration(tmp_path: Path):
+def test_init_writes_an_agent_and_a_configuration(tmp_path: Path):
     """The experiment is named after the directory; the output has the commands that come next."""
     result = run(str(tmp_path / "my sums"))
 
@@ -32,7 +32,9 @@ def test_it_writes_an_agent_and_a_valid_configuration(tmp_path: Path):
     ("sdk", "module"),
     [("openai", "openai"), ("anthropic", "anthropic"), ("langchain", "langchain_openai"), ("httpx", "httpx")],
 )
-def test_the_agent_of_each_client_is_trained(tmp_path: Path, sdk: str, module: str, monkeypatch: pytest.MonkeyPatch):
+def test_init_writes_a_trainable_agent_for_each_client(
+    tmp_path: Path, sdk: str, module: str, monkeypatch: pytest.MonkeyPatch
+):
     """One step of the tiny model, without a failed episode."""
     pytest.importorskip(module, reason=f"pip install {module.replace('_', '-')}")
     assert 0 == run(str(tmp_path / "sums"), "--sdk", sdk, "--model", "tiny").exit_code
@@ -48,7 +50,7 @@ def test_the_agent_of_each_client_is_trained(tmp_path: Path, sdk: str, module: s
 
 
 @pytest.mark.parametrize("name", ["null", "123", "1e3", "true", "2024-01-01", "_x", "a b", "-dash", "#hash", "a$b"])
-def test_odd_directories_and_models_are_read_back(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_init_quotes_odd_names(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     """YAML reads some names as numbers or dates; those are quoted. The commands shown can be pasted into a shell."""
     monkeypatch.chdir(tmp_path)
     result = run("--model", "a: b #c", "--", name)
@@ -62,7 +64,7 @@ def test_odd_directories_and_models_are_read_back(tmp_path: Path, name: str, mon
     assert not path.startswith("-")
 
 
-def test_nothing_is_overwritten(tmp_path: Path):
+def test_init_overwrites_nothing(tmp_path: Path):
     """One file that exists is enough to refuse, and then none is written."""
     (tmp_path / "agent.py").write_text("mine")
 

@@ -17,7 +17,7 @@ from tests.stacks.run_files import write_run
 from areal_actors import __version__
 from areal_actors.__main__ import cli
 from areal_actors.dashboard import MetricsWriter, RunDirectory, RunSummary
-from areal_actors.dashboard.record import RunRecord, RunStatus, write_record
+from areal_actors.dashboard.run_record import RunRecord, RunStatus, write_record
 from areal_actors.errors import CheckpointError, ConfigError, ModelError, RunDirectoryError
 from areal_actors.messages import StepFinished
 
@@ -85,7 +85,7 @@ def failing(error):
     return behaviour
 
 
-def test_the_last_line_is_one_json_object(config, run, tmp_path):
+def test_train_prints_a_json_summary_last(config, run, tmp_path):
     """With the promised keys, alone on standard output."""
     calls = run(summary)
 
@@ -108,7 +108,7 @@ def test_the_last_line_is_one_json_object(config, run, tmp_path):
     assert (loaded.seed, resume, run_dir) == (7, False, None)
 
 
-def test_options_reach_the_run(config, run, tmp_path):
+def test_train_passes_options_to_the_run(config, run, tmp_path):
     """Resuming, and another directory."""
     calls = run(summary)
 
@@ -139,7 +139,7 @@ def test_options_reach_the_run(config, run, tmp_path):
         (BaseExceptionGroup("x", [KeyboardInterrupt(), ValueError()]), 130, ["Interrupted."]),
     ],
 )
-def test_errors_are_one_clear_block(config, run, error, code, words):
+def test_errors_are_printed_root_cause_first(config, run, error, code, words):
     """Root cause first, an exit code that says whose fault it is, no traceback, nothing on standard output."""
     run(failing(error))
 
@@ -151,7 +151,7 @@ def test_errors_are_one_clear_block(config, run, error, code, words):
     assert result.stdout == ""
 
 
-def test_verbose_shows_where_it_happened(config, run):
+def test_verbose_prints_tracebacks(config, run):
     """The traceback comes before the message."""
     run(failing(ZeroDivisionError("division by zero")))
 
@@ -161,7 +161,7 @@ def test_verbose_shows_where_it_happened(config, run):
     assert result.stderr.rstrip().endswith("Error: ZeroDivisionError: division by zero")
 
 
-def test_secrets_do_not_reach_the_screen(config, run):
+def test_errors_redact_secrets(config, run):
     """An error that quotes a session's URL quotes no key."""
     token = "AbCdEfGhIjKlMnOpQrStUv"
     run(failing(CheckpointError(f"http://127.0.0.1:1/train-1-{token}/v1 failed")))
@@ -169,7 +169,7 @@ def test_secrets_do_not_reach_the_screen(config, run):
     assert token not in invoke("train", config, "--verbose").stderr
 
 
-def test_mistakes_in_the_configuration_come_before_anything_is_loaded(config, run):
+def test_configuration_is_checked_before_the_model_loads(config, run):
     """All at once, exit code 2."""
     calls = run(summary)
 
@@ -180,7 +180,7 @@ def test_mistakes_in_the_configuration_come_before_anything_is_loaded(config, ru
     assert calls == []
 
 
-def test_a_missing_file_is_named(tmp_path):
+def test_missing_configuration_is_named(tmp_path):
     """With its neighbours, if there are any."""
     result = invoke("train", tmp_path / "run.yaml")
 
@@ -188,7 +188,7 @@ def test_a_missing_file_is_named(tmp_path):
     assert f"There is no file {tmp_path}/run.yaml" in result.stderr
 
 
-def test_a_run_is_resumed_always_never_or_where_it_can_be(run, config, tmp_path):
+def test_resume_option_has_three_modes(run, config, tmp_path):
     """``--resume`` may stand before the configuration; only ``=auto`` depends on what is on the disk."""
     calls = run(summary)
     ways = ([], ["--resume"], ["--resume=auto"])
@@ -201,7 +201,7 @@ def test_a_run_is_resumed_always_never_or_where_it_can_be(run, config, tmp_path)
     assert [False, True, False, False, True, True] == [is_resumed for _, is_resumed, _ in calls]
 
 
-def test_an_unknown_way_to_resume_is_refused(run, config):
+def test_resume_option_refuses_other_values(run, config):
     """With those that there are."""
     run(summary)
     result = invoke("train", config, "--resume=maybe")
@@ -215,7 +215,7 @@ def test_an_unknown_way_to_resume_is_refused(run, config):
     "environment",
     [{"AREAL_ADMIN_KEY": " "}, {"AREAL_ADMIN_KEY_FILE": "absent/key"}, {"AREAL_ADMIN_KEY_FILE": sys.executable}],
 )
-def test_an_admin_key_that_cannot_be_read_is_named(config, monkeypatch, command, environment):
+def test_unreadable_admin_key_is_refused(config, monkeypatch, command, environment):
     """Before anything is started."""
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
@@ -225,7 +225,7 @@ def test_an_admin_key_that_cannot_be_read_is_named(config, monkeypatch, command,
     assert next(iter(environment)) in result.output
 
 
-def test_the_admin_key_comes_from_the_environment(run, config, tmp_path, monkeypatch):
+def test_admin_key_is_read_from_the_environment(run, config, tmp_path, monkeypatch):
     """From a variable, else from a file. One of the configuration has priority, and no key is on the command line."""
     calls = run(summary)
     module = sys.modules["areal_actors.run"]
@@ -251,7 +251,7 @@ def test_the_admin_key_comes_from_the_environment(run, config, tmp_path, monkeyp
     assert [None, None, "own"] == [given.proxy.admin_key for given, _, _ in calls]
 
 
-def test_runs_are_listed_with_what_needs_attention(tmp_path):
+def test_runs_command_lists_states_and_notes(tmp_path):
     """As a table and as JSON: finished, failed, killed, of an earlier version, and one that could not begin."""
     for name, status, reason in (
         ("a", RunStatus.FINISHED, None),
@@ -281,7 +281,7 @@ def test_runs_are_listed_with_what_needs_attention(tmp_path):
     assert 1 == invoke("runs", tmp_path / "absent").exit_code
 
 
-def test_the_report_is_drawn_from_files(tmp_path):
+def test_report_command_writes_the_page(tmp_path):
     """It prints the page's path; a directory without a run is an error."""
     directory = RunDirectory(path=tmp_path / "sums" / "trial")
     writer = MetricsWriter(directory.metrics)
@@ -294,7 +294,7 @@ def test_the_report_is_drawn_from_files(tmp_path):
     assert invoke("report", tmp_path).exit_code == 1
 
 
-def test_settings_can_be_looked_up():
+def test_settings_command_prints_sections():
     """All of them, or one section; a section that does not exist names the nearest."""
     assert "experiment_name:" in invoke("settings").stdout
     assert "learning_rate" in invoke("settings", "trainer.optimizer").stdout
@@ -303,7 +303,7 @@ def test_settings_can_be_looked_up():
 
 
 @pytest.mark.parametrize("arguments", [(), ("train",), ("report",), ("settings",)])
-def test_help_teaches(arguments):
+def test_help_has_examples(arguments):
     """Every command shows an example that can be copied."""
     result = invoke(*arguments, "--help")
 
@@ -311,7 +311,7 @@ def test_help_teaches(arguments):
     assert "areal-actors " in result.stdout.partition("\n")[2]
 
 
-def test_help_loads_nothing_heavy():
+def test_help_imports_no_torch():
     """A real process shows its help and its version without torch, starlette, or the settings."""
     code = (
         "import sys, runpy\n"
@@ -348,7 +348,7 @@ COMMANDS = {
     ("command", "loaded"),
     [*((command, "click.core") for command in COMMANDS), ("train", "areal_actors.config")],
 )
-def test_ctrl_c_while_modules_are_imported_leaves_without_a_traceback(tmp_path, command, loaded):
+def test_interrupt_during_imports_prints_no_traceback(tmp_path, command, loaded):
     """Real processes, each interrupted as soon as a module is loaded: 130, one line, and nothing on the disk."""
     words = (command, *(word.format(tmp_path) for word in COMMANDS[command]))
     # A shell starts background jobs with SIGINT ignored, and children inherit that unless this process handles it.
@@ -371,7 +371,7 @@ def test_ctrl_c_while_modules_are_imported_leaves_without_a_traceback(tmp_path, 
     assert not list(tmp_path.iterdir())
 
 
-def test_settings_load_no_torch():
+def test_settings_command_imports_no_torch():
     """A mistake in the configuration is reported at once, on any machine."""
     code = "import areal_actors.config, sys; print('torch' in sys.modules, 'transformers' in sys.modules)"
 
@@ -389,22 +389,9 @@ def test_settings_load_no_torch():
         (["a=x"], "must be a URL"),
     ],
 )
-def test_an_entry_point_is_told_what_is_wrong(words, complaint):
+def test_entry_command_refuses_invalid_proxies(words, complaint):
     """Before it listens."""
     result = CliRunner().invoke(cli, ["entry", *words])
 
     assert 2 == result.exit_code
     assert complaint in result.output
-
-
-def test_an_entry_point_listens_until_it_is_interrupted():
-    """A real process; it says where it listens, and Ctrl-C ends it at once."""
-    command = [sys.executable, "-m", "areal_actors", "entry", "a=http://127.0.0.1:9", "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        status = process.wait(30)
-
-    assert line.startswith("Listening at http://127.0.0.1:")
-    assert 0 == status

@@ -128,7 +128,7 @@ def row_of(command: tuple[str, ...], stderr: str, place: Path) -> str:
 
 
 @pytest.mark.parametrize(("command", "message"), MISTAKES, ids=[" ".join(command) for command, _ in MISTAKES])
-def test_a_mistake_is_explained(
+def test_train_explains_mistakes(
     place: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...], message: str
 ) -> None:
     """In words that lead to the remedy, without a traceback; no run is begun."""
@@ -145,7 +145,7 @@ def test_a_mistake_is_explained(
     assert [] == [path for path in place.glob("runs/*/*/*") if path.is_file()]
 
 
-def test_an_agent_that_never_calls_the_model_is_told_so_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_agent_without_requests_is_reported_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every episode fails in the same words, which are shown once, and counted."""
     monkeypatch.chdir(place)
     quick = ("total_steps=1", "logging.page=false", "eval_dataset=null", "rollout.group_size=2")

@@ -3,6 +3,6 @@
 from tests.cli.reference import PAGE, format_page
 
 
-def test_the_page_of_commands_is_up_to_date() -> None:
+def test_documentation_of_commands_is_current() -> None:
     """Write it again with ``python -m tests.cli.reference``."""
     assert PAGE.read_text(encoding="utf-8") == format_page()

@@ -27,7 +27,7 @@ def served(where: Path):
         yield json.loads(process.stdout.readline())
 
 
-def test_a_killed_service_goes_on_with_its_keys_and_sessions(tmp_path: Path):
+def test_killed_service_resumes_with_its_keys_and_sessions(tmp_path: Path):
     """The same command starts it and starts it again, here before the first checkpoint."""
     (tmp_path / "job.yaml").write_text(CONFIG)
     sessions, keys = [], []

@@ -44,7 +44,7 @@ def train(where: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.CompletedProcess("train", process.wait(), output, log.read_text())
 
 
-def test_a_run_that_does_not_learn_says_why_and_where_the_agent_failed(tmp_path: Path):
+def test_train_prints_the_verdict_and_agent_failures(tmp_path: Path):
     """The traceback with file and line is on the terminal once, and in ``failures.jsonl`` for each episode.
 
     The reason why nothing was learned ends the output of the terminal, and is in the JSON of the last line.
@@ -69,7 +69,7 @@ def test_a_run_that_does_not_learn_says_why_and_where_the_agent_failed(tmp_path:
     assert summary["verdict"] in (tmp_path / "run" / "report.html").read_text()
 
 
-def test_a_run_that_fails_leaves_a_record_and_a_report_that_say_why(tmp_path: Path):
+def test_failed_run_leaves_a_record_and_a_report(tmp_path: Path):
     """A custom metric raises in the first step, after the run has begun."""
     broken = """
 calls = []
@@ -93,9 +93,7 @@ def broken(batch):
 
 
 @pytest.mark.parametrize("staleness", [0, 4])
-def test_every_episode_that_began_is_trained_or_listed_with_its_reason(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int
-):
+def test_every_episode_is_trained_or_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int):
     """No episode begins for a step that never comes, however far rollouts may run ahead of training."""
     begun = tmp_path / "begun"
     counts = f"        with open({str(begun)!r}, 'a') as file:\n            file.write('1')\n"

@@ -13,10 +13,9 @@ import pytest
 
 from areal_actors.client import AgentRunner, RetryPolicy
 from areal_actors.client.agent_runner import (
+    BatchProgress,
     BatchResult,
     ItemResult,
-    PlainBatchProgress,
-    create_batch_progress,
     parse_outcome,
 )
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, Unauthorized
@@ -60,7 +59,7 @@ class Asker:
         (lambda item, ids: None, [None, None], None),
     ],
 )
-async def test_what_an_agent_returns_is_its_reward(returns, expected, reward):
+async def test_agent_runner_rewards_what_the_agent_returns(returns, expected, reward):
     """A number finalizes, a dict rewards by completion, ``None`` leaves it to the agent; the session ends."""
     async with open_scripted_proxy() as proxy:
         (result,) = (await runner(proxy).run(Asker(proxy, returns).run, ["one"])).results
@@ -71,7 +70,7 @@ async def test_what_an_agent_returns_is_its_reward(returns, expected, reward):
 
 
 @pytest.mark.parametrize("value", ["0.5", float("nan"), float("inf"), [1.0], object(), {"id": "x"}, {3: 1.0}])
-async def test_other_returns_are_refused_by_name(value):
+async def test_agent_runner_refuses_other_return_values(value):
     """Once: the next attempt would return the same."""
     async with open_scripted_proxy() as proxy:
         (result,) = (await runner(proxy).run(Asker(proxy, lambda item, ids: value).run, ["one"])).results
@@ -82,7 +81,7 @@ async def test_other_returns_are_refused_by_name(value):
         assert 1 == result.num_attempts
 
 
-async def test_results_come_in_the_order_of_items():
+async def test_agent_runner_returns_results_in_order():
     """However the items finish; from lists, generators, and asynchronous ones, and no more in work than allowed."""
     running, most = 0, 0
 
@@ -114,7 +113,7 @@ async def test_results_come_in_the_order_of_items():
     assert 2 <= most <= 4
 
 
-async def test_a_failed_attempt_is_repeated_in_a_session_of_its_own():
+async def test_agent_runner_repeats_a_failed_item_in_a_new_session():
     """Its session ended without a final reward; after the last attempt the failure is the result, and others go on."""
     tries = {}
 
@@ -137,7 +136,7 @@ async def test_a_failed_attempt_is_repeated_in_a_session_of_its_own():
         assert 0 == proxy.sessions._store.num_live
 
 
-async def test_a_dataset_that_fails_and_a_key_that_opens_nothing():
+async def test_agent_runner_raises_errors_of_dataset_and_key():
     """What is in work comes to its end, nothing more begins, and the error says which it was."""
     done = []
 
@@ -161,7 +160,7 @@ async def test_a_dataset_that_fails_and_a_key_that_opens_nothing():
     assert [0, 1, 2] == sorted(done)
 
 
-async def test_cancellation_ends_all_sessions():
+async def test_agent_runner_ends_all_sessions_when_cancelled():
     """None of them is left for the server to find."""
     started = anyio.Event()
     num_started = 0
@@ -185,7 +184,7 @@ async def test_cancellation_ends_all_sessions():
     assert 5 == num_started
 
 
-async def test_a_plain_function_is_refused_by_name():
+async def test_agent_runner_refuses_a_plain_function():
     """Its error says what to give instead."""
 
     def plain(item):
@@ -197,7 +196,7 @@ async def test_a_plain_function_is_refused_by_name():
         assert "async def" in str(result.error)
 
 
-async def test_an_agent_that_cancels_itself(anyio_backend):
+async def test_agent_runner_reports_an_agent_that_cancels_itself(anyio_backend):
     """It is a failure like any other, and no item is lost by it."""
     if anyio_backend == "trio":
         pytest.skip("trio has no cancellation that a program could raise")
@@ -219,7 +218,7 @@ class Terminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [io.StringIO, Terminal])
-async def test_progress_and_summary(stream):
+async def test_agent_runner_prints_progress_and_summary(stream):
     """At a terminal and elsewhere: what failed, and how it went in the end."""
     shown = stream()
 
@@ -243,10 +242,10 @@ async def test_progress_and_summary(stream):
     assert "mean reward 0.500, 2 retries, 1 failed" in text
 
 
-def test_plain_lines_are_few():
-    """One every ten seconds, whatever finishes meanwhile; a batch that was stopped says so."""
+def test_batch_progress_prints_a_line_every_ten_seconds():
+    """A batch that was stopped says so."""
     now, shown = [0.0], io.StringIO()
-    progress = PlainBatchProgress(shown, clock=lambda: now[0])
+    progress = BatchProgress(stream=shown, clock=lambda: now[0])
     progress.open(50)
     for index in range(50):
         now[0] += 1
@@ -259,10 +258,10 @@ def test_plain_lines_are_few():
     assert shown.getvalue().endswith("50 items done, then it stopped\n")
 
 
-def test_silence():
-    """Nothing is written for those who want nothing."""
+def test_quiet_batch_progress_prints_nothing():
+    """Not even failures."""
     shown = io.StringIO()
-    progress = create_batch_progress(is_quiet=True, stream=shown)
+    progress = BatchProgress(is_quiet=True, stream=shown)
     progress.open(None)
     progress.note_result(ItemResult(index=0, item=None, num_attempts=1, error=KeyError("x")))
     progress.close(BatchResult(results=(), seconds=1.0))
@@ -270,8 +269,8 @@ def test_silence():
     assert "" == shown.getvalue()
 
 
-def test_outcomes():
-    """Completion ids are text, and errors name who returned what."""
+def test_outcome_that_is_no_reward_names_its_function():
+    """Completion ids are text, and errors name the function and the value."""
     assert {"a": 1.0} == parse_outcome({"a": True}, name="agent")
     with pytest.raises(EpisodeError, match=r"agent returned a value that is not a reward.*not by int 3"):
         parse_outcome({3: 1.0}, name="agent")

@@ -39,7 +39,7 @@ async def ask(http, url, text):
     return response.raise_for_status().json()
 
 
-async def test_rewards_and_the_end():
+async def test_agent_session_sets_rewards_and_ends():
     """By id, for the last one, and finally; afterwards the session takes no more."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient() as http:
         async with open_session(proxy, task_id="task-7") as session:
@@ -61,7 +61,7 @@ async def test_rewards_and_the_end():
         assert 0 == proxy.sessions._store.num_live
 
 
-async def test_a_block_that_fails_ends_without_a_final_reward():
+async def test_agent_session_of_a_failed_block_has_no_final_reward():
     """Its own error is seen, rewards that were set stay, and none is added; a finished session is left as it is."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient() as http:
         with pytest.raises(KeyError, match="mine"):
@@ -79,8 +79,8 @@ async def test_a_block_that_fails_ends_without_a_final_reward():
         assert 0 == proxy.sessions._store.num_live
 
 
-async def test_a_cancelled_block_ends():
-    """Nobody else would end it before it was idle for an hour."""
+async def test_agent_session_ends_when_cancelled():
+    """Otherwise it would stay open until it was idle for an hour."""
     async with open_scripted_proxy() as proxy:
         with anyio.CancelScope() as scope:
             async with open_session(proxy) as session:
@@ -110,8 +110,8 @@ class Held(httpx.AsyncBaseTransport):
         await self.inner.aclose()
 
 
-async def test_a_session_that_starts_for_somebody_who_is_gone_ends():
-    """The answer to a start comes after the cancellation: there is a session, and nobody knows of it."""
+async def test_agent_session_started_after_cancellation_is_ended():
+    """The answer to a start comes after the cancellation: there is a session without an owner."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(transport=Held()) as http:
         scope = anyio.CancelScope()
 
@@ -131,7 +131,7 @@ async def test_a_session_that_starts_for_somebody_who_is_gone_ends():
         assert 0 == proxy.sessions._store.num_live
 
 
-async def test_sdks_are_attributed_as_they_are():
+async def test_agent_session_attributes_requests_of_sdks():
     """Clients made outside, under keys of another server: OpenAI's and Anthropic's."""
     messages = [{"role": "user", "content": "one two"}]
     async with open_scripted_proxy() as proxy:
@@ -149,7 +149,7 @@ async def test_sdks_are_attributed_as_they_are():
 
 
 @pytest.mark.parametrize("session_urls", [True, False])
-async def test_two_sessions_at_once_by_their_urls(session_urls):
+async def test_agent_sessions_are_told_apart_by_their_urls(session_urls):
     """Self-play: each player's client has the base URL and the key of its session, and the innermost does not win."""
     async with open_scripted_proxy(config=ProxyConfig(session_urls=session_urls)) as proxy:
         async with open_session(proxy) as white, open_session(proxy) as black:
@@ -164,7 +164,7 @@ async def test_two_sessions_at_once_by_their_urls(session_urls):
         assert [("black", 0.0)] == told(proxy, black)
 
 
-async def test_the_innermost_of_nested_sessions_counts():
+async def test_agent_session_innermost_is_used():
     """And the outer one again after it; tasks stay where they were started."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient() as http, anyio.create_task_group() as tasks:
         async with open_session(proxy) as outer:
@@ -187,7 +187,7 @@ async def test_the_innermost_of_nested_sessions_counts():
         assert ("outer", None) in told(proxy, outer)
 
 
-async def test_other_clients_of_ours_bring_their_own_keys():
+async def test_agent_session_leaves_keys_of_other_clients():
     """The administrator's client works inside a session as outside of it."""
     async with open_scripted_proxy(config=ProxyConfig(session_urls=False)) as proxy, open_session(proxy):
         async with OpenAIProxyClient(proxy.url, admin_key=proxy.endpoint.admin_key) as other:
@@ -195,7 +195,7 @@ async def test_other_clients_of_ours_bring_their_own_keys():
         assert 0 == (await other.export_episode()).num_turns
 
 
-async def test_waiting_for_room(monkeypatch):
+async def test_agent_session_waits_for_capacity(monkeypatch):
     """A full proxy is waited for, as long as it says each time, and however often."""
     limits = CapacityLimits(max_concurrent=1, batch_size=1, max_staleness=1000)
     waits, has_room = [], anyio.Event()
@@ -228,8 +228,8 @@ async def test_waiting_for_room(monkeypatch):
     assert all(1.0 <= seconds <= 1.1 for seconds in waits)
 
 
-async def test_mistakes_are_named():
-    """No key, a wrong one, nobody there, no URL, used twice, used before."""
+async def test_agent_session_reports_mistakes():
+    """No key, a wrong one, no server, no URL, used twice, used before."""
     async with open_scripted_proxy() as proxy:
         for key in ("sk-wrong-key", None):
             with pytest.raises(Unauthorized):
@@ -263,7 +263,7 @@ async def test_mistakes_are_named():
         ((None, None), {"OPENAI_BASE_URL": "http://o", "OPENAI_API_KEY": ""}, ("http://o", None)),
     ],
 )
-async def test_where_the_proxy_is_found(given, environment, expected):
+async def test_agent_session_finds_the_proxy(given, environment, expected):
     """Arguments, then our variables, then OpenAI's; whose key is never sent to a proxy that ours name."""
     service = find_service(*given, environment)
 

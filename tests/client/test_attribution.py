@@ -35,7 +35,7 @@ def sent(url, **headers):
         f"http://train.example:8080/{INNER}/v1/chat/completions",
     ],
 )
-def test_what_goes_to_the_proxy_is_ours(url):
+def test_attribution_covers_requests_to_the_proxy(url):
     """However the URL is written."""
     with attributed_to(session()):
         assert {"Authorization": "Bearer sk-inner"} == sent(url)
@@ -63,27 +63,27 @@ def test_what_goes_to_the_proxy_is_ours(url):
         "/v1/chat/completions",
     ],
 )
-def test_everything_else_is_left_alone(url):
+def test_attribution_leaves_other_requests_unchanged(url):
     """Other servers, routes that no session's key opens, sessions of other programs, and what is not a URL."""
     with attributed_to(session()):
         assert {"authorization": "mine"} == sent(url, authorization="mine")
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST", "127.0.0.1", "127.0.0.2", "[::1]", "0.0.0.0", "localhost."])
-def test_this_machine_has_many_names(host):
+def test_attribution_knows_the_names_of_loopback(host):
     """All of them are one; ports tell servers apart."""
     with attributed_to(session(root="http://127.0.0.1:8080")):
         assert {} != sent(f"http://{host}:8080/v1/models")
         assert {} == sent(f"http://{host}:8081/v1/models")
 
 
-def test_default_ports_may_be_left_out():
+def test_attribution_knows_default_ports():
     """80 and 443, each with its scheme."""
     assert Origin.of("http://a/v1") == Origin.of("http://a:80/") != Origin.of("https://a:80")
     assert Origin.of("https://a/v1") == Origin.of("https://A:443/")
 
 
-def test_a_proxy_below_a_path():
+def test_attribution_respects_the_path_of_the_proxy():
     """What else is served by the same host is not ours."""
     with attributed_to(session(root="https://host/train")):
         assert {} != sent("https://host/train/v1/chat/completions")
@@ -91,8 +91,8 @@ def test_a_proxy_below_a_path():
         assert {} == sent("https://host/training/v1/chat/completions")
 
 
-def test_the_innermost_session_counts_unless_a_url_names_one():
-    """Sessions within each other; and within none of them where somebody sends keys of their own."""
+def test_attribution_uses_the_innermost_session_or_the_url():
+    """Sessions within each other; and within none of them where a program sends its own keys."""
     url = "http://train.example:8080"
     with attributed_to(session(OUTER)):
         with attributed_to(session()):
@@ -104,7 +104,7 @@ def test_the_innermost_session_counts_unless_a_url_names_one():
         assert {} == sent(f"{url}/{INNER}/v1/models")
 
 
-def test_sessions_at_two_proxies():
+def test_attribution_separates_two_proxies():
     """Each proxy's requests go to its own session, however they are nested."""
     with attributed_to(session(OUTER, "http://judge.example")), attributed_to(session()):
         assert {"Authorization": "Bearer sk-outer"} == sent("http://judge.example/v1/models")
@@ -113,13 +113,13 @@ def test_sessions_at_two_proxies():
 
 
 @given(suffixes=st.lists(st.sampled_from(["/", "/v1", "/v1/"]), max_size=4))
-def test_the_root_of_a_base_url(suffixes):
+def test_root_of_a_base_url_has_no_version(suffixes):
     """``/v1`` may stand at its end, or twice, or not at all."""
     assert "http://host:1/a" == parse_root("http://host:1/a" + "".join(suffixes))
 
 
 @pytest.mark.parametrize("url", ["", "/v1", "localhost:8080", "ftp://host", "http://", "http://host:port"])
-def test_what_is_no_base_url_is_refused(url):
+def test_invalid_base_url_is_refused(url):
     """By name, before anything is sent there."""
     with pytest.raises(ConfigError, match="base_url"):
         parse_root(url)

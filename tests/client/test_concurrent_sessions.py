@@ -96,7 +96,7 @@ async def _aiohttp(backend):
             yield (session,)
 
 
-async def test_no_session_has_a_message_of_another(anyio_backend):
+async def test_concurrent_sessions_never_mix(anyio_backend):
     """Twenty sessions, every turn by another library, in tasks and in threads, over shared connections."""
     seen = {}
     async with open_service() as inference, everybody(inference.endpoint.url, anyio_backend) as clients:

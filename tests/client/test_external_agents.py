@@ -1,4 +1,4 @@
-"""Agents of somebody else's program, who change their base URL and nothing more: by hand, and as a batch."""
+"""Agents of another program, which change only their base URL: by hand, and as a batch."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def expected(prompt):
     return [(prompt, 0.5), (f"{prompt} again", 1.0)]
 
 
-async def test_trajectories_by_hand(proxy, environment):
+async def test_agent_session_trains_trajectories(proxy, environment):
     """All requests within the context are one trajectory, which the agent itself finalized."""
     for _ in range(2):
         for prompt in DATASET:
@@ -83,7 +83,7 @@ async def test_trajectories_by_hand(proxy, environment):
     assert 0 == proxy.sessions._store.num_live
 
 
-async def test_a_batch(proxy, environment, capsys):
+async def test_agent_runner_trains_a_batch(proxy, environment, capsys):
     """The runner opens a session for each item, and says at the end how it went."""
     for _ in range(2):
         batch = await AgentRunner().run(MyAgent().run, DATASET)

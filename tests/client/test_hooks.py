@@ -77,7 +77,7 @@ def open_server():
 
 @pytest.fixture
 def servers():
-    """Ours, and somebody else's."""
+    """The proxy's and another server's."""
     with open_server() as ours, open_server() as foreign:
         yield ours, foreign
 
@@ -133,7 +133,7 @@ async def by_aiohttp(url):
 
 
 @pytest.mark.parametrize("ask", [by_httpx, by_httpx2, by_blocking_httpx, by_requests, by_aiohttp])
-async def test_a_redirect_takes_no_key_to_another_server(servers, ask, anyio_backend):
+async def test_hooks_send_no_key_to_a_redirect_target(servers, ask, anyio_backend):
     """Each request of a chain of redirects is judged by itself, and the program's own objects stay as they are."""
     if ask is by_aiohttp and anyio_backend == "trio":
         pytest.skip("aiohttp knows asyncio alone")
@@ -153,7 +153,7 @@ def methods():
     return [vars(owner)[name] for owner, name in WRAPPED]
 
 
-def test_nothing_stays_behind():
+def test_hooks_restore_the_libraries():
     """However often it is entered, the methods are wrapped once, and are themselves again in the end."""
     before, finders = methods(), list(sys.meta_path)
     with hooked():
@@ -167,7 +167,7 @@ def test_nothing_stays_behind():
     assert not set(before) & set(inside)
 
 
-def test_what_others_have_wrapped_since_stays(servers):
+def test_hooks_keep_wrappers_of_others(servers):
     """A tracer that came after us is not undone, and finds us idle; the next time nothing is wrapped twice."""
     ours, _ = servers
     calls = []
@@ -213,16 +213,16 @@ requests.get(url + "/v1/outside")
 """
 
 
-def test_a_library_that_is_imported_inside_is_attributed(servers):
-    """Also one that nobody had imported when the session began; afterwards it is as it always was."""
+def test_hooks_wrap_libraries_imported_later(servers):
+    """A library that was not imported when the session began is restored afterwards, too."""
     ours, _ = servers
     subprocess.run([sys.executable, "-c", _LATE, ours.url], check=True, timeout=60)
 
     assert [("/v1/inside", "Bearer sk-session", None), ("/v1/outside", None, None)] == ours.seen
 
 
-async def test_a_thread_without_the_context_is_left_alone(servers):
-    """What nobody can tell apart is not guessed."""
+async def test_hooks_ignore_threads_without_the_context(servers):
+    """A request that cannot be attributed is not guessed."""
     ours, _ = servers
     with in_session(ours):
         thread = Thread(target=httpx.get, args=(f"{ours.url}/v1/models",), kwargs={"trust_env": False})

@@ -27,7 +27,7 @@ NEW, OLD = ["httpx2<3,>=2.12", "anyio"], ["httpx<1,>=0.23", "anyio"]
         (None, None, httpx),
     ],
 )
-async def test_the_installed_sdks_decide(openai, anthropic, library, monkeypatch):
+async def test_agent_http_client_follows_the_installed_sdks(openai, anthropic, library, monkeypatch):
     """One of httpx2 where all that are installed ask for it, one of httpx otherwise."""
 
     def requires(name):
@@ -41,7 +41,7 @@ async def test_the_installed_sdks_decide(openai, anthropic, library, monkeypatch
         assert isinstance(client, library.AsyncClient)
 
 
-async def test_the_sdks_of_this_environment_take_it():
+async def test_agent_http_client_is_accepted_by_the_sdks():
     """Both SDKs accept what an agent of this environment is given."""
     openai, anthropic = pytest.importorskip("openai"), pytest.importorskip("anthropic")
     async with create_agent_http_client() as client:

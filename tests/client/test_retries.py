@@ -45,7 +45,7 @@ async def _sent(server, *, is_repeatable=True, policy=None):
 
 
 @pytest.mark.anyio
-async def test_what_passes_is_repeated():
+async def test_retries_repeat_transient_errors():
     """503, 429 and 408 are asked again until there is an answer."""
     server = Server(503, 429, 408, 200)
 
@@ -55,7 +55,7 @@ async def test_what_passes_is_repeated():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("status", "error"), [(404, NotFound), (410, SessionEnded), (500, RequestError)])
-async def test_what_stays_is_raised_at_once(status, error):
+async def test_retries_raise_permanent_errors_at_once(status, error):
     """An answer that will not change is raised as the class that it stands for, with its message."""
     server = Server(status)
     with pytest.raises(error, match=f"said {status}"):
@@ -65,7 +65,7 @@ async def test_what_stays_is_raised_at_once(status, error):
 
 
 @pytest.mark.anyio
-async def test_attempts_are_bounded():
+async def test_retries_are_bounded():
     """The last error is raised when they are spent, and the server's wish to wait was followed, within bounds."""
     server = Server(*[(429, {"retry-after": "3"})] * 9)
     began = anyio.current_time()
@@ -78,7 +78,7 @@ async def test_attempts_are_bounded():
 
 
 @pytest.mark.anyio
-async def test_what_may_have_arrived_is_sent_again_only_if_it_does_no_harm():
+async def test_retries_repeat_only_idempotent_requests():
     """A connection that was never made is tried again by anybody; one that broke, only by what can be repeated."""
     broken, refused = httpx.ReadError("broken"), httpx.ConnectError("refused")
 
@@ -92,7 +92,7 @@ async def test_what_may_have_arrived_is_sent_again_only_if_it_does_no_harm():
 
 
 @given(attempt=st.integers(0, 30), asked=st.none() | st.floats(0, 1e6), seed=st.integers(0, 99))
-def test_waits_are_bounded(attempt, asked, seed):
+def test_retry_waits_are_bounded(attempt, asked, seed):
     """No wait is negative or longer than the bound and its jitter, whatever the server asks for."""
     policy = RetryPolicy()
 
@@ -100,7 +100,7 @@ def test_waits_are_bounded(attempt, asked, seed):
 
 
 @pytest.mark.parametrize("content", [b"", b"<html>", b"[]", b'{"error": "x"}', b'{"error": {"message": 3}}'])
-def test_strange_error_bodies_are_understood_by_their_status(content):
+def test_error_with_a_strange_body_is_classified_by_status(content):
     """A proxy between may answer anything; the status still has its class."""
     error = error_of(httpx.Response(404, content=content))
 

@@ -30,7 +30,7 @@ async def _ask(session):
         return await client.chat.completions.create(model="m", messages=MESSAGES)
 
 
-async def test_an_episode_from_start_to_rows():
+async def test_proxy_client_exports_rows():
     """Start, ask, reward by id and by position, leave the block, export twice with different discounts."""
     async with open_scripted_proxy() as proxy:
         async with proxy.open_session("task-7") as session:
@@ -49,7 +49,7 @@ async def test_an_episode_from_start_to_rows():
     assert episode == again
 
 
-async def test_leaving_ends_the_session():
+async def test_proxy_client_ends_its_session():
     """Also when the block fails, whose error is the one that is seen; ending by hand is fine, and so is twice."""
     async with open_scripted_proxy() as proxy:
         with pytest.raises(KeyError, match="mine"):
@@ -66,7 +66,7 @@ async def test_leaving_ends_the_session():
     assert counts == [1, 1]
 
 
-async def test_a_cancelled_block_ends_the_session():
+async def test_proxy_client_ends_its_session_when_cancelled():
     """Cancellation does not leave a live session behind."""
     async with open_scripted_proxy() as proxy:
         with anyio.CancelScope() as scope:
@@ -77,7 +77,7 @@ async def test_a_cancelled_block_ends_the_session():
             await _ask(session)
 
 
-async def test_mistakes_are_raised_as_what_they_are():
+async def test_proxy_client_raises_errors_of_the_server():
     """Wrong key, bad rewards, unknown completions: the same classes as on the other side."""
     async with open_scripted_proxy() as proxy:
         with pytest.raises(Unauthorized):
@@ -94,8 +94,8 @@ async def test_mistakes_are_raised_as_what_they_are():
         _ = OpenAIProxyClient(proxy.url, admin_key="k").base_url
 
 
-async def test_a_full_proxy_and_a_missing_one():
-    """After bounded attempts, no room is ``CapacityExhausted`` and nobody there is ``Unavailable``."""
+async def test_proxy_client_without_capacity_or_proxy_fails():
+    """After bounded attempts, a full proxy is ``CapacityExhausted`` and a missing one ``Unavailable``."""
     once = RetryPolicy(max_attempts=1)
     async with open_scripted_proxy(max_sessions=1) as proxy, proxy.open_session():
         with pytest.raises(CapacityExhausted):
@@ -104,7 +104,7 @@ async def test_a_full_proxy_and_a_missing_one():
         await OpenAIProxyClient(proxy.url, admin_key="k", retries=once).__aenter__()
 
 
-async def test_a_client_of_ones_own_is_used_and_left_open():
+async def test_proxy_client_uses_a_given_http_client():
     """Connections are shared between sessions; the base URL may end in ``/v1``."""
     async with open_scripted_proxy() as proxy, create_http_client() as http:
         for _ in range(2):

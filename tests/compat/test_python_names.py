@@ -49,14 +49,11 @@ def test_every_name_of_the_page_is_there(name: str) -> None:
     assert hasattr(import_module(module), attribute)
 
 
-def test_former_names_of_core_are_there() -> None:
-    """Those of actors, and those that agents of a service import."""
-    from areal_actors import client, core, kernel
+def test_core_has_the_clients_of_a_service() -> None:
+    """At the path from which agents import them."""
+    from areal_actors import client, core
 
     assert (client.AgentSession, client.AgentRunner) == (core.AgentSession, core.AgentRunner)
-    assert core.Actor is kernel.Actor
-    with pytest.raises(ImportError, match="AgentSesion"):
-        from areal_actors.core import AgentSesion  # noqa: F401
 
 
 def test_the_page_has_a_table() -> None:

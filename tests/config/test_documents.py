@@ -21,7 +21,7 @@ data = st.recursive(
 
 
 @given(data)
-def test_what_is_written_is_read_back_equal(value):
+def test_formatted_yaml_is_read_back_equal(value):
     """Any plain data survives, texts that look like numbers or words of YAML among them."""
     assert parse_yaml(format_yaml(value), source="here").data == value
 
@@ -33,19 +33,19 @@ def test_scientific_notation_is_a_number(text):
     assert parse_yaml(f"'{text}'", source="here").data == text
 
 
-def test_a_key_given_twice_is_a_mistake_with_both_lines():
+def test_duplicate_key_is_refused_with_both_lines():
     """The second would silently win."""
     with pytest.raises(ConfigError, match=r"run.yaml:3: seed was given before, on line 1"):
         parse_yaml("seed: 1\nsteps: 3\nseed: 2\n", source="run.yaml")
 
 
-def test_a_section_that_contains_itself_is_a_mistake():
+def test_cyclic_section_is_refused():
     """It could not be written out."""
     with pytest.raises(ConfigError, match=r"run.yaml:1: this section contains itself"):
         parse_yaml("a: &a\n  b: *a\n", source="run.yaml")
 
 
-def test_sections_may_be_shared_and_merged():
+def test_anchors_and_merges_are_read():
     """Anchors are for not repeating oneself, also many times over."""
     text = "base: &base {x: 1, y: 2}\nrun: {<<: *base, y: 3}\nother: *base\n"
 
@@ -63,7 +63,7 @@ def test_sections_may_be_shared_and_merged():
         ("a: 'open", "run.yaml:1:9", "'open"),
     ],
 )
-def test_malformed_yaml_is_shown_where_it_is(text, place, quoted):
+def test_malformed_yaml_is_reported_with_its_place(text, place, quoted):
     """File, line, column and the text of the line."""
     with pytest.raises(ConfigError) as caught:
         parse_yaml(text, source="run.yaml")
@@ -73,13 +73,13 @@ def test_malformed_yaml_is_shown_where_it_is(text, place, quoted):
 
 
 @given(st.text())
-def test_any_text_is_read_or_refused(text):
+def test_parser_reads_or_refuses_any_text(text):
     """Nothing but ``ConfigError`` comes out of a file, whatever is in it."""
     with suppress(ConfigError):
         parse_yaml(text, source="here")
 
 
-def test_a_missing_file_names_its_neighbours(tmp_path):
+def test_missing_file_names_similar_files(tmp_path):
     """Those who mistype a name find the right one in the message."""
     (tmp_path / "train.yaml").touch()
 
@@ -87,7 +87,7 @@ def test_a_missing_file_names_its_neighbours(tmp_path):
         read_document(tmp_path / "trian.yaml")
 
 
-def test_a_file_that_is_no_text_is_refused(tmp_path):
+def test_binary_file_is_refused(tmp_path):
     """A checkpoint given in place of a configuration, say."""
     path = tmp_path / "model.safetensors"
     path.write_bytes(b"\xff\xfe\x00\x80")
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         read_document(path)
 
 
-def test_values_have_lines():
+def test_document_locates_values():
     """The innermost section that the file has is where a missing value is looked for."""
     document = parse_yaml("a: 1\nb:\n  c: 2\n  d: [3,\n      4]\n", source="run.yaml")
 

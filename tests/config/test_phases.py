@@ -21,7 +21,7 @@ def create(**settings):
     return create_config(BASE | settings)
 
 
-def test_one_phase_takes_the_steps_that_are_left():
+def test_phase_without_steps_takes_the_rest():
     """And each has its own learning rate; all other settings are the run's."""
     config = create(
         phases=["sft", "distillation", "rl"],
@@ -39,7 +39,7 @@ def test_one_phase_takes_the_steps_that_are_left():
     assert config.plan.num_warm_steps == 2
 
 
-def test_a_run_without_phases_is_one_of_rl():
+def test_default_phase_is_rl():
     """As it always was."""
     config = create()
 
@@ -90,7 +90,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_mistakes_are_named(what):
+def test_contradicting_phases_are_refused(what):
     """Before anything is loaded."""
     settings, message = MISTAKES[what]
 
@@ -98,7 +98,7 @@ def test_mistakes_are_named(what):
         create(**settings)
 
 
-def test_a_mistake_in_a_section_is_one_line():
+def test_mistake_in_a_phase_is_reported_once():
     """The section is there: nothing says that it is missing, or counts its steps."""
     for wrong in ({"batch_size": 0}, {"stepps": 3}, {"min_reward": 1.0}):
         with pytest.raises(ConfigError) as found:
@@ -109,7 +109,7 @@ def test_a_mistake_in_a_section_is_one_line():
 
 
 @given(warm=st.integers(0, 4), steps=st.integers(1, 5), size=st.integers(1, 3), staleness=st.integers(0, 2))
-def test_agents_start_after_the_warm_steps_and_fill_the_others(warm, steps, size, staleness):
+def test_rollouts_start_after_supervised_steps(warm, steps, size, staleness):
     """No group before, never more than the formula allows from then on, and exactly those that are trained."""
     phases = {"phases": ["sft", "rl"], "sft": SFT | {"steps": warm, "batch_size": 1}} if warm else {}
     rollout = {"max_head_offpolicyness": staleness, "max_concurrent_rollouts": 100}

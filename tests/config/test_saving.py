@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import pytest
-
 from areal_actors.config import create_config, load_config, save_config
 
 SETTINGS = {
@@ -22,11 +20,10 @@ def mode_of(path: Path) -> int:
     return path.stat().st_mode & 0o777
 
 
-@pytest.mark.parametrize("section", ["proxy", "host"])
-def test_a_file_with_a_key_in_it_is_its_owners_alone(tmp_path, section):
+def test_file_with_a_key_is_readable_by_its_owner_only(tmp_path):
     """A run directory is often shared, and lies where a whole cluster can read."""
     path = tmp_path / "config.yaml"
-    config = create_config({**SETTINGS, section: {"admin_key": "sk-the-key-of-all-keys"}})
+    config = create_config({**SETTINGS, "proxy": {"admin_key": "sk-the-key-of-all-keys"}})
     save_config(create_config(SETTINGS), path)
     open_to = mode_of(path)
     save_config(config, path)
@@ -36,8 +33,8 @@ def test_a_file_with_a_key_in_it_is_its_owners_alone(tmp_path, section):
     assert config == load_config(path)
 
 
-def test_a_file_keeps_what_it_was_closed_to(tmp_path):
-    """Whoever has made it for its owner alone has had a reason."""
+def test_saved_file_keeps_its_mode(tmp_path):
+    """A file that only its owner can read stays private."""
     path = tmp_path / "config.yaml"
     path.touch(mode=0o600)
     save_config(create_config(SETTINGS), path)
@@ -45,7 +42,7 @@ def test_a_file_keeps_what_it_was_closed_to(tmp_path):
     assert 0o600 == mode_of(path)
 
 
-def test_who_reads_meanwhile_reads_the_former_one(tmp_path):
+def test_saving_replaces_the_file_atomically(tmp_path):
     """Workers read it while a run is taken up again, which writes it anew."""
     path = tmp_path / "config.yaml"
     save_config(create_config(SETTINGS), path)

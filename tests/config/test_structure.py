@@ -87,7 +87,7 @@ def mistakes(**data: Any) -> dict[str, str]:
     return {".".join(map(str, mistake.path)): mistake.text for mistake in caught.value.found}
 
 
-def test_every_mistake_is_found_at_once():
+def test_structure_reports_all_mistakes():
     """Wrong types, unknown keys, validators and nested sections come in one list."""
     brushes = [{"width": 0}, {"colour": "red"}, 7]
 
@@ -131,12 +131,12 @@ def test_every_mistake_is_found_at_once():
         ("high", 0, "must be above low, which is 0"),
     ],
 )
-def test_nothing_is_coerced(name, value, text):
+def test_structure_coerces_nothing(name, value, text):
     """A value of another type is refused, and the message shows it as it was written."""
     assert mistakes(**{name: value}) == {name: text}
 
 
-def test_what_is_right_is_kept():
+def test_structure_keeps_valid_values():
     """Each kind of value in its own type; an empty section is one with its defaults."""
     painting = structure(
         size=[3, 4],
@@ -155,13 +155,13 @@ def test_what_is_right_is_kept():
     assert painting.height == "tall"
 
 
-def test_a_required_setting_that_is_missing_is_named():
+def test_missing_required_setting_is_reported():
     """With what it must be."""
     with pytest.raises(Mistakes, match="is missing; it must be text"):
         create_converter(Path()).structure({}, Painting)
 
 
-def test_unions_are_told_apart_by_type_or_by_form():
+def test_union_is_chosen_by_type_or_keys():
     """``type:`` names the class; without it, the keys decide if only one class has them."""
     assert structure(medium={"type": "water_color", "wetness": 1}).medium == WaterColorConfig(wetness=1.0)
     assert structure(medium={"drying_days": 9}).medium == OilConfig(drying_days=9)
@@ -174,7 +174,7 @@ def test_unions_are_told_apart_by_type_or_by_form():
     }
 
 
-def test_paths_are_relative_to_their_file_or_to_where_they_were_typed():
+def test_path_is_relative_to_its_file_or_the_working_directory():
     """A path from the file and one from the command line have different homes."""
     converter = create_converter(Path("/project/config"), typed_in=Path("/home/me"))
 
@@ -184,7 +184,7 @@ def test_paths_are_relative_to_their_file_or_to_where_they_were_typed():
     assert converter.structure("~/x", Path) == Path.home() / "x"
 
 
-def test_what_only_a_whole_section_can_judge_is_reported_for_the_section():
+def test_mistake_of_a_whole_section_has_its_path():
     """Each problem of a ``ConfigError`` by itself, at the path of the section."""
     with pytest.raises(Mistakes) as caught:
         structure(pair={"a": 3})
@@ -194,7 +194,7 @@ def test_what_only_a_whole_section_can_judge_is_reported_for_the_section():
 
 
 @given(st.dictionaries(st.text(), st.none() | st.booleans() | st.integers() | st.text() | st.lists(st.integers())))
-def test_any_data_is_structured_or_refused(data):
+def test_structure_accepts_or_refuses_any_data(data):
     """Nothing but ``Mistakes`` comes out, whatever goes in."""
     with suppress(Mistakes):
         create_converter(Path()).structure(data, Painting)

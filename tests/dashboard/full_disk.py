@@ -9,9 +9,9 @@ from pathlib import Path
 import anyio
 from tests.dashboard.conftest import News
 
-from areal_actors.dashboard import reporter
 from areal_actors.dashboard.dumps import FailureWriter, RolloutDumper
 from areal_actors.dashboard.files import RunDirectory
+from areal_actors.dashboard.reporter import ProgressReporter
 from areal_actors.dashboard.samples import SessionSampler
 from areal_actors.kernel import ActorSystem
 from areal_actors.messages import PhaseChanged
@@ -23,7 +23,6 @@ def decode(ids) -> str:
 
 async def main(path: Path) -> None:
     """Write some news, more on a full disk, and the rest when there is space again."""
-    reporter._PROBE_SECONDS = 0.0  # not to wait
     news, directory = News(), RunDirectory(path=path)
     listeners = [
         FailureWriter(directory.failures),
@@ -32,7 +31,7 @@ async def main(path: Path) -> None:
     ]
     ballast = path / "ballast"
     async with ActorSystem.open() as system:
-        progress = await system.spawn(reporter.ProgressReporter(listeners, directory=path), name="progress")
+        progress = await system.spawn(ProgressReporter(listeners), name="progress")
         for position in range(9):
             if position == 3:
                 with ballast.open("wb", buffering=0) as file:

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
-from areal_actors.dashboard.curve import LearningCurve, draw_curve
-from areal_actors.dashboard.display import render
-from areal_actors.dashboard.state import format_seconds, sparkline
+from areal_actors.dashboard.display import format_seconds, render, sparkline
+from areal_actors.dashboard.report import LearningCurve, draw_curve
 from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
 
 
@@ -49,7 +48,7 @@ def ticking():
     return clock
 
 
-def test_without_a_terminal_there_are_plain_lines(heard):
+def test_plain_display_prints_a_line_per_step(heard):
     """One for each phase, evaluation, failure and step, with the time that is left."""
     stream = io.StringIO()
     display = create_display(
@@ -76,7 +75,7 @@ def test_without_a_terminal_there_are_plain_lines(heard):
 @given(
     num_steps=st.integers(2, 20), step_seconds=st.floats(1, 100), evaluation=st.floats(0, 500), saving=st.floats(0, 50)
 )
-def test_the_time_left_has_the_last_evaluation_and_save(num_steps, step_seconds, evaluation, saving):
+def test_time_left_includes_the_last_evaluation_and_save(num_steps, step_seconds, evaluation, saving):
     """Of a run whose steps, evaluations and saves take as long as before, the estimate is exact at each step."""
     state, now = RunState(total_steps=num_steps), 0.0
     state = state.after(PhaseChanged(phase="saving a checkpoint"), now)
@@ -94,7 +93,7 @@ def test_the_time_left_has_the_last_evaluation_and_save(num_steps, step_seconds,
     assert state.seconds_left(now + evaluation + saving) == pytest.approx(0.0, abs=1e-9)
 
 
-def test_a_failure_is_shown_once_with_its_traceback_and_then_counted(news):
+def test_display_shows_a_failure_once_and_counts_it(news):
     """A failure that differs in numbers alone is the same; its 10th and 100th time have a line each."""
     stream = io.StringIO()
     display = PlainDisplay(RunState(total_steps=10), stream=stream, clock=ticking())
@@ -115,7 +114,7 @@ def test_a_failure_is_shown_once_with_its_traceback_and_then_counted(news):
     ]
 
 
-def test_failures_of_one_line_are_one_kind(news):
+def test_failures_from_one_line_are_one_kind(news):
     """Messages with random ids differ in words; the line that raised is the same."""
     state = RunState(total_steps=10)
     shown = []
@@ -129,7 +128,7 @@ def test_failures_of_one_line_are_one_kind(news):
     assert [False, True, True] == [text is None for text in shown]
 
 
-def test_failures_that_never_repeat_are_counted_together(news):
+def test_unique_failures_are_counted_together(news):
     """The number of kinds that a display remembers is bounded."""
     state = RunState(total_steps=10)
     for number in range(300):
@@ -139,7 +138,7 @@ def test_failures_that_never_repeat_are_counted_together(news):
     assert 70 > len(state.num_by_failure)
 
 
-def test_a_terminal_gets_a_panel(heard):
+def test_rich_display_draws_a_panel(heard):
     """Progress, rewards as bars, evaluations, the last step, failures with their reason, and the phase."""
     state = RunState(title="tool_agent [b]", total_steps=10)
     for now, item in enumerate(heard):
@@ -163,7 +162,7 @@ def test_a_terminal_gets_a_panel(heard):
     assert all(len(line) <= 100 for line in text.splitlines())
 
 
-def test_the_live_display_leaves_its_last_frame(heard):
+def test_rich_display_leaves_its_last_frame(heard):
     """It draws on a terminal and closes cleanly, also twice."""
     stream = Terminal()
     display = create_display(DisplayStyle.AUTO, RunState(title="x", total_steps=3), stream=stream)
@@ -177,12 +176,12 @@ def test_the_live_display_leaves_its_last_frame(heard):
     assert "step 3/3" in stream.getvalue()
 
 
-def test_none_shows_nothing():
+def test_display_none_prints_nothing():
     """And needs no stream."""
     assert create_display(DisplayStyle.NONE, RunState(total_steps=1)) is None
 
 
-def test_a_stream_that_knows_few_letters_gets_what_it_can_take(news):
+def test_plain_display_replaces_unencodable_characters(news):
     """A terminal in the C locale does not end a run."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     display = PlainDisplay(RunState(title="Übung", total_steps=1), stream=stream)
@@ -194,7 +193,7 @@ def test_a_stream_that_knows_few_letters_gets_what_it_can_take(news):
 
 
 @given(st.lists(st.floats(-1e6, 1e6), max_size=200), st.integers(1, 60))
-def test_a_sparkline_fits(values, width):
+def test_sparkline_fits_its_width(values, width):
     """One bar per value, or means where there are more than fit."""
     line = sparkline(tuple(values), width=width)
 
@@ -203,7 +202,7 @@ def test_a_sparkline_fits(values, width):
 
 
 @given(st.lists(st.floats(0, 1), min_size=2, max_size=48))
-def test_a_sparkline_keeps_order(values):
+def test_sparkline_keeps_order(values):
     """A higher reward has no lower bar."""
     line = sparkline(tuple(values), width=48)
 
@@ -213,7 +212,7 @@ def test_a_sparkline_keeps_order(values):
 @pytest.mark.parametrize(
     ("seconds", "text"), [(None, "-"), (0.4, "0 s"), (59.6, "1:00"), (245, "4:05"), (3723, "1:02:03")]
 )
-def test_durations_are_short(seconds, text):
+def test_durations_are_formatted(seconds, text):
     """Seconds, minutes, hours."""
     assert format_seconds(seconds) == text
 
@@ -226,7 +225,7 @@ def test_durations_are_short(seconds, text):
         LearningCurve(title="<script>&", rewards=((1, 0.1),)),
     ],
 )
-def test_a_learning_curve_is_drawn(curve):
+def test_learning_curve_is_drawn(curve):
     """Well-formed SVG with its title as text, and PNG; the same run gives the same bytes."""
     svg = draw_curve(curve, form="svg")
 

@@ -29,7 +29,7 @@ def on_event(listener, *heard):
     listener.close()
 
 
-def test_every_row_is_one_line_in_the_file_of_its_task(tmp_path, news, decode):
+def test_rollout_dump_has_one_line_per_row(tmp_path, news, decode):
     """With the promised fields; the prompt is what stands before the first trained token."""
     directory = RunDirectory(path=tmp_path)
 
@@ -53,7 +53,7 @@ def test_every_row_is_one_line_in_the_file_of_its_task(tmp_path, news, decode):
     assert (second["prompt"], second["completion"]) == (" 1 2 4 5", " 12 13 14")
 
 
-def test_evaluations_are_kept_apart(tmp_path, news, decode):
+def test_evaluations_are_dumped_separately(tmp_path, news, decode):
     """Below a directory of their own."""
     directory = RunDirectory(path=tmp_path)
 
@@ -63,8 +63,8 @@ def test_evaluations_are_kept_apart(tmp_path, news, decode):
     assert not (tmp_path / "rollout").exists()
 
 
-def test_a_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
-    """Episodes of the checkpoint's version were trained by nobody and are made again; its evaluation is not."""
+def test_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
+    """Episodes of the checkpoint's version were not trained and are repeated; its evaluation is not."""
     directory = RunDirectory(path=tmp_path)
     heard = [news.episode(version, version=version, is_eval=e) for version in (1, 2, 3) for e in (True, False)]
     on_event(RolloutDumper(directory, decode=decode), *heard)
@@ -75,7 +75,7 @@ def test_a_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
     assert {path.name for path in directory.eval_rollouts.iterdir()} == {"1", "2"}
 
 
-def test_advantages_are_kept_by_step(tmp_path):
+def test_advantages_are_written_by_step(tmp_path):
     """A resumed run repeats the steps after its checkpoint, and removes their files first."""
     directory = RunDirectory(path=tmp_path)
     row = RowAdvantage(task="a-7", member=1, num_tokens=5, advantage=-0.5)
@@ -87,7 +87,7 @@ def test_advantages_are_kept_by_step(tmp_path):
     assert [expected, expected] == list(read_records(directory.advantages / "1.jsonl"))
 
 
-def test_what_no_step_trained_is_listed_with_the_reason(tmp_path, news):
+def test_untrained_episodes_are_listed_with_the_reason(tmp_path, news):
     """Also over a resumption; what is trained after it leaves the list, and the file goes with the last.
 
     What is too old is written at the next step, so that a long run does not keep it in memory.
@@ -119,7 +119,7 @@ def test_what_no_step_trained_is_listed_with_the_reason(tmp_path, news):
 
 
 @pytest.mark.parametrize("num_written", [0, 30, -10, None], ids=["nothing", "half a line", "all but a bit", "all"])
-def test_what_an_earlier_process_may_have_dumped_is_there_once(tmp_path, news, decode, num_written):
+def test_repeated_episode_is_dumped_once(tmp_path, news, decode, num_written):
     """However much of it was written before the process was killed; others of its group stay as they are."""
     directory = RunDirectory(path=tmp_path)
     path = directory.rollouts / "1" / "7.jsonl"
@@ -137,7 +137,7 @@ def test_what_an_earlier_process_may_have_dumped_is_there_once(tmp_path, news, d
     assert [path] == list(directory.rollouts.rglob("*.jsonl"))
 
 
-def test_a_failure_that_is_told_again_is_listed_once(tmp_path, news):
+def test_repeated_failure_is_listed_once(tmp_path, news):
     """One that the earlier process did not come to tell is listed as well."""
     path = tmp_path / "failures.jsonl"
     failed = partial(news.episode, 2, version=4, failure="expired")
@@ -149,7 +149,7 @@ def test_a_failure_that_is_told_again_is_listed_once(tmp_path, news):
     assert [3, 5] == [record["sample_idx"] for record in read_records(path)]
 
 
-def test_half_a_surrogate_pair_is_no_reason_to_stop(tmp_path, news):
+def test_lone_surrogates_are_written_escaped(tmp_path, news):
     """Models can write what UTF-8 cannot say; the file stays readable."""
     directory = RunDirectory(path=tmp_path)
 
@@ -158,7 +158,7 @@ def test_half_a_surrogate_pair_is_no_reason_to_stop(tmp_path, news):
     assert next(read_records(tmp_path / "rollout" / "0" / "0.jsonl"))["prompt"] == "\ud800"
 
 
-def test_failures_are_kept_with_their_reason(tmp_path, news):
+def test_failures_are_written_with_their_reason(tmp_path, news):
     """Episodes that went well are not listed."""
     path = tmp_path / "failures.jsonl"
 
@@ -172,7 +172,7 @@ def test_failures_are_kept_with_their_reason(tmp_path, news):
     assert record["traceback"] is None
 
 
-def test_a_session_is_described_with_its_tokens(tmp_path, news, decode):
+def test_sampled_session_has_its_tokens(tmp_path, news, decode):
     """Each turn with new messages, tokens and logprobs, versions, mask, return, fork; and what was not trained."""
     path = tmp_path / "sessions.jsonl"
 
@@ -189,7 +189,7 @@ def test_a_session_is_described_with_its_tokens(tmp_path, news, decode):
     assert record["untrained"] == [{"interaction": "turn-3", "num_tokens": 1, "reason": "cancelled"}]
 
 
-def test_a_sample_is_bounded_and_spread_over_the_run(tmp_path, news, decode):
+def test_session_sample_is_bounded_and_spread_over_versions(tmp_path, news, decode):
     """However long the run, at most ``max_sessions`` are kept, from its beginning and from its end."""
     path = tmp_path / "sessions.jsonl"
     heard = [news.session(position, version=version) for version in range(100) for position in range(6)]
@@ -202,7 +202,7 @@ def test_a_sample_is_bounded_and_spread_over_the_run(tmp_path, news, decode):
     assert 0 in versions
 
 
-def test_one_version_alone_is_bounded_too(tmp_path, news, decode):
+def test_session_sample_of_one_version_is_bounded(tmp_path, news, decode):
     """A run that never gets beyond its first version."""
     path = tmp_path / "sessions.jsonl"
     heard = [news.session(position, failure="no" if position % 2 else None) for position in range(50)]
@@ -212,7 +212,7 @@ def test_one_version_alone_is_bounded_too(tmp_path, news, decode):
     assert len(list(read_records(path))) <= 3
 
 
-def test_long_conversations_are_cut(tmp_path, news, decode):
+def test_sampled_session_is_cut_to_its_limits(tmp_path, news, decode):
     """A record says how much it leaves out."""
     path = tmp_path / "sessions.jsonl"
 
@@ -222,7 +222,7 @@ def test_long_conversations_are_cut(tmp_path, news, decode):
     assert record["turns"][0]["messages"][0]["content"].endswith("(92000 more characters)")
 
 
-def test_a_resumed_sample_drops_what_is_made_again(tmp_path, news, decode):
+def test_resumed_session_sample_drops_repeated_episodes(tmp_path, news, decode):
     """Sessions of the checkpoint's version and later."""
     path = tmp_path / "sessions.jsonl"
     on_event(SessionSampler(path, decode=decode), *(news.session(version=version) for version in (0, 1, 2)))
@@ -232,7 +232,7 @@ def test_a_resumed_sample_drops_what_is_made_again(tmp_path, news, decode):
     assert [record["version"] for record in read_records(path)] == [0, 1]
 
 
-def test_sessions_of_restored_episodes_come_back(tmp_path, news, decode):
+def test_session_sample_restores_sessions_of_restored_episodes(tmp_path, news, decode):
     """A resumed run that restores a group reports its episodes, and does not archive their sessions again."""
     path = tmp_path / "sessions.jsonl"
     on_event(SessionSampler(path, decode=decode), *(news.session(position, version=2) for position in (0, 1)))
@@ -245,7 +245,7 @@ def test_sessions_of_restored_episodes_come_back(tmp_path, news, decode):
     assert before[1:] == list(read_records(path))
 
 
-def test_an_earlier_run_is_set_aside(tmp_path):
+def test_run_directory_sets_an_earlier_run_aside(tmp_path):
     """Nothing of it is overwritten, however often a run of the same name is started."""
     directory = RunDirectory(path=tmp_path / "trial")
     moved = []
@@ -259,7 +259,7 @@ def test_an_earlier_run_is_set_aside(tmp_path):
     assert directory.set_aside() is None
 
 
-def test_only_the_owner_reads_conversations(tmp_path, news, decode):
+def test_files_with_conversations_are_private(tmp_path, news, decode):
     """Whatever the umask of the process is, and after a resumption, too."""
     directory = RunDirectory(path=tmp_path)
     old = os.umask(0)

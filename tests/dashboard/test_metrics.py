@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, RunGauges, read_gauges, summarize_run
+from areal_actors.dashboard import STEP_KEYS, MetricsWriter, RunDirectory, read_gauges, summarize_run
 from areal_actors.dashboard.records import format_record, read_records
 from areal_actors.dashboard.verdict import CAUSES
 from areal_actors.messages import EvaluationFinished
@@ -36,7 +36,7 @@ def write(directory, heard, *, resumed_step=None, clock=lambda: 0.0):
     writer.close()
 
 
-def test_every_record_has_every_key(directory, news):
+def test_metrics_record_has_every_key(directory, news):
     """Steps and the evaluation before them; what a step does not have is null, what it has beside is kept."""
     write(directory, [evaluation(0, 0.1), news.step(1, loss=0.5, extra=7), evaluation(1, 0.2)])
 
@@ -46,7 +46,7 @@ def test_every_record_has_every_key(directory, news):
     assert (second["step"], second["loss"], second["reward"]) == (1, 0.5, 0.5)
 
 
-def test_what_json_cannot_say_is_null(directory, news):
+def test_metrics_write_nan_as_null(directory, news):
     """A loss that is not a number does not make the file unreadable."""
     write(directory, [news.step(1, loss=math.nan, kl=math.inf)])
 
@@ -54,7 +54,7 @@ def test_what_json_cannot_say_is_null(directory, news):
     assert json.loads(text, parse_constant=pytest.fail)["loss"] is None
 
 
-def test_a_line_is_there_when_it_was_heard(directory, news):
+def test_metrics_line_is_written_at_once(directory, news):
     """A process that is killed right after a step has recorded it."""
     writer = MetricsWriter(directory.metrics)
     writer.open()
@@ -64,7 +64,7 @@ def test_a_line_is_there_when_it_was_heard(directory, news):
     writer.close()
 
 
-def test_a_resumed_run_makes_its_steps_once(directory, news):
+def test_resumed_metrics_have_each_step_once(directory, news):
     """What was written after the checkpoint is cut off, half a line included; the time goes on."""
     write(directory, [evaluation(0, 0.1), *map(news.step, (1, 2, 3))], clock=iter([0.0, 1.0, 2.0, 3.0, 4.0]).__next__)
     with directory.metrics.open("a") as file:
@@ -78,7 +78,7 @@ def test_a_resumed_run_makes_its_steps_once(directory, news):
     assert directory.metrics.read_text().count("\n") == 5
 
 
-def test_a_fresh_run_begins_a_fresh_file(directory, news):
+def test_new_run_starts_a_new_metrics_file(directory, news):
     """Steps of an earlier run are not mixed in."""
     write(directory, map(news.step, (1, 2, 3)))
     write(directory, [news.step(1)])
@@ -86,7 +86,7 @@ def test_a_fresh_run_begins_a_fresh_file(directory, news):
     assert [record["step"] for record in read_records(directory.metrics)] == [1]
 
 
-def test_the_summary_is_drawn_from_the_file(directory, news):
+def test_summary_is_read_from_the_file(directory, news):
     """First and last reward and evaluation, steps and version; a given time goes before the recorded one."""
     heard = [evaluation(0, 0.1), news.step(1, reward=0.2), news.step(2, reward=0.6, eval_reward=0.7)]
     write(directory, heard, clock=iter([0.0, 1.0, 2.0, 3.5]).__next__)
@@ -106,7 +106,7 @@ def test_the_summary_is_drawn_from_the_file(directory, news):
     assert summarize_run(directory, seconds=9.0).seconds == 9.0
 
 
-def test_a_run_without_steps_has_a_summary_too(directory):
+def test_summary_of_a_run_without_steps(directory):
     """All that is known is that nothing happened."""
     write(directory, [])
 
@@ -114,7 +114,7 @@ def test_a_run_without_steps_has_a_summary_too(directory):
     assert summarize_run(directory).reward_last is None
 
 
-def test_the_documentation_explains_every_key():
+def test_documentation_explains_every_metric():
     """``docs/metrics.md`` has a row for each key that a record has, and no other."""
     page = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     table = page.partition("| Key |")[2].partition("\n\n")[0]
@@ -122,7 +122,7 @@ def test_the_documentation_explains_every_key():
     assert set(STEP_KEYS) == set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE))
 
 
-def test_the_documentation_says_how_each_metric_should_look():
+def test_documentation_describes_healthy_values_of_every_metric():
     """``docs/healthy_runs.md`` has every key once, in the first column of its tables."""
     page = (Path(__file__).parents[2] / "docs" / "healthy_runs.md").read_text()
     columns = re.findall(r"^\| (`[^|]+) \|", page, re.MULTILINE)
@@ -132,7 +132,7 @@ def test_the_documentation_says_how_each_metric_should_look():
 
 
 @given(st.dictionaries(st.text(), st.none() | st.integers() | st.floats() | st.text() | st.lists(st.floats())))
-def test_a_record_is_one_line_of_strict_json(record):
+def test_record_is_one_line_of_strict_json(record):
     """Whatever it holds."""
     text = format_record(record)
 
@@ -140,7 +140,12 @@ def test_a_record_is_one_line_of_strict_json(record):
     assert set(json.loads(text, parse_constant=pytest.fail)) == set(record)
 
 
-def test_sources_are_labels_of_gauges(tmp_path):
+def latest(directory):
+    """The gauges without those of the verdict."""
+    return {name: value for name, value in read_gauges(directory).items() if name != "not_learning"}
+
+
+def test_gauges_have_sources_as_labels(tmp_path):
     """Names that differ in punctuation only are two sources; a source that the latest step lacks has no number."""
     directory = RunDirectory(path=tmp_path)
     lines = [
@@ -159,13 +164,13 @@ def test_sources_are_labels_of_gauges(tmp_path):
         "step_step": 2,
         "step_source_reward": {"a-b": 0.25, "a.b": 0.75},
         "step_source_groups": {"a.b": 3},
-    } == read_gauges(directory)
+    } == latest(directory)
 
 
-def test_gauges_are_the_numbers_of_the_latest_step(tmp_path):
+def test_gauges_are_those_of_the_latest_step(tmp_path):
     """The latest evaluation may be older; a growing last line, texts and odd keys do no harm."""
     directory = RunDirectory(path=tmp_path)
-    assert {} == read_gauges(directory)
+    assert {} == latest(directory)
     lines = [
         {"step": 1, "reward": 0.25, "eval_reward": 0.5, "phase": "rl"},
         {"step": 2, "reward": 0.75, "eval_reward": None, "phase": "rl", "agent/ok rate": 1.0},
@@ -179,22 +184,22 @@ def test_gauges_are_the_numbers_of_the_latest_step(tmp_path):
         "step_eval_reward": 0.5,
         "step_agent_ok_rate": 1.0,
         "journal_bytes": 100,
-    } == read_gauges(directory)
+    } == latest(directory)
 
 
-def test_the_causes_of_the_verdict_are_gauges(tmp_path):
+def test_gauges_have_the_causes_of_the_verdict(tmp_path):
     """Each cause is 0 or 1, and changes with the steps; before the first step all are 0."""
-    gauges = RunGauges(directory := RunDirectory(path=tmp_path))
+    directory = RunDirectory(path=tmp_path)
     step = {"step": 1, "reward": 0.0, "groups": 4, "zero_variance_groups": 4, "episodes": 16, "failed_episodes": 0}
-    assert gauges() == {"not_learning": dict.fromkeys(CAUSES, 0.0)}
+    assert read_gauges(directory)["not_learning"] == dict.fromkeys(CAUSES, 0.0)
 
     directory.metrics.write_text(json.dumps(step) + "\n")
-    stuck = gauges()["not_learning"]
+    stuck = read_gauges(directory)["not_learning"]
     with directory.metrics.open("a") as file:
         for number in range(2, 5):
             rising = step | {"step": number, "reward": number / 4, "zero_variance_groups": 0}
             file.write(json.dumps(rising) + "\n")
-    learning = gauges()["not_learning"]
+    learning = read_gauges(directory)["not_learning"]
 
     assert isinstance(stuck, dict)
     assert isinstance(learning, dict)

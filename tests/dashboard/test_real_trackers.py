@@ -172,7 +172,7 @@ def test_trackio_keeps_one_run(tmp_path):
     assert rewards == [("first", 1, 0.1), ("first", 2, 0.2), ("first", 3, 0.3)]
 
 
-def test_an_interrupted_run_finishes_its_trackers(tmp_path):
+def test_interrupted_run_finishes_its_trackers(tmp_path):
     """Ctrl-C reaches the whole process group, clients included; the resumed run continues in all of them."""
     for package in ("wandb", "mlflow", "trackio"):
         need(package)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, read_record, write_record
+from areal_actors.dashboard.run_record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.lib.locks import hold
 
 
@@ -18,7 +18,7 @@ def directory(tmp_path: Path) -> RunDirectory:
 
 
 @pytest.mark.parametrize("status", [status for status in RunStatus if status is not RunStatus.KILLED])
-def test_a_record_is_read_as_it_was_written(directory, status):
+def test_run_record_is_read_as_written(directory, status):
     """While the process lives; its end has a time, and secrets in the reason are shortened."""
     record = RunRecord(status=status, reason="key sk-abcdefghijklmnopqrstuvwxyz012345", is_service=True)
     with hold(directory.lock):
@@ -31,7 +31,7 @@ def test_a_record_is_read_as_it_was_written(directory, status):
     assert "uvwxyz" not in str(found.reason)
 
 
-def test_a_run_whose_process_is_gone_was_killed(directory):
+def test_run_record_of_a_dead_process_is_killed(directory):
     """Its record still says that it runs, but nothing holds its lock."""
     write_record(directory, RunRecord(status=RunStatus.RUNNING))
     found = read_record(directory)
@@ -52,7 +52,7 @@ def follow(
     return record
 
 
-def test_a_run_that_is_killed_before_each_checkpoint_says_so(directory):
+def test_run_record_warns_of_runs_killed_before_each_checkpoint(directory):
     """From the third process on that loses its steps; not if one reaches a checkpoint in between."""
     assert follow(directory, checkpoint=None).warning is None
     for _ in range(2):
@@ -68,8 +68,8 @@ def test_a_run_that_is_killed_before_each_checkpoint_says_so(directory):
     assert "from the checkpoint of step 10" in str(follow(directory, checkpoint=10, step=12).warning)
 
 
-def test_a_run_that_is_killed_within_its_first_step_says_so_if_it_had_work(directory):
-    """A service that nobody uses makes no steps either, and loses nothing."""
+def test_run_record_counts_kills_in_the_first_step_with_work(directory):
+    """A service without agents makes no steps either, and loses nothing."""
     follow(directory, checkpoint=5, step=5)
     for _ in range(5):
         assert follow(directory, checkpoint=5, step=5).num_lost == 0
@@ -79,7 +79,7 @@ def test_a_run_that_is_killed_within_its_first_step_says_so_if_it_had_work(direc
 
 
 @pytest.mark.parametrize("status", [RunStatus.INTERRUPTED, RunStatus.FAILED, RunStatus.FINISHED])
-def test_a_run_that_ended_otherwise_was_not_killed(directory, status):
+def test_run_record_of_another_end_counts_no_kill(directory, status):
     """It said why it ended."""
     follow(directory, checkpoint=None)
     write_record(directory, RunRecord(status=status, num_lost=7))
@@ -88,13 +88,13 @@ def test_a_run_that_ended_otherwise_was_not_killed(directory, status):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"status": "dancing"}', '{"status": "failed", "more": 1}', "7"])
-def test_a_damaged_record_is_none(directory, text):
+def test_damaged_run_record_is_ignored(directory, text):
     """A reader goes on without it."""
     directory.record.write_text(text)
     assert read_record(directory) is None
 
 
-def test_a_record_is_plain_json(directory):
+def test_run_record_is_plain_json(directory):
     """Programs read it."""
     write_record(directory, RunRecord(status=RunStatus.FAILED, reason="no room"))
     found = json.loads(directory.record.read_text())

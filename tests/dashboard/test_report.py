@@ -75,7 +75,7 @@ def run(tmp_path, news, decode):
     return directory
 
 
-def test_the_page_is_well_formed_and_says_what_happened(run):
+def test_report_is_well_formed_and_complete(run):
     """Summary, curve, steps, failures, conversations with forks, masks and reasons, configuration: all on one page."""
     html = write_report(run).read_text()
     page = outline(html)
@@ -89,7 +89,7 @@ def test_the_page_is_well_formed_and_says_what_happened(run):
     assert "AbCdEfGhIjKlMnOpQrStUv" not in html
 
 
-def test_what_models_write_is_text(run):
+def test_report_escapes_texts_of_models(run):
     """No script, handler or template of a conversation, failure or configuration becomes part of the page."""
     page = outline(write_report(run).read_text())
 
@@ -98,7 +98,7 @@ def test_what_models_write_is_text(run):
     assert ATTACK in page.text
 
 
-def test_the_page_needs_no_network(run):
+def test_report_loads_nothing(run):
     """No address of another place is loaded, and the page forbids it."""
     html = write_report(run).read_text()
 
@@ -107,7 +107,7 @@ def test_the_page_needs_no_network(run):
     assert "@import" not in html
 
 
-def test_a_thousand_long_sessions_stay_small(tmp_path, news, decode):
+def test_report_is_bounded_in_size(tmp_path, news, decode):
     """At most 3 MB, whatever the run holds, and the page says how many conversations were left out."""
     directory = RunDirectory(path=tmp_path / "large" / "trial")
     metrics, sampler = MetricsWriter(directory.metrics), SessionSampler(directory.sessions, decode=decode)
@@ -122,7 +122,7 @@ def test_a_thousand_long_sessions_stay_small(tmp_path, news, decode):
     assert write_report(directory).stat().st_size < 3_000_000
 
 
-def test_only_the_owner_can_read_the_report(tmp_path):
+def test_report_is_private(tmp_path):
     """It has conversations, as sessions.jsonl has; also one that an earlier release wrote."""
     directory = RunDirectory(path=tmp_path)
     directory.metrics.write_text('{"step": 1, "version": 1, "reward": 0.25}\n')
@@ -131,7 +131,7 @@ def test_only_the_owner_can_read_the_report(tmp_path):
     assert 0o600 == write_report(directory).stat().st_mode & 0o777
 
 
-def test_a_crashed_run_has_a_report_too(tmp_path):
+def test_report_of_a_crashed_run(tmp_path):
     """A directory with half a line of metrics, and nothing else, is enough."""
     directory = RunDirectory(path=tmp_path / "crashed" / "trial")
     directory.path.mkdir(parents=True)
@@ -142,7 +142,7 @@ def test_a_crashed_run_has_a_report_too(tmp_path):
     assert directory.curve_png.read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_directory_without_a_run_is_named(tmp_path):
+def test_report_of_a_directory_without_a_run_is_refused(tmp_path):
     """The message says what was looked for."""
     with pytest.raises(RunDirectoryError, match=r"holds no run: there is no metrics\.jsonl"):
         write_report(RunDirectory(path=tmp_path))

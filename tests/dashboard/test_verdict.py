@@ -40,12 +40,12 @@ CAUSES = [
 
 
 @pytest.mark.parametrize(("change", "num_steps", "words"), CAUSES, ids=lambda value: str(value)[:30])
-def test_the_cause_is_named_with_its_numbers(change: dict[str, Any], num_steps: int, words: str):
+def test_verdict_names_the_cause_with_numbers(change: dict[str, Any], num_steps: int, words: str):
     """One sentence, about the latest steps."""
     assert words in (find_verdict([STEP | change] * num_steps) or "")
 
 
-def test_several_causes_are_all_named():
+def test_verdict_names_several_causes():
     """Failures first; cut answers are often why the rewards of a group are equal."""
     step = STEP | {"failed_episodes": 40, "zero_variance_groups": 8, "reward": 0.0, "truncated_turns": 60}
 
@@ -60,31 +60,31 @@ def test_several_causes_are_all_named():
     )
 
 
-def test_a_run_that_has_just_begun_is_not_judged_by_most_of_its_groups():
+def test_verdict_of_few_steps_needs_all_groups_equal():
     """A job that later learned had 30 of 40 equal groups in its first five steps."""
     assert find_verdict([STEP | {"zero_variance_groups": 6}] * 5) is None
 
 
-def test_a_healthy_step_has_no_verdict():
+def test_verdict_is_absent_for_healthy_steps():
     """Rewards that differ are enough; whether they rise is decided later."""
     assert find_verdict([]) is None
     assert find_verdict([STEP] * 20) is None
 
 
-def test_a_run_that_solves_its_problems_is_not_blamed_for_equal_rewards():
+def test_verdict_is_absent_when_rewards_rise_to_the_top():
     """Its reward rose until most groups were solved by all members."""
     rising = [STEP | {"reward": step / 20, "zero_variance_groups": min(step, 8)} for step in range(20)]
 
     assert find_verdict(rising) is None
 
 
-def test_supervised_steps_have_no_rewards_to_judge():
+def test_verdict_ignores_supervised_steps():
     """They come first in a warm start."""
     assert find_verdict([{"phase": "sft", "reward": None}] * 5) is None
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(sorted(STEP)), st.none() | st.floats(0, 100)), max_size=20))
-def test_missing_numbers_are_no_verdict_and_no_error(steps: list[dict[str, Any]]):
+def test_verdict_ignores_missing_numbers(steps: list[dict[str, Any]]):
     """Records of other phases and of earlier versions lack some of them."""
     verdict = find_verdict(steps)
 
@@ -92,7 +92,7 @@ def test_missing_numbers_are_no_verdict_and_no_error(steps: list[dict[str, Any]]
     assert find_verdict(steps) == find_verdict(steps), NUM_JUDGED_STEPS
 
 
-def test_a_source_whose_groups_are_replaced_is_named():
+def test_verdict_names_a_source_whose_groups_are_replaced():
     """It has no trained groups at all."""
     steps = [
         STEP
@@ -104,7 +104,7 @@ def test_a_source_whose_groups_are_replaced_is_named():
     assert (find_verdict(steps) or "").startswith("Source bad: 16 of 16 groups had equal rewards in the last 8 steps")
 
 
-def test_a_source_whose_episodes_all_fail_is_named():
+def test_verdict_names_a_source_whose_episodes_fail():
     """It has no reward; those that a workflow rejected on purpose are not blamed on it."""
     bad = {"source/bad/reward": None, "source/bad/episodes": 8, "source/bad/failed_episodes": 8}
     steps = [STEP | {"reward": index / 10} | bad for index in range(NUM_JUDGED_STEPS)]
@@ -114,7 +114,7 @@ def test_a_source_whose_episodes_all_fail_is_named():
     assert find_verdict(rejected) is None
 
 
-def test_a_source_without_signal_is_named_though_the_run_learns():
+def test_verdict_names_a_source_without_signal_in_a_learning_run():
     """The mean of all sources rises; one of them was never rewarded."""
     steps = [
         STEP

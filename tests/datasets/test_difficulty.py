@@ -60,7 +60,7 @@ configs = st.builds(
 
 
 @given(before=events, after=events, size=st.integers(1, 12), seed=st.integers(0, 99), config=configs)
-def test_a_resumed_run_draws_the_same(
+def test_draws_of_a_resumed_run_are_equal(
     before: list[str], after: list[str], size: int, seed: int, config: DifficultyConfig
 ) -> None:
     """From the summary at any moment: what runs is run again as it was, and what follows is the same."""
@@ -78,7 +78,7 @@ def test_a_resumed_run_draws_the_same(
 
 
 @given(size=st.integers(1, 30), seed=st.integers(0, 99))
-def test_every_problem_comes_before_one_comes_twice(size: int, seed: int) -> None:
+def test_draws_have_every_problem_before_one_twice(size: int, seed: int) -> None:
     """As long as nothing is known, the pools are one, and its problems are drawn in turn."""
     pools = ProblemPools(ON, num_problems=size, seed=seed)
 
@@ -86,9 +86,7 @@ def test_every_problem_comes_before_one_comes_twice(size: int, seed: int) -> Non
 
 
 @given(history=events, size=st.integers(1, 6), limit=st.integers(1, 3), seed=st.integers(0, 99))
-def test_a_problem_that_was_solved_often_enough_is_retired(
-    history: list[str], size: int, limit: int, seed: int
-) -> None:
+def test_draws_retire_solved_problems(history: list[str], size: int, limit: int, seed: int) -> None:
     """It is not drawn again as long as there are others; one group that does not solve it begins the count anew."""
     pools = ProblemPools(DifficultyConfig(enabled=True, retire_after=limit), num_problems=size, seed=seed)
     in_a_row, running = [0] * size, list[tuple[int, int]]()
@@ -106,7 +104,7 @@ def test_a_problem_that_was_solved_often_enough_is_retired(
     assert retired == pools.sizes().retired == pools.count(Pool.RETIRED)
 
 
-def test_easier_problems_come_first() -> None:
+def test_draws_begin_with_easier_problems() -> None:
     """In the order of a number of the problems, as often as none is known; the problems know it by any path."""
     rows = [{"n": n, "metadata": {"level": (7 * n) % 10}} for n in range(10)]
     problems = Problems(rows).ordered_by("metadata.level")
@@ -118,7 +116,7 @@ def test_easier_problems_come_first() -> None:
 
 
 @pytest.mark.parametrize("row", [{}, {"level": "easy"}, {"level": None}, {"level": True}, {"level": float("nan")}])
-def test_a_problem_without_a_difficulty_is_named(row: dict[str, object]) -> None:
+def test_draws_name_a_problem_without_difficulty(row: dict[str, object]) -> None:
     """With its number, before anything runs."""
     with pytest.raises(DatasetError, match=r"difficulty\.order_by is level, and problem 1 has .* instead of a number"):
         Problems([{"level": 1}, row]).ordered_by("level")
@@ -133,7 +131,7 @@ def learnt(config: DifficultyConfig) -> ProblemPools:
     return pools
 
 
-def test_each_pool_gets_its_share() -> None:
+def test_draws_give_each_pool_its_share() -> None:
     """Of 3,000 draws from three known pools, within three standard deviations."""
     config = DifficultyConfig(enabled=True, easy_fraction=0.1, hard_fraction=0.25)
     pools = learnt(config)
@@ -144,7 +142,7 @@ def test_each_pool_gets_its_share() -> None:
     assert abs(drawn[2] - 750) < 72
 
 
-def test_a_problem_changes_its_pool() -> None:
+def test_draws_move_problems_between_pools() -> None:
     """The last group counts, and one whose episodes all failed says nothing."""
     pools = ProblemPools(ON, num_problems=1)
     sizes = []
@@ -156,7 +154,7 @@ def test_a_problem_changes_its_pool() -> None:
     assert [(1, 0), (1, 0), (0, 0), (0, 1)] == sizes
 
 
-def test_an_empty_pool_leaves_its_share_to_others() -> None:
+def test_draws_of_an_empty_pool_go_to_others() -> None:
     """With easy problems alone, they are drawn all the same."""
     pools = ProblemPools(DifficultyConfig(enabled=True, easy_fraction=0.0), num_problems=2)
     for position in range(2):
@@ -166,7 +164,7 @@ def test_an_empty_pool_leaves_its_share_to_others() -> None:
     assert {0, 1} == {pools.draw(position) for position in range(2, 4)}
 
 
-def test_a_smaller_dataset_forgets_what_it_no_longer_has() -> None:
+def test_draws_forget_problems_of_a_smaller_dataset() -> None:
     """A run may be resumed with fewer problems; what was assigned there is drawn anew."""
     pools = ProblemPools(ON, num_problems=9)
     rows = [pools.draw(position) for position in range(9)]
@@ -176,7 +174,7 @@ def test_a_smaller_dataset_forgets_what_it_no_longer_has() -> None:
     assert [smaller.draw(at) for at, row in enumerate(rows) if row < 3] == [row for row in rows if row < 3]
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
+def test_contradicting_difficulty_settings_are_refused() -> None:
     """Pools do not overlap, and get no more than all draws."""
     with pytest.raises(ValueError, match="hard_below"):
         DifficultyConfig(easy_above=0.2, hard_below=0.2)

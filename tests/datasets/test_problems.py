@@ -18,7 +18,7 @@ def rows(num: int) -> list[dict[str, int]]:
 
 
 @given(size=sizes, seed=seeds, epoch=st.integers(0, 1000))
-def test_an_epoch_is_every_problem_once(size: int, seed: int, epoch: int) -> None:
+def test_epoch_has_every_problem_once(size: int, seed: int, epoch: int) -> None:
     """Each epoch is a bijection, whatever the seed and however late."""
     problems = Problems(rows(size), seed=seed)
     seen = [problems.at(position).data["n"] for position in range(epoch * size, (epoch + 1) * size)]
@@ -27,7 +27,7 @@ def test_an_epoch_is_every_problem_once(size: int, seed: int, epoch: int) -> Non
 
 
 @given(size=sizes, seed=seeds, positions=st.lists(st.integers(0, 500), max_size=20))
-def test_a_position_says_it_all(size: int, seed: int, positions: list[int]) -> None:
+def test_position_determines_the_problem(size: int, seed: int, positions: list[int]) -> None:
     """Asked in any order, by another process, again: the same problem, which knows its position."""
     first, second = Problems(rows(size), seed=seed), Problems(rows(size), seed=seed)
     expected = {position: first.at(position) for position in sorted(set(positions))}
@@ -36,7 +36,7 @@ def test_a_position_says_it_all(size: int, seed: int, positions: list[int]) -> N
     assert all(position == expected[position].position for position in positions)
 
 
-def test_epochs_and_seeds_differ() -> None:
+def test_epochs_and_seeds_have_different_orders() -> None:
     """The order is another one in each epoch, and with each seed."""
 
     def order(seed: int, epoch: int) -> list[int]:
@@ -49,13 +49,13 @@ def test_epochs_and_seeds_differ() -> None:
 
 
 @given(size=sizes, position=st.integers(0, 500))
-def test_without_shuffling_the_source_decides(size: int, position: int) -> None:
+def test_unshuffled_epochs_keep_the_order_of_the_source(size: int, position: int) -> None:
     """The order of the source, again and again."""
     assert Problems(rows(size), is_shuffled=False).at(position).data["n"] == position % size
 
 
 @given(size=sizes, seed=seeds)
-def test_evaluation_runs_every_problem_in_the_order_of_the_source(size: int, seed: int) -> None:
+def test_evaluation_keeps_the_order_of_the_source(size: int, seed: int) -> None:
     """Shuffled or not."""
     problems = Problems(rows(size), seed=seed)
 
@@ -63,7 +63,7 @@ def test_evaluation_runs_every_problem_in_the_order_of_the_source(size: int, see
     assert size == len(problems)
 
 
-def test_what_an_agent_does_to_its_problem_stays_with_it() -> None:
+def test_problem_is_a_copy_for_each_agent() -> None:
     """The next epoch, and a resumed run, see the problem as the source has it."""
     problems = Problems([{"numbers": [1, 2]}])
     problems.at(0).data["numbers"].append(3)
@@ -71,13 +71,13 @@ def test_what_an_agent_does_to_its_problem_stays_with_it() -> None:
     assert [1, 2] == problems.at(1).data["numbers"]
 
 
-def test_no_problems_are_an_error() -> None:
+def test_dataset_without_problems_is_refused() -> None:
     """At once, not at the first step."""
     with pytest.raises(DatasetError, match="no problems"):
         Problems([])
 
 
-def test_positions_count_from_zero() -> None:
+def test_negative_position_is_refused() -> None:
     """A negative one is a mistake of the caller, not the last problem."""
     with pytest.raises(IndexError, match="-1"):
         Problems(rows(3)).at(-1)
@@ -92,7 +92,7 @@ def test_overlap_is_the_intersection(train: set[int], held_out: set[int], seed: 
     assert len(train & held_out) == find_overlap(tested, trained)
 
 
-def test_how_a_problem_was_made_makes_it_no_other() -> None:
+def test_problem_identity_ignores_how_it_was_made() -> None:
     """The metadata of a generator are not compared; values that are not JSON are, and do not fail."""
     trained = Problems([{"question": "1 + 1", "metadata": {"source_index": 0}, "big": 10**30, "set": {1}}])
     tested = Problems([{"question": "1 + 1", "metadata": {"source_index": 7}, "big": 10**30, "set": {1}}])

@@ -33,14 +33,14 @@ def data(problems: Problems) -> list[Any]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"jsonl": "a.jsonl", "python": "a.py:f"}])
-def test_exactly_one_source_is_named(settings: dict[str, Any]) -> None:
+def test_dataset_needs_exactly_one_source(settings: dict[str, Any]) -> None:
     """None and two are said as such."""
     with pytest.raises(ValueError, match="name exactly one source of jsonl, huggingface, reasoning_gym, python"):
         DatasetConfig(**settings)
 
 
 @given(total=st.integers(1, 40), start=st.integers(0, 40), size=st.integers(1, 40))
-def test_parts_of_a_source_do_not_overlap(total: int, start: int, size: int) -> None:
+def test_parts_of_a_dataset_do_not_overlap(total: int, start: int, size: int) -> None:
     """What is held out by ``start`` and ``size`` is not in the part before it."""
 
     def numbers(num: int, seed: int) -> list[dict[str, int]]:
@@ -58,8 +58,8 @@ def test_parts_of_a_source_do_not_overlap(total: int, start: int, size: int) -> 
 # -------------------------------------------------------------------------------------------------------------- JSONL
 
 
-def test_lines_become_problems(tmp_path: Path) -> None:
-    """In order; blank lines and a byte order mark are nobody's problem; integers keep all their digits."""
+def test_jsonl_lines_become_problems(tmp_path: Path) -> None:
+    """In order; blank lines and a byte order mark are no problems; integers keep all their digits."""
     rows = [{"question": "1 + 1", "answer": 2}, {"question": "é", "answer": 12345678901234567890123}]
     text = "\ufeff" + "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows) + "\n"
     (tmp_path / "problems.jsonl").write_text(text, encoding="utf-8")
@@ -80,7 +80,7 @@ def test_lines_become_problems(tmp_path: Path) -> None:
         (b"[" * 100_000, "is nested too deep"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
+def test_invalid_jsonl_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
     """By its number, counted as editors count."""
     (tmp_path / "problems.jsonl").write_bytes(b'{"n": 1}\n\n' + line + b"\n")
 
@@ -88,7 +88,7 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, said: str) -> None:
         load(tmp_path, jsonl="problems.jsonl")
 
 
-def test_files_that_are_not_there_or_empty_are_named(tmp_path: Path) -> None:
+def test_missing_or_empty_jsonl_is_named(tmp_path: Path) -> None:
     """A wrong path and an empty file are different mistakes."""
     with pytest.raises(DatasetError, match=r"nowhere\.jsonl cannot be read: No such file"):
         load(tmp_path, jsonl="nowhere.jsonl")
@@ -98,7 +98,7 @@ def test_files_that_are_not_there_or_empty_are_named(tmp_path: Path) -> None:
         load(tmp_path, jsonl="empty.jsonl")
 
 
-def test_a_part_beyond_the_end_is_an_error(tmp_path: Path) -> None:
+def test_part_beyond_the_end_is_refused(tmp_path: Path) -> None:
     """Nothing is left to train on."""
     (tmp_path / "one.jsonl").write_text("{}\n")
     with pytest.raises(DatasetError, match="no problems"):
@@ -123,7 +123,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_a_dataset_on_disk_is_read(saved: Path) -> None:
+def test_saved_dataset_is_read(saved: Path) -> None:
     """One split of several, or the only one; parts of it like of any other source."""
     assert [{"question": f"train {n}", "n": n} for n in range(5)] == data(
         load(saved, huggingface="both", split="train")
@@ -133,13 +133,13 @@ def test_a_dataset_on_disk_is_read(saved: Path) -> None:
 
 
 @pytest.mark.parametrize("split", [None, "validation"])
-def test_a_split_must_be_one_that_is_there(saved: Path, split: str | None) -> None:
+def test_unknown_split_is_refused(saved: Path, split: str | None) -> None:
     """Those that are there are listed."""
     with pytest.raises(DatasetError, match=r"has the splits train, test, and .*split"):
         load(saved, huggingface="both", split=split)
 
 
-def test_a_directory_of_something_else_is_named(saved: Path, tmp_path: Path) -> None:
+def test_directory_without_a_dataset_is_refused(saved: Path, tmp_path: Path) -> None:
     """An empty directory, and none at all."""
     for name in (".", "nowhere"):
         with pytest.raises(DatasetError, match="not a dataset that save_to_disk"):
@@ -149,7 +149,7 @@ def test_a_directory_of_something_else_is_named(saved: Path, tmp_path: Path) -> 
 # ------------------------------------------------------------------------------------------------------- reasoning-gym
 
 
-def test_a_generator_makes_problems_that_it_can_score() -> None:
+def test_reasoning_gym_scores_its_problems() -> None:
     """As many as asked for, equal for equal seeds; the plain data suffice for the generator's own score."""
     gym = pytest.importorskip("reasoning_gym")
     settings: dict[str, Any] = {"reasoning_gym": "chain_sum", "size": 5, "options": {"max_terms": 3}}
@@ -162,7 +162,7 @@ def test_a_generator_makes_problems_that_it_can_score() -> None:
     assert score(answer="no number", entry=problems[0]) == 0.0
 
 
-def test_neighbouring_seeds_make_different_problems() -> None:
+def test_reasoning_gym_seeds_make_different_problems() -> None:
     """The generator itself would make almost the same ones: it adds the seed to the number of the problem."""
     pytest.importorskip("reasoning_gym")
     settings: dict[str, Any] = {"reasoning_gym": "chain_sum", "size": 50, "options": {"min_terms": 5, "min_digits": 3}}
@@ -174,7 +174,7 @@ def test_neighbouring_seeds_make_different_problems() -> None:
     ("name", "options"),
     [("no_such_task", {}), ("chain_sum", {"no_such_option": 1}), ("chain_sum", {"min_terms": 9, "max_terms": 2})],
 )
-def test_what_the_generator_refuses_is_named(name: str, options: dict[str, Any]) -> None:
+def test_reasoning_gym_errors_are_named(name: str, options: dict[str, Any]) -> None:
     """The name and the options as they were given, and the generator's own words."""
     pytest.importorskip("reasoning_gym")
     with pytest.raises(DatasetError, match=f"cannot make '{name}' with"):
@@ -184,7 +184,7 @@ def test_what_the_generator_refuses_is_named(name: str, options: dict[str, Any])
 # ----------------------------------------------------------------------------------------------------- Python functions
 
 
-def test_a_function_gets_number_seed_and_options() -> None:
+def test_python_source_gets_number_seed_and_options() -> None:
     """By keyword; a generator that never ends is stopped."""
 
     def squares(num: int, seed: int, *, offset: int) -> Iterator[dict[str, int]]:
@@ -232,13 +232,13 @@ def no_items(num: int, seed: int) -> int:
         (no_items, "raised TypeError: 'int' object is not iterable"),
     ],
 )
-def test_functions_that_make_no_problems_are_named(target: Any, said: str) -> None:
+def test_python_source_without_problems_is_refused(target: Any, said: str) -> None:
     """What does not fit is told apart from what was raised inside."""
     with pytest.raises(DatasetError, match=said):
         load(python="f.py:f", target=target)
 
 
-def test_a_dict_that_a_generator_changes_and_yields_again_is_another_problem() -> None:
+def test_python_source_may_yield_one_changing_dict() -> None:
     """Each problem has the values that it had when it was yielded."""
 
     def changing(num: int, seed: int) -> Iterator[dict[str, Any]]:

@@ -63,7 +63,7 @@ def sent(problem: Problem) -> Any:
 
 @settings(deadline=None)
 @given(st.dictionaries(TEXTS, JSON, min_size=1, max_size=3))
-def test_json_that_the_loader_accepts_is_equal_in_other_processes_and_in_records(tmp_path_factory, row):
+def test_values_are_equal_in_other_processes_and_records(tmp_path_factory, row):
     """Through the file, the codec of connections and of the journal, and a line of a dump."""
     directory = tmp_path_factory.mktemp("problems")
     (directory / "p.jsonl").write_text(json.dumps(row) + "\n")
@@ -99,7 +99,7 @@ def test_json_that_the_loader_accepts_is_equal_in_other_processes_and_in_records
     ],
     ids=repr,
 )
-def test_values_of_other_classes_become_plain_when_they_are_loaded(value, plain):
+def test_values_of_other_classes_become_plain(value, plain):
     """The agent sees the same value, of the same class, in the process of the trainer and in a worker."""
     (data,) = loaded([{"value": value}])
 
@@ -108,7 +108,7 @@ def test_values_of_other_classes_become_plain_when_they_are_loaded(value, plain)
     assert data == sent(Problem(position=0, data=data))
 
 
-def test_arrays_and_values_that_are_not_a_number_travel():
+def test_arrays_and_nan_are_sent():
     """They are compared by what they hold."""
     (data,) = loaded([{"array": np.arange(3), "value": nan}])
     arrived = sent(Problem(position=0, data=data))
@@ -127,13 +127,13 @@ def test_arrays_and_values_that_are_not_a_number_travel():
         ({(1, 2): 3}, r"problem 1 has the key \(1, 2\)"),
     ],
 )
-def test_values_that_cannot_be_sent_are_refused_when_they_are_loaded(value, complaint):
+def test_unsendable_values_are_refused_on_loading(value, complaint):
     """By the problem and the path in it, in runs of one process, too."""
     with pytest.raises(DatasetError, match=complaint):
         loaded([{"value": 1}, {"value": value}])
 
 
-def test_a_line_that_is_nested_too_deeply_is_refused_by_its_number(tmp_path):
+def test_deeply_nested_line_is_refused_by_number(tmp_path):
     """Python's parser reads more levels than copies and messages have the stack for."""
     (tmp_path / "p.jsonl").write_text('{"a": 1}\n{"a": ' + "[" * 400 + "]" * 400 + "}\n")
 
@@ -153,7 +153,7 @@ def save_table(directory: Path, rows: list[dict[str, Any]], **casts: Any) -> Pat
     return directory / "table"
 
 
-def test_tools_of_different_shapes_in_a_table_keep_their_own_parameters(tmp_path):
+def test_tools_of_a_table_keep_their_parameters(tmp_path):
     """Arrow gives each mapping in a column the keys of all others; a column of a row may be null."""
     rows = [
         {"tools": [{"name": "add", "parameters": {"a": {"type": "number"}}}], "day": date(2026, 1, 2), "hint": None},
@@ -166,7 +166,7 @@ def test_tools_of_different_shapes_in_a_table_keep_their_own_parameters(tmp_path
     assert {**rows[1], "day": None} == second.data == sent(second)
 
 
-def test_a_column_that_is_decoded_to_objects_is_refused_by_its_name(tmp_path):
+def test_column_of_objects_is_refused_by_name(tmp_path):
     """Before the first episode, and with what makes it usable."""
     datasets = pytest.importorskip("datasets")
     rows = [{"question": "q", "image": {"bytes": b"png", "path": None}}]

@@ -19,8 +19,6 @@ from areal_actors.generation.servers.config import Backend
 from areal_actors.lib.plugins import PluginGroup
 from areal_actors.lib.references import import_reference
 from areal_actors.run import Trainer
-from areal_actors.workflows import resolve_agent
-from areal_actors.workflows.bfcl import FunctionCaller
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -156,19 +154,6 @@ def test_one_run_trains_reasoning_and_tool_use(tmp_path):
     assert 0 == row["failed_episodes"]
     assert row["source/tools/tokens_mean"] <= 2 * 44
     assert 0 == row["source/reasoning/retired_problems"]
-
-
-def test_the_job_of_function_calling_can_be_read():
-    """Its problems have answers, and its agent is found; to evaluate takes the pretrained model."""
-    config = load_config(EXAMPLES / "bfcl.yaml")
-    sets = {
-        name: load_problems(dataset, import_reference=import_reference)
-        for name, dataset in config.eval_datasets.items()
-    }
-
-    assert {"simple": 4, "multiple": 2, "parallel": 2, "irrelevance": 2} == {name: len(sets[name]) for name in sets}
-    agent = resolve_agent(config.rollout.workflow, workflow_kwargs=config.rollout.workflow_kwargs)
-    assert FunctionCaller(max_tokens=128) == agent
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents_digits"])

@@ -1,4 +1,4 @@
-"""Restored from events, sessions go on as if nothing had happened; groups are where they were."""
+"""Sessions that are restored from events continue as the uninterrupted ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from areal_actors.domain import (
     is_turn_digest,
 )
 from areal_actors.errors import RewardError
-from areal_actors.journal import MemoryJournal, SqliteJournal, as_of, read_journal, recover, restate
+from areal_actors.journal import SqliteJournal, as_of, read_journal, recover, restate
 from areal_actors.testing.strategies import chat_messages, conversations, echo_styles
 from areal_actors_testing.journal_events import events as any_facts
 
@@ -90,12 +90,12 @@ class Journaled:
 
 
 def restored(events: Sequence[JournalEvent]) -> ConversationTree:
-    return recover(events).sessions[S].tree
+    return recover(events)[S].tree
 
 
 @st.composite
 def requests(draw: st.DrawFn, tree: ConversationTree) -> CompletionRequest:
-    """A request that goes on from something that was said, as a client echoes it, edits it, or starts anew."""
+    """A request that continues an answer, as a client echoes or edits it, or starts a conversation."""
     tools = draw(st.sampled_from([(), (), *TOOLS]))
     known = [turn for turn in tree.snapshot().interactions if turn.output is not None]
     if not known or draw(st.integers(0, 4)) == 0:
@@ -117,7 +117,7 @@ def requests(draw: st.DrawFn, tree: ConversationTree) -> CompletionRequest:
 
 @st.composite
 def histories(draw: st.DrawFn, new_talk: Any) -> Journaled:
-    """What happens in a session, in any order, with several requests in flight."""
+    """A session with several requests in flight, in any order."""
     session = Journaled(new_talk(rewrites=draw(st.sampled_from([False, False, True]))))
     for _ in range(draw(st.integers(0, 9))):
         move = draw(st.sampled_from(["begin", "begin", "end", "end", "reward"]))
@@ -134,7 +134,7 @@ def histories(draw: st.DrawFn, new_talk: Any) -> Journaled:
 
 
 def seen(tree: ConversationTree, renderer: Any, request: CompletionRequest) -> tuple[object, ...]:
-    """Where a request hangs, and what it is answered from."""
+    """The links, the prompt and the digests of a request."""
     plan = plan_prompt(tree, renderer, request)
     match = plan.match
     known = tree.get(match.parent.id) if match.parent is not None else None
@@ -145,8 +145,8 @@ def seen(tree: ConversationTree, renderer: Any, request: CompletionRequest) -> t
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_a_restored_session_goes_on_as_the_uninterrupted_one(new_talk: Any, data: st.DataObject) -> None:
-    """The same interactions, rows and rewards; and whatever comes next is planned and linked as it would have been."""
+def test_restored_session_continues_as_the_uninterrupted_one(new_talk: Any, data: st.DataObject) -> None:
+    """It has the same interactions, rows and rewards, and the next request is planned and linked in the same way."""
     session = data.draw(histories(new_talk))
     for name in tuple(session.pending):
         session.end(name, data.draw(st.sampled_from(["complete", "fail"])), data.draw(chat_messages("assistant")))
@@ -176,8 +176,8 @@ def _last(tree: ConversationTree) -> InteractionId | None:
 
 @given(data=st.data())
 @settings(max_examples=60, deadline=None)
-def test_what_was_pending_was_never_asked(new_talk: Any, data: st.DataObject) -> None:
-    """A kill leaves out the requests in flight: what has ended stays as it was, rows and rewards are the same."""
+def test_pending_requests_are_not_restored(new_talk: Any, data: st.DataObject) -> None:
+    """Interactions that have ended stay as they were, and rows and rewards are the same."""
     session = data.draw(histories(new_talk))
     tree = restored(session.events)
     expected, record = evolve(session.tree.snapshot(), is_restored=True), tree.snapshot()
@@ -231,8 +231,8 @@ def _with_digest(event: JournalEvent, tree: ConversationTree) -> JournalEvent:
     return evolve(event, interaction=evolve(turn, digest=digest))
 
 
-def test_the_order_of_requests_goes_on_behind_what_was_lost(new_talk: Any) -> None:
-    """No order is given twice to interactions that stay; completed ones are still counted in order of completion."""
+def test_request_orders_continue_after_the_last_restored_one(new_talk: Any) -> None:
+    """No order is given twice; completions are counted in order of completion."""
     session = Journaled(new_talk())
     for text in ("a", "b", "c"):
         session.begin(CompletionRequest(messages=(ChatMessage(role="user", content=text),)))
@@ -248,8 +248,8 @@ def test_the_order_of_requests_goes_on_behind_what_was_lost(new_talk: Any) -> No
     assert 1 == done.completed_order
 
 
-def test_the_later_word_on_a_turn_holds(new_talk: Any) -> None:
-    """An answer that could not be confirmed is noted as failed, whether or not it had been written."""
+def test_later_event_of_a_turn_replaces_the_earlier_one(new_talk: Any) -> None:
+    """A failure that is noted after an unconfirmed write wins."""
     session = Journaled(new_talk())
     session.begin(CompletionRequest(messages=(ChatMessage(role="user", content="a"),)))
     session.end("0", "complete", ChatMessage(role="assistant", content="x"))
@@ -268,56 +268,37 @@ def test_the_later_word_on_a_turn_holds(new_talk: Any) -> None:
     assert 0 == tree.num_completed
 
 
-def test_ends_are_counted_once() -> None:
-    """The first end counts; that it is final may come later; a forgotten session is gone, and so is what it is told."""
+def test_first_end_of_a_session_counts() -> None:
+    """A later one may make it final. Events of a forgotten session are skipped."""
     ended = SessionEnded(session=S, ended_at=5.0)
     final = SessionEnded(session=S, ended_at=9.0, is_final=True)
-    session = recover([STARTED, ended, final]).sessions[S]
+    session = recover([STARTED, ended, final])[S]
 
     assert (5.0, True) == (session.ended_at, session.is_final)
-    assert {} == recover([STARTED, SessionForgotten(session=S), ended]).sessions
-    assert None is recover([STARTED]).sessions[S].ended_at
+    assert {} == recover([STARTED, SessionForgotten(session=S), ended])
+    assert None is recover([STARTED])[S].ended_at
 
 
-def test_groups_wait_until_they_are_consumed() -> None:
-    """What waits, what was consumed, and what was trained by weights that nobody has any more."""
-    queued = [GroupQueued(group=GroupId(name), position=n, sessions=(S,)) for n, name in enumerate("abcd")]
-    consumed = [
-        GroupConsumed(group=GroupId("a"), version=1, is_trained=True),
-        GroupConsumed(group=GroupId("b"), version=2, is_trained=True),
-        GroupConsumed(group=GroupId("d"), version=2, is_trained=False),
-    ]
-    left = recover(
-        [STARTED, *queued, *consumed, VersionSaved(version=1), SessionEnded(session=S, ended_at=1.0)]
-    ).unfinished
-
-    assert ["c"] == [group.group for group in left.groups]
-    assert ["b"] == [group.group for group in left.unsaved]
-    assert {"a": 1, "b": 2, "d": 2} == left.consumed
-    assert 1 == left.saved_version
-    assert [(S, 1.0, False)] == [(s.started.session, s.ended_at, s.is_final) for s in left.ended]
-
-
-def test_a_forgotten_session_is_kept_for_a_group_that_is_not_safely_trained() -> None:
-    """Its group waits, or was trained into weights that a crash took away: its rows are needed again."""
+def test_forgotten_session_is_kept_until_its_group_is_trained_and_saved() -> None:
+    """Its rows are needed again if the weights are lost."""
     forgotten = [STARTED, SessionForgotten(session=S)]
     queued = GroupQueued(group=GroupId("a"), position=0, sessions=(S,))
     trained = GroupConsumed(group=GroupId("a"), version=1, is_trained=True)
 
     for events in ([queued, *forgotten], [queued, *forgotten, trained]):
-        (session,) = recover(events).unfinished.ended
+        session = recover(events)[S]
         assert (True, 0.0) == (session.is_forgotten, session.ended_at)
     for events in (
         forgotten,
         [queued, *forgotten, trained, VersionSaved(version=1)],
         [queued, *forgotten, evolve(trained, is_trained=False)],
     ):
-        assert {} == recover(events).sessions
+        assert {} == recover(events)
 
 
 @pytest.mark.anyio
-async def test_a_file_restores_what_its_facts_restore(new_talk: Any, tmp_path: Path) -> None:
-    """Turns, a fork, a failure, rewards and seeds of samples, through SQL and back."""
+async def test_sqlite_journal_restores_the_same_session_as_its_events(new_talk: Any, tmp_path: Path) -> None:
+    """The session has a fork, a failure, rewards and sample keys."""
     session = Journaled(new_talk())
     session.begin(CompletionRequest(messages=(ChatMessage(role="user", content="a"),), tools=TOOLS[1]))
     session.end("0", "complete", ChatMessage(role="assistant", content="x", reasoning="y"))
@@ -331,21 +312,15 @@ async def test_a_file_restores_what_its_facts_restore(new_talk: Any, tmp_path: P
     async with SqliteJournal.open(tmp_path / "journal.sqlite") as journal:
         await journal.write(*events)
     async with SqliteJournal.open(tmp_path / "journal.sqlite") as journal:
-        read = (await read_journal(journal)).sessions[S]
+        read = (await read_journal(journal))[S]
 
-    assert recover(events).sessions[S] == read
+    assert recover(events)[S] == read
     assert evolve(session.tree.snapshot(), is_restored=True) == read.tree.snapshot()
 
 
-@pytest.mark.anyio
-async def test_a_journal_is_read_as_its_facts() -> None:
-    """Reading is folding."""
-    assert recover([STARTED]) == await read_journal(MemoryJournal([STARTED]))
-
-
 @given(event=any_facts(), version=st.integers(0, 4))
-def test_what_lost_weights_sampled_counts_as_of_those_that_are_gone_on_with(event: JournalEvent, version: int) -> None:
-    """Versions above are lowered to it; nothing else of any event changes."""
+def test_versions_of_lost_weights_are_lowered_to_the_restored_version(event: JournalEvent, version: int) -> None:
+    """Nothing else of any event changes."""
     known = as_of(event, version)
     if not isinstance(event, TurnEnded) or event.interaction.completion is None:
         assert known is event
@@ -370,10 +345,8 @@ def of_version(event: JournalEvent, version: int) -> JournalEvent:
 
 @given(data=st.data(), version=st.integers(0, 3))
 @settings(max_examples=60, deadline=None)
-def test_lost_weights_stay_lost_when_their_number_is_given_again(
-    new_talk: Any, data: st.DataObject, version: int
-) -> None:
-    """What a restart takes for older than it was told of is so for every later restart, too; nothing else changes."""
+def test_lowered_versions_stay_lowered_after_later_restarts(new_talk: Any, data: st.DataObject, version: int) -> None:
+    """The version numbers are used again meanwhile, for other weights."""
     history = data.draw(histories(new_talk)).events
     newest = 0
     told: list[JournalEvent] = []
@@ -384,13 +357,5 @@ def test_lost_weights_stay_lost_when_their_number_is_given_again(
     again = restate(told, known, version=version)
     later = recover([as_of(event, newest) for event in (*told, *again)])
 
-    assert known.sessions[S].tree.snapshot() == later.sessions[S].tree.snapshot()
+    assert later[S].tree.snapshot() == known[S].tree.snapshot()
     assert () == restate((*told, *again), later, version=newest)
-
-
-def test_a_restored_session_says_so(new_talk: Any) -> None:
-    """In its record, which exports read."""
-    session = Journaled(new_talk())
-    tree = ConversationTree.restore(session.tree.session, ())
-
-    assert (False, True) == (session.tree.snapshot().is_restored, tree.snapshot().is_restored)

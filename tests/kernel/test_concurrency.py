@@ -10,7 +10,6 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 from attrs import frozen
-from tests.kernel.processes import fast_backend
 
 from areal_actors.errors import ActorStopped, DeadlineExceeded, RemoteError
 from areal_actors.kernel import Actor, ActorSystem, Context, Message, Ref, Restart, StreamMessage
@@ -20,9 +19,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest, placement: str):
-    """Both loops, in virtual time where the actors are in this process."""
-    return (fast_backend if placement == "processes" else virtual_backend)(request.param)
+def anyio_backend(request: pytest.FixtureRequest):
+    """Both loops, in virtual time."""
+    return virtual_backend(request.param)
 
 
 class Pool:
@@ -70,7 +69,7 @@ class Keeper(Actor[Pool]):
             raise ValueError(message.name)
 
 
-async def test_a_concurrent_handler_runs_up_to_its_limit():
+async def test_concurrent_handler_runs_up_to_its_limit():
     """The rest is parked, in order, and other messages overtake it."""
     keeper = Keeper()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
@@ -88,20 +87,7 @@ async def test_a_concurrent_handler_runs_up_to_its_limit():
         assert list("abcd") == keeper.began
 
 
-async def test_parked_messages_count_against_the_bound():
-    """A limit is no way around back-pressure."""
-    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        ref = await system.spawn(Keeper(), mailbox_size=2)
-        for name in "abcde":
-            tasks.start_soon(ref.ask, Hold(name=name))
-            await wait_all_tasks_blocked()
-        statistics = ref.statistics()
-
-        assert (2, 2, 1) == (statistics.num_queued, statistics.num_parked, statistics.num_waiting_senders)
-        tasks.cancel_scope.cancel()
-
-
-async def test_a_parked_ask_can_be_cancelled():
+async def test_parked_ask_can_be_cancelled():
     """It leaves its place in the queue to the next."""
     keeper = Keeper()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
@@ -120,24 +106,7 @@ async def test_a_parked_ask_can_be_cancelled():
         tasks.cancel_scope.cancel()
 
 
-async def test_a_cancelled_ask_frees_its_place():
-    """The handler is cancelled and the next one starts."""
-    keeper = Keeper()
-    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        ref = await system.spawn(keeper)
-        tasks.start_soon(ref.ask, Hold(name="a"))
-        await wait_all_tasks_blocked()
-        with pytest.raises(DeadlineExceeded):
-            await ref.ask(Hold(name="b"), timeout=1)
-        tasks.start_soon(ref.ask, Hold(name="c"))
-        await wait_all_tasks_blocked()
-
-        assert ["a", "b", "c"] == keeper.began
-        assert ref.statistics().num_running == 2
-        tasks.cancel_scope.cancel()
-
-
-async def test_stopping_waits_for_concurrent_handlers_and_parked_messages():
+async def test_stop_waits_for_concurrent_handlers_and_parked_messages():
     """What was accepted is finished within the grace."""
     keeper = Keeper()
     async with ActorSystem.open() as system:
@@ -150,7 +119,7 @@ async def test_stopping_waits_for_concurrent_handlers_and_parked_messages():
         assert ref.statistics().num_dropped == 0
 
 
-async def test_a_crash_in_a_task_keeps_what_was_parked_for_the_next_incarnation():
+async def test_crash_in_a_task_keeps_parked_messages_for_the_next_incarnation():
     """Running neighbours end with the crash; what had not begun is not lost."""
     made: list[Keeper] = []
 
@@ -255,7 +224,7 @@ class Link(Actor[Chain]):
         self.later.append(await self.context.self_ref.ask(Pass()))
 
 
-async def test_an_ask_to_oneself_is_refused():
+async def test_deadlock_of_an_ask_to_itself_is_refused():
     """At once, and with the way out."""
     async with ActorSystem.open() as system:
         a = await system.spawn(Link(), name="a")
@@ -265,7 +234,7 @@ async def test_an_ask_to_oneself_is_refused():
         assert await a.ask(Pass()) == "a"
 
 
-async def test_a_circle_of_asks_is_refused_and_shown():
+async def test_deadlock_of_a_cycle_of_asks_is_refused():
     """The error began at the last link and passes through all of them."""
     async with ActorSystem.open() as system:
         a, b, c = [await system.spawn(Link(), name=name) for name in "abc"]
@@ -275,7 +244,7 @@ async def test_a_circle_of_asks_is_refused_and_shown():
         assert caught.value.actor == "c"
 
 
-async def test_independent_asks_that_cross_are_refused():
+async def test_deadlock_of_crossing_asks_is_refused():
     """A asks B while B asks A: whichever comes second is told."""
     async with ActorSystem.open() as system:
         a, b = [await system.spawn(Link(), name=name) for name in "ab"]
@@ -298,15 +267,15 @@ async def test_independent_asks_that_cross_are_refused():
         assert {"a", "b"} & set(outcomes)
 
 
-async def test_a_concurrent_handler_may_be_asked_back():
-    """It keeps nobody from the actor's next message."""
+async def test_concurrent_handler_may_be_asked_back():
+    """It does not occupy its actor."""
     async with ActorSystem.open() as system:
         a, b = [await system.spawn(Link(), name=name) for name in "ab"]
 
         assert await a.ask(PassInTask(path=(b, a))) == "a"
 
 
-async def test_a_stream_that_asks_its_consumer_is_refused():
+async def test_deadlock_of_a_stream_that_asks_its_consumer_is_refused():
     """The consumer cannot answer while it reads."""
 
     class Reader(Link):
@@ -321,8 +290,8 @@ async def test_a_stream_that_asks_its_consumer_is_refused():
             await a.ask(Pass(path=(b,)))
 
 
-async def test_filling_ones_own_mailbox_is_refused():
-    """The room would have to be made by the one who waits for it."""
+async def test_deadlock_of_filling_the_own_mailbox_is_refused():
+    """The sender itself would have to make the room."""
     async with ActorSystem.open() as system:
         a = await system.spawn(Link(), name="a", mailbox_size=2)
         with pytest.raises(RemoteError, match="DeadlockError: telling Flood to a full mailbox would wait for itself"):
@@ -330,8 +299,8 @@ async def test_filling_ones_own_mailbox_is_refused():
         await a.stop(grace=0)
 
 
-async def test_actors_that_fill_each_others_mailboxes_are_refused():
-    """Whoever would close the circle of full mailboxes is told; the other goes on."""
+async def test_deadlock_of_two_full_mailboxes_is_refused():
+    """The sender that would close the cycle fails; the other one continues."""
     full = anyio.Event()
 
     class Teller(Link):
@@ -362,7 +331,7 @@ async def test_actors_that_fill_each_others_mailboxes_are_refused():
         assert {"a", "b"} & set(outcomes)
 
 
-async def test_stopping_oneself_and_waiting_for_it_is_refused():
+async def test_deadlock_of_stopping_itself_is_refused():
     """``context.stop()`` is the way."""
     async with ActorSystem.open() as system:
         a = await system.spawn(Link(), name="a")
@@ -370,8 +339,8 @@ async def test_stopping_oneself_and_waiting_for_it_is_refused():
             await a.ask(Quit())
 
 
-async def test_a_background_task_may_ask_its_own_actor():
-    """It acts on nobody's behalf, although a handler started it."""
+async def test_background_task_may_ask_its_own_actor():
+    """It belongs to no message, although a handler started it."""
     link = Link()
     async with ActorSystem.open() as system:
         a = await system.spawn(link, name="a")
@@ -381,7 +350,7 @@ async def test_a_background_task_may_ask_its_own_actor():
         assert ["a"] == link.later
 
 
-async def test_asks_that_run_in_tasks_end_when_the_actor_is_cut_off():
+async def test_concurrent_asks_end_when_the_grace_period_ends():
     """After the grace they are cancelled, and their askers told."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Keeper())

@@ -50,7 +50,7 @@ class Keeper(Actor[Shop]):
         yield "tea"
 
 
-def test_a_message_registers_once_with_its_protocol():
+def test_message_registers_once_with_its_protocol():
     """For slots a class is made twice; only the final one counts."""
     assert (Buy, Browse) == messages_of(Shop)
     assert Shop is protocol_of(Buy)
@@ -65,7 +65,7 @@ def test_handlers_are_collected_with_their_concurrency():
     }
 
 
-def test_a_subclass_overrides_a_handler_by_name():
+def test_handler_is_overridden_by_name_in_a_subclass():
     """An override needs no decorator, and is the one that runs."""
 
     class Discounter(Keeper):
@@ -76,7 +76,7 @@ def test_a_subclass_overrides_a_handler_by_name():
     assert (Shop,) == protocols_of(Discounter)
 
 
-def test_two_handlers_for_one_message_are_refused_at_class_creation():
+def test_handlers_of_one_message_are_refused_if_there_are_two():
     """Both methods are named."""
     with pytest.raises(ProtocolError, match=r"handles Buy twice, in buy\(\) and sell\(\)"):
 
@@ -86,7 +86,7 @@ def test_two_handlers_for_one_message_are_refused_at_class_creation():
                 raise NotImplementedError
 
 
-def test_a_message_of_a_foreign_protocol_is_refused_at_class_creation():
+def test_handler_of_another_protocol_is_refused():
     """The protocols that are spoken are named."""
     with pytest.raises(ProtocolError, match="speaks Shop, but handles Pay of Bank"):
 
@@ -95,7 +95,7 @@ def test_a_message_of_a_foreign_protocol_is_refused_at_class_creation():
             async def pay(self, message: Pay) -> None: ...
 
 
-def test_an_actor_may_speak_several_protocols():
+def test_actor_speaks_several_protocols():
     """A union of protocols is their sum."""
 
     class Mall(Actor[Shop | Bank]):
@@ -111,7 +111,7 @@ def test_an_actor_may_speak_several_protocols():
 
 
 @pytest.mark.anyio
-async def test_a_missing_handler_is_refused_at_spawn():
+async def test_spawn_refuses_an_actor_with_a_missing_handler():
     """Not before: messages may be defined after the actor's class."""
 
     class Lazy(Actor[Shop]):
@@ -122,7 +122,7 @@ async def test_a_missing_handler_is_refused_at_spawn():
             await system.spawn(Lazy())
 
 
-def test_handlers_have_the_right_kind_of_function():
+def test_handler_of_the_wrong_kind_of_function_is_refused():
     """A message needs a coroutine function, a stream message an async generator."""
 
     def plain(self: object, message: object) -> None: ...
@@ -142,7 +142,7 @@ def test_handlers_have_the_right_kind_of_function():
         Buy.handler(concurrency=0)(coroutine)
 
 
-def test_a_message_must_be_an_attrs_class_of_a_protocol():
+def test_message_must_be_an_attrs_class_of_a_protocol():
     """Anything else could not be checked or sent."""
 
     class Bare(Message[Shop, None]):
@@ -157,7 +157,7 @@ def test_a_message_must_be_an_attrs_class_of_a_protocol():
 
 
 @pytest.mark.anyio
-async def test_messages_without_handler_are_refused_at_the_sender():
+async def test_message_without_handler_is_refused_at_the_sender():
     """Untyped callers meet the contract too."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Keeper())
@@ -173,7 +173,7 @@ async def test_messages_without_handler_are_refused_at_the_sender():
 
 
 @pytest.mark.anyio
-async def test_a_lifespan_must_be_a_context_manager():
+async def test_lifespan_must_be_a_context_manager():
     """Forgetting the decorator is named."""
 
     class Undecorated(Actor[Bank]):

@@ -27,7 +27,7 @@ from areal_actors.kernel.failure import error_from_data, error_to_data
         RemoteError("actor", "ValueError", "odd", "Traceback ..."),
     ],
 )
-def test_errors_on_purpose_survive_the_wire(error):
+def test_error_data_restores_areal_errors(error):
     """Class, text and attributes."""
     received = error_from_data(json.loads(json.dumps(error_to_data(error, "office"))))
 
@@ -35,7 +35,7 @@ def test_errors_on_purpose_survive_the_wire(error):
     assert (str(error), error.args, vars(error)) == (str(received), received.args, vars(received))
 
 
-def test_any_other_error_travels_as_text():
+def test_error_data_of_other_errors_is_text():
     """No exception class of a peer's choosing is looked up."""
     received = error_from_data(error_to_data(ValueError("odd"), "office"))
 
@@ -44,7 +44,7 @@ def test_any_other_error_travels_as_text():
 
 
 @pytest.mark.parametrize("name", ["builtins.SystemExit", "os.system", "areal_actors.errors.ActorStopped", "x"])
-def test_unknown_error_classes_become_remote_errors(name):
+def test_error_data_of_unknown_classes_is_a_remote_error(name):
     """Also those that speak of an ask, which a peer cannot know about."""
     error = error_from_data({"error": name, "arguments": ["a", 1], "attributes": {}})
 
@@ -52,13 +52,13 @@ def test_unknown_error_classes_become_remote_errors(name):
     assert (name, "a, 1") == (error.type_name, error.message)
 
 
-def test_data_that_describes_no_error_is_refused():
+def test_error_data_that_is_malformed_is_refused():
     """It says so, with the data."""
     with pytest.raises(ProtocolError, match="describes no error"):
         error_from_data({"error": 3})
 
 
-def test_attributes_that_are_no_plain_data_stay_at_home():
+def test_error_data_omits_attributes_that_are_not_plain():
     """A live object cannot be sent, and does not keep the rest from leaving."""
     error = NotFound("gone", param="x")
     error.socket = object()

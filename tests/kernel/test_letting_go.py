@@ -75,7 +75,7 @@ class Give(Message[Stores, Ints]):
 
 @frozen(kw_only=True)
 class Wait(Message[Stores, Ints]):
-    """As ``Give``, in a task of its own, and after a while."""
+    """As ``Give``, in a separate task and after some time."""
 
     array: Ints
     seconds: float = 0.0
@@ -218,7 +218,10 @@ WAYS = (
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
 @pytest.mark.parametrize("is_remote", [False, True], ids=["local", "remote"])
-async def test_what_is_over_is_let_go_at_once(way: Callable[[Ref[Stores]], Awaitable[None]], is_remote: bool) -> None:  # noqa: FBT001
+async def test_messages_are_freed_without_the_garbage_collector(
+    way: Callable[[Ref[Stores]], Awaitable[None]],
+    is_remote: bool,  # noqa: FBT001
+) -> None:
     """Neither the asker's side nor the actor's side keeps an array in a circle of references, in a timer, or aside."""
     async with ActorSystem.open() as system:
         store = await system.spawn(Store())

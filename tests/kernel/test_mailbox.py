@@ -155,36 +155,7 @@ class MailboxMachine(RuleBasedStateMachine):
 TestMailbox = MailboxMachine.TestCase
 
 
-def test_control_overtakes_data():
-    """News of the kernel is read before anything that queued earlier."""
-    mailbox = Mailbox(2)
-    mailbox.offer("data")
-    mailbox.push_control("news")
-
-    assert ["news", "data", None] == [mailbox.take() for _ in range(3)]
-
-
-def test_an_arrival_wakes_the_reader_once():
-    """The second arrival finds nobody asleep."""
-    mailbox, wakes = Mailbox(2), []
-    mailbox.wake = lambda: wakes.append("wake")
-    mailbox.offer(1)
-    mailbox.offer(2)
-
-    assert ["wake"] == wakes
-
-
-def test_giving_up_an_unknown_entry_changes_nothing():
-    """An entry that was taken already is nobody's."""
-    mailbox = Mailbox(1)
-    mailbox.offer("here")
-
-    assert not mailbox.discard("gone")
-    assert not mailbox.discard_ticket(Ticket("gone"))
-    assert len(mailbox) == 1
-
-
-def test_a_mailbox_that_holds_nothing_is_refused():
+def test_mailbox_without_room_is_refused():
     """A bound below one would block every sender for ever."""
     with pytest.raises(ValueError, match="at least 1"):
         Mailbox(0)

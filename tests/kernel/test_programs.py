@@ -16,9 +16,8 @@ import pytest
 from attrs import frozen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernel.processes import fast_backend
 
-from areal_actors.errors import ActorError, ActorStopped, DeadlineExceeded, NotFound, RemoteError
+from areal_actors.errors import ActorStopped, DeadlineExceeded, NotFound, RemoteError
 from areal_actors.kernel import Actor, ActorSystem, Message, Ref, Restart, Stop
 from areal_actors.testing import virtual_backend
 
@@ -26,9 +25,9 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest, placement: str):
-    """Both loops, in virtual time where the actors are in this process."""
-    return (fast_backend if placement == "processes" else virtual_backend)(request.param)
+def anyio_backend(request: pytest.FixtureRequest):
+    """Both loops, in virtual time."""
+    return virtual_backend(request.param)
 
 
 class Theatre:
@@ -87,7 +86,7 @@ class Stage(Actor[Theatre]):
 
 @frozen(kw_only=True)
 class Step:
-    """One line of a program: who acts when, on what, and for how long they are willing to wait."""
+    """One step of a program: when it starts, what it sends, and how long it waits."""
 
     at: float
     kind: str
@@ -148,7 +147,7 @@ async def tell(ref: Ref[Theatre], number: int, step: Step, outcomes: Counter[tup
     restarts=st.integers(min_value=0, max_value=3),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-async def test_every_ask_has_exactly_one_outcome(program, bound, stop_at, restarts):
+async def test_ask_has_exactly_one_outcome_in_random_programs(program, bound, stop_at, restarts):
     """And afterwards nothing is left of it."""
     journal: list[tuple[str, int]] = []
     outcomes: Counter[tuple[int, str]] = Counter()
@@ -184,8 +183,8 @@ async def test_every_ask_has_exactly_one_outcome(program, bound, stop_at, restar
     bound=st.integers(min_value=1, max_value=5),
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-async def test_told_messages_of_one_sender_arrive_in_order(texts, bound):
-    """Whoever else sends, and however small the mailbox; and each exactly once while the actor lives."""
+async def test_tell_keeps_the_order_of_each_sender(texts, bound):
+    """With several senders and small mailboxes; each message is handled exactly once."""
     journal: list[tuple[str, int]] = []
     async with ActorSystem.open() as system:
         ref = await system.spawn(Stage(journal), mailbox_size=bound)
@@ -205,8 +204,3 @@ async def test_told_messages_of_one_sender_arrive_in_order(texts, bound):
     for sender in range(4):
         own = [number for number in handled if texts[number] == sender]
         assert own == sorted(own)
-
-
-def test_outcomes_are_actor_errors():
-    """What a program may meet is what ``Ref.ask`` lists."""
-    assert all(issubclass(kind, ActorError) for kind in (ActorStopped, DeadlineExceeded, RemoteError))

@@ -8,9 +8,8 @@ import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
 from attrs import frozen
-from tests.kernel.processes import fast_backend
 
-from areal_actors.errors import ActorStopped, DeadlineExceeded, GenerationAborted, RemoteError
+from areal_actors.errors import ActorStopped, DeadlineExceeded, EngineError, RemoteError
 from areal_actors.kernel import Actor, ActorSystem, Message, StreamMessage
 from areal_actors.testing import virtual_backend
 
@@ -18,16 +17,16 @@ pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
 @pytest.fixture(params=["asyncio", "trio"])
-def anyio_backend(request: pytest.FixtureRequest, placement: str):
-    """Both loops, in virtual time where the actors are in this process."""
-    return (fast_backend if placement == "processes" else virtual_backend)(request.param)
+def anyio_backend(request: pytest.FixtureRequest):
+    """Both loops, in virtual time."""
+    return virtual_backend(request.param)
 
 
 class Source:
     """Address of a generator of numbers."""
 
 
-ERRORS = {"aborted": GenerationAborted("enough"), "odd": ValueError("odd")}
+ERRORS = {"aborted": EngineError("enough"), "odd": ValueError("odd")}
 
 
 @frozen(kw_only=True)
@@ -99,7 +98,7 @@ class Generator(Actor[Source]):
         return "pong"
 
 
-async def test_items_arrive_in_order_and_end():
+async def test_stream_items_arrive_in_order():
     """Also when there are more of them than the buffer holds, and none at all."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
@@ -108,7 +107,7 @@ async def test_items_arrive_in_order_and_end():
                 assert list(range(n)) == [item async for item in items]
 
 
-async def test_a_slow_consumer_makes_the_handler_wait():
+async def test_stream_handler_waits_for_a_slow_consumer():
     """It is never more than the buffer and the item in its hand ahead."""
     generator = Generator()
     async with ActorSystem.open() as system:
@@ -123,8 +122,8 @@ async def test_a_slow_consumer_makes_the_handler_wait():
         assert len(generator.ended) == 1
 
 
-async def test_leaving_the_block_early_cancels_the_handler_and_waits_for_it():
-    """When the block is left, nothing is made for nobody."""
+async def test_stream_left_early_cancels_its_handler():
+    """The block is left when the handler has ended."""
     generator = Generator()
     async with ActorSystem.open() as system:
         ref = await system.spawn(generator)
@@ -137,7 +136,7 @@ async def test_leaving_the_block_early_cancels_the_handler_and_waits_for_it():
         assert await ref.ask(Ping()) == "pong"
 
 
-async def test_a_cancelled_consumer_cancels_the_handler():
+async def test_stream_of_a_cancelled_consumer_cancels_its_handler():
     """A client that hung up must not keep the engine busy."""
     generator = Generator()
     async with ActorSystem.open() as system:
@@ -152,11 +151,11 @@ async def test_a_cancelled_consumer_cancels_the_handler():
         assert generator.ended in (["CancelledError"], ["Cancelled"])
 
 
-async def test_an_error_arrives_after_the_items_before_it():
+async def test_stream_error_arrives_after_the_items_before_it():
     """Typed where it was raised on purpose, as text otherwise."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
-        for error, kind in (("aborted", GenerationAborted), ("odd", RemoteError)):
+        for error, kind in (("aborted", EngineError), ("odd", RemoteError)):
             received = []
             with pytest.raises(kind):
                 async with ref.stream(Numbers(n=3, error=error)) as items:
@@ -166,7 +165,7 @@ async def test_an_error_arrives_after_the_items_before_it():
             assert [0, 1, 2] == received
 
 
-async def test_gathered_items_arrive_together():
+async def test_stream_gathers_items():
     """Those of some time, or as many as there is room for, or the last ones; an error follows them."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
@@ -175,11 +174,11 @@ async def test_gathered_items_arrive_together():
             assert await items.gather(anyio.current_time() + 1e9) == [1, 2, 3, 4]
             assert await items.gather(anyio.current_time() + 1e9) == [5, 6]
             assert await items.gather(anyio.current_time() + 1e9) == []
-            with pytest.raises(GenerationAborted):
+            with pytest.raises(EngineError):
                 await anext(items)
 
 
-async def test_gathering_ends_with_its_time():
+async def test_stream_gather_ends_with_its_time():
     """The items that have not arrived by then come later, one by one or together."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
@@ -193,7 +192,7 @@ async def test_gathering_ends_with_its_time():
             assert [item async for item in items] == []
 
 
-async def test_a_queued_stream_can_be_given_up():
+async def test_stream_left_in_the_queue_never_starts():
     """Its handler never begins."""
     generator = Generator()
     async with ActorSystem.open() as system:
@@ -209,7 +208,7 @@ async def test_a_queued_stream_can_be_given_up():
             assert generator.made == made
 
 
-async def test_scopes_around_a_yield_work():
+async def test_stream_handler_may_open_scopes_around_a_yield():
     """A handler's own deadline is raised at its ``yield``, where the scope that set it can catch it."""
     generator = Generator()
     async with ActorSystem.open() as system:
@@ -223,7 +222,7 @@ async def test_scopes_around_a_yield_work():
         assert ["timed out"] == generator.ended
 
 
-async def test_leaving_waits_for_a_shielded_handler_but_not_for_ever():
+async def test_stream_waits_for_a_shielded_handler_within_a_limit():
     """The wait is bounded by the system's ``cleanup_seconds``, and says when it gives up."""
     generator = Generator()
     async with ActorSystem.open(cleanup_seconds=5) as system:
@@ -237,7 +236,7 @@ async def test_leaving_waits_for_a_shielded_handler_but_not_for_ever():
                 await anext(items)
 
 
-async def test_a_stream_ends_with_its_actor():
+async def test_stream_ends_with_its_actor():
     """The consumer reads what was buffered, and is told."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
@@ -252,7 +251,7 @@ async def test_a_stream_ends_with_its_actor():
                 pass
 
 
-async def test_an_enclosing_deadline_ends_a_stream_as_its_own():
+async def test_stream_is_cancelled_by_an_enclosing_deadline():
     """The consumer's scope catches it."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())
@@ -264,7 +263,7 @@ async def test_an_enclosing_deadline_ends_a_stream_as_its_own():
         assert scope.cancelled_caught
 
 
-async def test_a_stream_is_used_as_a_block():
+async def test_stream_must_be_entered_and_have_a_buffer():
     """Reading outside of it, or a buffer without room, is a mistake of the caller."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Generator())

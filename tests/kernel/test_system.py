@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 from anyio import wait_all_tasks_blocked
+from anyio.from_thread import BlockingPortal
 from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.errors import ActorError, ActorStopped, ConfigError, NotFound
-from areal_actors.kernel import Actor, ActorSystem, Message, Stop, StreamMessage, root_cause
+from areal_actors.errors import ActorStopped, NotFound
+from areal_actors.kernel import Actor, ActorSystem, Message, StreamMessage, root_cause
 from areal_actors.kernel.failure import leaves
+from areal_actors.lib.held_context import HeldContext
 
 
 class Counter:
@@ -71,7 +72,7 @@ class Abacus(Actor[Counter]):
 
 
 @pytest.mark.anyio
-async def test_the_blocks_own_error_leaves_as_it_is():
+async def test_system_raises_the_error_of_its_block_unchanged():
     """No group around it, and its own traceback."""
     error = KeyError("mine")
     with pytest.raises(KeyError) as caught:
@@ -83,7 +84,7 @@ async def test_the_blocks_own_error_leaves_as_it_is():
 
 
 @pytest.mark.anyio
-async def test_the_blocks_own_group_leaves_as_it_is():
+async def test_system_raises_the_group_of_its_block_unchanged():
     """A group that the block raised is its own business."""
     error = ExceptionGroup("mine", [KeyError("a"), ValueError("b")])
     with pytest.raises(ExceptionGroup) as caught:
@@ -95,7 +96,7 @@ async def test_the_blocks_own_group_leaves_as_it_is():
 
 
 @pytest.mark.anyio
-async def test_a_crash_and_the_blocks_error_leave_together():
+async def test_system_raises_a_crash_and_the_error_of_its_block_together():
     """Neither hides the other; the first is named."""
     with pytest.raises(ExceptionGroup, match=r"ValueError: broken|KeyError: 'mine'") as caught:
         async with ActorSystem.open() as system:
@@ -111,7 +112,7 @@ async def test_a_crash_and_the_blocks_error_leave_together():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
-async def test_interrupts_leave_plainly(kind):
+async def test_system_raises_interrupts_without_a_group(kind):
     """Ctrl-C is not a member of a group."""
     with pytest.raises(kind):
         async with ActorSystem.open() as system:
@@ -120,7 +121,7 @@ async def test_interrupts_leave_plainly(kind):
 
 
 @pytest.mark.anyio
-async def test_nothing_is_left_after_the_block():
+async def test_system_leaves_no_task_behind():
     """No task of ours runs on, whatever was going on."""
 
     def num_tasks() -> int:
@@ -140,8 +141,8 @@ async def test_nothing_is_left_after_the_block():
 
 
 @pytest.mark.anyio
-async def test_statistics_of_a_system_list_its_actors_in_order():
-    """With sums for those who only want to know whether it keeps up."""
+async def test_system_statistics_list_actors_in_order():
+    """And sum up their queues."""
     async with ActorSystem.open(name="here") as system:
         first = await system.spawn(Abacus(), name="first")
         await system.spawn(Abacus(), name="second")
@@ -157,133 +158,35 @@ async def test_statistics_of_a_system_list_its_actors_in_order():
 
 
 @pytest.mark.anyio
-async def test_a_mailbox_that_holds_nothing_is_refused():
-    """As a mistake of configuration."""
-    async with ActorSystem.open() as system:
-        with pytest.raises(ConfigError, match="mailbox_size is 0"):
-            await system.spawn(Abacus(), mailbox_size=0)
-
-
-# -------------------------------------------------------------------------------------------------------- hosted
-
-
-@pytest.mark.anyio
-async def test_a_hosted_system_starts_and_ends_in_different_tasks():
-    """As start and stop hooks of web frameworks do."""
-    systems = []
-
-    async def start_hook() -> None:
-        systems.append(await ActorSystem.start_hosted(name="hosted"))
-
+async def test_system_is_held_open_between_two_tasks():
+    """As start and stop hooks of web frameworks do; an escalated crash is raised where it is closed."""
+    held = HeldContext(ActorSystem.open)
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(start_hook)
-    (system,) = systems
-    ref = await system.spawn(Abacus())
+        tasks.start_soon(held.start)
+    ref = await held.value.spawn(Abacus())
     assert await ref.ask(Add(n=3)) == 3
-    async with anyio.create_task_group() as tasks:
-        tasks.start_soon(system.aclose)
-
-    with pytest.raises(ActorStopped):
-        await ref.ask(Add())
-    await system.aclose()
-
-
-@pytest.mark.anyio
-async def test_a_hosted_system_that_failed_says_so_when_it_is_closed():
-    """Once, to whoever closes it."""
-    system = await ActorSystem.start_hosted()
-    ref = await system.spawn(Abacus())
     await ref.tell(Break())
     with pytest.raises(ActorStopped):
         await ref.ask(Add())
     with pytest.raises(ExceptionGroup, match="ValueError: broken"):
-        await system.aclose()
-
-    await system.aclose()
+        await held.aclose()
 
 
 @pytest.mark.anyio
-async def test_a_block_alone_ends_what_it_opened():
-    """``aclose`` is for hosted systems."""
-    async with ActorSystem.open() as system:
-        with pytest.raises(ActorError, match="ends where that block ends"):
-            await system.aclose()
-
-
-# -------------------------------------------------------------------------------------------------------- portal
-
-
-@pytest.mark.anyio
-async def test_threads_ask_and_tell_through_a_portal():
-    """Many at once; replies, typed errors and deadlines are those of a ref."""
-    async with ActorSystem.open() as system:
-        ref = await system.spawn(Abacus(), supervision=Stop())
+async def test_system_threads_ask_through_a_blocking_portal():
+    """Replies and typed errors are those of a ref."""
+    async with ActorSystem.open() as system, BlockingPortal() as portal:
+        ref = await system.spawn(Abacus())
 
         def use() -> None:
-            with system.portal() as portal:
-                portal.tell(ref, Add())
-                assert portal.ask(ref, Add(), timeout=5) > 0
-                with pytest.raises(NotFound, match="no such bead") as caught:
-                    portal.ask(ref, Missing())
-                assert caught.value.param == "bead"
+            assert portal.call(ref.ask, Add()) > 0
+            with pytest.raises(NotFound, match="no such bead"):
+                portal.call(ref.ask, Missing())
 
         async with anyio.create_task_group() as tasks:
             for _ in range(8):
                 tasks.start_soon(anyio.to_thread.run_sync, use)
-        assert await ref.ask(Add(n=0)) == 16
-
-        def stop() -> None:
-            with system.portal() as portal:
-                portal.stop(ref)
-                with pytest.raises(ActorStopped):
-                    portal.ask(ref, Add())
-
-        await anyio.to_thread.run_sync(stop)
-
-
-@pytest.mark.anyio
-async def test_a_portal_outlives_its_system_harmlessly():
-    """A thread that comes late is told."""
-    async with ActorSystem.open() as system:
-        ref = await system.spawn(Abacus())
-        portal = system.portal()
-
-    def ask_late() -> None:
-        with portal, pytest.raises(ActorStopped, match="is closed"):
-            portal.ask(ref, Add())
-
-    await anyio.to_thread.run_sync(ask_late)
-
-
-@pytest.mark.anyio
-async def test_a_portal_refuses_the_event_loops_own_thread():
-    """It would wait for itself."""
-    async with ActorSystem.open() as system:
-        ref = await system.spawn(Abacus())
-        with system.portal() as portal, pytest.raises(RuntimeError, match="event loop thread"):
-            portal.ask(ref, Add())
-
-
-def test_a_hosted_system_serves_a_synchronous_program():
-    """A loop in a thread, a program in another."""
-    ready, stop, box = threading.Event(), threading.Event(), []
-
-    async def serve() -> None:
-        async with ActorSystem.open() as system:
-            box.extend((system.portal(), await system.spawn(Abacus())))
-            ready.set()
-            await asyncio.to_thread(stop.wait)
-
-    thread = threading.Thread(target=lambda: asyncio.run(serve()))
-    thread.start()
-    ready.wait(5)
-    portal, ref = box
-    with portal:
-        total = portal.ask(ref, Add(n=7))
-    stop.set()
-    thread.join(5)
-
-    assert total == 7
+        assert await ref.ask(Add(n=0)) == 8
 
 
 # ---------------------------------------------------------------------------------------------------- root causes
@@ -297,8 +200,8 @@ trees = st.recursive(
 
 
 @given(trees)
-def test_the_root_cause_is_a_leaf_that_did_not_follow_from_others(tree):
-    """What somebody raised comes before stopped actors, and these before cancellations; the first of its kind."""
+def test_root_cause_is_an_original_error(tree):
+    """Errors come before stopped actors, and these before cancellations; the first of its kind."""
     all_leaves = list(leaves(tree))
     cause = root_cause(tree)
     wanted = next(

@@ -14,7 +14,7 @@ from areal_actors.kernel import OwnThread
 pytestmark = pytest.mark.anyio
 
 
-async def test_all_work_runs_on_the_same_other_thread() -> None:
+async def test_own_thread_runs_all_work_on_one_thread() -> None:
     """Whatever else uses threads meanwhile, the work stays on its own."""
     async with OwnThread.open() as thread:
         seen = {await thread.run(threading.get_ident) for _ in range(5)}
@@ -24,7 +24,7 @@ async def test_all_work_runs_on_the_same_other_thread() -> None:
     assert not seen & {pool, threading.get_ident()}
 
 
-async def test_what_the_function_raises_is_raised_where_it_was_asked_for() -> None:
+async def test_own_thread_raises_the_error_of_the_function() -> None:
     """An error ends the call and not the thread."""
 
     def fail() -> None:
@@ -37,7 +37,7 @@ async def test_what_the_function_raises_is_raised_where_it_was_asked_for() -> No
         assert 3 == await thread.run(lambda: 3)
 
 
-async def test_calls_of_several_tasks_run_one_after_another() -> None:
+async def test_own_thread_runs_calls_one_after_another() -> None:
     """No two functions run at once, and each caller gets its own result."""
     running: list[int] = []
     results: dict[int, int] = {}
@@ -58,7 +58,7 @@ async def test_calls_of_several_tasks_run_one_after_another() -> None:
     assert {number: number * number for number in range(8)} == results
 
 
-async def test_leaving_waits_for_the_function_that_runs() -> None:
+async def test_own_thread_waits_for_the_running_function_at_its_end() -> None:
     """Cancelling the caller drops its result; the block ends when the function has."""
     entered, leave, ended = anyio.Event(), threading.Event(), threading.Event()
     token = anyio.lowlevel.current_token()
@@ -79,8 +79,8 @@ async def test_leaving_waits_for_the_function_that_runs() -> None:
     assert ended.is_set()
 
 
-async def test_posted_work_runs_after_what_was_asked_for_before() -> None:
-    """Nobody waits for it, and leaving does not drop it; work may post more."""
+async def test_own_thread_runs_posted_work_in_order() -> None:
+    """Leaving the block does not drop posted work; work may post more."""
     seen: list[int] = []
     async with OwnThread.open() as thread:
         thread.post(lambda: (seen.append(1), thread.post(lambda: seen.append(3)))[0])
@@ -91,7 +91,7 @@ async def test_posted_work_runs_after_what_was_asked_for_before() -> None:
     assert [1, 2, 3, 4, 5] == seen
 
 
-async def test_a_function_that_hangs_is_given_up() -> None:
+async def test_own_thread_gives_up_a_function_that_hangs() -> None:
     """The error names the line, and leaving does not wait. One that makes progress has time."""
     leave, steps = threading.Event(), count()
     try:

@@ -17,7 +17,7 @@ class Interrupted(BaseException):
 
 
 @pytest.mark.parametrize("is_durable", [False, True])
-def test_the_new_text_replaces_the_old_one(tmp_path: Path, *, is_durable: bool) -> None:
+def test_atomic_write_replaces_the_text(tmp_path: Path, *, is_durable: bool) -> None:
     """Nothing but the file itself remains in the directory."""
     path = tmp_path / "state.json"
     path.write_text("old and longer")
@@ -26,7 +26,7 @@ def test_the_new_text_replaces_the_old_one(tmp_path: Path, *, is_durable: bool) 
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_reader_sees_the_old_text_until_the_block_ends(tmp_path: Path) -> None:
+def test_atomic_path_shows_the_old_text_until_its_end(tmp_path: Path) -> None:
     """The content is written under another name."""
     path = tmp_path / "state.json"
     path.write_text("old")
@@ -37,7 +37,7 @@ def test_a_reader_sees_the_old_text_until_the_block_ends(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("error", [OSError, Interrupted])
-def test_a_writer_that_fails_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+def test_atomic_path_that_fails_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
     """The part that was written is removed, also when the writer is cancelled."""
     path = tmp_path / "state.json"
     path.write_text("old")
@@ -48,7 +48,7 @@ def test_a_writer_that_fails_changes_nothing(tmp_path: Path, error: type[BaseExc
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_the_mode_holds_even_if_a_crashed_writer_left_a_file_that_others_can_read(tmp_path: Path) -> None:
+def test_atomic_write_sets_the_mode_despite_leftovers(tmp_path: Path) -> None:
     """A key must not be written into a file with the wrong permissions."""
     path = tmp_path / "admin.key"
     partial_path(path).touch(mode=0o644)
@@ -57,7 +57,7 @@ def test_the_mode_holds_even_if_a_crashed_writer_left_a_file_that_others_can_rea
     assert path.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_link_in_the_way_is_removed_and_not_followed(tmp_path: Path) -> None:
+def test_atomic_write_follows_no_link(tmp_path: Path) -> None:
     """In a directory that others can write to, the target of the link could be any file of this user."""
     other, path = tmp_path / "other", tmp_path / "state"
     other.write_text("untouched")
@@ -69,7 +69,7 @@ def test_a_link_in_the_way_is_removed_and_not_followed(tmp_path: Path) -> None:
 
 
 @given(old=st.none() | st.sets(st.sampled_from("abc")), new=st.sets(st.sampled_from("abc")), fails=st.booleans())
-def test_a_directory_has_either_its_old_files_or_its_new_ones(
+def test_atomic_directory_is_replaced_whole(
     tmp_path_factory: pytest.TempPathFactory, old: set[str] | None, new: set[str], *, fails: bool
 ) -> None:
     """A leftover of a crashed writer is never mixed in."""

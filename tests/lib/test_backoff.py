@@ -12,20 +12,20 @@ longests = st.floats(0.001, 1000)
 
 
 @given(num_failures=st.integers(1, 10**6), first=firsts, longest=longests)
-def test_a_delay_is_never_longer_than_the_longest(num_failures: int, first: float, longest: float) -> None:
+def test_backoff_is_bounded(num_failures: int, first: float, longest: float) -> None:
     """Also after so many failures that the power would overflow a float."""
     assert 0 < backoff_seconds(num_failures, first=first, longest=longest) <= longest
 
 
 @given(num_failures=st.integers(1, 40), first=firsts)
-def test_each_delay_is_twice_the_one_before(num_failures: int, first: float) -> None:
+def test_backoff_doubles(num_failures: int, first: float) -> None:
     """As long as the limit is not reached."""
     one, two = (backoff_seconds(num_failures + k, first=first, longest=1e300) for k in (0, 1))
     assert two == 2 * one
 
 
 @given(first=firsts, longest=longests, outcomes=st.lists(st.booleans(), max_size=30))
-def test_a_success_starts_again_with_the_first_delay(first: float, longest: float, outcomes: list[bool]) -> None:
+def test_backoff_is_reset_by_a_success(first: float, longest: float, outcomes: list[bool]) -> None:
     """A counter gives the delays of the function, of the failures since the last success."""
     backoff, num_failures = Backoff(first_seconds=first, max_seconds=longest), 0
     for is_success in outcomes:

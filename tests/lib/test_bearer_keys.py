@@ -12,13 +12,13 @@ SCHEME = st.tuples(*(st.sampled_from([letter, letter.upper()]) for letter in "be
 
 
 @given(scheme=SCHEME, gap=st.text(" \t", min_size=1, max_size=3), key=KEYS, end=st.text(" \t", max_size=2))
-def test_the_scheme_has_no_case_and_any_white_space_follows_it(scheme, gap, key, end):
+def test_bearer_scheme_ignores_case_and_white_space(scheme, gap, key, end):
     """Servers leave the value as it was sent."""
     assert read_bearer(f"{scheme}{gap}{key}{end}") == key
 
 
 @given(scheme=st.sampled_from(["", "Basic", "Bearer", "Bearerx", "Token"]), key=KEYS)
-def test_other_schemes_have_no_key(scheme, key):
+def test_bearer_key_of_other_schemes_is_empty(scheme, key):
     """Without a scheme, without a key, and with another scheme."""
     text = scheme if scheme == "Bearer" else f"{scheme} {key}"
 

@@ -10,7 +10,7 @@ from areal_actors.lib.change_signal import ChangeSignal
 pytestmark = pytest.mark.anyio
 
 
-async def test_all_waiting_tasks_see_the_change() -> None:
+async def test_change_signal_wakes_all_waiters() -> None:
     """And tasks whose condition still does not hold wait for the next one."""
     changed, count, seen = ChangeSignal(), 0, []
 
@@ -33,7 +33,7 @@ async def test_all_waiting_tasks_see_the_change() -> None:
     assert sorted(seen) == [0, 1, 1, 2]
 
 
-async def test_a_change_before_the_wait_does_not_end_it() -> None:
+async def test_change_signal_ignores_earlier_changes() -> None:
     """A task checks its condition first, so the change has been seen already."""
     changed = ChangeSignal()
     changed.notify()

@@ -50,7 +50,7 @@ def saved(tmp_path) -> Saved:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_are_those_that_transformers_loads(kind, dtype, tmp_path):
+def test_tensor_rows_equal_those_of_transformers(kind, dtype, tmp_path):
     """Of plain weights, of tied ones under both names, and of experts that are stacked from many tensors."""
     _make_model(kind).to(dtype).save_pretrained(tmp_path, max_shard_size="50KB")
     expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
@@ -62,7 +62,7 @@ def test_rows_are_those_that_transformers_loads(kind, dtype, tmp_path):
             assert torch.equal(stored.rows(name, first, stop), whole[first:stop])
 
 
-def test_copies_of_a_model_have_one_digest(tmp_path):
+def test_digest_of_copies_is_equal(tmp_path):
     """In however many files they are; another model has another one."""
     digests = []
     for name, seed, size in (("one", 0, "50GB"), ("two", 0, "30KB"), ("other", 1, "50GB")):
@@ -71,7 +71,7 @@ def test_copies_of_a_model_have_one_digest(tmp_path):
     assert digests[0] == digests[1] != digests[2]
 
 
-def test_an_absent_file_is_named(saved):
+def test_absent_weights_file_is_named(saved):
     """As an interrupted download of several files leaves it."""
     absent = sorted(saved.path.glob("*.safetensors"))[1]
     absent.unlink()
@@ -79,7 +79,7 @@ def test_an_absent_file_is_named(saved):
         saved.open()
 
 
-def test_a_cut_file_is_named(saved):
+def test_truncated_weights_file_is_named(saved):
     """As an interrupted download of one file leaves it."""
     cut = sorted(saved.path.glob("*.safetensors"))[1]
     cut.write_bytes(cut.read_bytes()[:-100])
@@ -87,7 +87,7 @@ def test_a_cut_file_is_named(saved):
         saved.open()
 
 
-def test_a_tensor_that_the_index_promises_is_named(saved):
+def test_tensor_missing_from_its_shard_is_named(saved):
     """A file of another model in the place of one."""
     saved.edit("model.norm.weight", lambda _: None)
     with pytest.raises(ModelError, match=r"has no model\.norm\.weight, which model\.safetensors\.index\.json says"):
@@ -130,7 +130,7 @@ def test_missing_weights_are_named(tmp_path):
         Saved(tmp_path).open()
 
 
-def test_a_weight_of_another_shape_is_named(saved):
+def test_weight_of_another_shape_is_named(saved):
     """With both shapes."""
     saved.edit("model.norm.weight", lambda norm: norm[:-1].clone())
     with pytest.raises(ModelError, match=r"model\.norm\.weight in .* has the shape \(31,\), and \(32,\) by its config"):

@@ -17,7 +17,7 @@ WAITS = [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.r
 @pytest.mark.anyio
 @pytest.mark.skipif(sys.platform != "linux", reason="the state of a process is read from /proc")
 @pytest.mark.parametrize("is_stopped", [False, True])
-async def test_a_process_that_a_signal_stopped_is_killed(is_stopped):
+async def test_child_stopped_by_a_signal_is_killed(is_stopped):
     """It would neither exit nor close its connections. A process that only waits is left alone."""
     child = await Child.start(lambda _: WAITS, log=BoundedLog())
     try:

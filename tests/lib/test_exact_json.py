@@ -22,14 +22,14 @@ values = st.recursive(
 
 
 @given(value=values)
-def test_a_value_is_read_as_it_was_written(value):
+def test_json_round_trips(value):
     """Integers of any size included, beside texts that look like them."""
     assert load_json(dump_json(value)) == load_json(json.dumps(value).encode()) == value
     assert json.loads(dump_json(value)) == value
 
 
 @given(value=values, mark=st.text(st.characters(categories=["Cs"]), min_size=1, max_size=3))
-def test_every_text_can_be_written(value, mark):
+def test_json_writes_any_text(value, mark):
     """Half of a surrogate pair is replaced, wherever it is; the rest stays."""
     written = dump_json({f"{mark}a": [value, f"b{mark}", 2**64]})
 
@@ -37,14 +37,14 @@ def test_every_text_can_be_written(value, mark):
 
 
 @pytest.mark.parametrize("text", [b"1e400", b"9" * 400, b'"\\ud83d"', b"NaN", b"[1,]", b'"\t"', b"\xff"])
-def test_what_strict_readers_refuse_is_refused(text):
+def test_json_refuses_what_strict_readers_refuse(text):
     """Also next to an integer of more than 64 bits, which another parser reads."""
     for whole in (text, b"[98765432109876543210, " + text + b"]"):
         with pytest.raises(orjson.JSONDecodeError):
             load_json(whole)
 
 
-def test_numbers_of_numpy_and_numbers_that_json_lacks_are_written():
+def test_json_writes_numpy_numbers_and_nan():
     """Arrays as lists, and NaN as null, next to a long integer as well."""
     for more in ([], [2**70]):
         value = [np.array([1, 2]), float("nan"), *more]

@@ -25,7 +25,7 @@ def cut(data, text):
 
 
 @given(value=objects, indent=st.sampled_from([None, 1]), is_ascii=st.booleans(), data=st.data())
-def test_an_object_passes_whole(value, indent, is_ascii, data):
+def test_json_prefix_passes_an_object_whole(value, indent, is_ascii, data):
     """However it is cut, all of it is passed on, and its end is recognised."""
     text = json.dumps(value, indent=indent, ensure_ascii=is_ascii)
     prefix = JsonPrefix()
@@ -35,7 +35,7 @@ def test_an_object_passes_whole(value, indent, is_ascii, data):
 
 
 @given(text=st.text(alphabet='{}[]":,\\u0e1n. trufalsex-+', max_size=24), data=st.data())
-def test_what_is_not_an_object_stops_at_the_same_place(text, data):
+def test_json_prefix_stops_where_an_object_ends(text, data):
     """Pieces do not matter, nothing is lost, and a complete object is one for Python's parser."""
     whole, piecewise = JsonPrefix(), JsonPrefix()
     certain = whole.feed("{" + text)
@@ -71,13 +71,13 @@ def test_what_is_not_an_object_stops_at_the_same_place(text, data):
         (r'{"a": "\ude00', r'{"a": "\ufffd'),
     ],
 )
-def test_the_certain_part(text, certain):
+def test_json_prefix_returns_the_certain_part(text, certain):
     """Tokens are passed on when they are complete, text character by character; nothing after a fault."""
     assert JsonPrefix().feed(text).rstrip() == certain.rstrip()
 
 
 @given(text=st.text(alphabet='{}[]":,\\\\u0e1n. trufalsex-+', max_size=24))
-def test_an_unfinished_object_can_be_completed(text):
+def test_json_prefix_completes_an_unfinished_object(text):
     """Wherever it breaks off, or whatever breaks it: the result is an object that has the added key."""
     prefix = JsonPrefix()
     certain = prefix.feed("{" + text)
@@ -89,7 +89,7 @@ halves = st.sampled_from([r"\ud83d", r"\uDE00", r"\\", r"\u00e9", r"\n", "x", "u
 
 
 @given(parts=st.lists(halves, max_size=8), data=st.data())
-def test_halves_of_surrogate_pairs_are_replaced(parts, data):
+def test_json_prefix_replaces_lone_surrogates(parts, data):
     """However the text is cut, it is as long as before, the same for strict readers, and whole pairs stay."""
     text = '{"a": "' + "".join(parts) + '"}'
     passed = "".join(map(JsonPrefix().feed, [text]))

@@ -22,7 +22,7 @@ with hold(Path(sys.argv[1])):
 """
 
 
-def test_a_killed_holder_holds_nothing(tmp_path):
+def test_lock_is_free_after_its_holder_is_killed(tmp_path):
     """Until then, another process that tries to hold it is told who the holder is."""
     lock = tmp_path / "lock"
     argv = [sys.executable, "-c", HOLDER, str(lock)]
@@ -40,7 +40,7 @@ def test_a_killed_holder_holds_nothing(tmp_path):
             assert lock.read_text().startswith(f"process {os.getpid()} on ")
 
 
-def test_two_in_one_process_are_two(tmp_path):
+def test_lock_excludes_within_one_process(tmp_path):
     """Another engine of the same process is another one; a closed descriptor holds nothing."""
     first = take(tmp_path / "lock")
     assert take(tmp_path / "lock") is None
@@ -50,7 +50,7 @@ def test_two_in_one_process_are_two(tmp_path):
 
 
 @pytest.mark.parametrize("code", NO_LOCKS)
-def test_no_locks_are_not_another_holder(tmp_path, monkeypatch, code):
+def test_lock_on_a_file_system_without_locks_is_an_error(tmp_path, monkeypatch, code):
     """Who asks decides what that means; no descriptor is left open."""
 
     def refuse(*_):
@@ -68,14 +68,14 @@ def test_no_locks_are_not_another_holder(tmp_path, monkeypatch, code):
         os.fstat(*opened)
 
 
-def test_a_file_without_a_holder_is_not_made_by_a_look(tmp_path):
+def test_lock_check_creates_no_file(tmp_path):
     """A directory in which nothing ran stays as it is."""
     assert not is_held(tmp_path / "lock")
     assert [] == list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("was_there", [False, True])
-def test_a_holder_removes_the_file_that_it_has_made(tmp_path, was_there):
+def test_lock_holder_removes_its_file(tmp_path, was_there):
     """At the end of its block, if it asks for it; the file of an earlier holder stays."""
     path = tmp_path / "lock"
     if was_there:
@@ -88,7 +88,7 @@ def test_a_holder_removes_the_file_that_it_has_made(tmp_path, was_there):
     assert was_there == path.exists()
 
 
-def test_who_waited_at_a_file_that_was_removed_locks_the_next_one(tmp_path, monkeypatch):
+def test_lock_waiter_takes_the_file_that_replaced_a_removed_one(tmp_path, monkeypatch):
     """It had opened the file before: with its lock on a file without a name, another process could have one, too."""
     path, real, removed = tmp_path / "lock", fcntl.flock, []
 
@@ -105,7 +105,7 @@ def test_who_waited_at_a_file_that_was_removed_locks_the_next_one(tmp_path, monk
     os.close(descriptor)
 
 
-def test_holders_that_remove_their_files_are_never_two(tmp_path):
+def test_lock_holders_that_remove_files_never_overlap(tmp_path):
     """Each of several threads makes, holds and removes the lock, again and again."""
     path, inside, most = tmp_path / "lock", [], []
 
@@ -129,13 +129,13 @@ def test_holders_that_remove_their_files_are_never_two(tmp_path):
     assert not path.exists()
 
 
-def test_a_lock_that_cannot_be_opened_is_an_error(tmp_path):
+def test_lock_that_cannot_be_opened_is_an_error(tmp_path):
     """It is not taken for a lock that another process holds."""
     with pytest.raises(FileNotFoundError):
         take(tmp_path / "nowhere" / "lock")
 
 
-def test_a_reader_who_looks_does_not_keep_a_holder_out(tmp_path):
+def test_lock_check_does_not_block_a_holder(tmp_path):
     """``is_held`` takes the lock for an instant; listing runs must not refuse one that starts meanwhile."""
     path = tmp_path / "lock"
     is_over = threading.Event()

@@ -34,7 +34,7 @@ class Recorded:
             raise OSError("stuck")
 
 
-async def test_it_is_a_context_manager():
+async def test_startable_is_a_context_manager():
     """With a block, nothing runs in the background."""
     recorded = Recorded()
     async with Startable(recorded.opened) as value:
@@ -42,7 +42,7 @@ async def test_it_is_a_context_manager():
     assert ["open", "closed"] == recorded.events
 
 
-async def test_one_task_starts_it_and_another_one_closes_it():
+async def test_startable_is_closed_by_another_task():
     """As two cells of a notebook do. Closing it again does nothing."""
     recorded = Recorded()
     held = Startable(recorded.opened)
@@ -61,7 +61,7 @@ async def test_one_task_starts_it_and_another_one_closes_it():
     assert ["open", "closed"] == recorded.events
 
 
-async def test_errors_are_raised_where_they_are_waited_for():
+async def test_startable_raises_errors_in_start_and_close():
     """By ``start`` and by ``aclose``; and it cannot be started twice."""
     failing = Startable(Recorded(fails_opening=True).opened)
     with pytest.raises(ExceptionGroup) as caught:
@@ -76,7 +76,7 @@ async def test_errors_are_raised_where_they_are_waited_for():
         await held.start()
 
 
-async def test_a_start_that_is_cancelled_leaves_nothing_open():
+async def test_startable_cancelled_while_starting_is_closed():
     """The context is left in the background."""
     recorded = Recorded()
     held = Startable(recorded.opened)
@@ -88,19 +88,19 @@ async def test_a_start_that_is_cancelled_leaves_nothing_open():
     assert recorded.events in (["open", "closed"], [])
 
 
-async def test_one_that_was_never_started_closes_at_once():
+async def test_startable_that_never_started_closes_at_once():
     """There is nothing to leave."""
     with anyio.fail_after(5):
         await Startable(Recorded().opened).aclose()
 
 
-async def test_no_second_event_loop_is_started():
+async def test_second_event_loop_is_refused():
     """Python's own message says neither why nor what to do."""
     with pytest.raises(ConfigError, match=r"use 'await ... .run\(\)'"):
         require_no_event_loop("train()", "run()")
 
 
-def test_a_table_escapes_what_it_shows():
+def test_table_escapes_its_cells():
     """Texts of models are shown in notebooks."""
     shown = format_table({"<b>": "<script>", "half": 0.5, "none": None})
 

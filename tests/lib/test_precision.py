@@ -8,7 +8,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.lib.precision import AUTO_VARIABLE, choose_dtype, has_fast_bfloat16
 
 
-def test_auto_follows_the_hardware_without_the_variable():
+def test_auto_dtype_follows_the_hardware():
     """bfloat16 where it is fast, float32 elsewhere; a format by name is obeyed."""
     hardware = "bfloat16" if has_fast_bfloat16("cpu") else "float32"
 
@@ -17,7 +17,7 @@ def test_auto_follows_the_hardware_without_the_variable():
     assert "bfloat16" == choose_dtype("bfloat16", "cpu", environment={AUTO_VARIABLE: "float32"})
 
 
-def test_an_unknown_format_in_the_variable_is_refused():
+def test_auto_dtype_variable_with_an_unknown_format_is_refused():
     """The message names the variable and its values."""
     with pytest.raises(ConfigError, match="AREAL_AUTO_DTYPE must be one of float32, bfloat16, not 'fp8'"):
         choose_dtype("auto", "cpu", environment={AUTO_VARIABLE: "fp8"})

@@ -22,7 +22,7 @@ with scratch_directory() as directory:
 """
 
 
-def test_a_directory_is_removed_with_its_block():
+def test_scratch_directory_is_removed():
     """And so are directories in it that may not be written."""
     with scratch_directory() as directory:
         (directory / "kept").mkdir(mode=0o500)
@@ -31,7 +31,7 @@ def test_a_directory_is_removed_with_its_block():
     assert not directory.exists()
 
 
-def test_what_a_killed_process_leaves_is_removed_by_the_next_one(tmp_path: Path):
+def test_scratch_of_a_killed_process_is_removed_by_the_next(tmp_path: Path):
     """As long as it lives, others leave it alone."""
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", HOLDER]
@@ -51,8 +51,8 @@ def test_what_a_killed_process_leaves_is_removed_by_the_next_one(tmp_path: Path)
 
 
 @pytest.mark.usefixtures("fresh_process_directory")
-def test_a_directory_that_others_may_use_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Whoever owns it could put a socket of their own there."""
+def test_scratch_directory_of_others_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its owner could replace a socket there."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     root = tmp_path / f"areal-{os.getuid()}"
     root.mkdir()

@@ -44,7 +44,7 @@ def test_context_managers_yield_in_groups_that_unwrap():
     assert {} == {name: lines for name, lines in found.items() if lines and name not in OWN}
 
 
-async def test_the_error_of_the_block_is_raised_as_it_is():
+async def test_open_tasks_raises_the_error_of_the_block():
     """Its tasks are cancelled."""
     was_cancelled = False
 
@@ -63,7 +63,7 @@ async def test_the_error_of_the_block_is_raised_as_it_is():
     assert was_cancelled
 
 
-async def test_the_error_of_a_task_is_raised_in_its_group():
+async def test_open_tasks_raises_errors_of_tasks_in_a_group():
     """The block was only cancelled, and would not show the cause."""
 
     async def fail() -> None:

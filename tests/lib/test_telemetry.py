@@ -20,7 +20,7 @@ log = get_logger("areal_actors.tests")
 FULL = Path("/dev/full")
 
 
-def test_events_reach_people_as_words_and_facts():
+def test_log_lines_have_events_and_facts():
     """A stream that is not a terminal gets one line without colours, event first, facts after it."""
     stream = io.StringIO()
 
@@ -33,13 +33,13 @@ def test_events_reach_people_as_words_and_facts():
     assert "\x1b" not in stream.getvalue()
 
 
-def test_events_reach_files_as_json(tmp_path):
+def test_log_file_has_json_lines(tmp_path):
     """Each line of a log file is a JSON object with event, level, logger, timestamp and the facts."""
     path = tmp_path / "logs" / "run.jsonl"
 
     with logging_to_file(path):
         log.warning("checkpoint_late", step=3)
-        logging.getLogger("somebody.else").warning("hello %s", "you")
+        logging.getLogger("other.library").warning("hello %s", "you")
 
     ours, theirs = map(json.loads, path.read_text().splitlines())
     assert (
@@ -48,11 +48,11 @@ def test_events_reach_files_as_json(tmp_path):
         ours["logger"],
         ours["step"],
     ) == ("checkpoint_late", "warning", "areal_actors.tests", 3)
-    assert (theirs["event"], theirs["logger"]) == ("hello you", "somebody.else")
+    assert (theirs["event"], theirs["logger"]) == ("hello you", "other.library")
     assert {"timestamp"} <= ours.keys() & theirs.keys()
 
 
-def test_exceptions_are_written_with_their_traceback(tmp_path):
+def test_log_has_tracebacks(tmp_path):
     """``log.exception`` keeps the traceback, in files and for people, with secrets cut out of it."""
     path, stream, key = tmp_path / "run.jsonl", io.StringIO(), f"sk-{secrets.token_urlsafe(16)}"
 
@@ -68,7 +68,7 @@ def test_exceptions_are_written_with_their_traceback(tmp_path):
         assert key not in text
 
 
-def test_scopes_leave_logging_as_it_was():
+def test_log_scopes_restore_the_configuration():
     """Handlers and levels are restored, whatever happens inside."""
     root, ours, theirs = logging.getLogger(), logging.getLogger("areal_actors"), logging.getLogger("hypercorn")
     before = list(root.handlers), ours.level, theirs.level
@@ -79,7 +79,7 @@ def test_scopes_leave_logging_as_it_was():
     assert before == (list(root.handlers), ours.level, theirs.level)
 
 
-def test_chatter_of_others_is_left_out():
+def test_log_leaves_out_details_of_other_libraries():
     """Libraries below us are heard from a warning on."""
     stream = io.StringIO()
 
@@ -91,7 +91,7 @@ def test_chatter_of_others_is_left_out():
     assert "socket in use" in stream.getvalue()
 
 
-def test_a_quiet_stream_does_not_quieten_the_file(tmp_path):
+def test_log_levels_of_stream_and_file_are_independent(tmp_path):
     """Two scopes with different levels each get what they asked for."""
     path, stream = tmp_path / "run.jsonl", io.StringIO()
 
@@ -107,7 +107,7 @@ def test_a_quiet_stream_does_not_quieten_the_file(tmp_path):
     secret=st.binary(min_size=16, max_size=16),
     process=st.sampled_from(["", ".1", ".27"]),
 )
-def test_secrets_are_cut_wherever_they_stand(prefix, secret, process):
+def test_log_redacts_secrets(prefix, secret, process):
     """The random part of a session id or key never survives in a URL, a message, a header or a fact."""
     token = base64.urlsafe_b64encode(secret).rstrip(b"=").decode()
     session, stream = prefix + token + process, io.StringIO()
@@ -127,7 +127,7 @@ def test_secrets_are_cut_wherever_they_stand(prefix, secret, process):
     assert f"{prefix}{token[:4]}…" in stream.getvalue()
 
 
-def test_ordinary_text_is_left_alone():
+def test_log_keeps_ordinary_text():
     """Long names, paths and URLs without a session stay readable."""
     text = "saved runs/smollm2/a-very-long-trial-name_with_words/weights at http://localhost:6006/ (see sk-learn)"
 
@@ -135,7 +135,7 @@ def test_ordinary_text_is_left_alone():
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="only Linux has a file that is always full")
-def test_a_full_disk_costs_records_and_no_more(capsys):
+def test_log_on_a_full_disk_loses_records_only(capsys):
     """It is said once, without a traceback for each of them, and the block ends as it would have."""
     with logging_to_file(FULL):
         log.warning("first")

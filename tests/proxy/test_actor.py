@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import warnings
 
 import anyio
 import httpx
@@ -168,18 +167,6 @@ async def test_stopping_lets_finish_what_can():
     assert late[0].status_code == 503
     assert late[0].headers["retry-after"] == "1"
     assert answers[0].text.endswith("data: [DONE]\n\n")
-
-
-@pytest.mark.anyio
-async def test_an_idle_connection_does_not_hold_the_stop():
-    """Connections that clients keep alive are closed, and nothing warns."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        async with httpx.AsyncClient() as http:
-            async with open_scripted_proxy() as proxy:
-                assert (await http.get(f"{proxy.url}/health")).status_code == 200
-            with pytest.raises(httpx.TransportError):
-                await http.get(f"{proxy.url}/health")
 
 
 @pytest.mark.anyio

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.resources.completions import AsyncCompletions
 from openai.types import Completion as SdkCompletion
 from tests.proxy.stack import open_stack, renderer, sampled
 
@@ -28,7 +26,7 @@ from areal_actors.domain import (
     Usage,
 )
 from areal_actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
-from areal_actors.proxy.dialects.completions import COMPLETIONS_FIELDS, CompletionsDialect, parse_completions_request
+from areal_actors.proxy.dialects.completions import CompletionsDialect, parse_completions_request
 from areal_actors.rendering import join_deltas
 from areal_actors.testing.engines import echo_logprob
 from areal_actors_testing.serving import open_scripted_proxy
@@ -44,28 +42,6 @@ DIALECT = CompletionsDialect(
 
 
 # ---------------------------------------------------------------------------------------------------- requests
-
-
-def test_every_parameter_of_the_sdk_is_decided():
-    """Whatever ``completions.create`` takes has a row: nothing is ignored by oversight."""
-    parameters = set(inspect.signature(inspect.unwrap(AsyncCompletions.create)).parameters) - _OF_THE_SDK_ALONE
-
-    assert parameters - {parameter.name for parameter in COMPLETIONS_FIELDS.fields} == set()
-
-
-def test_the_documentation_has_the_table():
-    """``docs/http.md`` lists every parameter with its support and its note, word for word."""
-    text = _DOCS.read_text()
-    rows = [f"| `{p.name}` | {p.support} | {p.note} |" for p in COMPLETIONS_FIELDS.fields]
-
-    assert [row for row in rows if row not in text] == []
-
-
-@pytest.mark.parametrize("parameter", [p for p in COMPLETIONS_FIELDS.fields if p.neutral], ids=lambda p: p.name)
-def test_neutral_values_are_accepted(parameter):
-    """Asking for what happens anyway is not a reason to refuse."""
-    for value in parameter.neutral:
-        COMPLETIONS_FIELDS.read({"prompt": "hi", parameter.name: value})
 
 
 @pytest.mark.parametrize(

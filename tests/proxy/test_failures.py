@@ -26,7 +26,6 @@ from areal_actors.proxy.failures import describe_failure, format_openai_failure
         (errors.RewardError("x"), 400, None),
         (errors.RenderError("x"), 400, None),
         (errors.ExportError("x"), 422, None),
-        (errors.GenerationAborted("x"), 503, None),
         (errors.ActorStopped("x"), 503, None),
         (errors.EngineError("x"), 503, "true"),
         (errors.CaptureViolation("x"), 500, "false"),

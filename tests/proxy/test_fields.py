@@ -1,50 +1,72 @@
-"""The table of parameters."""
+"""The tables of request fields of all dialects: complete, documented, and neutral values are accepted."""
 
 from __future__ import annotations
 
 import inspect
 from pathlib import Path
 
+import anthropic
 import pytest
-from openai.resources.chat.completions import AsyncCompletions
+from openai.resources.chat.completions import AsyncCompletions as AsyncChatCompletions
+from openai.resources.completions import AsyncCompletions
+from openai.resources.responses import AsyncResponses
 
-from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS
+from areal_actors.proxy.dialects import ROUTES
 from areal_actors.proxy.dialects.fields import Support
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 _DOCS = Path(__file__).parents[2] / "docs" / "http.md"
+_HELLO = [{"role": "user", "content": "hi"}]
+TABLES = {route.operation: route.fields for route in ROUTES}
+SECTIONS = {"responses": "## Responses\n"}
+BODIES = {
+    "chat/completions": {"messages": _HELLO},
+    "completions": {"prompt": "hi"},
+    "responses": {"input": "hi"},
+    "messages": {"messages": _HELLO, "max_tokens": 8},
+}
+METHODS = [
+    ("chat/completions", AsyncChatCompletions.create),
+    ("completions", AsyncCompletions.create),
+    ("responses", AsyncResponses.create),
+    *(
+        ("messages", getattr(resource.AsyncMessages, name))
+        for resource in (anthropic.resources.messages, anthropic.resources.beta.messages)
+        for name in ("create", "stream", "count_tokens")
+    ),
+]
 
 
-def test_every_parameter_of_the_sdk_is_decided():
-    """Whatever ``chat.completions.create`` takes has a row: nothing is ignored by oversight."""
-    parameters = set(inspect.signature(inspect.unwrap(AsyncCompletions.create)).parameters) - _OF_THE_SDK_ALONE
-    table = {parameter.name for parameter in CHAT_FIELDS.fields}
+@pytest.mark.parametrize(("operation", "method"), METHODS)
+def test_fields_decide_every_parameter_of_the_sdk(operation, method):
+    """Nothing is ignored by oversight."""
+    parameters = set(inspect.signature(inspect.unwrap(method)).parameters) - _OF_THE_SDK_ALONE
 
-    assert parameters - table == set()
-
-
-def test_names_are_unique():
-    """One row decides."""
-    names = [parameter.name for parameter in CHAT_FIELDS.fields]
-
-    assert len(set(names)) == len(names)
+    assert parameters - {each.name for each in TABLES[operation].fields} == set()
 
 
-def test_refusals_and_indifference_have_reasons():
-    """A client reads why, and so does the documentation."""
-    assert all(p.note for p in CHAT_FIELDS.fields if p.support is not Support.HONOURED)
+@pytest.mark.parametrize("operation", TABLES)
+def test_fields_are_unique_and_give_reasons(operation):
+    """One row decides about a name. A client reads the note of a row that is refused or ignored."""
+    fields = TABLES[operation].fields
+
+    assert len({each.name for each in fields}) == len(fields)
+    assert all(each.note for each in fields if each.support is not Support.HONOURED)
 
 
-@pytest.mark.parametrize("parameter", [p for p in CHAT_FIELDS.fields if p.neutral], ids=lambda p: p.name)
-def test_neutral_values_are_accepted(parameter):
-    """Asking for what happens anyway is not a reason to refuse."""
-    for value in parameter.neutral:
-        CHAT_FIELDS.read({"messages": [{"role": "user", "content": "hi"}], parameter.name: value})
+@pytest.mark.parametrize(
+    ("operation", "field"), [(name, each) for name, table in TABLES.items() for each in table.fields if each.neutral]
+)
+def test_fields_accept_neutral_values(operation, field):
+    """A value that asks for what happens anyway is no reason to refuse."""
+    for value in field.neutral:
+        TABLES[operation].read(BODIES[operation] | {field.name: value})
 
 
-def test_the_documentation_has_the_table():
+@pytest.mark.parametrize("operation", TABLES)
+def test_fields_are_documented(operation):
     """``docs/http.md`` lists every parameter with its support and its note, word for word."""
-    text = _DOCS.read_text()
-    rows = [f"| `{p.name}` | {p.support} | {p.note} |" for p in CHAT_FIELDS.fields]
+    text = _DOCS.read_text().partition(SECTIONS.get(operation, ""))[2] if operation in SECTIONS else _DOCS.read_text()
+    rows = [f"| `{each.name}` | {each.support} | {each.note} |" for each in TABLES[operation].fields]
 
     assert [row for row in rows if row not in text] == []

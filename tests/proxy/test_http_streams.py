@@ -102,22 +102,6 @@ async def test_a_body_that_never_comes_times_out():
         assert (await stream.receive()).startswith(b"HTTP/1.1 408")
 
 
-async def test_a_refused_upload_leaves_nothing_waiting():
-    """Whoever is refused before the body was read gets the answer, and the server closes: nothing waits for room."""
-    async with open_scripted_proxy() as proxy, await connect(proxy) as stream:
-        await stream.send(b"POST /rl/start_session HTTP/1.1\r\nhost: x\r\ncontent-length: 4000000\r\n\r\n")
-        with suppress(anyio.BrokenResourceError):
-            for _ in range(30):
-                await stream.send(b" " * 65536)
-        with anyio.fail_after(10):
-            received = b""
-            with suppress(anyio.EndOfStream, anyio.BrokenResourceError):
-                while True:
-                    received += await stream.receive()
-
-    assert b"401" in received or not received  # the reset of a closed socket may overtake the answer
-
-
 # ------------------------------------------------------------------------------------------------------- answers
 
 

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
-import anthropic.resources.beta.messages
-import anthropic.resources.messages
 import pytest
 
 from areal_actors.domain import ChatMessage, JsonText, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy.dialects.messages.request import MESSAGES_FIELDS, parse_anthropic_request
+from areal_actors.proxy.dialects.messages.request import parse_anthropic_request
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 _DOCS = Path(__file__).parents[2] / "docs" / "http.md"
@@ -27,30 +24,6 @@ def _request(**fields):
 
 def _messages(*messages, **fields):
     return _request(messages=list(messages), **fields).messages
-
-
-@pytest.mark.parametrize(
-    "method",
-    [
-        getattr(resource.AsyncMessages, name)
-        for resource in (anthropic.resources.messages, anthropic.resources.beta.messages)
-        for name in ("create", "stream", "count_tokens")
-    ],
-    ids=lambda method: f"{method.__module__}.{method.__name__}",
-)
-def test_every_parameter_of_the_sdk_is_decided(method):
-    """Whatever the SDK sends has a row: nothing is ignored by oversight."""
-    parameters = set(inspect.signature(inspect.unwrap(method)).parameters) - _OF_THE_SDK_ALONE
-
-    assert parameters - {parameter.name for parameter in MESSAGES_FIELDS.fields} == set()
-
-
-def test_the_documentation_has_the_table():
-    """``docs/http.md`` lists every parameter with its support and its note, word for word."""
-    text = _DOCS.read_text()
-    rows = [f"| `{p.name}` | {p.support} | {p.note} |" for p in MESSAGES_FIELDS.fields]
-
-    assert [row for row in rows if row not in text] == []
 
 
 def test_a_plain_request():

@@ -16,7 +16,7 @@ from tests.stacks.inference_stack import encode, open_inference_stack
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.messages import DescribeEndpoint, OpenSession
 from areal_actors.proxy import ProxyConfig, ProxyServer
-from areal_actors.proxy.exchange import Histogram, Meter
+from areal_actors.proxy.exchange import Meter
 from areal_actors.testing.engines import EchoEngine
 
 pytestmark = pytest.mark.anyio
@@ -144,22 +144,14 @@ async def test_every_name_is_documented_and_no_secret_is_told():
     assert session.api_key not in text
 
 
-def test_a_histogram_counts_what_is_at_most_each_bound():
-    """The bounds belong to the bucket below them."""
-    histogram = Histogram((1.0, 2.0))
-    for value in (0.5, 1.0, 1.5, 99.0):
-        histogram.observe(value)
-
-    assert ([2, 1, 1], 102.0) == (histogram.counts, histogram.total)
-
-
 def test_meters_are_apart():
     """Two applications in one process do not share a number."""
     one, other = Meter(), Meter()
     one.note_answer("health", 200, 0.1)
 
-    assert {("health", 200): 1} == one.requests
-    assert not other.requests
+    labels = {"operation": "health", "status": "200"}
+    values = [meter.registry.get_sample_value("areal_http_requests_total", labels) for meter in (one, other)]
+    assert values == [1.0, None]
 
 
 @pytest.mark.parametrize("is_on", [False, True])

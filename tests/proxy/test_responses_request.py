@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from openai.resources.responses import AsyncResponses
 
 from areal_actors.domain import ChatMessage, JsonText, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, PreviousNotFound, RequestError, UnsupportedParameter
 from areal_actors.proxy.dialects.client_tools import CallForm
-from areal_actors.proxy.dialects.fields import Support
 from areal_actors.proxy.dialects.responses.request import (
     RESPONSES_FIELDS,
     ParsedResponse,
@@ -289,35 +286,6 @@ def test_values_that_make_no_sense_are_refused(fields):
 def test_tools_may_be_chosen(choice, expected):
     """As words; named functions are tested above."""
     assert _parse(tools=[TOOL], tool_choice=choice).request.tool_choice == expected
-
-
-def test_every_parameter_of_the_sdk_is_decided():
-    """Whatever ``responses.create`` takes has a row: nothing is ignored by oversight."""
-    parameters = set(inspect.signature(inspect.unwrap(AsyncResponses.create)).parameters) - _OF_THE_SDK_ALONE
-    table = [parameter.name for parameter in RESPONSES_FIELDS.fields]
-
-    assert parameters - set(table) == set()
-    assert len(set(table)) == len(table)
-
-
-@pytest.mark.parametrize("parameter", [p for p in RESPONSES_FIELDS.fields if p.neutral], ids=lambda p: p.name)
-def test_neutral_values_are_accepted(parameter):
-    """Asking for what happens anyway is not a reason to refuse."""
-    for value in parameter.neutral:
-        RESPONSES_FIELDS.read({"input": "hi", parameter.name: value})
-
-
-def test_refusals_and_indifference_have_reasons():
-    """A client reads why, and so does the documentation."""
-    assert all(p.note for p in RESPONSES_FIELDS.fields if p.support is not Support.HONOURED)
-
-
-def test_the_documentation_has_the_table():
-    """``docs/http.md`` lists every parameter with its support and its note, word for word."""
-    _, _, text = _DOCS.read_text().partition("## Responses\n")
-    rows = [f"| `{p.name}` | {p.support} | {p.note} |" for p in RESPONSES_FIELDS.fields]
-
-    assert [row for row in rows if row not in text] == []
 
 
 # --------------------------------------------------------------------------------------------------- coding agents

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import asynccontextmanager
 
-import anyio
 import openai
 import pytest
 
@@ -145,24 +144,6 @@ async def test_tools_that_may_not_be_called_are_text_and_single_calls_are_single
     assert "<tool_call>" in none.content
     assert len(single.tool_calls) == 1
     assert len(both.tool_calls) == 2
-
-
-async def test_hanging_up_aborts_in_the_engine(renderer):
-    """The client's cancellation reaches the engine, in the middle of a generation that would not end."""
-    async with _stack(renderer, "It is 408.", is_gated=True) as (client, _, engine):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(
-                lambda: client.with_options(max_retries=0).chat.completions.create(model="m", messages=[QUESTION])
-            )
-            with anyio.fail_after(10):
-                while not engine.requests:
-                    await anyio.lowlevel.checkpoint()
-            tasks.cancel_scope.cancel()
-        with anyio.fail_after(10):
-            while not engine.statistics().aborted:
-                await anyio.lowlevel.checkpoint()
-
-    assert (engine.statistics().aborted, engine.statistics().running) == (1, 0)
 
 
 async def test_a_conversation_that_does_not_fit_is_worded_for_clients(renderer):

@@ -25,8 +25,7 @@ from areal_actors.domain.chat import ChatMessage, ToolCall
 from areal_actors.errors import InvalidRequest
 from areal_actors.messages import StoredAnswer
 from areal_actors.proxy.control import CONTEXT_NAMES
-from areal_actors.proxy.dialects.prefixes import PrefixCache
-from areal_actors.proxy.dialects.responses.request import parse_input, parse_response_request
+from areal_actors.proxy.dialects.responses.request import parse_input
 from areal_actors.proxy.dialects.responses.stored import (
     find_references,
     format_input_items,
@@ -93,23 +92,6 @@ def test_an_unknown_item_is_named(name):
 
     with pytest.raises(InvalidRequest, match=r"input\[1\] refers to item"):
         replace_references(body, {InteractionId("resp_7"): stored(RICH)})
-
-
-def test_references_are_resolved_again():
-    """An answer may be hidden when the next request refers to it, so that nothing after a reference is known."""
-    answers, cache = {InteractionId("resp_7"): stored(RICH)}, PrefixCache("input")
-    items = [QUESTION, {"type": "item_reference", "id": "msg_0_7"}, FURTHER]
-    raw = json.dumps({"input": items}).encode()
-    for _ in range(2):
-        reading = cache.read("client", raw)
-        body = replace_references(reading.body, answers)
-        parsed = parse_response_request(body).request.messages
-        reading.note(body)
-
-        assert [message.content for message in parsed] == ["one two", "Let me see.", "and three"]
-    assert cache.read("client", raw).body["input"] == items[1:]
-    with pytest.raises(InvalidRequest, match=r"input\[1\] refers to item 'msg_0_7'"):
-        replace_references(cache.read("client", raw).body, {})
 
 
 def test_bodies_without_references_are_left_alone():

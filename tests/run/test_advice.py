@@ -7,7 +7,6 @@ import pytest
 from areal_actors.run.advice import doubtful_settings, inert_settings
 from areal_actors.training.config import (
     Activations,
-    AdvantageConfig,
     Aggregation,
     BehaviourConfig,
     CaptureConfig,
@@ -17,7 +16,6 @@ from areal_actors.training.config import (
     KlPlace,
     LoraConfig,
     LoraServing,
-    Normalisation,
     ObjectiveConfig,
     OffloadTo,
     OptimizerConfig,
@@ -47,7 +45,6 @@ def test_default_settings_give_no_advice():
         (ObjectiveConfig(surrogate=PPO, behaviour=BehaviourConfig(cap=2.0)), "behaviour.cap"),
         (ObjectiveConfig(kl=KlConfig(estimator=KlEstimator.K2)), "kl.estimator"),
         (ObjectiveConfig(kl=KlConfig(place=KlPlace.REWARD)), "kl.place"),
-        (ObjectiveConfig(kl=KlConfig(coefficient=1, place=KlPlace.REWARD, is_unbiased=False)), "kl.is_unbiased"),
         (ObjectiveConfig(overlong=OverlongConfig(buffer_tokens=7)), "overlong.buffer_tokens"),
         (ObjectiveConfig(aggregation=Aggregation.TOKEN_MEAN, fixed_length=7), "fixed_length"),
     ],
@@ -62,17 +59,11 @@ def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting)
 @pytest.mark.parametrize(
     ("config", "setting"),
     [
-        (
-            TrainerConfig(advantages=AdvantageConfig(normalisation=Normalisation.RLOO, std_floor=0.1)),
-            "advantages.std_floor",
-        ),
         (TrainerConfig(optimizer=OptimizerConfig(num_decay_steps=7)), "optimizer.num_decay_steps"),
         (TrainerConfig(capture=CaptureConfig(enabled=False, tolerance=0.2)), "capture.tolerance"),
         (TrainerConfig(gang=GangConfig(timeout_seconds=7.0)), "gang.timeout_seconds"),
-        (TrainerConfig(publish_keep=7), "publish_keep"),
         (TrainerConfig(device="cpu", optimizer=OptimizerConfig(offload=OffloadTo.CPU)), "optimizer.offload"),
         (TrainerConfig(optimizer=OptimizerConfig(name=OptimizerName.SGD, beta1=0.5)), "optimizer.beta1"),
-        (TrainerConfig(publish_bucket_mib=7), "publish_bucket_mib"),
         (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations"),
     ],
 )
@@ -121,7 +112,6 @@ def test_a_rate_of_full_training_is_named():
             ObjectiveConfig(kl=KlConfig(coefficient=1, place=KlPlace.REWARD, estimator=KlEstimator.K3)),
             "kl.estimator k3",
         ),
-        (ObjectiveConfig(kl=KlConfig(coefficient=1, estimator=KlEstimator.K1, is_unbiased=False)), "kl.estimator k1"),
         (ObjectiveConfig(surrogate=Surrogate.GSPO), "aggregation episode_sum"),
     ],
 )

@@ -8,13 +8,11 @@ from pathlib import Path
 import anyio
 import httpx
 import pytest
-from attrs import evolve
 from openai import APIStatusError, AsyncOpenAI
 from tests.run.trained import NAME, QUESTION, greedy_text, serving, train
 
 from areal_actors.messages import CollectSession
 from areal_actors.run import open_inference
-from areal_actors.service.account_keeper import UsersConfig
 
 pytestmark = [
     pytest.mark.anyio,
@@ -78,27 +76,6 @@ async def test_keys_open_trained_models_too(root: Path):
         name: answer.status_code for name, answer in answers.items()
     }
     assert 1 == len(listed)
-
-
-async def test_the_key_of_a_user_opens_them_and_counts(root: Path, tmp_path: Path):
-    """A user is told which models there are, is answered by them, and pays from the same quota."""
-    config = evolve(serving(root), users=UsersConfig(path=tmp_path / "users.sqlite"))
-    async with (
-        open_inference("tiny", config) as inference,
-        httpx.AsyncClient(base_url=inference.endpoint.url, trust_env=False, timeout=60) as http,
-    ):
-        admin = {"authorization": f"Bearer {inference.endpoint.admin_key}"}
-        issued = (await http.post("/keys", json={"user": "ada", "max_tokens_per_day": 2}, headers=admin)).json()
-        key = {"authorization": f"Bearer {issued['key']}"}
-        listed = (await http.get("/v1/models", headers=key)).json()["data"]
-        body = {"model": NAME, "messages": ASK, "max_tokens": 2, "temperature": 0}
-        statuses = [
-            (await http.post("/v1/chat/completions", json=body, headers=headers)).status_code
-            for headers in (key, key, admin)
-        ]
-
-    assert [NAME, OTHER] == [model["id"] for model in listed[1:]]
-    assert [200, 429, 200] == statuses
 
 
 async def test_weights_that_cannot_be_loaded_are_refused(root: Path, tmp_path: Path):

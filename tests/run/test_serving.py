@@ -29,7 +29,7 @@ from areal_actors.__main__ import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
 from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.record import RunRecord, RunStatus, read_record, write_record
+from areal_actors.dashboard.run_record import RunRecord, RunStatus, read_record, write_record
 from areal_actors.datasets import Problems, load_problems
 from areal_actors.lib.references import import_reference
 from areal_actors.messages import Endpoint

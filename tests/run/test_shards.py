@@ -72,7 +72,7 @@ async def test_sessions_of_both_processes_are_answered_rewarded_and_trained(tmp_
 async def test_requests_for_both_processes_over_one_connection_are_answered(tmp_path):
     """A reverse proxy keeps connections: each request on them is answered, wherever its session is."""
     async with open_first(tmp_path) as service, service.second():
-        async with service.client("a") as first, service.client("b") as second, httpx.AsyncClient() as http:
+        async with service.client("a") as first, service.client("b") as second, httpx.AsyncClient(timeout=60) as http:
             for number in range(3):
                 for session in (first, second):
                     body = {"model": "any", "messages": [*HELLO * (number + 1)], "stream": number == 2}
@@ -134,10 +134,8 @@ async def test_a_service_that_restarts_reads_all_journals_and_trains_each_sessio
                 await anyio.sleep(0.01)
     async with open_first(tmp_path) as service, service.second():
         view = await service.inference.sessions.ask(DescribeSessions())
-        unfinished = service.inference.unfinished
 
     assert (0, 0) == (view.num_live, view.num_ended)
-    assert ((), ()) == (unfinished.ended, unfinished.groups)
 
 
 @pytest.mark.anyio

@@ -27,8 +27,8 @@ pytestmark = pytest.mark.anyio
 # -------------------------------------------------------------------------------------------------------- tokens
 
 
-async def test_a_second_turn_extends_the_exact_tokens_of_the_first():
-    """Prompt, sampled ids and suffix, although the sampled ids are none that a tokenizer would have chosen."""
+async def test_second_turn_extends_the_exact_tokens_of_the_first():
+    """No tokenizer would have chosen the sampled ids."""
     letters = [i for character in "42" for i in encode(character, is_closed=False)]
     async with open_inference_stack(script_answers([*letters, 2], encode("yes"))) as inference:
         session = (await inference.open()).session
@@ -49,8 +49,7 @@ async def test_a_second_turn_extends_the_exact_tokens_of_the_first():
     )
 
 
-async def test_the_requests_of_a_session_have_one_routing_key():
-    """Whatever is asked in it; another session has another."""
+async def test_requests_of_a_session_share_a_routing_key():
     async with open_inference_stack() as inference:
         sessions = [(await inference.open()).session for _ in range(2)]
         for session in (*sessions, *sessions):
@@ -60,8 +59,8 @@ async def test_the_requests_of_a_session_have_one_routing_key():
     assert [name for name in (*sessions, *sessions) for _ in range(2)] == keys
 
 
-async def test_what_the_engine_sampled_is_what_is_remembered():
-    """Ids, log-probabilities, versions and the reason of the end, from the engine to the record."""
+async def test_record_holds_what_the_engine_sampled():
+    """Ids, log-probabilities, versions and the finish reason are the same."""
     async with open_inference_stack(engine=EchoEngine(lambda _: encode("42"), version=7)) as inference:
         session = (await inference.open()).session
         (answer,) = await inference.complete(session, say("what?"))
@@ -77,8 +76,8 @@ async def test_what_the_engine_sampled_is_what_is_remembered():
     assert (InteractionStatus.COMPLETED, "42") == (interaction.status, interaction.output.content)
 
 
-async def test_choices_are_siblings_with_random_numbers_of_their_own():
-    """``n`` answers of one prompt: one parent, different keys; the first has the id that the client sees."""
+async def test_choices_are_siblings_with_different_keys():
+    """They have one parent."""
     async with open_inference_stack(script_answers(encode("a"), encode("b"), encode("c"))) as inference:
         session = (await inference.open()).session
         answers = await inference.complete(session, say("pick"), num_choices=3)
@@ -94,7 +93,7 @@ async def test_choices_are_siblings_with_random_numbers_of_their_own():
 
 @pytest.mark.parametrize("num_choices", [1, 3])
 async def test_deltas_join_to_the_answer(num_choices: int):
-    """Each choice begins, speaks and ends; what was said is what is remembered."""
+    """This holds for each choice."""
     async with open_inference_stack(script_answers(encode("one two"), encode("three"), encode("four"))) as inference:
         session = (await inference.open()).session
         asking = Asking()
@@ -111,8 +110,7 @@ async def test_deltas_join_to_the_answer(num_choices: int):
         assert answer.message.content == "".join(delta.text for delta in deltas)
 
 
-async def test_a_streamed_tool_call_keeps_its_id():
-    """The id that the client read in a delta is the id in the answer."""
+async def test_streamed_tool_call_keeps_its_id():
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     async with open_inference_stack(lambda _: encode(call)) as inference:
         session = (await inference.open()).session
@@ -125,8 +123,7 @@ async def test_a_streamed_tool_call_keeps_its_id():
     assert [(started.id, "add")] == [(made.id, made.name) for made in answer.message.tool_calls]
 
 
-async def test_a_delta_leaves_when_its_tokens_were_sampled():
-    """Streaming is real: the first word can be read while the second is not sampled yet."""
+async def test_deltas_are_sent_while_tokens_are_sampled():
     engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -141,8 +138,7 @@ async def test_a_delta_leaves_when_its_tokens_were_sampled():
         engine.release(99)
 
 
-async def test_an_answer_is_cut_where_the_context_ends():
-    """The prompt leaves some room: the answer takes it and ends with LENGTH."""
+async def test_answer_ends_at_the_context_length():
     prompt = len(renderer().render(say("what?"), tools=(), template_kwargs={}))
     async with open_inference_stack(
         engine=EchoEngine(lambda _: encode("1" * 20), context_length=prompt + 4)
@@ -164,8 +160,8 @@ async def test_an_answer_is_cut_where_the_context_ends():
         ({"response_format": JsonText()}, "response_format"),
     ],
 )
-async def test_that_an_engine_without_grammars_is_not_asked_for_one(options, param):
-    """It is refused by name, and the session remembers nothing of it."""
+async def test_grammar_is_refused_by_an_engine_without_grammars(options, param):
+    """The session records nothing."""
     async with open_inference_stack() as inference:
         opened = await inference.open()
         with pytest.raises(UnsupportedParameter, match=param) as caught:
@@ -177,8 +173,8 @@ async def test_that_an_engine_without_grammars_is_not_asked_for_one(options, par
     assert inference.engine.requests == []
 
 
-async def test_that_the_engine_is_asked_for_what_the_renderer_says():
-    """With grammars, a demanded call goes to the engine as one; a strict tool that may be called does not."""
+async def test_engine_receives_the_grammar_of_the_renderer():
+    """A strict tool that may be called has none."""
     tool = Tool(name="f", is_strict=True)
     async with open_inference_stack(engine=EchoEngine(lambda _: encode("42"), has_grammars=True)) as inference:
         opened = await inference.open()
@@ -190,8 +186,8 @@ async def test_that_the_engine_is_asked_for_what_the_renderer_says():
     assert free.grammar is None
 
 
-async def test_that_a_grammar_the_engine_refuses_leaves_nothing_pending():
-    """The client learns why; the interaction has failed, and the session goes on."""
+async def test_grammar_that_the_engine_refuses_fails_the_interaction():
+    """The session continues."""
 
     class Refusing(EchoEngine):
         def generate(self, request):

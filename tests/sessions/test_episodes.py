@@ -173,10 +173,10 @@ AGENTS = st.builds(Agent, talks=st.lists(TALKS, min_size=1, max_size=3).map(tupl
     kills=st.lists(st.floats(0, 1), min_size=1, max_size=3),
     divergence=st.none() | st.tuples(st.integers(0, 2), st.integers(0, 2)),
 )
-async def test_recorded_turns_that_are_met_again_are_never_sampled_again(
+async def test_repeated_requests_are_never_sampled_again(
     agent: Agent, kills: list[float], divergence: tuple[int, int] | None
 ):
-    """The process is killed between any two events, several times; the last agent may be another one."""
+    """The process is killed between any two events; the last agent may differ."""
     events: list[JournalEvent] = []
     is_same = agent.is_deterministic
     for life, share in enumerate([*kills, None]):
@@ -227,8 +227,8 @@ def _whole(events: Iterable[JournalEvent]) -> list[TurnEnded]:
     return [turn for turn in _completed(events) if turn.siblings[0] == turn.interaction.id]
 
 
-async def test_an_agent_that_starts_over_is_given_the_same_answers_and_goes_on():
-    """With the same ids, tokens and versions; the next turn continues their exact tokens."""
+async def test_restarted_agent_gets_the_same_answers():
+    """The next turn continues their exact tokens."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:
         session = await begin(inference)
@@ -253,8 +253,8 @@ async def test_an_agent_that_starts_over_is_given_the_same_answers_and_goes_on()
     assert 1 == len(export_trajectories(record, style="concat", discount=1.0).trajectories)
 
 
-async def test_an_agent_that_diverges_keeps_the_turns_before_and_drops_those_after():
-    """Nothing of the dropped turns is in its session, and so nothing of them is trained."""
+async def test_diverging_agent_drops_the_later_recorded_turns():
+    """They are not in its session, so they are not trained."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:
         await Agent((Talk(("a", "b", "c")),), is_parallel=False).run(inference)
@@ -278,8 +278,7 @@ async def test_an_agent_that_diverges_keeps_the_turns_before_and_drops_those_aft
     ],
     ids=str,
 )
-async def test_a_request_that_differs_in_anything_that_matters_is_sampled(change: dict[str, Any]):
-    """The recorded answer could not have been the answer to it."""
+async def test_request_with_other_settings_is_sampled(change: dict[str, Any]):
     request = CompletionRequest(messages=say("a"))
     journal = MemoryJournal()
     for life, asked in enumerate((request, evolve(request, **change), request)):
@@ -289,8 +288,7 @@ async def test_a_request_that_differs_in_anything_that_matters_is_sampled(change
             assert (1, 1, 0)[life] == bool(inference.engine.requests)
 
 
-async def test_equal_requests_are_answered_in_order_and_each_once():
-    """A question that is asked three times has three answers."""
+async def test_equal_requests_are_answered_in_order():
     journal = MemoryJournal()
     async with open_process(journal) as inference:
         session = await begin(inference)
@@ -303,8 +301,8 @@ async def test_equal_requests_are_answered_in_order_and_each_once():
     assert "100" == after[2][0].message.content
 
 
-async def test_a_recorded_answer_is_streamed_to_a_client_that_streams():
-    """With its tokens, if they are wanted; the deltas join to the same text."""
+async def test_recorded_answer_is_streamed():
+    """The deltas join to the same text."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:
         (answer,) = await inference.complete(await begin(inference), say("a"))
@@ -320,7 +318,7 @@ async def test_a_recorded_answer_is_streamed_to_a_client_that_streams():
     assert [] == inference.engine.requests
 
 
-async def test_a_retry_of_a_recorded_answer_gets_it_again():
+async def test_retry_of_a_recorded_answer_repeats_it():
     """It does not take the next one of equal requests."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:
@@ -343,8 +341,8 @@ async def test_a_retry_of_a_recorded_answer_gets_it_again():
     assert second == two
 
 
-async def test_an_agent_that_starts_over_in_a_living_process_is_answered_as_before():
-    """As when the proxy was away for a moment: the session is forgotten, and its record is not."""
+async def test_restarted_agent_in_the_same_process_gets_the_same_answers():
+    """The session was forgotten, but not its record."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:
         session = await begin(inference)
@@ -356,8 +354,7 @@ async def test_an_agent_that_starts_over_in_a_living_process_is_answered_as_befo
     assert 1 == len(inference.engine.requests)
 
 
-async def test_turns_are_forgotten_when_the_rows_are_stored():
-    """Of a member, or of the whole group; the next episode at this place begins anew."""
+async def test_recorded_turns_are_forgotten_when_the_rows_are_stored():
     journal = MemoryJournal()
     other = evolve(PLACE, member=2)
     async with open_process(journal) as inference:
@@ -373,8 +370,8 @@ async def test_turns_are_forgotten_when_the_rows_are_stored():
     assert "100" == answer.message.content
 
 
-async def test_what_cannot_be_gone_on_with_is_left_out():
-    """Turns of other settings, of weights that will be others, and those that are too old to be trained."""
+async def test_unusable_episodes_are_not_restored():
+    """They have other settings, lost weights, or are too old."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:
         inference.engine._version = 5
@@ -394,8 +391,8 @@ async def test_what_cannot_be_gone_on_with_is_left_out():
         assert () == restore([*journal.events, *restored.void], at=5).episodes
 
 
-async def test_a_journal_that_breaks_does_not_stop_the_agent():
-    """Its turns are then not durable; an agent that starts over in the same process is still answered."""
+async def test_broken_journal_does_not_stop_the_agent():
+    """Its turns are not durable from then on."""
     journal = Breakable()
     async with open_process(journal) as inference:
         session = await begin(inference)
@@ -406,7 +403,7 @@ async def test_a_journal_that_breaks_does_not_stop_the_agent():
     assert () == restore(journal.events).episodes[0].turns
 
 
-async def test_an_episode_without_a_session_is_recorded_turn_by_turn():
+async def test_episode_without_a_session_is_recorded():
     """A turn that arrives after the episode was forgotten is not recorded."""
     journal = MemoryJournal()
     async with open_process(journal) as inference:

@@ -21,8 +21,8 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("way", ["complete", "stream"])
-async def test_hanging_up_aborts_in_the_engine_and_keeps_what_was_sampled(way: str):
-    """The interaction is cancelled, with the tokens so far; its session goes on."""
+async def test_disconnect_aborts_generation_and_keeps_the_tokens(way: str):
+    """The interaction is cancelled, and its session continues."""
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -42,8 +42,7 @@ async def test_hanging_up_aborts_in_the_engine_and_keeps_what_was_sampled(way: s
     assert encode("one two three")[:3] == ids(turn.completion.token_ids)
 
 
-async def test_leaving_a_stream_with_several_choices_aborts_all_of_them():
-    """The choices that are told later run as well, and end with the first."""
+async def test_disconnect_aborts_all_choices_of_a_stream():
     engine = EchoEngine(lambda _: encode("one two three"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference:
         session = (await inference.open()).session
@@ -62,7 +61,7 @@ async def test_leaving_a_stream_with_several_choices_aborts_all_of_them():
 
 
 async def test_choices_are_recorded_together_or_not_at_all():
-    """A client that hung up before all choices were there has read none of them: none may be trained."""
+    """The client disconnected before all of them were complete."""
     engine = EchoEngine(script_answers(encode("a"), encode("b c d e")), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -78,8 +77,8 @@ async def test_choices_are_recorded_together_or_not_at_all():
     assert [InteractionStatus.CANCELLED] * 2 == [turn.status for turn in turns]
 
 
-async def test_a_prompt_that_does_not_fit_leaves_no_trace():
-    """The client is told the numbers; the tree has no interaction, and the engine was not asked."""
+async def test_prompt_that_does_not_fit_is_refused_without_a_trace():
+    """The error has the numbers."""
     async with open_inference_stack(engine=EchoEngine(context_length=12)) as inference:
         session = (await inference.open()).session
         with pytest.raises(ContextLengthExceeded, match="maximum context length is 12 tokens"):
@@ -90,8 +89,8 @@ async def test_a_prompt_that_does_not_fit_leaves_no_trace():
     assert [] == inference.engine.requests
 
 
-async def test_a_session_that_ends_mid_request_refuses_the_answer():
-    """Who ended it will not look for another turn: the interaction failed, and is not trained."""
+async def test_answer_of_a_session_that_ended_meanwhile_is_refused():
+    """The interaction failed."""
     async with open_waiting() as (inference, session, asking):
         await inference.sessions.ask(EndSession(credential=Credential(session=session, has_control=True)))
         inference.engine.release(99)
@@ -104,8 +103,8 @@ async def test_a_session_that_ends_mid_request_refuses_the_answer():
 
 
 @pytest.mark.parametrize("way", ["complete", "stream"])
-async def test_a_failing_engine_fails_the_request_and_not_the_session_manager(way: str):
-    """The asker reads what happened to the engine; the interaction says it too; sessions are still there."""
+async def test_failing_engine_fails_the_request_only(way: str):
+    """The interaction has the reason."""
     engine = EchoEngine(lambda _: encode("never"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -123,8 +122,7 @@ async def test_a_failing_engine_fails_the_request_and_not_the_session_manager(wa
 
 
 @pytest.mark.parametrize("way", ["complete", "stream"])
-async def test_what_was_sampled_before_a_failure_is_kept_and_listed(way: str):
-    """Tokens of an answer that failed are not trained, and not forgotten either."""
+async def test_tokens_before_a_failure_are_kept_and_not_trained(way: str):
     engine = EchoEngine(lambda _: encode("never"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -145,8 +143,7 @@ async def test_what_was_sampled_before_a_failure_is_kept_and_listed(way: str):
         assert (Untrained(interaction=turn.id, num_tokens=2, reason=UntrainedReason.FAILED),) == exported.untrained
 
 
-async def test_without_a_generation_actor_requests_are_unavailable():
-    """The engine's actor stopped: a 503 that clients repeat, and a failed interaction."""
+async def test_stopped_generation_actor_makes_requests_unavailable():
     async with open_inference_stack() as inference:
         session = (await inference.open()).session
         await inference.generation.stop()
@@ -158,8 +155,8 @@ async def test_without_a_generation_actor_requests_are_unavailable():
 
 
 @pytest.mark.parametrize("way", ["complete", "stream"])
-async def test_what_the_engine_aborted_may_be_repeated(way: str):
-    """A pause that aborts is nobody's answer: 503, which clients repeat."""
+async def test_aborted_generation_is_unavailable(way: str):
+    """Clients repeat a 503."""
     engine = EchoEngine(lambda _: encode("one two"), is_gated=True)
     async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session
@@ -177,7 +174,6 @@ async def test_what_the_engine_aborted_may_be_repeated(way: str):
 
 
 async def test_messages_that_the_template_refuses_leave_no_trace():
-    """The client reads the template's complaint."""
     async with open_inference_stack() as inference:
         session = (await inference.open()).session
         with pytest.raises(RenderError):

@@ -26,8 +26,8 @@ pytestmark = pytest.mark.anyio
 # ------------------------------------------------------------------------------------------------ when, and what
 
 
-async def test_a_finalized_session_is_taken_at_once():
-    """A group of one, with its reward, told to the reporter; and its memory is freed once it was trained."""
+async def test_finalized_session_is_delivered_at_once():
+    """Its memory is freed once it was trained."""
     async with open_service() as service:
         await service.play(await service.start(), final=0.5)
         (group,) = await service.lease()
@@ -40,17 +40,8 @@ async def test_a_finalized_session_is_taken_at_once():
         assert 0 == await service.num_sessions()
 
 
-async def test_a_session_that_was_rewarded_is_taken_when_it_ends():
-    """There is no reason to wait for more."""
-    async with open_service() as service:
-        await service.play(await service.start(), reward=0.25)
-        (group,) = await service.lease()
-
-        assert 0.25 == group.episodes[0].reward
-
-
-async def test_a_late_reward_counts():
-    """A session that ends without one is kept for the grace period, and taken with what it was worth then."""
+async def test_late_reward_counts():
+    """The session is kept for the grace period."""
     async with open_service() as service:
         session = await service.start()
         await service.play(session)
@@ -63,8 +54,7 @@ async def test_a_late_reward_counts():
         assert 0.75 == group.episodes[0].reward
 
 
-async def test_finalizing_after_the_end_does_not_wait_for_the_grace_period():
-    """No more rewards are awaited."""
+async def test_finalizing_after_the_end_skips_the_grace_period():
     async with open_service() as service:
         session = await service.start()
         await service.play(session)
@@ -77,8 +67,8 @@ async def test_finalizing_after_the_end_does_not_wait_for_the_grace_period():
         assert 1.0 == group.episodes[0].reward
 
 
-async def test_a_session_that_nobody_rewards_is_rejected():
-    """With its reason, its permit returned, and nothing kept of it."""
+async def test_session_without_a_reward_is_rejected():
+    """Its permit returns."""
     async with open_service() as service:
         await service.play(await service.start())
         assert (1, 0) == await service.counts()
@@ -89,8 +79,7 @@ async def test_a_session_that_nobody_rewards_is_rejected():
         assert 0 == await service.num_sessions()
 
 
-async def test_a_client_that_is_gone_costs_its_permit_until_its_session_expires():
-    """Whoever never ends its session is rejected as expired, and another may start."""
+async def test_expired_session_is_rejected_and_returns_its_permit():
     async with open_service(max_concurrent=1) as service:
         session = await service.start()
         await service.inference.complete(session, say("what?"))
@@ -103,8 +92,7 @@ async def test_a_client_that_is_gone_costs_its_permit_until_its_session_expires(
         assert ["expired", "None"] == [str(failure).split(":")[0] for failure in service.failures]
 
 
-async def test_what_an_expired_session_had_may_be_kept():
-    """``keep_partial``: what was rewarded before the client vanished is trained."""
+async def test_keep_partial_trains_an_expired_session():
     async with open_service(member_outcome=MemberOutcome.KEEP_PARTIAL) as service:
         session = await service.start()
         await service.inference.complete(session, say("what?"))
@@ -116,8 +104,7 @@ async def test_what_an_expired_session_had_may_be_kept():
         assert (0.5, True) == (group.episodes[0].reward, str(group.episodes[0].cut_short).startswith("expired"))
 
 
-async def test_rewards_that_exceed_every_float_together_cost_their_session_only():
-    """It is rejected with its reason, and the service takes the next one in."""
+async def test_rewards_beyond_float_reject_their_session_only():
     async with open_service() as service:
         session = await service.start()
         for question in ("what?", "why?"):
@@ -137,8 +124,8 @@ async def test_rewards_that_exceed_every_float_together_cost_their_session_only(
         assert ["Its rows cannot be built", "None"] == [str(failure).split(":")[0] for failure in service.failures]
 
 
-async def test_a_session_that_was_forgotten_behind_our_back_is_rejected():
-    """Its group goes on without it."""
+async def test_session_that_another_client_forgot_is_rejected():
+    """Its group continues without it."""
     from areal_actors.messages import ForgetSession
 
     async with open_service() as service:
@@ -160,8 +147,8 @@ async def take(service: Service, taker: str, *, is_kept: bool = True) -> TakenSe
     return taken
 
 
-async def test_finished_sessions_are_lent_one_each():
-    """In the order of their ends; what is not kept goes to the next, and what is kept is forgotten."""
+async def test_finished_sessions_are_lent_once_each():
+    """A session that is not kept goes to the next client."""
     async with open_service(is_delivering=False) as service:
         first, second = await service.start(), await service.start()
         for session in (first, second):
@@ -177,8 +164,7 @@ async def test_finished_sessions_are_lent_one_each():
             await service.inference.record(first)
 
 
-async def test_where_the_trainer_gets_them_nobody_else_does():
-    """Asking for one is a mistake that is named."""
+async def test_taking_sessions_of_a_training_service_is_refused():
     async with open_service() as service:
         with pytest.raises(Conflict, match="go to its trainer"):
             await service.intake.ask(TakeSession(taker="a"))

@@ -17,8 +17,8 @@ from areal_actors.workflows.rollout import MemberOutcome
 pytestmark = pytest.mark.anyio
 
 
-async def test_sessions_of_one_name_are_one_group_under_one_permit():
-    """Members in any order; delivered when the last one is over, and not before."""
+async def test_sessions_of_one_name_form_a_group():
+    """It is delivered when the last one has ended."""
     async with open_service(group_size=3) as service:
         sessions = [await service.start("g") for _ in range(3)]
         for session in reversed(sessions[1:]):
@@ -33,8 +33,7 @@ async def test_sessions_of_one_name_are_one_group_under_one_permit():
         assert (0, 1) == await service.counts()
 
 
-async def test_starts_at_the_same_time_share_the_permit():
-    """However many arrive before the first one has it."""
+async def test_concurrent_starts_share_a_permit():
     async with open_service(group_size=5, max_concurrent=1) as service, anyio.create_task_group() as tasks:
         for _ in range(5):
             tasks.start_soon(service.start, "g")
@@ -44,8 +43,7 @@ async def test_starts_at_the_same_time_share_the_permit():
         assert (1, 0) == await service.counts()
 
 
-async def test_a_full_group_is_followed_by_another_of_its_name():
-    """A second epoch may use the same names."""
+async def test_full_group_is_followed_by_another_of_its_name():
     async with open_service(group_size=2) as service:
         for session in [await service.start("g") for _ in range(4)]:
             await service.play(session, final=1.0)
@@ -55,8 +53,7 @@ async def test_a_full_group_is_followed_by_another_of_its_name():
         assert [[0, 1], [0, 1]] == [[episode.member for episode in group.episodes] for group in groups]
 
 
-async def test_users_do_not_share_groups_by_sharing_a_name():
-    """Nobody can slip a session into somebody else's group."""
+async def test_groups_of_two_users_with_one_name_are_separate():
     async with open_service(group_size=2) as service:
         await service.start("g", user="ada")
         await service.start("g", user="ben")
@@ -64,8 +61,8 @@ async def test_users_do_not_share_groups_by_sharing_a_name():
         assert (2, 0) == await service.counts()
 
 
-async def test_members_that_never_start_are_not_waited_for():
-    """After the time-out the group is what there is; who is still playing may finish."""
+async def test_group_is_closed_after_its_timeout():
+    """Members that run may finish."""
     async with open_service(group_size=4, group_timeout_seconds=100.0) as service:
         first, second = await service.start("g"), await service.start("g")
         await service.play(first, final=1.0)
@@ -76,8 +73,8 @@ async def test_members_that_never_start_are_not_waited_for():
         assert [1.0, 0.5] == [episode.reward for episode in group.episodes]
 
 
-async def test_whoever_failed_may_try_again():
-    """While its group is open, a session of which nothing came makes room for another, and is not kept for that."""
+async def test_failed_member_can_be_replaced():
+    """Its group is still open."""
     async with open_service(group_size=2) as service:
         first, second = await service.start("g"), await service.start("g")
         await service.play(first)
@@ -92,8 +89,7 @@ async def test_whoever_failed_may_try_again():
         assert [(0, third), (1, second)] == [(episode.member, episode.session) for episode in group.episodes]
 
 
-async def test_a_failed_member_costs_its_group_what_the_settings_say():
-    """``fail_group``: an expired member takes its siblings with it, and the permit returns."""
+async def test_fail_group_rejects_the_siblings_of_a_failed_member():
     async with open_service(group_size=2, member_outcome=MemberOutcome.FAIL_GROUP) as service:
         first, _ = await service.start("g"), await service.start("g")
         await service.play(first, final=1.0)
@@ -111,8 +107,8 @@ async def test_a_failed_member_costs_its_group_what_the_settings_say():
         ({"member": 0}, "was started before"),
     ],
 )
-async def test_what_does_not_fit_its_group_is_refused(options: dict, words: str):
-    """And the group goes on as it was."""
+async def test_start_that_does_not_fit_its_group_is_refused(options: dict, words: str):
+    """The group continues."""
     async with open_service(group_size=2) as service:
         await service.start("g", position=3)
         with pytest.raises(Conflict, match=words):
@@ -124,8 +120,8 @@ async def test_what_does_not_fit_its_group_is_refused(options: dict, words: str)
         assert [3] == [group.problem.position for group in await service.lease()]
 
 
-async def test_a_start_that_fails_leaves_nothing():
-    """A key that is in use: the permit of the group that would have begun returns."""
+async def test_failed_start_returns_the_permit():
+    """Its key is in use."""
     async with open_service() as service:
         await service.start(api_key="sk-in-use")
         with pytest.raises(Conflict):
@@ -136,8 +132,7 @@ async def test_a_start_that_fails_leaves_nothing():
         assert (1, 0) == await service.counts()
 
 
-async def test_an_end_that_is_told_twice_is_delivered_once():
-    """While the session is taken in, and after its group was trained."""
+async def test_repeated_end_is_delivered_once():
     async with open_service(group_size=2) as service:
         sessions = [await service.start("g") for _ in range(2)]
         for session in sessions:
@@ -153,8 +148,8 @@ async def test_an_end_that_is_told_twice_is_delivered_once():
 
 
 @pytest.mark.parametrize("num_moments", range(0, 16, 3))
-async def test_who_leaves_while_a_session_starts_leaves_nothing(num_moments: int):
-    """Whether or not it had been opened by then: its permit returns when it has been idle, and others may start."""
+async def test_cancelled_start_returns_the_permit(num_moments: int):
+    """The session may have been opened by then."""
     async with open_service(max_concurrent=1) as service:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(service.start, "g")
@@ -168,8 +163,7 @@ async def test_who_leaves_while_a_session_starts_leaves_nothing(num_moments: int
         assert 1 == len(await service.lease())
 
 
-async def test_capacity_is_refused_by_group():
-    """Without room for another group, those that run may still fill up."""
+async def test_exhausted_capacity_refuses_new_groups_only():
     async with open_service(group_size=2, batch_size=1) as service:
         await service.start("g")
         with pytest.raises(CapacityExhausted):
@@ -188,7 +182,7 @@ async def test_capacity_is_refused_by_group():
     members=st.lists(st.tuples(st.sampled_from("abc"), st.sampled_from(["final", "late", "none", "gone"])), max_size=12)
 )
 async def test_every_session_ends_in_one_group_and_every_permit_returns(members: list[tuple[str, str]]):
-    """For any mix of fates: what was rewarded is trained exactly once, the rest is told, and nothing stays."""
+    """Rewarded sessions are trained exactly once."""
     async with open_service(group_size=3, max_concurrent=64, batch_size=64) as service:
         rewarded = set()
         for name, fate in members:

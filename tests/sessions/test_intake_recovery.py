@@ -238,11 +238,8 @@ MOVES = st.lists(st.sampled_from(["single", "member", "finish", "finish", "step"
     lives=[(["single", "single", "single", "finish", "finish"], 9), (["step", "save", "wait", "wait"], 5)]
 )
 @given(lives=st.lists(st.tuples(MOVES, st.integers(0, 25)), max_size=5))
-async def test_killed_at_any_moment_nothing_is_lost_or_trained_twice(lives: list[tuple[list[str], int]]):
-    """Each acknowledged session is in the lineage of the surviving weights exactly once, when all is drained.
-
-    And in the files of the run, whichever process it had begun in.
-    """
+async def test_kills_lose_no_session_and_train_none_twice(lives: list[tuple[list[str], int]]):
+    """Each acknowledged session is in the lineage of the surviving weights once."""
     world = World()
     for moves, after in lives:
         await run_killed(world, moves, after=after)
@@ -294,18 +291,16 @@ def consumed(version: int) -> GroupConsumed:
     ],
     ids=["waiting", "trained", "weights lost", "lost, then another lineage", "trained at last", "forgotten"],
 )
-def test_what_lost_weights_were_trained_with_comes_back(
-    *, events: tuple[JournalEvent, ...], version: int, is_back: bool
-):
-    """A version that is reached for the second time does not count for the first."""
+def test_groups_of_lost_weights_are_restored(*, events: tuple[JournalEvent, ...], version: int, is_back: bool):
+    """A version that is reached again does not count for the first one."""
     restored = restore_groups(events, version=version)
 
     assert is_back == (GroupId("g") in restored.waiting)
     assert {} == restored.open
 
 
-def test_sessions_of_the_runner_are_none_of_the_intake():
-    """What has no group size was not started by an external agent."""
+def test_sessions_of_the_runner_are_not_restored_as_groups():
+    """They have no group size."""
     other = SessionStarted(
         session=SessionId("s"), key_digest=b"", sample_key=SampleKey(seed=0), started_at=0.0, group=GroupId("train-0")
     )

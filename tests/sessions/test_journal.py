@@ -14,7 +14,6 @@ from areal_actors.cache import SessionSettings
 from areal_actors.domain import (
     Answer,
     InteractionStatus,
-    JournalEvent,
     RewardScope,
     RewardSet,
     SessionEnded,
@@ -45,8 +44,8 @@ def kinds(journal: MemoryJournal) -> list[type]:
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_turn_is_durable_before_it_is_answered(way: str):
-    """While the journal writes, the interaction is pending; a stream has said everything but its end."""
+async def test_turn_is_durable_before_it_is_answered(way: str):
+    """While the journal writes, the interaction is pending."""
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -70,7 +69,6 @@ async def test_a_turn_is_durable_before_it_is_answered(way: str):
 
 
 async def test_choices_are_written_together():
-    """All of them or none."""
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference:
         session = (await open_durable(inference)).session
@@ -79,8 +77,7 @@ async def test_choices_are_written_together():
     assert [SessionStarted, [TurnEnded] * 3] == [type(journal.writes[0][0]), list(map(type, journal.writes[1]))]
 
 
-async def test_sessions_rewards_and_ends_are_durable_before_they_are_told():
-    """Each waits for the journal, and changes nothing before."""
+async def test_starts_rewards_and_ends_are_durable_before_they_are_acknowledged():
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -111,8 +108,8 @@ async def test_sessions_rewards_and_ends_are_durable_before_they_are_told():
     assert ended.is_final
 
 
-async def test_what_was_cut_off_or_failed_is_noted():
-    """Nobody waits for that."""
+async def test_cancelled_and_failed_turns_are_noted():
+    """No caller waits for that."""
     journal, engine = Gated(), EchoEngine(lambda _: encode("one two"), is_gated=True)
     async with open_inference_stack(journal=journal, engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -131,28 +128,8 @@ async def test_what_was_cut_off_or_failed_is_noted():
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_nothing_is_noted_of_a_turn_that_was_answered(way: str):
-    """It was written: a note without a event in it would wake the disk once more for every turn."""
-
-    class Counting(MemoryJournal):
-        num_notes = 0
-
-        def note(self, *events: JournalEvent) -> None:
-            self.num_notes += 1
-            super().note(*events)
-
-    journal = Counting()
-    async with open_inference_stack(journal=journal) as inference:
-        caller = await call(inference, (await open_durable(inference)).session, way, FIRST)
-
-    assert 1 == len(caller.answers)
-    assert [SessionStarted, TurnEnded] == kinds(journal)
-    assert 0 == journal.num_notes
-
-
-@pytest.mark.parametrize("way", WAYS)
-async def test_who_leaves_while_it_is_written_is_answered_by_retrying(way: str):
-    """The turn is written nonetheless, so that it is complete; and it is not sampled again."""
+async def test_disconnect_during_the_write_completes_the_turn(way: str):
+    """The retry repeats it."""
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -173,8 +150,7 @@ async def test_who_leaves_while_it_is_written_is_answered_by_retrying(way: str):
     assert 1 == kinds(journal).count(TurnEnded)
 
 
-async def test_a_turn_that_waits_while_its_session_ends_comes_too_late():
-    """What was not written before the end is not written after it."""
+async def test_turn_that_waits_while_its_session_ends_is_refused():
     journal, engine = Gated(), EchoEngine(lambda _: encode("one"), is_gated=True)
     async with open_inference_stack(journal=journal, engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -195,8 +171,7 @@ async def test_a_turn_that_waits_while_its_session_ends_comes_too_late():
     assert [SessionStarted, SessionEnded, TurnEnded] == kinds(journal)
 
 
-async def test_sessions_of_agents_that_run_again_are_not_written():
-    """Only what was opened as durable is."""
+async def test_sessions_that_are_not_durable_are_not_written():
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference:
         session = (await inference.open()).session
@@ -210,7 +185,6 @@ async def test_sessions_of_agents_that_run_again_are_not_written():
 
 
 async def test_forgotten_and_expired_sessions_are_noted():
-    """So that nobody restores them, or lets them live."""
     journal = Gated()
     lifetimes = SessionSettings(idle_seconds=10)
     async with open_inference_stack(
@@ -224,8 +198,8 @@ async def test_forgotten_and_expired_sessions_are_noted():
     assert [(SessionEnded, expired)] == [(type(event), event.session) for event in journal.events[3:]]
 
 
-async def test_changes_of_one_session_are_written_in_the_order_in_which_they_are_made():
-    """Whoever comes second is second in the journal, too; other sessions do not wait."""
+async def test_changes_of_a_session_are_written_in_order():
+    """Other sessions do not wait."""
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference, anyio.create_task_group() as tasks:
         one, other = (await open_durable(inference)).session, (await open_durable(inference)).session
@@ -241,7 +215,7 @@ async def test_changes_of_one_session_are_written_in_the_order_in_which_they_are
         await anyio.wait_all_tasks_blocked()
         records = [await inference.record(session) for session in (one, other)]
 
-    restored = recover(journal.events).sessions
+    restored = recover(journal.events)
     assert [0.5, 1.0] == [record.interactions[0].reward for record in records]
     assert [record.interactions for record in records] == [
         restored[session].tree.snapshot().interactions for session in (one, other)
@@ -252,8 +226,8 @@ async def test_changes_of_one_session_are_written_in_the_order_in_which_they_are
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_an_answer_that_cannot_be_written_is_no_answer(way: str):
-    """The client may try again; the interaction has failed and is nobody's parent."""
+async def test_answer_that_cannot_be_written_fails(way: str):
+    """The client may try again."""
     journal = Breakable()
     async with open_inference_stack(journal=journal) as inference:
         session = (await open_durable(inference)).session
@@ -267,11 +241,11 @@ async def test_an_answer_that_cannot_be_written_is_no_answer(way: str):
     assert isinstance(again.error, Unavailable)
     assert [InteractionStatus.FAILED] * 2 == [turn.status for turn in failed]
     assert (None, "Unavailable") == (failed[0].output, (failed[0].failure or "").split(":")[0])
-    assert () == recover(journal.events).sessions[session].turns
+    assert () == recover(journal.events)[session].turns
 
 
-async def test_what_cannot_be_written_is_not_done():
-    """A reward is not set, a session neither ended nor opened; all of it may be tried again."""
+async def test_reward_start_and_end_that_cannot_be_written_change_nothing():
+    """They may be tried again."""
     journal = Breakable()
     async with open_inference_stack(journal=journal) as inference:
         opened = await open_durable(inference)
@@ -298,11 +272,11 @@ async def test_what_cannot_be_written_is_not_done():
     assert (1, 0) == (view.num_live, view.num_ended)
     assert "my own key" == mine.api_key
     assert (True, 1.0) == (done.is_ended, done.interactions[0].reward)
-    assert {session, mine.session} == set(recover(journal.events).sessions)
+    assert {session, mine.session} == set(recover(journal.events))
 
 
-async def test_a_disk_that_hangs_is_as_good_as_gone():
-    """Whoever waits is told in bounded time; should it be written later, the note after it has the last word."""
+async def test_write_to_a_disk_that_hangs_fails_in_bounded_time():
+    """If it is written later, the note after it decides."""
     journal = Gated()
     async with open_inference_stack(journal=journal) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -312,6 +286,4 @@ async def test_a_disk_that_hangs_is_as_good_as_gone():
         await anyio.sleep(100)
 
     assert isinstance(caller.error, Unavailable)
-    assert [InteractionStatus.FAILED] == [
-        turn.interaction.status for turn in recover(journal.events).sessions[session].turns
-    ]
+    assert [InteractionStatus.FAILED] == [turn.interaction.status for turn in recover(journal.events)[session].turns]

@@ -21,8 +21,8 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.mark.parametrize("first_way", WAYS)
 @pytest.mark.parametrize("way", WAYS)
-async def test_a_retry_that_comes_while_a_long_prompt_is_tokenised_joins_it(first_way: str, way: str):
-    """Both wait for a thread before they begin; the prompt is sampled once, with the ids that it has at once."""
+async def test_retry_during_the_encoding_of_a_long_prompt_joins_it(first_way: str, way: str):
+    """The prompt is sampled once."""
     long = say(f"{next(_numbers)} why? " * 3500)  # one that was seen before would not be tokenised
     async with open_inference_stack() as inference, anyio.create_task_group() as tasks:
         session = (await inference.open()).session

@@ -20,8 +20,8 @@ from areal_actors.testing.engines import EchoEngine, script_answers
 pytestmark = pytest.mark.anyio
 
 
-async def test_a_session_goes_on_after_a_restart():
-    """The same id and keys, for what each opens; the parent's exact tokens, the rewards; everything once."""
+async def test_session_continues_after_a_restart():
+    """Ids, keys, rewards and exact tokens are the same."""
     journal = MemoryJournal()
     async with open_inference_stack(script_answers(encode("a"), encode("b")), journal=journal) as inference:
         opened = await open_durable(inference, group=GroupId("g"), metadata={"task": 1})
@@ -48,8 +48,7 @@ async def test_a_session_goes_on_after_a_restart():
     assert 1 == len(export_trajectories(record, style="concat", discount=1.0).trajectories)
 
 
-async def test_samples_after_a_restart_are_those_of_an_uninterrupted_server():
-    """The random numbers of every request are named alike: repeated prompts, parallel choices, seeds of clients."""
+async def test_sample_keys_after_a_restart_are_those_of_an_uninterrupted_run():
     asked = (("a", {}), ("a", {}), ("b", {"num_choices": 2}), ("a", {"seed": 3}), ("a", {}), ("b", {}))
 
     async def play(inference: InferenceStack, session: str, some: slice) -> list[SampleKey]:
@@ -70,7 +69,7 @@ async def test_samples_after_a_restart_are_those_of_an_uninterrupted_server():
 
 
 async def test_ended_sessions_stay_ended():
-    """The grace period goes on while nobody is there; idleness is counted anew."""
+    """The grace period continues while no process runs; idleness starts again."""
     journal, lifetimes = MemoryJournal(), SessionSettings(grace_seconds=60, idle_seconds=100)
     config = SessionsConfig(lifetimes=lifetimes, sweep_seconds=1)
     async with open_inference_stack(journal=journal, sessions=config) as inference:
@@ -95,8 +94,7 @@ async def test_ended_sessions_stay_ended():
     assert (1, 1) == (view.num_live, view.num_ended)
 
 
-async def test_a_forgotten_session_stays_forgotten():
-    """Neither its id nor its key is known."""
+async def test_forgotten_session_is_not_restored():
     journal = MemoryJournal()
     async with open_inference_stack(journal=journal) as inference:
         session = (await open_durable(inference)).session
@@ -108,8 +106,8 @@ async def test_a_forgotten_session_stays_forgotten():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize(("first", "retry"), [(FIRST, RETRY), (NAMED, NAMED)])
-async def test_a_durable_turn_is_repeated_by_its_retry(way: str, first: Attempt, retry: Attempt):
-    """Its answer never arrived; what is said again is the same to the last token."""
+async def test_retry_after_a_restart_repeats_a_durable_turn(way: str, first: Attempt, retry: Attempt):
+    """Its answer never arrived."""
     journal = MemoryJournal()
     options = {"num_choices": 2}
     async with open_inference_stack(script_answers(encode("x"), encode("y")), journal=journal) as inference:
@@ -125,8 +123,8 @@ async def test_a_durable_turn_is_repeated_by_its_retry(way: str, first: Attempt,
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_what_was_killed_before_it_was_durable_is_sampled_once(way: str):
-    """Its retry finds nothing, and begins anew with the same random numbers."""
+async def test_retry_after_a_restart_samples_a_turn_that_was_not_durable(way: str):
+    """It has the same random numbers."""
     journal, engine = MemoryJournal(), EchoEngine(lambda _: encode("one"), is_gated=True)
     async with open_inference_stack(journal=journal, engine=engine) as inference, anyio.create_task_group() as tasks:
         session = (await open_durable(inference)).session
@@ -142,8 +140,7 @@ async def test_what_was_killed_before_it_was_durable_is_sampled_once(way: str):
     assert [engine.requests[0].key] == [request.key for request in inference.engine.requests]
 
 
-async def test_what_was_read_is_not_repeated():
-    """A later turn continued the answer, or it was rewarded: an equal request that is sent twice is another one."""
+async def test_answers_that_were_read_are_not_repeated_after_a_restart():
     journal = MemoryJournal()
     async with open_inference_stack(journal=journal) as inference:
         continued, rewarded = (await open_durable(inference)).session, (await open_durable(inference)).session
@@ -158,8 +155,8 @@ async def test_what_was_read_is_not_repeated():
     assert other.ids != again[1].ids
 
 
-async def test_answers_are_repeated_for_as_long_as_clients_ask():
-    """Two minutes by the clock on the wall, for those without a name."""
+async def test_numbered_retries_are_repeated_for_two_minutes():
+    """The clock on the wall counts."""
     journal = MemoryJournal()
     async with open_inference_stack(journal=journal) as inference:
         session = (await open_durable(inference)).session

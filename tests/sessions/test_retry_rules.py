@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from areal_actors.domain import Attempt, InteractionId
-from areal_actors.errors import IdempotencyMismatch
+from areal_actors.errors import Unprocessable
 from areal_actors.sessions.retries import MAX_REMEMBERED, RETRY_SECONDS, RetryCache
 
 ANSWERS = ("any answers",)
@@ -43,16 +43,14 @@ class Client:
         return sending
 
 
-def test_equality_alone_is_no_evidence():
-    """Equal requests without a number or a key are siblings, whether the first is pending, answered or cut."""
+def test_equal_requests_without_a_number_are_siblings():
     client = Client()
     sendings = [client.send(), client.answered(), client.cut(), client.send(), client.send()]
 
     assert 5 == len({id(sending) for sending in sendings})
 
 
-def test_a_retry_joins_what_is_pending_and_repeats_what_is_answered():
-    """The same sending is given, as it stands."""
+def test_retry_is_recognised_while_pending_and_after_the_answer():
     client = Client()
     pending, answered = client.send(), client.answered(fingerprint="b")
 
@@ -60,8 +58,7 @@ def test_a_retry_joins_what_is_pending_and_repeats_what_is_answered():
     assert client.send(1, fingerprint="b") is answered
 
 
-def test_a_retry_of_what_was_cut_is_sampled():
-    """In its place: the next retry is that of the new one."""
+def test_retry_takes_the_place_of_a_request_that_was_cut():
     client = Client()
     cut = client.cut()
     again = client.send(1)
@@ -70,8 +67,7 @@ def test_a_retry_of_what_was_cut_is_sampled():
     assert client.send(2) is again
 
 
-def test_twenty_equal_calls_of_which_three_were_cut():
-    """Those three are sampled anew; nobody else's answer is taken, though the others are pending or answered."""
+def test_retries_of_three_cut_requests_among_twenty_are_sampled():
     client = Client()
     calls = [client.send() for _ in range(20)]
     for call in calls[5:8]:
@@ -84,16 +80,14 @@ def test_twenty_equal_calls_of_which_three_were_cut():
     assert 3 == len(set(map(id, retries)))
 
 
-def test_each_retry_gets_an_answer_of_its_own():
-    """Twenty equal calls, all answered, three answers lost on their way: three different ones are repeated."""
+def test_each_retry_repeats_a_different_answer():
     client = Client()
     calls = [client.answered() for _ in range(20)]
 
     assert calls[:-4:-1] == [client.send(1) for _ in range(3)]
 
 
-def test_a_request_that_was_refused_is_sampled_when_it_is_sent_again():
-    """Whichever of two equal ones comes back first; the other one's retry is given its own answer."""
+def test_retry_of_a_refused_request_is_sampled():
     client = Client()
     pending = client.send()
     client.attempts.refuse(Attempt(fingerprint="a", number=0, idempotency_key=None), client.now)
@@ -103,8 +97,7 @@ def test_a_request_that_was_refused_is_sampled_when_it_is_sent_again():
     assert client.send(1) is pending
 
 
-def test_a_second_retry_follows_its_first():
-    """It is given what the retry before it was given."""
+def test_second_retry_is_given_the_request_of_the_first():
     client = Client()
     calls = [client.answered() for _ in range(3)]
     first = client.send(1)
@@ -113,8 +106,7 @@ def test_a_second_retry_follows_its_first():
     assert client.send(2) is first
 
 
-def test_the_same_question_again_is_not_answered_by_the_first_ones_answer():
-    """Of two equal requests in a row, the retry belongs to the second."""
+def test_retry_of_two_equal_requests_belongs_to_the_second():
     client = Client()
     client.answered()
     second = client.send()
@@ -123,8 +115,8 @@ def test_the_same_question_again_is_not_answered_by_the_first_ones_answer():
 
 
 @pytest.mark.parametrize("choices", [1, 3])
-def test_an_answer_that_was_read_is_not_asked_for_again(choices: int):
-    """A retry after that belongs to some other call; a named one says which."""
+def test_answer_that_was_read_is_not_repeated(choices: int):
+    """A named request can be repeated."""
     client = Client()
     read = client.answered(choices=choices)
     client.attempts.note_read(read.interactions[-1])
@@ -135,11 +127,11 @@ def test_an_answer_that_was_read_is_not_asked_for_again(choices: int):
     assert client.send(1, key="k") is named
 
 
-def test_a_key_names_one_request():
-    """Whatever the number; with another body it is an error, and the first request is not disturbed."""
+def test_idempotency_key_names_one_request():
+    """Another body is an error."""
     client = Client()
     first = client.send(key="k")
-    with pytest.raises(IdempotencyMismatch, match="another request"):
+    with pytest.raises(Unprocessable, match="another request"):
         client.send(key="k", fingerprint="b")
 
     assert client.send(key="k") is client.send(2, key="k") is first
@@ -148,8 +140,7 @@ def test_a_key_names_one_request():
     assert client.send(key="k") is not first
 
 
-def test_numbered_requests_are_forgotten_in_time():
-    """No client waits for two minutes; a named one may."""
+def test_numbered_requests_are_forgotten_after_two_minutes():
     client = Client()
     answered, named, pending = client.answered(), client.answered(key="k"), client.send(fingerprint="b")
     client.now += RETRY_SECONDS + 1
@@ -159,8 +150,7 @@ def test_numbered_requests_are_forgotten_in_time():
     assert client.send(key="k") is named
 
 
-def test_memory_is_bounded():
-    """The oldest answers go first, named ones too."""
+def test_oldest_answers_are_dropped_first():
     client = Client()
     named = client.answered(key="k")
     for _ in range(2 * MAX_REMEMBERED):
@@ -170,8 +160,7 @@ def test_memory_is_bounded():
     assert client.send(key="k") is not named
 
 
-def test_what_is_pending_is_not_forgotten():
-    """However many others there are: its retry would be sampled beside it."""
+def test_pending_requests_are_not_dropped():
     client = Client()
     named, numbered = client.send(key="k"), client.send(fingerprint="b")
     for _ in range(2 * MAX_REMEMBERED):

@@ -27,8 +27,7 @@ from areal_actors.domain import (
     as_ints,
     create_token_hash,
 )
-from areal_actors.errors import ContextLengthExceeded
-from areal_actors.sessions.request import Choice, SampleKeys, engine_request
+from areal_actors.sessions.request import Choice, SampleKeys
 from areal_actors.testing.engines import echo_logprob
 from areal_actors_testing.families import FAMILIES
 
@@ -47,8 +46,8 @@ prompts = st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple)
 
 
 @given(program=st.lists(st.tuples(prompts, st.integers(1, 3)), max_size=8), random=st.randoms())
-def test_the_order_in_which_different_prompts_arrive_changes_no_key(program: list, random):
-    """Parallel requests race; only how often a prompt was asked before may count."""
+def test_sample_keys_do_not_depend_on_the_order_of_prompts(program: list, random):
+    """Parallel requests race."""
 
     def keys_in(order) -> dict:
         source, found = SampleKeys(BASE), {}
@@ -66,8 +65,7 @@ def test_the_order_in_which_different_prompts_arrive_changes_no_key(program: lis
     assert len(found) == len(set(found)) == sum(num for _, num in program)
 
 
-def test_the_same_prompt_asked_again_is_sampled_anew():
-    """Best of n by n requests would be the best of one otherwise; and so would the choices of one request."""
+def test_repeated_prompts_and_choices_have_different_keys():
     keys = SampleKeys(BASE)
     found = [key for _ in range(3) for key in keys.keys(evolve(REQUEST, num_choices=2), hash_of([1, 2]))]
 
@@ -75,8 +73,8 @@ def test_the_same_prompt_asked_again_is_sampled_anew():
     assert {BASE.path} == {key.path[:3] for key in found}
 
 
-def test_an_explicit_seed_repeats():
-    """In the same session and in any other, whatever was asked before; another seed or prompt does not."""
+def test_seeded_requests_have_equal_keys():
+    """This holds in any session."""
     seeded = evolve(REQUEST, seed=5, num_choices=2)
     first, other = SampleKeys(BASE), SampleKeys(SampleKey(seed=2))
     expected = first.keys(seeded, hash_of([1, 2]))
@@ -115,29 +113,7 @@ def make_chunk(ids, *, version: int = 0, finish: FinishReason | None = None, num
     )
 
 
-@pytest.mark.parametrize(("room", "expected"), [(99, 10), (4, 4), (1, 1)])
-def test_an_answer_gets_the_room_that_is_left(room: int, expected: int):
-    """What was asked for, or what the context has left."""
-    plan = plan_prompt(ConversationTree(SessionId("s")), renderer(), REQUEST)
-    made = engine_request(
-        request_id="r", plan=plan, key=BASE, stop_token_ids=(2,), context_length=len(plan.token_ids) + room
-    )
-
-    assert (expected, (2,), "r") == (made.sampling.max_new_tokens, made.stop_token_ids, made.id)
-
-
-def test_without_room_for_one_token_the_client_is_told_what_it_asked_for():
-    """Prompt and answer count together, as the message says."""
-    plan = plan_prompt(ConversationTree(SessionId("s")), renderer(), REQUEST)
-    num_prompt = len(plan.token_ids)
-    with pytest.raises(ContextLengthExceeded) as refusal:
-        engine_request(request_id="r", plan=plan, key=BASE, stop_token_ids=(), context_length=num_prompt)
-
-    assert (num_prompt + 10, num_prompt) == (refusal.value.num_tokens, refusal.value.max_tokens)
-
-
 def test_chunks_of_several_versions_become_one_completion():
-    """Weights that were published half-way are stamped from where they served."""
     tree = ConversationTree(SessionId("s"))
     choice = open_choice(tree)
     ids = encode("4 2")
@@ -158,8 +134,8 @@ def test_chunks_of_several_versions_become_one_completion():
 
 
 @pytest.mark.parametrize("first", ["complete", "cancel", "fail"])
-def test_a_choice_ends_once(first: str):
-    """Whatever comes after the end changes nothing: clean-up may be careless."""
+def test_choice_ends_once(first: str):
+    """Later calls change nothing."""
     tree = ConversationTree(SessionId("s"))
     choice = open_choice(tree)
     choice.feed(make_chunk(encode("4"), finish=FinishReason.STOP))
@@ -179,8 +155,8 @@ def test_a_choice_ends_once(first: str):
 
 @pytest.mark.parametrize("is_streaming", [False, True])
 @pytest.mark.parametrize(("stop", "expected"), [((), None), (("x",), None), (("2", "4"), "4")])
-def test_the_stop_string_that_ended_an_answer_is_told(stop, expected, is_streaming):
-    """Some dialects name it; all sampled ids are kept beside it."""
+def test_answer_names_its_stop_string(stop, expected, is_streaming):
+    """All sampled ids are kept."""
     choice = open_choice(ConversationTree(SessionId("s")), stop=stop, is_streaming=is_streaming)
     choice.feed(make_chunk(encode("4 2"), finish=FinishReason.STOP))
     choice.flush()
@@ -191,8 +167,8 @@ def test_the_stop_string_that_ended_an_answer_is_told(stop, expected, is_streami
 
 
 @pytest.mark.parametrize("is_parallel", [True, False])
-def test_calls_that_were_streamed_keep_their_ids(is_parallel):
-    """Also where the model wrote the ids of some itself: the client's results name what it was told."""
+def test_streamed_calls_keep_their_ids(is_parallel):
+    """The model wrote some of them itself."""
     family = FAMILIES["mistral-v3"].create_renderer()
     numbers = count()
     tools = (Tool(name="f", parameters={}), Tool(name="g", parameters={}))
@@ -219,8 +195,7 @@ def test_calls_that_were_streamed_keep_their_ids(is_parallel):
     assert expected == [call.id for call in message.tool_calls]
 
 
-def test_a_choice_that_never_began_is_cancelled_without_tokens():
-    """Nothing was sampled: nothing is remembered but that it was asked."""
+def test_choice_without_chunks_is_cancelled_without_tokens():
     tree = ConversationTree(SessionId("s"))
     choice = open_choice(tree, is_streaming=True)
     assert choice.was_aborted

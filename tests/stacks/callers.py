@@ -119,7 +119,7 @@ async def turns(inference: InferenceStack, session: SessionId):
 
 
 def same(one: Answer, other: Answer) -> bool:
-    """Return whether a client could not tell the two apart."""
+    """Return whether the two answers are equal."""
     columns = ("token_ids", "logprobs", "raw_logprobs", "versions")
     equal = all(getattr(one.completion, name).tolist() == getattr(other.completion, name).tolist() for name in columns)
     return equal and (one.interaction, one.message, one.usage) == (other.interaction, other.message, other.usage)

@@ -57,7 +57,7 @@ def read_events(store: Store) -> list[JournalEvent]:
 
 
 class Killed(MemoryJournal):
-    """The journal of a process that was killed: it reads what was written, and writers that are left write nowhere."""
+    """The journal of a process that was killed: it reads what was written, and later writes are discarded."""
 
     def __init__(self, journal: MemoryJournal) -> None:
         super().__init__(journal.events)

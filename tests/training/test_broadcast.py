@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from areal_actors.errors import EngineError
-from areal_actors.training import broadcast
-from areal_actors.training.broadcast import BroadcastGroup, address_towards
+from areal_actors.training import weight_store
+from areal_actors.training.weight_store import BroadcastGroup, address_towards
 from areal_actors_testing.sglang_server import join_group, leave_group, receive_tensors
 
 NUM_NUMBERS = 5_000_000
@@ -153,6 +153,6 @@ def test_a_host_is_found_by_the_address_that_leads_to_it(monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise OSError("no more sockets")
 
-    monkeypatch.setattr(broadcast, "open_store", refuse)
+    monkeypatch.setattr(weight_store, "open_store", refuse)
     with pytest.raises(EngineError, match="no more sockets"):
         open_group()

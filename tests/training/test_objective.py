@@ -25,7 +25,6 @@ from areal_actors.training.config import (
 )
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.objective import PolicyObjective, TokenSums, create_objective
-from areal_actors.training.penalties import estimate_kl
 from areal_actors.training.surrogates import (
     BehaviourCorrection,
     ClippedRatio,
@@ -34,6 +33,7 @@ from areal_actors.training.surrogates import (
     LossInputs,
     ProbabilityRegion,
     Reinforce,
+    estimate_kl,
 )
 
 lengths = st.lists(st.integers(1, 5), min_size=1, max_size=5)

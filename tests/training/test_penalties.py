@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from areal_actors.training.config import OverlongConfig
-from areal_actors.training.penalties import kl_costs, overlong_penalty, penalise_overlong
+from areal_actors.training.surrogates import kl_costs, overlong_penalty, penalise_overlong
 
 CONFIG = OverlongConfig(max_tokens=100, buffer_tokens=20, scale=0.5)
 

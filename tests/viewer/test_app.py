@@ -27,7 +27,7 @@ async def page(directory):
         yield client, url
 
 
-async def test_the_url_opens_the_page_and_hides_its_token(page):
+async def test_page_url_exchanges_its_token_for_a_cookie(page):
     """The token becomes a cookie that scripts and other sites cannot use, and leaves the address."""
     client, url = page
     redirect = await client.get(url)
@@ -44,7 +44,7 @@ async def test_the_url_opens_the_page_and_hides_its_token(page):
 
 @pytest.mark.parametrize("path", ["/", "/static/page.js", "/api/runs", "/api/run?run=shown/trial", "/api/events"])
 @pytest.mark.parametrize("token", [None, "", "wrong", "é"])
-async def test_nothing_is_shown_without_the_token(page, path, token):
+async def test_page_requires_its_token(page, path, token):
     """Not as a cookie, a bearer or in the URL."""
     client, _ = page
     client.cookies.clear()
@@ -58,7 +58,7 @@ async def test_nothing_is_shown_without_the_token(page, path, token):
         assert "token" in answer.json()["error"]
 
 
-async def test_programs_read_with_a_bearer(page):
+async def test_page_accepts_a_bearer_token(page):
     """Each reader of the API answers with JSON, under the headers of the page."""
     client, url = page
     client.headers["authorization"] = f"Bearer {url.split('token=')[1]}"
@@ -89,7 +89,7 @@ async def test_programs_read_with_a_bearer(page):
         ("/elsewhere", 404),
     ],
 )
-async def test_mistaken_requests_get_an_error(page, path, status):
+async def test_page_refuses_invalid_requests(page, path, status):
     """And no file outside of the page's own is read."""
     client, url = page
     client.headers["authorization"] = f"Bearer {url.split('token=')[1]}"
@@ -98,7 +98,7 @@ async def test_mistaken_requests_get_an_error(page, path, status):
     assert 405 == (await client.post(path)).status_code
 
 
-async def test_a_run_without_files_yet_is_shown(tmp_path):
+async def test_page_shows_a_run_without_files(tmp_path):
     """The page opens before the first step."""
     run = view_run(RunDirectory(path=tmp_path), status=lambda: {"trainer": {"num_queued": 2}})
     async with open_page({run.name: run}, token="right") as url, httpx.AsyncClient() as client:
@@ -110,7 +110,7 @@ async def test_a_run_without_files_yet_is_shown(tmp_path):
             assert [] == (await client.get(f"/api/{part}", params={"run": run.name})).json()[part]
 
 
-async def test_listeners_hear_which_parts_changed_and_are_let_go_at_the_end(directory):
+async def test_page_events_name_changed_parts(directory):
     """A stream that is open does not keep the server."""
     run = view_run(directory)
     heard = []
@@ -140,7 +140,7 @@ async def test_listeners_hear_which_parts_changed_and_are_let_go_at_the_end(dire
     assert {"run": "shown/trial", "parts": ["metrics"]} == heard[0]
 
 
-async def test_a_port_in_use_is_named(directory):
+async def test_page_names_a_port_in_use(directory):
     """Before anything is shown; the message names the option of the command, or the setting of a run."""
     run = view_run(directory)
     async with open_page({run.name: run}) as url:
@@ -153,7 +153,7 @@ async def test_a_port_in_use_is_named(directory):
                 pass
 
 
-def test_the_command_shows_the_directory_runs_until_it_is_interrupted(directory, tmp_path):
+def test_view_command_serves_until_interrupted(directory, tmp_path):
     """A real process without arguments; its page answers, and Ctrl-C ends it with status 0."""
     directory.path.parent.rename(tmp_path / "runs")
     command = [sys.executable, "-m", "areal_actors", "view"]

@@ -12,7 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.plugins import needs_plugin
 from tests.stacks.run_files import step, write_lines, write_run
+
+from areal_actors.lib.plugins import PluginGroup
 
 playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -57,7 +60,7 @@ def command(*words: str, cwd: Path | None = None):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
+def test_page_shows_all_views(tmp_path: Path, scheme):
     """Curves of two runs, groups, a conversation with reasons and tokens, failures: without a complaint of the console.
 
     Scripts in the texts of models stay text.
@@ -102,7 +105,7 @@ def test_every_view_shows_what_the_files_hold(tmp_path: Path, scheme):
     assert [] == complaints
 
 
-def test_groups_and_failures_are_filtered(tmp_path: Path):
+def test_page_filters_groups_and_failures(tmp_path: Path):
     """By text, rewards, version, source and kind; in the dark and on a phone, too. What is typed survives an update."""
     directory = write_run(tmp_path / "shown" / "one")
     write_lines(directory.metrics, [step(number, **{"source/easy/reward": 0.5}) for number in range(1, 4)])
@@ -164,7 +167,8 @@ def test_groups_and_failures_are_filtered(tmp_path: Path):
     assert [] == complaints
 
 
-def test_a_host_shows_its_trials_to_whom_they_belong(tmp_path: Path):
+@needs_plugin(PluginGroup.COMMANDS, "host")
+def test_host_page_shows_trials_to_their_users(tmp_path: Path):
     """The operator filters all trials by name and state, and follows a link; a user logs in and finds one."""
     runs = tmp_path / "runs"
     for name in ("ada", "bob"):
@@ -198,7 +202,7 @@ def test_a_host_shows_its_trials_to_whom_they_belong(tmp_path: Path):
             assert [] == complaints
 
 
-def test_a_live_run_draws_itself(tmp_path: Path):
+def test_page_draws_a_live_run(tmp_path: Path):
     """On the page that ``train`` serves, curves grow without a reload; on a phone, nothing is wider than the screen."""
     words = ("train", "tiny.yaml", "total_steps=200", "logging.display=plain", "--run-dir", str(tmp_path / "run"))
     with command(*words, cwd=EXAMPLES) as url, opened(url, viewport={"width": 390, "height": 800}) as (tab, complaints):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -11,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.stacks.run_files import step, write_lines, write_run
 
-from areal_actors.dashboard import RunDirectory, summarize_run
-from areal_actors.dashboard.metrics import RunSummarizer
+from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import format_record, rewrite_records
 from areal_actors.errors import RunDirectoryError
 from areal_actors.viewer import FailureFilter, GroupFilter, find_runs, view_run
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8), num_steps=st.integers(0, 6))
-def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps):
+def test_growing_metrics_are_read_once(tmp_path_factory, cuts, num_steps):
     """However the writer's bytes are cut into pieces, a reader between them gets each record once, in order."""
     directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
     run = view_run(directory)
@@ -37,51 +35,7 @@ def test_a_growing_file_is_read_once_and_whole(tmp_path_factory, cuts, num_steps
     assert [step(number) for number in range(num_steps)] == found
 
 
-METRICS = st.fixed_dictionaries(
-    {"reward": st.none() | st.floats(0, 1), "eval_reward": st.none() | st.floats(0, 1)},
-    optional={
-        "episodes": st.integers(0, 9),
-        "failed_episodes": st.integers(0, 9),
-        "groups": st.integers(0, 9),
-        "zero_variance_groups": st.integers(0, 9),
-        "truncated_turns": st.integers(0, 9),
-        "trained_episodes": st.integers(0, 9),
-        "trained_turns_mean": st.floats(0, 3),
-        "trained_tokens": st.integers(0, 9),
-        "greedy_tokens": st.integers(0, 9),
-        "source/a/reward": st.floats(0, 1),
-        "loss": st.just("text"),  # of a damaged record
-    },
-)
-
-
-@given(pieces=st.lists(st.lists(METRICS, max_size=12), max_size=4), is_replaced=st.booleans())
-def test_a_summary_of_what_was_added_is_that_of_the_whole_file(tmp_path_factory, pieces, is_replaced):
-    """Also if the file was replaced since, by fewer steps or by more."""
-    directory = RunDirectory(path=tmp_path_factory.mktemp("run"))
-    summarizer, number = RunSummarizer(directory), 0
-    for index, piece in enumerate(pieces):
-        if is_replaced and index == 2:
-            rewrite_records(directory.metrics, lambda record: record["step"] < 4)
-        with directory.metrics.open("a") as file:
-            for metrics in piece:
-                number += 1
-                file.write(json.dumps(step(number) | metrics) + "\n")
-        assert summarize_run(directory) == summarizer.summarize()
-
-
-def test_a_summary_reads_each_record_once(directory):
-    """A page that is open over a run of days must not read its whole history at each step."""
-    summarizer = RunSummarizer(directory)
-    assert 3 == summarizer.summarize().steps
-    with directory.metrics.open("r+b") as file:
-        file.write(b"x")  # what was read before is not read again
-    with directory.metrics.open("a") as file:
-        file.write(json.dumps(step(4)) + "\n")
-    assert (4, 0.1) == (summarizer.summarize().steps, summarizer.summarize().reward_first)
-
-
-def test_a_replaced_file_is_read_from_its_beginning(directory):
+def test_replaced_metrics_are_read_from_the_beginning(directory):
     """A resumed run removes the records of the steps that it repeats."""
     run = view_run(directory)
     cursor = run.read_metrics("")["cursor"]
@@ -95,12 +49,12 @@ def test_a_replaced_file_is_read_from_its_beginning(directory):
 
 
 @pytest.mark.parametrize("cursor", ["", "x", "1:2", "::", "0:99999999", "-1:-5"])
-def test_any_cursor_gets_an_answer(directory, cursor):
+def test_metrics_accept_any_cursor(directory, cursor):
     """What a browser sends is not trusted."""
     assert 3 == len(view_run(directory).read_metrics(cursor)["records"])
 
 
-def test_the_description_of_a_run_has_no_keys(directory):
+def test_run_description_has_no_secrets(directory):
     """The settings are shown with their secrets shortened."""
     description = view_run(directory).describe()
 
@@ -109,7 +63,7 @@ def test_the_description_of_a_run_has_no_keys(directory):
     assert "0123456789abcdefghij" not in json.dumps(description, default=str)
 
 
-def test_failures_are_counted_by_kind_and_show_no_keys(directory):
+def test_failures_are_counted_by_kind_without_secrets(directory):
     """The first traceback of each kind is kept, with what looks like a key shortened."""
     first, second = view_run(directory).list_failures()
 
@@ -135,19 +89,19 @@ def test_failures_are_counted_by_kind_and_show_no_keys(directory):
         ({"source": ""}, [2, 1]),
     ],
 )
-def test_failures_are_filtered_before_they_are_counted(directory, wanted, counts):
+def test_failures_are_filtered(directory, wanted, counts):
     """By text, kind, purpose, versions and source."""
     assert counts == [kind["count"] for kind in view_run(directory).list_failures(FailureFilter(**wanted))]
 
 
-def test_the_newest_failures_of_a_kind_are_named(directory):
+def test_failures_name_the_newest_of_each_kind(directory):
     """So that a reader finds their groups and conversations."""
     kind = view_run(directory).list_failures()[0]
 
     assert [("4", 2), ("4", 1)] == [(one["task_id"], one["version"]) for one in kind["newest"]]
 
 
-def test_conversations_are_found_by_their_text(directory):
+def test_sessions_are_searched_by_text(directory):
     """The newest is first; a search looks into messages and tokens, in any case."""
     run = view_run(directory)
 
@@ -158,7 +112,7 @@ def test_conversations_are_found_by_their_text(directory):
     assert run.read_session(2) is None
 
 
-def test_groups_list_the_rewards_of_each_problem(directory):
+def test_groups_list_rewards_by_problem(directory):
     """Problems are in numerical order; rows say how far they are above the mean of their group."""
     run = view_run(directory)
 
@@ -186,7 +140,7 @@ def test_groups_list_the_rewards_of_each_problem(directory):
         ({"source": "hard"}, []),
     ],
 )
-def test_groups_are_filtered_over_all_versions(directory, wanted, tasks):
+def test_groups_are_filtered_over_versions(directory, wanted, tasks):
     """By text, equal rewards, the range of their mean and the source; the newest version is first."""
     path = directory.rollouts / "2" / "easy-3.jsonl"
     path.parent.mkdir()
@@ -198,60 +152,36 @@ def test_groups_are_filtered_over_all_versions(directory, wanted, tasks):
     assert not found["is_cut"]
 
 
-def test_a_group_is_read_again_only_when_it_has_changed(directory):
-    """Otherwise each second of an open page would read all texts of a version."""
-    run = view_run(directory)
-    path = directory.rollouts / "1" / "0.jsonl"
-    before = path.stat()
-    assert [0.0, 1.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
-
-    path.write_text(path.read_text().replace('"reward": 1.0', '"reward": 9.0'))
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert [0.0, 1.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
-    with path.open("a") as file:
-        file.write('{"reward": 2.0}\n')
-    assert [0.0, 9.0, 2.0] == run.list_groups("rollout", 1)["groups"][0]["rewards"]
-
-
-def test_rows_say_why_no_step_trained_them(directory):
-    """Of the file, only what was added and the records of the group's version are read, also if it is replaced."""
+def test_rows_of_a_group_say_why_no_step_trained_them(directory):
+    """``untrained.jsonl`` is read anew, because a resumed run replaces it; its last line may be growing."""
     run = view_run(directory)
 
-    def reasons(version: int = 1) -> list[str | None]:
-        return [row["untrained"] for row in run.read_group("rollout", version, "0")]
+    def reasons() -> list[str | None]:
+        return [row["untrained"] for row in run.read_group("rollout", 1, "0")]
 
-    def record(version: int, task: str, member: int, reason: str) -> str:
+    def record(version: int, member: int, reason: str) -> str:
         return format_record(
-            {"task_id": task, "sample_idx": member, "version": version, "head_version": 9, "reason": reason}
+            {"task_id": "0", "sample_idx": member, "version": version, "head_version": 9, "reason": reason}
         )
 
     assert reasons() == [None, None]
-    directory.untrained.write_text(
-        record(0, "0", 0, "too_old") + record(1, "0", 1, "too_old") + record(1, '"version":7', 0, "too_old")
-    )
-    assert reasons() == [None, "too_old"]
-    with directory.untrained.open("r+") as file:  # those of other versions are not read again
-        file.write("?" * (len(record(0, "0", 0, "too_old")) - 1))
-    late = record(1, "0", 0, "run_ended")
-    with directory.untrained.open("a") as file:
-        file.write(record(2, "0", 0, "run_ended") + late[:9])
+    late = record(1, 0, "run_ended")
+    directory.untrained.write_text(record(0, 0, "too_old") + record(1, 1, "too_old") + late[:9])
     assert reasons() == [None, "too_old"]
     with directory.untrained.open("a") as file:
         file.write(late[9:])
     assert reasons() == ["run_ended", "too_old"]
-    rewrite_records(directory.untrained, lambda one: one["version"] == 1 and one["sample_idx"] == 1)
-    assert reasons() == [None, "too_old"]
     directory.untrained.unlink()
     assert reasons() == [None, None]
 
 
 @pytest.mark.parametrize("task", ["../../metrics", "..", "", "/etc/passwd", "0/../0"])
-def test_no_file_outside_the_rollouts_is_read(directory, task):
+def test_group_reads_no_file_outside_the_rollouts(directory, task):
     """A task is a number, never a path."""
     assert [] == view_run(directory).read_group("rollout", 1, task)
 
 
-def test_a_signature_changes_with_each_part(directory):
+def test_signature_changes_with_each_part(directory):
     """The page reads again only what has changed."""
     run = view_run(directory)
     before = run.signature()
@@ -275,7 +205,7 @@ def test_runs_are_found_below_a_directory(tmp_path: Path, monkeypatch):
     assert 2 == len(find_runs([tmp_path / "runs", tmp_path / "runs" / "a"]))
 
 
-def test_a_path_without_runs_is_named(tmp_path: Path):
+def test_path_without_runs_is_refused(tmp_path: Path):
     """An empty directory, and one that does not exist."""
     for path in (tmp_path, tmp_path / "absent"):
         with pytest.raises(RunDirectoryError, match=path.name):

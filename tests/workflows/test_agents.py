@@ -43,13 +43,13 @@ class Unreadable(Exception):
         raise RuntimeError("no text")
 
 
-def test_an_exception_without_a_text_is_described():
+def test_exception_without_text_is_described():
     """Its ``__str__`` raises: the episode fails by its type, and the run goes on."""
     assert "Unreadable: its text cannot be read, since __str__ raised RuntimeError" == describe_error(Unreadable())
 
 
 @pytest.mark.parametrize(("returned", "expected"), NUMBERS, ids=repr)
-def test_any_scalar_is_a_reward(returned: Any, expected: float):
+def test_reward_may_be_any_scalar(returned: Any, expected: float):
     """Of Python, of numpy and of torch, alone or by completion."""
     assert Reward(last=expected) == parse_result(returned)
     assert {InteractionId("a"): expected} == parse_result({"a": returned}).by_interaction
@@ -71,7 +71,7 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("returned", "complaint"), NONSENSE, ids=lambda value: type(value).__name__)
-def test_anything_else_is_refused_by_name(returned: Any, complaint: str):
+def test_reward_of_another_type_is_refused(returned: Any, complaint: str):
     """The message names the agent, what it returned and its type, in a line that can be read."""
     with pytest.raises(EpisodeError, match=complaint) as refusal:
         parse_result(returned, agent="MyAgent")
@@ -141,7 +141,7 @@ def raising(error: BaseException) -> Callable[..., Awaitable[Any]]:
     ],
     ids=lambda value: type(value).__name__,
 )
-async def test_whatever_an_agent_raises_costs_its_episode_and_no_more(error: BaseException, complaint: str):
+async def test_agent_exception_fails_only_its_episode(error: BaseException, complaint: str):
     """The first cause is named, and kept for whoever wants the traceback."""
     with pytest.raises(EpisodeError, match=complaint) as failure:
         await run(raising(error))
@@ -189,6 +189,6 @@ async def test_cancelling_the_caller_cancels_the_agent():
     assert 1 == len(cleaned)
 
 
-def test_a_key_does_not_show():
+def test_injected_key_is_hidden_in_repr():
     """Injected arguments are printed in logs and tracebacks."""
     assert "secret" not in repr(Injected(base_url="u", api_key="secret", http_client=None))

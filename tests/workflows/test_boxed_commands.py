@@ -208,7 +208,7 @@ ATTACKS = {
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
 @pytest.mark.parametrize("kind", ISOLATED)
-async def test_no_attack_is_rewarded(kind, attack, write, tmp_path, monkeypatch):
+async def test_grading_rewards_no_attack(kind, attack, write, tmp_path, monkeypatch):
     """A grader whose answer the agent does not have finds nothing that equals it."""
     monkeypatch.setenv("AREAL_SECRET", "SECRET-OF-THE-RUN")
     answer = write("answer.txt", "the answer\n")
@@ -239,6 +239,7 @@ FAULTS = {
 }
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
 @pytest.mark.parametrize(("script", "limits", "reason"), FAULTS.values(), ids=FAULTS.keys())
 async def test_a_fault_ends_its_episode_with_the_reason(script, limits, reason):
@@ -249,6 +250,7 @@ async def test_a_fault_ends_its_episode_with_the_reason(script, limits, reason):
         assert 1.0 == await agent.run(0, **NOWHERE)
 
 
+@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 async def test_nothing_is_left_of_an_episode():
     """A command that leaves daemons and much output ends; so do its daemons."""
     marker = f"{os.getpid()}.{time.monotonic_ns()}"

@@ -48,7 +48,7 @@ OUTPUTS = [
 
 
 @pytest.mark.parametrize(("script", "expected"), OUTPUTS, ids=[script[:16] for script, _ in OUTPUTS])
-async def test_the_last_line_is_the_reward(script: str, expected: object):
+async def test_command_reward_is_its_last_line(script: str, expected: object):
     """A number, or an object of numbers; whatever else is talk, and leaves the reward to HTTP."""
     async with open_agent(*shell(script)) as agent:
         result = await agent.run({}, **LINK)
@@ -81,14 +81,14 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("words", "complaint"), FAILURES, ids=lambda value: str(value)[:24])
-async def test_a_command_that_fails_says_how(words: tuple[str, ...], complaint: str):
+async def test_command_failure_is_described(words: tuple[str, ...], complaint: str):
     """Its number does not count then."""
     async with open_agent(*words) as agent:
         with pytest.raises(EpisodeError, match=complaint):
             await agent.run({}, **LINK)
 
 
-async def test_what_a_command_leaves_running_is_ended():
+async def test_command_daemons_are_ended():
     """It holds its stdout open, and nobody waits for it."""
     async with open_agent(*shell('sleep 600 & echo "{\\"$!\\": 1}"')) as agent:
         (pid,) = await agent.run({}, **LINK)

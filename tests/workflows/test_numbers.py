@@ -34,7 +34,7 @@ def test_means_are_over_the_episodes_that_logged(episodes):
         assert found[f"rollout/{name}/count"] == len(values)
 
 
-def test_scalars_are_numbers():
+def test_logged_scalars_are_numbers():
     """Of Python, numpy, and whatever has an ``item``."""
     found = merge_numbers({}, {"a": True, "b": 2, "c": np.float32(0.5), "d": np.array(3)})
 
@@ -42,7 +42,7 @@ def test_scalars_are_numbers():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), "1", None, [1.0], 10**400, np.zeros(2), 1j])
-def test_what_is_no_finite_number_is_refused_by_name(value):
+def test_logged_value_must_be_finite(value):
     """The message has the name and the value."""
     with pytest.raises(InvalidRequest, match=r"judge was logged as .*; log a finite number") as info:
         merge_numbers({}, {"ok": 1.0, "judge": value})
@@ -50,13 +50,13 @@ def test_what_is_no_finite_number_is_refused_by_name(value):
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a/b", "x" * 65, 3])
-def test_names_are_plain(name):
+def test_logged_names_are_plain(name):
     """They become parts of keys."""
     with pytest.raises(InvalidRequest, match="cannot name a number"):
         merge_numbers({}, {name: 1.0})
 
 
-def test_names_are_bounded():
+def test_logged_names_are_bounded():
     """One too many is refused, a known one is not."""
     full = merge_numbers({}, {f"n{i}": 0.0 for i in range(MAX_NUMBERS)})
 
@@ -65,7 +65,7 @@ def test_names_are_bounded():
         merge_numbers(full, {"more": 1.0})
 
 
-def test_each_episode_has_its_own():
+def test_logged_numbers_are_separate_by_episode():
     """Within each other, one after another, and none outside."""
     with workflow_context.enter(EpisodeContext(member=1)):
         workflow_context.log(a=1.0)

@@ -107,7 +107,7 @@ FAILURES = [
 ]
 
 
-async def test_whatever_dies_costs_one_episode():
+async def test_pool_process_death_fails_one_episode():
     """It is said by name how it ended, and with which words; the next episode has a process again."""
     async with open_pool("Doing") as pool:
         for deed, complaint in FAILURES:
@@ -188,7 +188,7 @@ async def test_a_cancelled_episode_takes_its_whole_group_along(tmp_path: Path):
         assert 0 < await pool.run({"do": "succeed"}, **LINK)
 
 
-async def test_problems_are_plain_data():
+async def test_pool_problems_are_plain_data():
     """The part that is not is named; the worker never hears of it."""
     async with open_pool("Doing") as pool:
         for data, complaint in [
@@ -222,7 +222,7 @@ async def test_an_object_and_a_class_are_handed_over(make: Callable[[], Any]):
             assert 2.0 == await pool.run({}, **LINK)
 
 
-async def test_what_cannot_be_handed_over_is_refused():
+async def test_pool_refuses_agents_that_cannot_be_pickled():
     """Before there is a process."""
 
     class Inner(Local):

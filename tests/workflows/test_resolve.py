@@ -110,7 +110,7 @@ def test_a_file_is_imported_once_and_two_files_of_one_name_are_two_modules(modul
         ("greeting_agent:", {}, "names nothing"),
     ],
 )
-def test_each_mistake_is_named(module: Path, workflow: object, kwargs: dict, complaint: str):
+def test_resolve_names_each_mistake(module: Path, workflow: object, kwargs: dict, complaint: str):
     """What was found instead, and what to write."""
     with pytest.raises(WorkflowError, match=complaint):
         resolve_agent(workflow, workflow_kwargs=kwargs, directory=module.parent)

@@ -52,7 +52,7 @@ def has_begun(marker: Path) -> bool:
     return marker.exists() and marker.read_text() != ""
 
 
-async def test_it_runs_elsewhere_and_workers_are_reused() -> None:
+async def test_reward_function_runs_in_reused_workers() -> None:
     """Two calls after each other meet the same process, which is not this one."""
     wrapped = AsyncRewardWrapper(score, max_workers=1)
     first = await wrapped("4", truth="4")
@@ -62,13 +62,13 @@ async def test_it_runs_elsewhere_and_workers_are_reused() -> None:
     assert second != os.getpid()
 
 
-async def test_what_it_raises_fails_the_episode() -> None:
+async def test_reward_function_error_fails_the_episode() -> None:
     """With its own words."""
     with pytest.raises(EpisodeError, match="Reward function fail raised KeyError: 'no such field'"):
         await AsyncRewardWrapper(fail)(1)
 
 
-async def test_a_dead_worker_is_replaced_once(tmp_path: Path) -> None:
+async def test_reward_worker_that_died_is_replaced_once(tmp_path: Path) -> None:
     """One death is forgiven, two are the function's."""
     wrapped = AsyncRewardWrapper(die)
 
@@ -91,7 +91,7 @@ def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     assert "1.5" in said[1].stdout
 
 
-async def test_a_call_that_takes_too_long_is_killed(tmp_path: Path) -> None:
+async def test_reward_function_is_killed_after_its_timeout(tmp_path: Path) -> None:
     """The worker with it."""
     marker = tmp_path / "pid"
     with pytest.raises(EpisodeError, match="took longer than 4 s"):
@@ -100,7 +100,7 @@ async def test_a_call_that_takes_too_long_is_killed(tmp_path: Path) -> None:
     assert is_gone(marker)
 
 
-async def test_cancelling_reaches_the_worker(tmp_path: Path) -> None:
+async def test_reward_function_is_cancelled_in_its_worker(tmp_path: Path) -> None:
     """Whoever stops waiting stops the computation."""
     marker = tmp_path / "pid"
     async with anyio.create_task_group() as tasks:
@@ -112,7 +112,7 @@ async def test_cancelling_reaches_the_worker(tmp_path: Path) -> None:
     assert is_gone(marker)
 
 
-def test_what_cannot_be_sent_is_refused_at_once() -> None:
+def test_reward_function_that_cannot_be_pickled_is_refused() -> None:
     """Functions within functions, and settings that make no sense."""
     with pytest.raises(ConfigError, match="top level of a module"):
         AsyncRewardWrapper(lambda: 1.0)
@@ -122,7 +122,7 @@ def test_what_cannot_be_sent_is_refused_at_once() -> None:
         AsyncRewardWrapper(score, timeout_seconds=0)
 
 
-async def test_arguments_that_cannot_be_sent_are_named() -> None:
+async def test_reward_arguments_that_cannot_be_pickled_are_named() -> None:
     """An open file, a lambda."""
     with pytest.raises(EpisodeError, match="The call of reward function fail cannot be sent"):
         await AsyncRewardWrapper(fail)(lambda: 1.0)

@@ -129,7 +129,7 @@ async def test_a_gconfig_may_be_that_of_the_run_or_a_mapping() -> None:
         ModelRequest(input_ids=[1], gconfig={"temprature": 0.3})
 
 
-async def test_what_cannot_be_sampled_is_refused_by_name() -> None:
+async def test_episode_engine_refuses_unsupported_settings() -> None:
     """No prompt, no room, several samples at once."""
     async with open_engine(EchoEngine(context_length=4)) as engine:
         with pytest.raises(InvalidRequest, match="no input_ids"):
@@ -140,7 +140,7 @@ async def test_what_cannot_be_sampled_is_refused_by_name() -> None:
             await engine.agenerate(ModelRequest(input_ids=[1], gconfig=GenerationConfig(n_samples=4)))
 
 
-async def test_who_leaves_aborts_and_a_weight_update_waits() -> None:
+async def test_episode_engine_aborts_on_cancellation_and_waits_for_updates() -> None:
     """A cancelled caller leaves nothing in the engine; a paused engine keeps its callers waiting, none is refused."""
     source = EchoEngine(lambda _: encode("42"), is_gated=True)
     async with open_engine(source) as engine:
@@ -295,7 +295,7 @@ def test_interactions_of_a_workflows_own_become_rows() -> None:
         ({"input_ids": [[1, 70]], "attention_mask": [[1, 1]]}, "an id 70, and the model's ids are below 64"),
     ],
 )
-def test_what_is_no_result_is_named(result: Any, complaint: str) -> None:
+def test_rollout_workflow_names_a_wrong_result(result: Any, complaint: str) -> None:
     """Who returned it, and what it may be."""
     with pytest.raises(EpisodeError, match=complaint):
         parse_rollout(result, session=SESSION, vocab_size=64)

@@ -37,7 +37,7 @@ def archive(entries: list[tuple[bytes, str, str]]) -> io.BytesIO:
 @example([(tarfile.SYMTYPE, "d", "."), (tarfile.SYMTYPE, "d/x", "..")])
 @example([(tarfile.SYMTYPE, "d", "."), (tarfile.SYMTYPE, "e", "d/../../outside")])
 @example([(tarfile.SYMTYPE, "d", "/"), (tarfile.REGTYPE, "d/outside", "")])
-def test_no_archive_leads_out_of_its_target(entries):
+def test_unpack_never_writes_outside_its_target(entries):
     """Through names, links, links to links, or a file where a link was before."""
     with tempfile.TemporaryDirectory() as name:
         root = Path(os.path.realpath(name))
@@ -61,7 +61,7 @@ def test_no_archive_leads_out_of_its_target(entries):
         assert {path.name for path in (root / "x" / "y").iterdir()} == {"target"}
 
 
-def test_what_is_packed_is_unpacked(tmp_path: Path):
+def test_unpack_restores_what_pack_wrote(tmp_path: Path):
     """Files, directories, whether a file can be executed, and links; a single file keeps its name."""
     source, target = tmp_path / "source", tmp_path / "target"
     (source / "sub" / "empty").mkdir(parents=True)
@@ -82,7 +82,7 @@ def test_what_is_packed_is_unpacked(tmp_path: Path):
     assert (target / "link").readlink() == Path("sub/run")
 
 
-def test_many_files_are_too_many(tmp_path: Path):
+def test_unpack_counts_files_against_the_limit(tmp_path: Path):
     """Each counts for at least 4 KiB, also an empty one."""
     entries = [(tarfile.DIRTYPE, f"d{number}", "") for number in range(100)]
     with pytest.raises(OverflowError, match="more than 0 MiB"):
@@ -91,7 +91,7 @@ def test_many_files_are_too_many(tmp_path: Path):
 
 
 @pytest.mark.parametrize("num_blocks", [12, 13, 14, 33])
-def test_an_archive_is_read_to_its_end(tmp_path, num_blocks):
+def test_unpack_reads_the_archive_to_its_end(tmp_path, num_blocks):
     """For one size of 20, the files end where a record does: the writer of a pipe must not fail at the next one."""
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "file").write_bytes(bytes(512 * num_blocks))

@@ -73,7 +73,7 @@ async def test_programs_that_use_sockets_and_threads_are_not_hindered():
     assert ended.stdout == b"thread\n", ended
 
 
-async def test_detached_shared_memory_counts():
+async def test_memory_limit_counts_detached_shared_memory():
     """A segment of System V belongs to no process once it is detached."""
     script = (
         "import ctypes, time; libc = ctypes.CDLL(None); libc.shmat.restype = ctypes.c_void_p\n"
@@ -101,7 +101,7 @@ async def test_memory_of_a_process_whose_first_thread_has_ended_counts():
                 await box.run(["sh", "-c", 'for i in 1 2 3 4; do "$0" -c "$1" & done; wait', sys.executable, script])
 
 
-async def test_standard_input_is_no_storage():
+async def test_memory_limit_counts_standard_input():
     """It is in memory, too, and cannot be written or grow."""
     async with open_box() as box:
         ended = await box.run(["sh", "-c", "cat; echo more > /proc/self/fd/0"], stdin=b"problem")
@@ -117,7 +117,7 @@ async def test_a_box_ends_before_the_runner_if_memory_runs_out():
     assert ended.stdout == b"1000\n"
 
 
-async def test_threads_are_processes():
+async def test_process_limit_counts_threads():
     """They take the same numbers of the machine."""
     script = (
         "import threading, time\n"

@@ -27,9 +27,9 @@ is still found and the reason for the fork is known.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import starmap, takewhile
-from operator import is_
 
 from attrs import evolve, field, frozen
 
@@ -82,9 +82,6 @@ class History:
     messages: tuple[ChatMessage, ...]
     digests: bytes
     frame: Frame
-    sent: tuple[ChatMessage, ...]
-    """Equal messages, as the objects that came with the request: the next one may have the same, which are compared by
-    identity. ``messages`` are those that are stored already."""
 
     def digest(self, num_messages: int) -> bytes:
         """Return the digest of the first ``num_messages`` messages."""
@@ -118,7 +115,7 @@ class Match:
         return self.base is not None and self.base is self.parent and self.fork_hint is not None
 
 
-@frozen(eq=False, weakref_slot=False)
+@frozen(eq=False)
 class _Entry:
     """The index entry of an interaction that has an answer."""
 
@@ -153,13 +150,12 @@ class ParentIndex:
         self._lookup = lookup
         # Pending ones, with the digest of their prompt.
         self._asked: dict[InteractionId, tuple[_Entry, bytes]] = {}
-        # Usually one entry: a tuple around it would cost 64 bytes.
-        self._answers: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
-        self._prompts: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
+        # By digest, in the order in which they were added.
+        self._answers: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        self._prompts: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._entries: list[_Entry] = []
         # Made on demand; most sessions never need it.
         self._clues: _EditedHistory | None = None
-        self._frames: dict[Frame, Frame] = {}
         self._recent: tuple[_Recent, ...] = ()
 
     def match(self, request: CompletionRequest) -> Match:
@@ -212,7 +208,7 @@ class ParentIndex:
         said = full_history(parent, self._lookup)[int(parent.has_instructions) :]
         history, _ = self._digest(evolve(request, messages=(*instructions, *said, *new)))
         position = len(history.messages) - len(new) - 1
-        ended = _entries(self._answers, history.digest(position + 1))
+        ended = self._answers.get(history.digest(position + 1), ())
         frames = [entry.frame for entry in ended if entry.id == parent.id]
         # The stored history differs from the echo that its client sent if the client renamed call ids.
         reason = _frame_reason(frames[0], history.frame) if frames else ForkReason.CLIENT_EDITED_HISTORY
@@ -230,13 +226,7 @@ class ParentIndex:
         ]
         ids = (*(i for recent in same for i in recent.ids), interaction_id)
         # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
-        others = []
-        for recent in self._recent:
-            known = recent.history.messages
-            # ``_digest`` has shared the objects of equal messages, so that the last one decides.
-            is_prefix = len(known) <= len(messages) and (not known or known[-1] is messages[len(known) - 1])
-            if not is_prefix:
-                others.append(recent)
+        others = [recent for recent in self._recent if not history.digests.startswith(recent.history.digests)]
         self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
@@ -246,12 +236,12 @@ class ParentIndex:
         """
         messages = full_history(interaction, self._lookup, with_answer=False)
         digest = digest or prefix_digests(messages)[-DIGEST_SIZE:] or ROOT_DIGEST
-        self._ask(_Entry(interaction.id, self._frames.setdefault(frame, frame), len(messages)), digest)
+        self._ask(_Entry(interaction.id, frame, len(messages)), digest)
         self.end(interaction.id, interaction.output)
 
     def _ask(self, entry: _Entry, prompt_digest: bytes) -> None:
         self._asked[entry.id] = entry, prompt_digest
-        _add(self._prompts, prompt_digest, entry)
+        self._prompts[prompt_digest].append(entry)
         self._entries.append(entry)
 
     def end(self, interaction_id: InteractionId, output: ChatMessage | None) -> None:
@@ -259,51 +249,25 @@ class ParentIndex:
         entry, prompt_digest = self._asked.pop(interaction_id)
         if output is None:
             return
-        _add(self._answers, extend_digest(prompt_digest, output), entry)
+        self._answers[extend_digest(prompt_digest, output)].append(entry)
         if self._clues is not None:
             self._clues.note_answer(entry, output)
 
     def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
         """Return the request's history, reusing the digests of the recent history that shares most messages with it."""
         messages = request.messages
-        frame = Frame(
-            self._digest_system(messages), tools_digest(request.tools), options_digest(request.template_kwargs)
-        )
-        shared, recent = 0, None
+        frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
+        num_shared, recent = 0, None
         for other in self._recent:
-            had = other.history.sent
-            # Most histories either begin with another text, or repeat all of it, which one comparison of slices finds
-            # out. One that differs where the best one so far ends shares no more than it.
-            if shared < min(len(had), len(messages)):
-                left, right = had[shared], messages[shared]
-                if left is not right and left.content != right.content:
-                    recent = other if recent is None else recent
-                    continue
-            num_shared = len(had)
-            if messages[:num_shared] != had:
-                pairs = enumerate(zip(had, messages, strict=False))
-                unequal = (i for i, (left, right) in pairs if not (left is right or left == right))
-                num_shared = next(unequal, min(len(had), len(messages)))
-            if recent is None or num_shared > shared:
-                shared, recent = num_shared, other
+            num_equal = _num_equal(other.history.messages, messages)
+            if recent is None or num_equal > num_shared:
+                num_shared, recent = num_equal, other
         known = b""
-        if recent is not None and shared > num_leading_instructions(messages):
-            known = recent.history.digests[: shared * DIGEST_SIZE]
-            messages = recent.history.messages[:shared] + messages[shared:]
-        digests = prefix_digests(messages, known=known)
-        history = History(messages, digests, self._frames.setdefault(frame, frame), request.messages)
-        is_whole = recent is not None and shared == len(recent.history.messages)
+        if recent is not None and num_shared > num_leading_instructions(messages):
+            known = recent.history.digests[: num_shared * DIGEST_SIZE]
+        history = History(messages, prefix_digests(messages, known=known), frame)
+        is_whole = recent is not None and num_shared == len(recent.history.messages)
         return history, recent if is_whole else None
-
-    def _digest_system(self, messages: tuple[ChatMessage, ...]) -> bytes:
-        """Return the digest of the leading instructions, which are often the same objects in every request."""
-        num = num_leading_instructions(messages)
-        if num:
-            for recent in self._recent:
-                sent = recent.history.sent
-                if all(map(is_, sent, messages[:num])) and num_leading_instructions(sent) == num:
-                    return recent.history.frame.system
-        return system_digest(messages)
 
     def _choose(
         self, history: History, position: int, recent: _Recent | None
@@ -311,7 +275,7 @@ class ParentIndex:
         """Return the best candidate for the answer at ``position``, or the reason why none of them is the parent."""
         reason: ForkReason | None = None
         best: tuple[_Evidence, Interaction, Frame] | None = None
-        for entry in _entries(self._answers, history.digest(position + 1)):
+        for entry in self._answers.get(history.digest(position + 1), ()):
             interaction = self._lookup(entry.id)
             if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
                 continue
@@ -368,7 +332,7 @@ class ParentIndex:
 
     def _answered_once(self, history: History, position: int) -> _Entry | None:
         """Return the only interaction that can have been answered at ``position``: by the prompt, or its questions."""
-        asked: Sequence[_Entry] = _entries(self._prompts, history.digest(position))
+        asked: Sequence[_Entry] = self._prompts.get(history.digest(position), ())
         if not asked:
             # The questions are compared only if this prompt was never asked: a prompt that was asked and has several
             # answers, or none, is certain not to be another one.
@@ -476,7 +440,7 @@ class _EditedHistory:
 
     def __init__(self, entries: Sequence[_Entry], lookup: Lookup) -> None:
         self.issued: dict[str, _Entry | None] = {}
-        self._given: dict[bytes, _Entry | tuple[_Entry, ...]] = {}
+        self._given: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._entries = entries  # grows
         self._lookup = lookup
         self._alike: dict[bytes, list[_Entry]] = {}
@@ -487,14 +451,14 @@ class _EditedHistory:
 
     def note_answer(self, entry: _Entry, output: ChatMessage) -> None:
         """Add an answer."""
-        _add(self._given, message_digest(output), entry)
+        self._given[message_digest(output)].append(entry)
         for call in output.tool_calls:
             # The tree issues no id twice; a journal of an earlier version may have ids that tell nothing.
             self.issued[call.id] = entry if self.issued.setdefault(call.id, entry) is entry else None
 
-    def given(self, answer: ChatMessage) -> tuple[_Entry, ...]:
+    def given(self, answer: ChatMessage) -> Sequence[_Entry]:
         """Return the interactions that gave this answer, read on its own."""
-        return _entries(self._given, message_digest(answer))
+        return self._given.get(message_digest(answer), ())
 
     def asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
         """Return the interactions whose prompts differ from ``messages`` in the model's answers at most."""
@@ -522,15 +486,9 @@ def _questions_digest(digest: bytes, messages: Sequence[ChatMessage]) -> bytes:
 _ANSWER = ChatMessage(role="assistant")
 
 
-def _add(buckets: dict[bytes, _Entry | tuple[_Entry, ...]], digest: bytes, entry: _Entry) -> None:
-    others = _entries(buckets, digest)
-    buckets[digest] = (*others, entry) if others else entry
-
-
-def _entries(buckets: dict[bytes, _Entry | tuple[_Entry, ...]], digest: bytes) -> tuple[_Entry, ...]:
-    """Return the entries with this digest, in the order in which they were added."""
-    found = buckets.get(digest, ())
-    return (found,) if isinstance(found, _Entry) else found
+def _num_equal(left: Sequence[ChatMessage], right: Sequence[ChatMessage]) -> int:
+    """Return the number of equal messages at the start."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
 
 
 def _edit_or_truncation(position: int, num_messages: int) -> ForkReason:

@@ -16,13 +16,12 @@ from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
 from hashlib import blake2b
 from numbers import Real
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from attrs import evolve, field, fields, frozen
+from attrs import evolve, field, frozen
 
-from areal_actors.cache.history import DIGEST_SIZE, full_history, full_ids, go_on, prompt_ids
+from areal_actors.cache.history import DIGEST_SIZE, full_history, full_ids, prompt_ids
 from areal_actors.cache.links import Frame, Match, ParentIndex
 from areal_actors.domain import (
     ChatMessage,
@@ -48,10 +47,10 @@ from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotF
 
 __all__ = [
     "RAW_ROLE",
-    "Compactor",
     "ConversationTree",
     "PrefixIndex",
     "PromptPlan",
+    "compact",
     "fits_float32",
     "own",
     "parse_reward",
@@ -64,7 +63,6 @@ RAW_ROLE = "prompt"
 
 _MAX_HASHES = 8
 _CALL_ID_BYTES = 4
-_MAX_SLICES = 256
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
 """The largest float32."""
@@ -98,18 +96,6 @@ class PromptPlan:
         return self.match.new_messages
 
 
-@frozen(kw_only=True)
-class _Latest:
-    """The whole prompt of the interaction that began last, which the next one usually continues.
-
-    It avoids walking to the root, which would make the work of a long conversation quadratic.
-    """
-
-    id: InteractionId
-    token_ids: Ints
-    messages: tuple[ChatMessage, ...]
-
-
 class ConversationTree:
     """The interactions of one session, by id, in order of request."""
 
@@ -133,7 +119,6 @@ class ConversationTree:
         self._ids = PrefixIndex()
         self._call_ids: set[str] = set()
         """Of the calls in all answers."""
-        self._compact = Compactor()
         self._next_order = 0
         self._next_completed = 0
         self._num_pending = 0
@@ -141,7 +126,6 @@ class ConversationTree:
         self._num_completed = 0
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
-        self._latest: _Latest | None = None
         self._hashes: dict[InteractionId, TokenHash] = {}
         """Of the prompts and outputs of the answers that were completed last."""
         self._prompt_hashes: dict[InteractionId, TokenHash] = {}
@@ -167,7 +151,7 @@ class ConversationTree:
         tree._is_restored = True
         for turn in sorted(ended, key=lambda turn: turn.interaction.order):
             restored = turn.interaction
-            completion = None if restored.completion is None else tree._compact(restored.completion)
+            completion = None if restored.completion is None else compact(restored.completion)
             if restored.output is not None:
                 tree._call_ids.update(call.id for call in restored.output.tool_calls)
             tree._put(evolve(restored, prompt_suffix=own(restored.prompt_suffix), completion=completion))
@@ -247,24 +231,15 @@ class ConversationTree:
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
         """Return all stored messages of an interaction, its answer last."""
-        latest = self._latest
-        if latest is None or latest.id != interaction.id:
-            return full_history(interaction, self._known)
-        return latest.messages if interaction.output is None else (*latest.messages, interaction.output)
+        return full_history(interaction, self._known)
 
     def prompt_tokens(self, interaction: Interaction) -> Ints:
         """Return the exact ids of the prompt, int32 [T]."""
-        latest = self._latest
-        if latest is not None and latest.id == interaction.id:
-            return latest.token_ids
         return prompt_ids(interaction, self._known)
 
     def full_tokens(self, interaction: Interaction) -> Ints:
         """Return the exact ids of the prompt and the sampled output, int32 [T]."""
-        latest = self._latest
-        if latest is None or latest.id != interaction.id or interaction.completion is None:
-            return full_ids(interaction, self._known)
-        return as_ints(np.concatenate([latest.token_ids, interaction.completion.token_ids]))
+        return full_ids(interaction, self._known)
 
     def snapshot(self, *, is_ended: bool = False) -> SessionRecord:
         """Return the session's current state as a frozen record."""
@@ -330,12 +305,6 @@ class ConversationTree:
             tag=plan.request.tag if tag is None else tag,
             sampling=plan.request.sampling.distribution() if sampling is None else sampling,
         )
-        history = [] if plan.match.parent is None else list(self.history(plan.match.parent))
-        go_on(history, interaction.messages, interaction.num_instructions, interaction.num_kept)
-        # A root's prompt is its stored suffix, which is then held only once.
-        is_whole = len(interaction.prompt_suffix) == len(plan.token_ids)
-        ids = interaction.prompt_suffix if is_whole else own(plan.token_ids)
-        self._latest = _Latest(id=interaction_id, token_ids=ids, messages=tuple(history))
         self._index.begin(interaction_id, plan.match.history)
         self._prompt_hashes[interaction_id] = self.hash_prompt(plan) if prompt_hash is None else prompt_hash
         self._num_pending += 1
@@ -367,21 +336,21 @@ class ConversationTree:
         Raises as ``complete`` does.
         """
         order, self._next_completed = self._next_completed, self._next_completed + 1
-        pending, compact = self._pending(interaction_id), self._compact(completion)
+        pending, known = self._pending(interaction_id), compact(completion)
         if completion.routed_experts is not None:
             # The ancestors have those of their own tokens, except for the last one, which was not computed there.
             num_own = len(pending.prompt_suffix) + len(completion.token_ids) - (pending.token_parent is None)
-            compact = evolve(compact, routed_experts=own(completion.routed_experts[-num_own:]))
+            known = evolve(known, routed_experts=own(completion.routed_experts[-num_own:]))
         digest = self._prompt_hashes[interaction_id].copy()
-        digest.update(compact.token_ids.tobytes())
+        digest.update(known.token_ids.tobytes())
         self._hashes[pending.id] = digest
         # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
         if len(self._hashes) > _MAX_HASHES:
             del self._hashes[next(iter(self._hashes))]
-        return _changed(
+        return evolve(
             pending,
-            completion=compact,
-            digest=digest_turn(pending.id, digest.hexdigest(), compact),
+            completion=known,
+            digest=digest_turn(pending.id, digest.hexdigest(), known),
             output=output,
             status=InteractionStatus.COMPLETED,
             completed_order=order,
@@ -413,7 +382,7 @@ class ConversationTree:
 
         A reward for the last answer goes to an earlier one.
         """
-        withheld = self._put(_changed(self.get(interaction_id), is_stored=False))
+        withheld = self._put(evolve(self.get(interaction_id), is_stored=False))
         if self._last_stored == interaction_id:
             stored = [turn for turn in self if turn.completed_order is not None and turn.is_stored]
             last = max(stored, key=lambda turn: turn.completed_order or 0, default=None)
@@ -427,15 +396,15 @@ class ConversationTree:
 
         A cancelled interaction is never trained and never a parent. Raises as ``complete`` does.
         """
-        completion = None if partial is None else self._compact(partial)
+        completion = None if partial is None else compact(partial)
         pending = self._pending(interaction_id)
-        return self._end(_changed(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
+        return self._end(evolve(pending, completion=completion, output=output, status=InteractionStatus.CANCELLED))
 
     def fail(self, interaction_id: InteractionId, reason: str, partial: Completion | None = None) -> Interaction:
         """Record why there is no answer; ``partial`` is the sampled part. Raises as ``complete`` does."""
-        completion = None if partial is None else self._compact(partial)
+        completion = None if partial is None else compact(partial)
         pending = self._pending(interaction_id)
-        return self._end(_changed(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
+        return self._end(evolve(pending, completion=completion, failure=reason, status=InteractionStatus.FAILED))
 
     def _pending(self, interaction_id: InteractionId) -> Interaction:
         interaction = self.get(interaction_id)
@@ -496,23 +465,13 @@ class ConversationTree:
             scope = RewardScope.EPISODE
         else:
             scope = RewardScope.LAST
-        return _changed(interaction, reward=value, reward_scope=scope)
+        return evolve(interaction, reward=value, reward_scope=scope)
 
     def put_reward(self, rewarded: Interaction) -> Interaction:
         """Store the reward of ``rewarded`` on the current state of that interaction."""
         # The interaction may have completed while the journal wrote the reward, so ``rewarded`` may be out of date.
         now = self.get(rewarded.id)
-        return self._put(_changed(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
-
-
-_FIELDS = tuple(attribute.name for attribute in fields(Interaction))
-_values_of = attrgetter(*_FIELDS)
-
-
-def _changed(interaction: Interaction, **changes: Any) -> Interaction:
-    """Return a copy with these fields changed, as ``evolve`` does in twice as long."""
-    values = dict(zip(_FIELDS, _values_of(interaction), strict=True))
-    return Interaction(**(values | changes))
+        return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
 
 
 def _encoded(text: str) -> bytes:
@@ -553,51 +512,19 @@ def own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return copy
 
 
-class Compactor:
-    """Makes completions compact. Most completions of a session have one version, and share their versions array."""
-
-    def __init__(self) -> None:
-        self._versions = _ConstantArrays()
-
-    def __call__(self, completion: Completion) -> Completion:
-        """Return the same completion in compact arrays."""
-        sampled, raw, versions = completion.logprobs, completion.raw_logprobs, completion.versions
-        logprobs = own(sampled)
-        # Bytes are compared four times faster than by ``np.array_equal`` and ``all``.
-        same = self._versions.repeat(int(versions[0]), len(versions)) if len(versions) else versions
-        # The two are the same without truncation and penalties, and are then stored once.
-        is_same = raw is sampled or sampled.tobytes() == raw.tobytes()
-        # ``evolve`` takes twice as long, on every turn.
-        return Completion(
-            token_ids=own(completion.token_ids),
-            logprobs=logprobs,
-            raw_logprobs=logprobs if is_same else own(raw),
-            versions=same if same.tobytes() == versions.tobytes() else own(versions),
-            finish=completion.finish,
-            top_logprobs=completion.top_logprobs,
-            routed_experts=completion.routed_experts,
-        )
-
-
-class _ConstantArrays:
-    """Read-only arrays of a repeated value."""
-
-    def __init__(self) -> None:
-        self._longest: dict[int, Ints] = {}
-        self._slices: dict[tuple[int, int], Ints] = {}
-
-    def repeat(self, value: int, length: int) -> Ints:
-        """Return ``value``, ``length`` times, as a contiguous slice of a shared array."""
-        array = self._slices.get((value, length))
-        if array is None:
-            longest = self._longest.get(value)
-            if longest is None or len(longest) < length:
-                longest = self._longest[value] = own(np.full(max(length, 64), value, np.int32))
-            # A slice takes 112 bytes. Answers of equal length share one.
-            if len(self._slices) >= _MAX_SLICES:
-                self._slices.clear()
-            array = self._slices[value, length] = longest[:length]
-        return array
+def compact(completion: Completion) -> Completion:
+    """Return the same completion in arrays of its own."""
+    sampled, raw = completion.logprobs, completion.raw_logprobs
+    logprobs = own(sampled)
+    # The two are the same without truncation and penalties, and are then stored once.
+    is_same = raw is sampled or sampled.tobytes() == raw.tobytes()
+    return evolve(
+        completion,
+        token_ids=own(completion.token_ids),
+        logprobs=logprobs,
+        raw_logprobs=logprobs if is_same else own(raw),
+        versions=own(completion.versions),
+    )
 
 
 def parse_reward(value: Any) -> float:

@@ -5,13 +5,12 @@ Each imports what it needs when it runs, so that ``--help`` takes milliseconds i
 
 from __future__ import annotations
 
-import functools
 import json
 import os
 import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from difflib import get_close_matches
 from importlib import metadata
 from pathlib import Path
@@ -32,28 +31,25 @@ from areal_actors.cli.explaining import (
     run_dir_option,
     verbose_option,
 )
-from areal_actors.cli.tasks import tasks
 from areal_actors.errors import ConfigError, RunDirectoryError
-from areal_actors.lib.gc_tuning import relax_gc
+from areal_actors.lib.plugins import PluginGroup, install_advice, load_plugin, plugin_names
+from areal_actors.lib.process_limits import relax_gc
 
 if TYPE_CHECKING:
     from areal_actors.config import RunConfig
     from areal_actors.dashboard import RunDirectory
     from areal_actors.messages import Endpoint
     from areal_actors.schedulers.slurm import JobRecord
-    from areal_actors.service.key_access import KeyClient
 
 __all__ = [
     "cli",
     "doctor",
-    "entry",
     "evaluate",
     "export",
-    "host",
     "init",
-    "keys",
     "main",
     "models",
+    "read_admin_key",
     "report",
     "runs",
     "serve",
@@ -199,7 +195,7 @@ def doctor(*, config: Path, overrides: tuple[str, ...], submit: bool, is_json: b
         sys.exit(EXIT_FAILED)
 
 
-def _read_admin_key(environment: Mapping[str, str]) -> str | None:
+def read_admin_key(environment: Mapping[str, str]) -> str | None:
     """Return the admin key in ``AREAL_ADMIN_KEY``, or in the file that ``AREAL_ADMIN_KEY_FILE`` names.
 
     A key on a command line can be read by every user of the machine, so supervisors pass it here. Raises
@@ -266,7 +262,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "train")
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run import train as run_training
 
     raise_open_files_limit()
@@ -300,9 +296,9 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     """  # noqa: D301 - a real backspace tells click to keep the lines
     from areal_actors.config import load_config
 
-    loaded, admin_key = load_config(config, overrides), _read_admin_key(os.environ)
+    loaded, admin_key = load_config(config, overrides), read_admin_key(os.environ)
     _say_loading(loaded, "serve")
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
 
@@ -314,66 +310,6 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     is_resumed = _is_resumed(resume, loaded, run_dir, is_service=True)
     summary = run_service(loaded, resume=is_resumed, run_dir=run_dir, announce=announce, admin_key=admin_key)
     click.echo(json.dumps(summary.to_json()))
-
-
-@click.command()
-@config_argument
-@overrides_argument
-@verbose_option
-@explains_errors
-def host(*, config: Path, overrides: tuple[str, ...]) -> None:
-    """Serve many users at one URL, each trial in a separate process that is started on first use.
-
-    The key of a user (areal-actors keys create USER --experiment NAME --trial NAME) decides which trial is trained, as
-    CONFIG says, in <fileroot>/<experiment>/<trial>. The section host of CONFIG has the settings of the host.
-
-    \b
-    Examples:
-      areal-actors host my.yaml
-      areal-actors host my.yaml host.port=8080 host.max_services=8
-
-    Ctrl-C stops all services, each with a checkpoint; a second one exits at once. After a restart, the host resumes
-    each service on its first request.
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.config import load_config
-
-    loaded, admin_key = load_config(config, overrides), _read_admin_key(os.environ)
-    if admin_key is not None and loaded.host.admin_key is None:
-        from attrs import evolve
-
-        # The key is written to no configuration of a trial.
-        loaded = evolve(loaded, host=evolve(loaded.host, admin_key=admin_key))
-    if loaded.logging.display != "none":
-        click.echo(f"{loaded.experiment_name}: starting the host; services load {loaded.model} on first use", err=True)
-    from areal_actors.lib.open_files import raise_open_files_limit
-    from areal_actors.run.host import run_host
-
-    raise_open_files_limit()
-    run_host(loaded, announce=click.echo)
-
-
-@click.command()
-@click.argument("proxies", nargs=-1, required=True, metavar="NAME=URL...")
-@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, help="Port to listen on; 0 takes any free one.")
-@verbose_option
-@explains_errors
-def entry(*, proxies: tuple[str, ...], host: str, port: int) -> None:
-    """Serve several services at one URL; each session stays at the service where it was started.
-
-    NAME is the service's own name, its setting sessions.service_name. Ctrl-C stops after pending requests are answered.
-
-    \b
-    Example:
-      areal-actors serve a.yaml sessions.service_name=a proxy.port=8001
-      areal-actors serve b.yaml sessions.service_name=b proxy.port=8002
-      areal-actors entry a=http://127.0.0.1:8001 b=http://127.0.0.1:8002
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.lib.open_files import raise_open_files_limit
-    from areal_actors.service.entry.server import parse_backends, run_entry
-
-    raise_open_files_limit()
-    run_entry(parse_backends(proxies), host=host, port=port, announce=click.echo)
 
 
 @click.command("eval")
@@ -421,7 +357,7 @@ def evaluate(
 
     loaded = load_config(config, overrides)
     _say_loading(loaded, "evaluate", model=model)
-    from areal_actors.lib.open_files import raise_open_files_limit
+    from areal_actors.lib.process_limits import raise_open_files_limit
     from areal_actors.run.evaluation import evaluate as run_evaluation
     from areal_actors.run.evaluation import format_evaluation
 
@@ -641,99 +577,6 @@ def models(*, fileroot: Path) -> None:
     click.echo(format_models(Catalogue(root=fileroot).list()))
 
 
-_STORE = Path("runs/keys.sqlite")
-_KEY_OPTIONS = (
-    click.option(
-        "--store",
-        type=click.Path(path_type=Path, dir_okay=False),
-        default=_STORE,
-        show_default=True,
-        help="The file of keys: users.path of the configuration, or keys.sqlite in fileroot.",
-    ),
-    click.option("--url", help="A running service to ask instead; its admin key is needed then."),
-    click.option("--admin-key", envvar="AREAL_ADMIN_KEY", help="Better given as AREAL_ADMIN_KEY in the environment."),
-)
-
-
-def _with_key_client(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command the options that select where keys are kept; it takes them as ``client``."""
-
-    @functools.wraps(command)
-    def opened(*, store: Path, url: str | None, admin_key: str | None, **options: Any) -> None:
-        from areal_actors.service.key_access import open_keys
-
-        command(client=open_keys(store=store, url=url, admin_key=admin_key), **options)
-
-    for option in reversed(_KEY_OPTIONS):
-        opened = option(opened)
-    return opened
-
-
-@click.group()
-def keys() -> None:
-    """Give keys with quotas to users, and revoke them.
-
-    The file of keys may be used while a service on this machine uses it: a new key works at once, and a revoked one
-    stops within a second. With --url a running service is used, from any machine that can reach it.
-    """
-
-
-@keys.command("create")
-@click.argument("user")
-@click.option("--experiment", help="What the user's sessions belong to.")
-@click.option("--trial", help="What the user's sessions belong to.")
-@click.option("--max-sessions", type=click.IntRange(min=0), help="Sessions that are live at once.")
-@click.option("--requests-per-minute", type=click.IntRange(min=0), help="Requests for completions in any 60 seconds.")
-@click.option("--tokens-per-day", type=click.IntRange(min=0), help="Sampled tokens from midnight to midnight, UTC.")
-@click.option("--expires", metavar="TIME", help="When the key ends, as ISO 8601: 2027-01-31 or 2027-01-31T12:00+01:00.")
-@verbose_option
-@explains_errors
-@_with_key_client
-def create_user_key(
-    *,
-    client: KeyClient,
-    requests_per_minute: int | None,
-    tokens_per_day: int | None,
-    expires: str | None,
-    **fields: Any,
-) -> None:
-    """Issue a key to USER, who may be new. It is printed only now, and cannot be read again.
-
-    Quotas apply to the user, for all keys together: those given here replace the previous ones.
-
-    \b
-    Examples:
-      areal-actors keys create ada --max-sessions 20 --tokens-per-day 1000000
-      OPENAI_API_KEY=$(areal-actors keys create ada --url http://trainer:8080)
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    limits = {"max_requests_per_minute": requests_per_minute, "max_tokens_per_day": tokens_per_day}
-    created = client.create({**fields, **limits, "expires_at": expires})
-    click.echo(f"{created['id']} of {created['user']}; this is the only time that it is shown:", err=True)
-    click.echo(created["key"])
-
-
-@keys.command("list")
-@verbose_option
-@explains_errors
-@_with_key_client
-def list_keys(*, client: KeyClient) -> None:
-    """List every key: its user, the user's quotas and usage of today, and whether it is valid."""
-    from areal_actors.service.key_access import format_keys
-
-    click.echo(format_keys(client.list()))
-
-
-@keys.command("revoke")
-@click.argument("key_id")
-@verbose_option
-@explains_errors
-@_with_key_client
-def revoke_key(*, client: KeyClient, key_id: str) -> None:
-    """Revoke the key KEY_ID (key_…, as listed), and close the sessions that it has started."""
-    revoked = client.revoke(key_id)
-    click.echo(f"{revoked['id']} of {revoked['user']} is revoked.")
-
-
 _runs = click.argument(
     "directory", type=click.Path(path_type=Path, file_okay=False, exists=True), default=Path("runs"), required=False
 )
@@ -747,25 +590,6 @@ def slurm() -> None:
     DIRECTORY is that of a run, or one with runs below it, such as the setting fileroot. A run ends its jobs itself;
     these commands are for jobs of a run that was killed, or whose cluster did not answer.
     """
-
-
-@slurm.command("status")
-@_runs
-@_as_json
-@verbose_option
-@explains_errors
-def show_jobs(*, directory: Path, is_json: bool) -> None:
-    """List the jobs of DIRECTORY, and their states.
-
-    \b
-    Examples:
-      areal-actors slurm status runs/sums/trial
-      areal-actors slurm status --json
-    """  # noqa: D301 - a real backspace tells click to keep the lines
-    from areal_actors.run.slurm import format_jobs, format_json, list_known_jobs
-
-    jobs = list_known_jobs(directory)
-    click.echo(format_json(jobs) if is_json else format_jobs(jobs))
 
 
 @slurm.command("cancel")
@@ -804,7 +628,22 @@ def _print_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:
 
 
 class _Commands(click.Group):
-    """The commands. Ctrl-C while words are parsed ends as it does in a command, and not with click's exit code 1."""
+    """The commands, and those of plug-ins.
+
+    Ctrl-C while words are parsed ends as it does in a command, and not with click's exit code 1.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return sorted({*super().list_commands(ctx), *plugin_names(PluginGroup.COMMANDS)})
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        found = super().get_command(ctx, cmd_name)
+        if found is None and cmd_name in plugin_names(PluginGroup.COMMANDS):
+            added: click.Command = load_plugin(PluginGroup.COMMANDS, cmd_name)
+            return added
+        if found is None and (advice := install_advice(PluginGroup.COMMANDS, cmd_name)) is not None:
+            raise click.UsageError(f"{cmd_name} {advice}", ctx)
+        return found
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -823,8 +662,6 @@ class _Commands(click.Group):
         train,
         serve,
         evaluate,
-        host,
-        entry,
         runs,
         verify,
         view,
@@ -833,8 +670,6 @@ class _Commands(click.Group):
         models,
         settings,
         doctor,
-        keys,
-        tasks,
         slurm,
     ),
 )
@@ -855,7 +690,6 @@ def cli() -> None:
       areal-actors eval examples/tool_agent.yaml --model runs/<experiment>/<trial> --k 4
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
-      areal-actors host examples/serve.yaml     the same for many users, each with a separate model
     While a run goes on:
     With SGLang or vLLM:
     And to write a configuration of your own:

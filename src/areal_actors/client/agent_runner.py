@@ -14,7 +14,7 @@ from functools import cached_property, partial
 from inspect import isawaitable
 from random import Random
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 import anyio
 import httpx
@@ -36,10 +36,6 @@ __all__ = [
     "BatchProgress",
     "BatchResult",
     "ItemResult",
-    "PlainBatchProgress",
-    "RichBatchProgress",
-    "SilentBatchProgress",
-    "create_batch_progress",
     "parse_outcome",
 ]
 
@@ -121,7 +117,7 @@ class AgentRunner:
             Unauthorized: the key cannot start sessions. Raised after the items in progress have finished.
             DatasetError: iterating over the dataset failed. Raised after the items in progress have finished.
         """
-        progress = create_batch_progress(is_quiet=self._is_quiet, stream=self._stream)
+        progress = BatchProgress(is_quiet=self._is_quiet, stream=self._stream)
         progress.open(len(dataset) if isinstance(dataset, Sized) else None)
         try:
             async with lent_client(self._http_client) as http, aclosing(_iterate(dataset)) as items:
@@ -335,110 +331,61 @@ def parse_outcome(value: Any, *, name: str) -> Outcome:
 _LINE_SECONDS = 10.0
 
 
-class BatchProgress(Protocol):
-    """Receives the progress of one batch."""
+class BatchProgress:
+    """Shows the progress of one batch on ``stream``, which is standard error by default.
 
-    def open(self, total: int | None) -> None:
-        """Start the output; ``total`` is the number of items, if it is known."""
-
-    def note_result(self, result: ItemResult) -> None:
-        """Record that an item is done, successfully or not."""
-
-    def close(self, result: BatchResult | None) -> None:
-        """Finish the output; ``result`` is ``None`` if the batch was interrupted."""
-
-
-def create_batch_progress(
-    *, is_quiet: bool, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-) -> BatchProgress:
-    """Return a bar if ``stream`` is a terminal, else line output, or a progress without output if ``is_quiet``.
-
-    ``stream`` is standard error by default.
+    At a terminal, a bar is redrawn in place and failures scroll above it. Elsewhere, there is a line for every item
+    that failed, one every ten seconds for the others, and a summary. Quiet progress writes nothing.
     """
-    if is_quiet:
-        return SilentBatchProgress()
-    target = sys.stderr if stream is None else stream
-    return RichBatchProgress(target) if target.isatty() else PlainBatchProgress(target, clock=clock)
 
-
-class SilentBatchProgress:
-    """A progress without output."""
-
-    def open(self, total: int | None) -> None:
-        """Do nothing."""
-
-    def note_result(self, result: ItemResult) -> None:
-        """Do nothing."""
-
-    def close(self, result: BatchResult | None) -> None:
-        """Do nothing."""
-
-
-class PlainBatchProgress:
-    """A line for every item that failed, one every ten seconds for the others, and the summary."""
-
-    def __init__(self, stream: TextIO, *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream = stream
+    def __init__(
+        self, *, is_quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._is_quiet = is_quiet
         self._clock = clock
+        self._bar: Progress | None = None
         self._total: int | None = None
         self._num_done = 0
         self._spoke_at = 0.0
 
     def open(self, total: int | None) -> None:
-        """Start counting."""
-        self._total = total
-        self._spoke_at = self._clock()
-
-    def note_result(self, result: ItemResult) -> None:
-        """Count the item, and print a line if it failed or if the last line is ten seconds old."""
-        self._num_done += 1
-        if result.error is not None:
-            self._print(f"item {result.index} failed after {result.num_attempts} attempts: {describe(result.error)}")
-        elif self._clock() - self._spoke_at >= _LINE_SECONDS:
-            self._spoke_at = self._clock()
-            self._print(f"{self._num_done}{'' if self._total is None else f'/{self._total}'} items")
-
-    def close(self, result: BatchResult | None) -> None:
-        """Print the summary."""
-        self._print(f"{self._num_done} items done, then it stopped" if result is None else str(result))
-
-    def _print(self, line: str) -> None:
-        # Errors may hold characters that the stream cannot encode; printing them must not fail the batch.
-        encoding = self._stream.encoding or "utf-8"
-        self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        self._stream.flush()
-
-
-class RichBatchProgress:
-    """A progress bar that is redrawn in place; failures scroll above it."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-        self._progress: Progress | None = None
-
-    def open(self, total: int | None) -> None:
-        """Start drawing."""
+        """Start the output; ``total`` is the number of items, if it is known."""
+        self._total, self._spoke_at = total, self._clock()
+        if self._is_quiet or not self._stream.isatty():
+            return
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
         columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._progress = Progress(*columns, console=Console(file=self._stream))
-        self._progress.add_task("items", total=total)
-        self._progress.start()
+        self._bar = Progress(*columns, console=Console(file=self._stream))
+        self._bar.add_task("items", total=total)
+        self._bar.start()
 
     def note_result(self, result: ItemResult) -> None:
-        """Advance the bar."""
-        assert self._progress is not None
+        """Record that an item is done, successfully or not."""
+        self._num_done += 1
         if result.error is not None:
             self._print(f"item {result.index} failed after {result.num_attempts} attempts: {describe(result.error)}")
-        self._progress.advance(self._progress.task_ids[0])
+        if self._bar is not None:
+            self._bar.advance(self._bar.task_ids[0])
+        elif result.error is None and self._clock() - self._spoke_at >= _LINE_SECONDS:
+            self._spoke_at = self._clock()
+            self._print(f"{self._num_done}{'' if self._total is None else f'/{self._total}'} items")
 
     def close(self, result: BatchResult | None) -> None:
-        """Draw the last frame, leave it visible, and print the summary."""
-        assert self._progress is not None
-        self._progress.stop()
-        self._print("It stopped before its end." if result is None else str(result))
+        """Finish the output; ``result`` is ``None`` if the batch was interrupted."""
+        if self._bar is not None:
+            self._bar.stop()
+        self._print(f"{self._num_done} items done, then it stopped" if result is None else str(result))
 
     def _print(self, line: str) -> None:
-        assert self._progress is not None
-        self._progress.console.print(line, markup=False, highlight=False)
+        if self._is_quiet:
+            return
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False)
+            return
+        # Errors may hold characters that the stream cannot encode; printing them must not fail the batch.
+        encoding = self._stream.encoding or "utf-8"
+        self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
+        self._stream.flush()

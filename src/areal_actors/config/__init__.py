@@ -10,7 +10,6 @@ from areal_actors.config.reference import format_reference
 from areal_actors.config.schema import (
     AgentConfig,
     AgentMode,
-    HostConfig,
     LoggingConfig,
     ModelName,
     RolloutConfig,
@@ -26,7 +25,6 @@ from areal_actors.config.schema import (
 __all__ = [
     "AgentConfig",
     "AgentMode",
-    "HostConfig",
     "LoggingConfig",
     "ModelName",
     "RolloutConfig",

@@ -59,7 +59,7 @@ def num_common(cls: type) -> int:
 
 def _lines(cls: type, *, indent: str, is_short: bool) -> Iterator[str]:
     explanations = _explanations(cls)
-    for name, setting in settings_of(cls).items():
+    for name, setting in settings_of(cls, with_plugins=False).items():
         if is_short and not is_common(setting) and not any(map(num_common, sections_of(setting.type))):
             continue
         # A kind that also takes text is described by its own words, which explain the section's settings, too.
@@ -102,13 +102,14 @@ def _explanations(cls: type) -> dict[str, str]:
 
     Python drops them, so they are read from the source.
     """
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
     found: dict[str, str] = {}
-    for statement, following in pairwise(body.body):
-        match statement, following:
-            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                found[name] = _words(text)
+    for base in filter(attrs.has, cls.__mro__):
+        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for statement, following in pairwise(body.body):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found.setdefault(name, _words(text))
     return found
 
 

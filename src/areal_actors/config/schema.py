@@ -1,8 +1,8 @@
 """The settings of a run: one class that composes the settings of all components.
 
-Each section is a frozen class defined with the component that it configures. ``RolloutConfig`` is defined here because
-its settings are used by several: the runner, the exporter and the granter each get their part by a property. Words such
-as ``mode: inline`` are resolved to members of enumerations; nothing below compares strings.
+Each section is a frozen class defined with the component that it configures. ``RolloutConfig`` and ``AgentConfig`` are
+those of the runner and of the exporter with the settings of others beside them. Words such as ``mode: inline`` are
+resolved to members of enumerations; nothing below compares strings.
 """
 
 from __future__ import annotations
@@ -16,11 +16,8 @@ from pathlib import Path
 from typing import Any, NewType
 
 from attrs import Attribute, evolve, field, fields, frozen
-from attrs.validators import and_, ge, gt, in_, le, lt, optional
+from attrs.validators import and_, ge, gt, le, lt, optional
 
-from areal_actors.cache import STYLES
-from areal_actors.cache.rewards import RULES, Unrewarded
-from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.config.documents import Document
 from areal_actors.config.loading import Schema
 from areal_actors.config.structure import resolve_path
@@ -30,7 +27,6 @@ from areal_actors.datasets import (
     DatasetConfig,
     DifficultyConfig,
     HubDataset,
-    PluginReference,
     ProblemsReference,
 )
 from areal_actors.domain import EpisodeLimits, Role
@@ -39,7 +35,8 @@ from areal_actors.generation.servers.config import AdapterSlots, Backend, Served
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.loops import EventLoop
-from areal_actors.lib.references import FunctionReference, builtin_or_reference
+from areal_actors.lib.plugins import PluginGroup, plugin_settings
+from areal_actors.lib.references import FunctionReference
 from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
@@ -49,8 +46,6 @@ from areal_actors.rollouts.runner import ResumeEpisodes, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 from areal_actors.sandbox import SandboxConfig
 from areal_actors.schedulers.config import SchedulerConfig, SchedulerType
-from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.service.launcher import LauncherConfig
 from areal_actors.sessions.intake import IntakeConfig
 from areal_actors.sessions.manager import SessionsConfig
 from areal_actors.training.config import (
@@ -64,16 +59,13 @@ from areal_actors.training.config import (
     TrainingPlan,
 )
 from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
-from areal_actors.workflows import GenerationConfig
+from areal_actors.workflows import GenerationConfig, PluginWorkflow
 from areal_actors.workflows.commands import CommandConfig, CommandWord
-from areal_actors.workflows.rollout import MemberOutcome
-from areal_actors.workflows.verifiers import VerifiersWorkflow
 
 __all__ = [
     "AgentConfig",
     "AgentMode",
     "DistillationConfig",
-    "HostConfig",
     "LoggingConfig",
     "ModelName",
     "RolloutConfig",
@@ -88,46 +80,6 @@ __all__ = [
     "save_config",
     "settings_class",
 ]
-
-
-@frozen(kw_only=True)
-class HostConfig:
-    """The address of a host (areal-actors host), and how many services it runs for the trials of its users."""
-
-    host: str = "127.0.0.1"
-    """Address to listen on."""
-    port: int = field(default=8080, validator=[ge(0), le(65535)])
-    """0 takes any free port."""
-    public_host: str | None = None
-    """Name under which agents reach this machine, if it differs from host."""
-    admin_key: str | None = field(default=None, repr=False)
-    """Authorises the routes that manage users and services.
-
-    Without it, a random one is created and kept in host.key.
-    """
-    max_services: int = field(default=4, validator=ge(1))
-    """Services that run at the same time, each with its own model."""
-    idle_seconds: float = field(default=1800.0, validator=gt(0))
-    """A service without requests for this long is stopped, with a checkpoint; the next request starts it again. .inf is
-    never."""
-    make_room_seconds: float = field(default=60.0, validator=ge(0))
-    """A service without requests for this long is stopped if another trial needs its place."""
-    start_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long a request waits for its service to start before it is told to retry."""
-    max_start_seconds: float = field(default=600.0, validator=gt(0))
-    """A service that does not listen after this long is stopped and started again."""
-    stop_timeout_seconds: float = field(default=120.0, validator=gt(0))
-    """How long a service may take to finish its step and to write its checkpoint, before it is killed."""
-
-    @property
-    def launcher(self) -> LauncherConfig:
-        """The launcher's part of these settings."""
-        return LauncherConfig(
-            max_services=self.max_services,
-            idle_seconds=self.idle_seconds,
-            make_room_seconds=self.make_room_seconds,
-            start_timeout_seconds=self.start_timeout_seconds,
-        )
 
 
 ModelName = NewType("ModelName", str)
@@ -164,14 +116,14 @@ _finite_not_negative: Any = and_(ge(0.0), lt(math.inf))
 
 
 @frozen(kw_only=True)
-class AgentConfig:
+class AgentConfig(ExportConfig):
     """How agents are run, and how their rewards become training rows (also called rollout.agent)."""
 
     mode: AgentMode = field(default=AgentMode.INLINE, metadata=COMMON)
     """inline runs agents in the event loop of the run; in a subprocess, agents may block."""
     subproc_max_workers: int = field(default=4, validator=ge(1))
     """Agent processes that run at the same time, in mode subprocess and for commands."""
-    subproc_start_timeout_seconds: float = field(default=60.0, validator=gt(0))
+    subproc_start_timeout_seconds: float = constant(60.0)
     """How long an agent process may take to import the agent's module and create the agent."""
     agents_may_reward: bool = False
     """Whether an agent may reward and end its own session over HTTP.
@@ -180,44 +132,20 @@ class AgentConfig:
     reward.
     """
     sandbox: SandboxConfig = field(factory=SandboxConfig)
-    turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
-    """The share of an answer's return that is passed on to the previous turn."""
-    reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
-    """How the returns of several continuations are combined: mean, sum, max, creation-order, or your own function."""
-    unrewarded: Unrewarded = Unrewarded.INHERIT
-    """How conversations without any rewarded answer are treated: they inherit the outcome that the agent returned, are
-    not trained (skip), or return 0."""
-    export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
-
-
-def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
-    if not roles:
-        raise ValueError("names no role, so nothing would be trained; leave it out to train all")
-    wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]
-    if wrong:
-        raise ValueError(f"has the role {wrong[0]!r}; {_NAME_RULE}")
 
 
 @frozen(kw_only=True)
-class RolloutConfig:
+class RolloutConfig(RolloutsConfig):
     """The agent, how many episodes it runs, and how far rollouts may run ahead of training."""
 
     backend: Backend = field(default=Backend.TORCH, metadata=COMMON)
     """The engine: torch is the embedded engine, with the settings of engine; sglang and vllm are servers."""
-    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = field(default=None, metadata=COMMON)
+    workflow: WorkflowReference | CommandConfig | PluginWorkflow | None = field(default=None, metadata=COMMON)
     """The agent or rollout workflow: file.py:Class or package.module.Class; or {command: [program, argument]}, with
-    a grader and files; or {verifiers: {taskset: id, harness: id}}, an environment of the library verifiers. With serve,
-    it is run on the problems of eval_dataset only."""
+    a grader and files; or an agent of a plug-in, such as {verifiers: {taskset: id}} of areal-actors-environments. With
+    serve, it is run on the problems of eval_dataset only."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
-    group_size: int = field(default=8, validator=ge(1), metadata=COMMON)
-    """Episodes per problem."""
-    train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
-    """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
-    URL or x-areal-agent names another. null trains all roles."""
-    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
-    """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
-    episode had completed."""
     max_concurrent_rollouts: int = field(default=16, validator=ge(1), metadata=COMMON)
     """Groups that run at the same time."""
     max_head_offpolicyness: int = field(default=1, validator=ge(0), metadata=COMMON)
@@ -227,11 +155,6 @@ class RolloutConfig:
     them at any age; requeue and drop discard them, so that fewer long episodes are trained than are sampled. With
     serve, wait and requeue mean train."""
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
-    episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
-    max_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
-    at a URL, which eval asks, has no such limit."""
-    limits: EpisodeLimits = field(factory=EpisodeLimits)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
     resume: ResumeEpisodes = ResumeEpisodes.REPLAY
@@ -242,28 +165,13 @@ class RolloutConfig:
     openai: AgentConfig = field(factory=AgentConfig)
 
     @property
-    def runner(self) -> RolloutsConfig:
-        """The rollout runner's part of these settings."""
-        return RolloutsConfig(
-            group_size=self.group_size,
-            member_outcome=self.member_outcome,
-            episode_timeout_seconds=self.episode_timeout_seconds,
-            max_tokens=self.max_tokens,
-            limits=self.limits,
-            agents_may_reward=self.openai.agents_may_reward,
-            train_roles=self.train_roles,
-        )
-
-    @property
     def export(self) -> ExportConfig:
-        """The exporter's part of these settings."""
-        return ExportConfig(
-            style=self.openai.export_style,
-            discount=self.openai.turn_discount,
-            rule=self.openai.reward_rule,
-            unrewarded=self.openai.unrewarded,
-            train_roles=self.train_roles,
-        )
+        """The settings of the exporter."""
+        return evolve(self.openai, train_roles=self.train_roles)
+
+
+def _problems_of(workflow: WorkflowReference | CommandConfig | PluginWorkflow | None) -> DatasetConfig | None:
+    return workflow.plugin.problems if isinstance(workflow, PluginWorkflow) else None
 
 
 @frozen(kw_only=True)
@@ -271,10 +179,10 @@ class SourceConfig:
     """One of several sources of problems, with its agent and limits."""
 
     dataset: DatasetConfig | None = None
-    """Its problems; by default the taskset of an environment of verifiers."""
+    """Its problems; by default those of an agent of a plug-in that has some, such as a taskset of verifiers."""
     weight: float = field(default=1.0, validator=and_(gt(0.0), lt(math.inf)))
     """Its share of the groups, in relation to the weights of the others."""
-    workflow: WorkflowReference | CommandConfig | VerifiersWorkflow | None = None
+    workflow: WorkflowReference | CommandConfig | PluginWorkflow | None = None
     """Its agent; by default rollout.workflow."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
@@ -293,10 +201,8 @@ class SourceConfig:
 
     @property
     def problems(self) -> DatasetConfig | None:
-        """The source of its problems: ``dataset``, or the taskset of its agent."""
-        if self.dataset is None and isinstance(self.workflow, VerifiersWorkflow):
-            return DatasetConfig(verifiers=self.workflow.verifiers.taskset)
-        return self.dataset
+        """The source of its problems: ``dataset``, or that of its agent."""
+        return self.dataset or _problems_of(self.workflow)
 
     def configure(self, rollout: RolloutConfig) -> RolloutConfig:
         """Return the settings of its episodes: its own, and for all others those of ``rollout``."""
@@ -572,7 +478,7 @@ class RunConfig(ServerSections):
     sft: SftConfig | None = None
     distillation: DistillationConfig | None = None
     dataset: DatasetConfig | None = None
-    """The problems that train works on; by default the taskset of an environment of verifiers. serve trains on the
+    """The problems that train works on; by default those of an agent of a plug-in that has some. serve trains on the
     problems of external agents."""
     eval_dataset: DatasetConfig | None = None
     """The held-out problems, which are never trained on."""
@@ -584,12 +490,10 @@ class RunConfig(ServerSections):
     rollout: RolloutConfig = field(factory=RolloutConfig)
     journal: JournalConfig = field(factory=JournalConfig)
     serve: ServeConfig = field(factory=ServeConfig)
-    host: HostConfig = field(factory=HostConfig)
     gconfig: GenerationConfig = field(factory=GenerationConfig)
     engine: TorchEngineConfig = field(factory=TorchEngineConfig)
     renderer: RendererConfig = field(factory=RendererConfig)
     proxy: ProxyConfig = field(factory=ProxyConfig)
-    users: UsersConfig = field(factory=UsersConfig)
     trainer: TrainerConfig = field(factory=TrainerConfig, validator=_check_publish)
     evaluation: EvaluationConfig = field(factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(factory=CheckpointConfig)
@@ -598,6 +502,8 @@ class RunConfig(ServerSections):
     models: ModelsConfig = field(factory=ModelsConfig)
     logging: LoggingConfig = field(factory=LoggingConfig)
     scheduler: SchedulerConfig = field(factory=SchedulerConfig, validator=_check_scheduler)
+    plugins: Mapping[str, Any] = plugin_settings(PluginGroup.SECTIONS)
+    """Sections of plug-ins, by name."""
     event_loop: EventLoop = EventLoop.ASYNCIO
     """The event loop of the run's processes, except those of agents. uvloop (pip install "areal_actors[uvloop]") serves
     streams with less CPU time."""
@@ -609,13 +515,11 @@ class RunConfig(ServerSections):
 
     @property
     def training_sets(self) -> Mapping[str, DatasetConfig]:
-        """The problems that train works on, by source; those of ``dataset`` or the agent's taskset have no name."""
+        """The problems that train works on, by source; those of ``dataset`` or the agent have no name."""
         if self.sources:
             named = self.sources.items()
             return {name: found for name, source in named if (found := source.problems) is not None}
-        agent, found = self.rollout.workflow, self.dataset
-        if found is None and isinstance(agent, VerifiersWorkflow):
-            found = DatasetConfig(verifiers=agent.verifiers.taskset)
+        found = self.dataset or _problems_of(self.rollout.workflow)
         return {} if found is None else {"": found}
 
     @property
@@ -635,9 +539,13 @@ class RunConfig(ServerSections):
 
     @property
     def runners(self) -> Mapping[str, RolloutsConfig]:
-        """The rollout runner's part of the settings in ``agents``, and of those without an agent."""
+        """The settings of the rollout runner for each entry of ``agents``, and for episodes without an agent."""
         return {
-            name: evolve(rollout.runner, max_concurrent_evaluations=self.evaluation.max_concurrent)
+            name: evolve(
+                rollout,
+                agents_may_reward=rollout.openai.agents_may_reward,
+                max_concurrent_evaluations=self.evaluation.max_concurrent,
+            )
             for name, rollout in {"": self.rollout, **self.agents}.items()
         }
 
@@ -645,11 +553,6 @@ class RunConfig(ServerSections):
     def held_out_sets(self) -> Mapping[str, DatasetConfig]:
         """The sets of held-out problems by name; the only set has the empty name unless it was given one."""
         return self.eval_datasets if self.eval_dataset is None else {"": self.eval_dataset}
-
-    @property
-    def user_accounts(self) -> UsersConfig:
-        """The settings of users; by default they are stored in one file for all runs below ``fileroot``."""
-        return evolve(self.users, path=self.users.path or self.fileroot / "keys.sqlite")
 
     @property
     def plan(self) -> TrainingPlan:
@@ -813,7 +716,6 @@ _SCHEMA = Schema(
         WorkflowReference: _resolve_reference,
         CommandWord: _resolve_word,
         ProblemsReference: _resolve_reference,
-        PluginReference: _resolve_reference,
         FunctionReference: _resolve_reference,
         DataPath: lambda text, directory: str(resolve_path(text, directory)),
         HubDataset: lambda text, directory: str(_resolve_model(text, directory)),

@@ -25,6 +25,7 @@ from attrs import frozen
 
 from areal_actors.config.documents import ConfigPath, plain
 from areal_actors.errors import ArealError, ConfigError
+from areal_actors.lib.plugins import PluginGroup, group_of, install_advice, load_plugin, plugin_names
 from areal_actors.lib.references import FunctionReference
 from areal_actors.lib.settings import is_constant
 from areal_actors.lib.shown_values import show_value
@@ -84,7 +85,7 @@ def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
     if issubclass(cls, Enum):
         return f"one of {', '.join(str(member.value) for member in cls)}"
     if attrs.has(cls):
-        return f"a section ({', '.join(settings_of(cls))})"
+        return f"a section ({', '.join(settings_of(cls))})" if settings_of(cls) else "a section of a plug-in"
     if issubclass(cls, Mapping):
         return "a mapping"
     if cls is tuple and arguments and arguments[-1] is not ...:
@@ -189,13 +190,16 @@ def create_converter(
     for kind in makers:
         converter.register_structure_hook(kind, structure_text)
     converter.register_unstructure_hook(Path, str)
-    converter.register_unstructure_hook_func(
-        attrs.has,
-        lambda value: {
-            name: converter.unstructure(getattr(value, field.name)) for name, field in settings_of(type(value)).items()
-        },
-    )
+    converter.register_unstructure_hook_func(attrs.has, lambda value: _unstructure_class(converter, value))
     return converter
+
+
+def _unstructure_class(converter: cattrs.Converter, value: Any) -> dict[str, Any]:
+    """Write the settings of a class, and those of plug-ins next to them."""
+    own, found = settings_of(type(value), with_plugins=False), group_of(type(value))
+    added = getattr(value, found[0]) if found else {}
+    parts = {name: getattr(value, field.name) for name, field in own.items()} | added
+    return {name: converter.unstructure(part) for name, part in parts.items()}
 
 
 def resolve_path(text: str, directory: Path) -> Path:
@@ -325,6 +329,9 @@ def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
 def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], classes: Sequence[type]) -> Any:
     by_name = {type_name(cls): cls for cls in classes}
     rest = {key: item for key, item in value.items() if key != "type"}
+    for cls in classes:
+        if any(_advise_plugin(cls, str(key)) for key in value):
+            return converter.structure(rest, cls)
     if "type" not in value:
         # A class fits if its settings include all keys, and the keys all settings that it requires.
         fitting = []
@@ -350,10 +357,25 @@ def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], cla
 # --------------------------------------------------------------------------------------------------- classes
 
 
-def settings_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
-    """Return the settable fields of an attrs class, by their names in a file, with resolved types."""
+def settings_of(cls: Any, *, with_plugins: bool = True) -> dict[str, attrs.Attribute[Any]]:
+    """Return the settings of an attrs class, by their names in a file, with resolved types; with those of plug-ins."""
+    own = _fields_of(cls)
+    if (found := group_of(cls)) is None:
+        return own
+    name, group = found
+    del own[name]
+    return own | (_added_settings(group) if with_plugins else {})
+
+
+def _fields_of(cls: Any) -> dict[str, attrs.Attribute[Any]]:
     fields = attrs.fields(attrs.resolve_types(cls))
     return {field.alias or field.name: field for field in fields if field.init and not is_constant(field)}
+
+
+def _added_settings(group: PluginGroup) -> dict[str, attrs.Attribute[Any]]:
+    """Return the settings that plug-ins add to a class, as if they were its fields."""
+    added = {name: attrs.field(default=None, type=load_plugin(group, name) | None) for name in plugin_names(group)}
+    return {field.name: field for field in attrs.fields(attrs.make_class("Added", added))}
 
 
 def is_required(setting: attrs.Attribute[Any]) -> bool:
@@ -373,12 +395,16 @@ def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
     settings = settings_of(cls)
     made, found = _attempt(converter, {name: (value[name], settings[name].type) for name in settings if name in value})
     for key in (str(key) for key in value if key not in settings):
+        if (advice := _advise_plugin(cls, key)) is not None:
+            found.append(Mistake(path=(key,), text=advice))
+            continue
         close = nearest(key, list(settings))
         advice = f"did you mean {close}?" if close else f"there are {', '.join(settings)}"
         found.append(Mistake(path=(key,), text=f"is not a setting; {advice}", unknown=key))
     for name, setting in settings.items():
         if name not in value and is_required(setting):
             found.append(Mistake(path=(name,), text=f"is missing; it must be {describe_type(setting.type)}"))
+    made = _gather(cls, made)
     # Validators of the right parts run even if others are wrong, so that one list has all complaints.
     found += _validate(cls, made, given=value)
     if found:
@@ -389,10 +415,25 @@ def _structure_class(converter: cattrs.Converter, value: Any, cls: Any) -> Any:
         raise Mistakes([Mistake(text=text) for text in _complaints(error)]) from error
 
 
+def _gather(cls: Any, made: dict[str, Any]) -> dict[str, Any]:
+    """Move the settings of plug-ins into the field of the class that holds them."""
+    if (found := group_of(cls)) is None:
+        return made
+    own = _fields_of(cls)
+    added = {name: value for name, value in made.items() if name not in own and value is not None}
+    return {name: value for name, value in made.items() if name in own} | {found[0]: added}
+
+
+def _advise_plugin(cls: Any, key: str) -> str | None:
+    """Return how to install the plug-in that adds the setting ``key`` to a class."""
+    found = group_of(cls)
+    return None if found is None else install_advice(found[1], key)
+
+
 def _validate(cls: Any, made: Mapping[str, Any], *, given: Mapping[str, Any]) -> list[Mistake]:
     """Return the complaints of all validators of the valid parts, run on an instance that has only those."""
     partial = cls.__new__(cls)
-    settings = settings_of(cls)
+    settings = _fields_of(cls)
     for constant in filter(is_constant, attrs.fields(cls)):
         object.__setattr__(partial, constant.name, constant.default)
     for name, setting in settings.items():

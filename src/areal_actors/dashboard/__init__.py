@@ -7,8 +7,7 @@ on first use.
 
 from __future__ import annotations
 
-from areal_actors.dashboard.curve import write_curve
-from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, create_display
+from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
 from areal_actors.dashboard.dumps import (
     AdvantageWriter,
     Decode,
@@ -21,14 +20,12 @@ from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.metrics import (
     STEP_KEYS,
     MetricsWriter,
-    RunGauges,
     RunSummary,
     read_gauges,
     summarize_run,
 )
-from areal_actors.dashboard.report import write_report
+from areal_actors.dashboard.report import write_curve, write_report
 from areal_actors.dashboard.samples import SessionSampler
-from areal_actors.dashboard.state import RunState
 from areal_actors.dashboard.trackers import (
     TrackedRun,
     TrackerWriter,
@@ -49,7 +46,6 @@ __all__ = [
     "RolloutDumper",
     "RowDumper",
     "RunDirectory",
-    "RunGauges",
     "RunState",
     "RunSummary",
     "SessionSampler",

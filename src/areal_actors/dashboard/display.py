@@ -1,7 +1,7 @@
 """Display of a run in progress: a live panel at a terminal, one line per step elsewhere, or nothing.
 
-``state`` holds what is displayed; this module writes it to the terminal. Displays run on a worker thread, and their
-errors never end a run.
+``RunState`` holds what is displayed: one frozen value, updated by each event. Displays run on a worker thread, and
+their errors never end a run.
 """
 
 from __future__ import annotations
@@ -14,15 +14,36 @@ from typing import TYPE_CHECKING, TextIO
 
 from attrs import evolve
 
-from areal_actors.dashboard.state import RunState, format_metrics, format_seconds, kind_of, sparkline
+from areal_actors.dashboard.reporter import Listener
 from areal_actors.kernel import Message
 from areal_actors.messages import EvaluationFinished, PhaseChanged, Progress, StepFinished
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
+import re
+import textwrap
+from collections.abc import Mapping
+from itertools import pairwise
 
-__all__ = ["DisplayStyle", "PlainDisplay", "RichDisplay", "create_display", "render"]
+from attrs import field, frozen
+
+from areal_actors.dashboard.verdict import NUM_JUDGED_STEPS, find_verdict
+from areal_actors.messages import EpisodeFinished
+
+__all__ = [
+    "DisplayStyle",
+    "Evaluation",
+    "PlainDisplay",
+    "RichDisplay",
+    "RunState",
+    "create_display",
+    "format_metrics",
+    "format_seconds",
+    "kind_of",
+    "render",
+    "sparkline",
+]
 
 Clock = Callable[[], float]
 
@@ -53,11 +74,10 @@ def create_display(
     return RichDisplay(state, console=Console(file=target), clock=clock)
 
 
-class PlainDisplay:
+class PlainDisplay(Listener):
     """One line for each step, phase and evaluation: for log files and pipes."""
 
     name = "the plain display"
-    is_essential = False
 
     def __init__(self, state: RunState, *, stream: TextIO, clock: Clock = time.monotonic) -> None:
         self._state = state
@@ -114,11 +134,10 @@ class PlainDisplay:
         self._stream.flush()
 
 
-class RichDisplay:
+class RichDisplay(Listener):
     """A panel that is redrawn in place; log lines scroll above it."""
 
     name = "the live display"
-    is_essential = False
 
     def __init__(self, state: RunState, *, console: Console, clock: Clock = time.monotonic) -> None:
         self._state = state
@@ -183,3 +202,206 @@ def render(state: RunState, now: float) -> RenderableType:
         )
     # Text, not markup: titles and failures may contain brackets.
     return Panel(table, title=Text(state.title), subtitle=Text(state.phase), border_style="cyan")
+
+
+Metrics = Mapping[str, float | int | str | None]
+_NUM_TIMES = 8
+"""Number of steps over which the duration of a step is averaged."""
+_MAX_KINDS = 64
+_REPORTED_TIMES = frozenset(10**power for power in range(1, 9))
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@frozen(kw_only=True)
+class Evaluation:
+    """One evaluation on held-out problems."""
+
+    version: int
+    reward: float
+
+
+@frozen(kw_only=True)
+class RunState:
+    """The current state of a run. ``started_at``, ``step_times`` and ``saving_began_at`` are seconds of the clock."""
+
+    title: str = ""
+    page: str | None = None
+    """The URL of the page that shows the run in a browser, with its token."""
+    total_steps: int
+    started_at: float = 0.0
+    step: int = 0
+    phase: str = "starting"
+    metrics: Mapping[str, float | int | None] = field(factory=dict)
+    rewards: tuple[float, ...] = ()
+    steps: tuple[Metrics, ...] = ()
+    """The metrics of the first and of the latest steps with rewards, in order, as many as a verdict needs."""
+    evaluations: tuple[Evaluation, ...] = ()
+    step_times: tuple[float, ...] = ()
+    saving_began_at: float | None = None
+    evaluation_seconds: float = 0.0
+    """Duration of the last evaluation; 0 before the first one has ended."""
+    saving_seconds: float = 0.0
+    """Duration of the last time that a checkpoint was saved."""
+    num_episodes: int = 0
+    num_failed: int = 0
+    last_failure: str | None = None
+    num_by_failure: Mapping[str, int] = field(factory=dict)
+    """How often each kind of failure happened; kinds differ in more than numbers."""
+
+    def after(self, news: Message[Progress, None], now: float) -> RunState:
+        """Return the state after the event ``news`` at time ``now``. Events that are not displayed change nothing."""
+        match news:
+            case PhaseChanged():
+                return evolve(
+                    self._after_saving(now),
+                    phase=f"{news.phase}: {news.detail}" if news.detail else news.phase,
+                    saving_began_at=now if news.phase == "saving a checkpoint" else None,
+                )
+            case EpisodeFinished():
+                failure = news.episode.failure
+                if failure is None:
+                    return evolve(self, num_episodes=self.num_episodes + 1)
+                kind = _kind_of_failure(failure, news.episode.traceback)
+                # Messages that name random ids would otherwise be kept without end.
+                if kind not in self.num_by_failure and len(self.num_by_failure) >= _MAX_KINDS:
+                    kind = ""
+                return evolve(
+                    self,
+                    num_episodes=self.num_episodes + 1,
+                    num_failed=self.num_failed + 1,
+                    last_failure=failure,
+                    num_by_failure={**self.num_by_failure, kind: self.num_by_failure.get(kind, 0) + 1},
+                )
+            case EvaluationFinished():
+                evaluation = Evaluation(version=news.version, reward=news.reward)
+                return evolve(
+                    self,
+                    evaluations=(*self.evaluations, evaluation),
+                    evaluation_seconds=news.seconds,
+                    phase="training",
+                )
+            case StepFinished():
+                rewards, steps, reward = self.rewards, self.steps, news.metrics.get("reward")
+                if reward is not None:
+                    rewards, steps = (*rewards, float(reward)), (*steps, {**news.metrics, "phase": news.phase})
+                if len(steps) > 2 * NUM_JUDGED_STEPS:
+                    steps = (*steps[:NUM_JUDGED_STEPS], *steps[-NUM_JUDGED_STEPS:])
+                return evolve(
+                    self._after_saving(now),
+                    step=news.step,
+                    phase="training",
+                    metrics=dict(news.metrics),
+                    steps=steps,
+                    rewards=rewards,
+                    step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
+                )
+        return self
+
+    def _after_saving(self, now: float) -> RunState:
+        """Return the state with the duration of a save that ends with the event at time ``now``."""
+        if self.saving_began_at is None:
+            return self
+        return evolve(self, saving_seconds=now - self.saving_began_at, saving_began_at=None)
+
+    def describe_failure(self, news: Message[Progress, None]) -> str | None:
+        """Describe the failed episode ``news``, the last event of this state; ``None`` if it needs no line.
+
+        The first failure of each kind is described with the traceback of the agent. The same failure is counted from
+        then on, and told again when it has happened 10, 100, 1,000 ... times.
+        """
+        if not isinstance(news, EpisodeFinished) or news.episode.failure is None:
+            return None
+        failure, traceback = news.episode.failure, news.episode.traceback
+        times = self.num_by_failure.get(_kind_of_failure(failure, traceback), self.num_by_failure.get("", 0))
+        if times == 1:
+            shown = f"\n{textwrap.indent(traceback, '    ')}" if traceback else ""
+            return f"episode failed ({self.num_failed} so far): {failure}{shown}"
+        if times in _REPORTED_TIMES:
+            return f"episodes failed ({self.num_failed} so far), {times} of them like this: {failure}"
+        return None
+
+    @property
+    def verdict(self) -> str | None:
+        """Why the run does not learn, in one sentence."""
+        return find_verdict(self.steps)
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """Mean duration of the last few steps; ``None`` before there are two to compare."""
+        if len(self.step_times) < 2:  # noqa: PLR2004 - a difference needs two
+            return None
+        return (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
+
+    def seconds_left(self, now: float) -> float | None:
+        """Return the estimated time until the run has ended; ``None`` before two steps have.
+
+        The remaining steps at the recent pace, which contains the evaluations and saves between them, and the last
+        evaluation and save, which come after all steps.
+        """
+        pace = self.seconds_per_step
+        if pace is None:
+            return None
+        steps = max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
+        since_steps = max(0.0, now - self.step_times[-1]) if self.step >= self.total_steps else 0.0
+        return steps + max(0.0, self.evaluation_seconds + self.saving_seconds - since_steps)
+
+
+def _kind_of_failure(failure: str, traceback: str | None) -> str:
+    """Return the lines and the type of the exception that ended an episode, or its message with numbers masked."""
+    if traceback is None:
+        return kind_of(failure)
+    lines = traceback.splitlines()
+    frames = [line.strip() for line in lines if line.startswith('  File "')]
+    kind = next((line for line in reversed(lines) if re.match(r"[\w.]+(:|$)", line)), "")
+    return "\n".join((*frames, kind.partition(":")[0]))
+
+
+def kind_of(text: str) -> str:
+    """Return ``text`` with its numbers masked, so that messages which differ in numbers alone are equal."""
+    return re.sub(r"\d+", "#", text)
+
+
+def sparkline(values: tuple[float, ...], *, width: int) -> str:
+    """Return ``values`` as bars at most ``width`` wide; if there are more values, each bar is a mean of several.
+
+    The lowest bar is 0 or the smallest value, whichever is less, and the highest 1 or the largest.
+    """
+    if not values:
+        return ""
+    width = min(width, len(values))
+    edges = [round(index * len(values) / width) for index in range(width + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, high = min(0.0, *means), max(1.0, *means)
+    return "".join(_BARS[min(int((mean - low) / (high - low) * len(_BARS)), len(_BARS) - 1)] for mean in means)
+
+
+def format_seconds(seconds: float | None) -> str:
+    """Format a duration: ``42 s``, ``4:05`` or ``1:02:03``; a dash if it is unknown."""
+    if seconds is None:
+        return "-"
+    whole = round(seconds)
+    minutes, rest = divmod(whole, 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours}:{minutes:02}:{rest:02}"
+    return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
+
+
+def format_metrics(metrics: Mapping[str, float | int | None]) -> str:
+    """Return a line with the few numbers of a step that people follow."""
+    parts = [
+        _part(metrics, "reward", "reward {:.3f}"),
+        _part(metrics, "eval_reward", "eval {:.3f}"),
+        _part(metrics, "loss", "loss {:+.4f}"),
+        _part(metrics, "kl", "kl {:.4f}"),
+        _part(metrics, "entropy", "entropy {:.3f}"),
+        _part(metrics, "staleness_mean", "staleness {:.1f}"),
+        _part(metrics, "staleness_max", "max {:.0f}"),
+        _part(metrics, "tokens_per_second", "{:.0f} tokens/s"),
+    ]
+    return "  ".join(part for part in parts if part)
+
+
+def _part(metrics: Mapping[str, float | int | None], key: str, form: str) -> str:
+    value = metrics.get(key)
+    return "" if value is None else form.format(value)

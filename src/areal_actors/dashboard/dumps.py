@@ -1,10 +1,16 @@
-"""Training rows: as text for people, one file per task, and as parquet with all numbers, one file per step."""
+"""Files of episodes: training rows as text for people and as parquet with all numbers, failures, and evaluations.
+
+An episode of an evaluation counts as finished once its line is in ``episodes.jsonl``. Failures and dumps are written
+before it, a sampled conversation after it, so only that may be missing after a kill. A resumed evaluation runs the
+other episodes, and first removes what else an interrupted process wrote of them.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +18,9 @@ import numpy as np
 from attrs import asdict, evolve
 
 from areal_actors.dashboard.files import RunDirectory
-from areal_actors.dashboard.records import append_lines, format_record, read_records, rewrite_records
-from areal_actors.domain import Ints, unfold
+from areal_actors.dashboard.records import RecordFile, append_lines, format_record, read_records, rewrite_records
+from areal_actors.dashboard.reporter import Listener
+from areal_actors.domain import Ints, Outcome, unfold
 from areal_actors.interchange import dump_path, dump_row, find_dumps, open_seal_key, seal_row, write_rows
 from areal_actors.kernel import Message
 from areal_actors.lib.atomic_write import atomic_write
@@ -23,11 +30,14 @@ from areal_actors.messages import EpisodeFinished, GroupsTrained, Progress, Rows
 __all__ = [
     "AdvantageWriter",
     "Decode",
+    "EpisodeRecorder",
     "FailureWriter",
     "RolloutDumper",
     "RowDumper",
     "UntrainedWriter",
     "dump_rows",
+    "keep_finished",
+    "read_outcomes",
 ]
 
 _log = get_logger(__name__)
@@ -39,7 +49,7 @@ Decode = Callable[[Ints], str]
 """Converts token ids to text, including special tokens."""
 
 
-class RolloutDumper:
+class RolloutDumper(Listener):
     """Writes ``rollout/<version>/<task>.jsonl`` and the same below ``eval-rollout``.
 
     A version is that of the weights when the episode began. A resumed run repeats the episodes of its checkpoint's
@@ -48,7 +58,6 @@ class RolloutDumper:
     """
 
     name = "trajectory dumps"
-    is_essential = False
 
     def __init__(self, directory: RunDirectory, *, decode: Decode, resumed_step: int | None = None) -> None:
         self._directory = directory
@@ -79,9 +88,6 @@ class RolloutDumper:
         for folder in (root, path.parent):
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         append_lines(path, lines)
-
-    def close(self) -> None:
-        """Do nothing: no file is open between two episodes."""
 
 
 def dump_rows(news: EpisodeFinished, decode: Decode) -> Iterator[dict[str, Any]]:
@@ -117,11 +123,10 @@ def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("head_version", "tail_version")}
 
 
-class AdvantageWriter:
+class AdvantageWriter(Listener):
     """Writes ``advantages/<step>.jsonl``: the mean advantage of each row that a step trained."""
 
     name = "advantages"
-    is_essential = False
 
     def __init__(self, directory: RunDirectory, *, resumed_step: int | None = None) -> None:
         self._root = directory.advantages
@@ -140,11 +145,8 @@ class AdvantageWriter:
             lines = "".join(format_record(asdict(row)) for row in news.rows)
             atomic_write(self._root / f"{news.step}.jsonl", lines)
 
-    def close(self) -> None:
-        """Do nothing: no file is open between two steps."""
 
-
-class UntrainedWriter:
+class UntrainedWriter(Listener):
     """Writes ``untrained.jsonl``: every successful episode that no step trained, and why.
 
     An episode is written once it is too old to be trained, the others when the run ends. ``max_staleness`` is ``None``
@@ -152,7 +154,6 @@ class UntrainedWriter:
     """
 
     name = "untrained.jsonl"
-    is_essential = False
 
     def __init__(
         self, path: Path, *, max_staleness: int | None, is_replacing: bool, resumed_step: int | None = None
@@ -231,11 +232,10 @@ class UntrainedWriter:
         self._waiting = waiting
 
 
-class RowDumper:
+class RowDumper(Listener):
     """Writes ``rows/step-<n>.parquet`` and keeps the newest ``num_kept`` files. A resumed run repeats later steps."""
 
     name = "row dumps"
-    is_essential = False
 
     def __init__(
         self, directory: RunDirectory, *, decode: Decode, num_kept: int | None = None, resumed_step: int | None = None
@@ -270,15 +270,11 @@ class RowDumper:
             for path in list(find_dumps(self._root).values())[: -self._num_kept]:
                 path.unlink()
 
-    def close(self) -> None:
-        """Do nothing: no file is open between two steps."""
 
-
-class FailureWriter:
+class FailureWriter(Listener):
     """Writes ``failures.jsonl``: every episode that failed, was rejected or was cut short, and why."""
 
     name = "failures.jsonl"
-    is_essential = False
 
     def __init__(self, path: Path, *, resumed_step: int | None = None) -> None:
         self._path = path
@@ -315,5 +311,72 @@ class FailureWriter:
             rewrite_records(self._path, lambda written: any(written.get(key) != same[key] for key in same))
         append_lines(self._path, [format_record(record)])
 
+
+_log = get_logger(__name__)
+
+
+class EpisodeRecorder(Listener):
+    """Appends to ``episodes.jsonl``, and logs each tenth of ``num_expected`` episodes."""
+
+    name = "episodes.jsonl"
+    is_essential = True
+
+    def __init__(self, path: Path, *, num_finished: int, num_expected: int) -> None:
+        self._file = RecordFile(path)
+        self._num_finished = num_finished
+        self._num_expected = num_expected
+
+    def on_event(self, news: Message[Progress, None]) -> None:
+        """Write an episode. Raises ``OSError``."""
+        if not isinstance(news, EpisodeFinished):
+            return
+        problem, episode = news.problem, news.episode
+        ids = sha256()
+        for row in episode.trajectories:
+            ids.update(row.input_ids.tobytes())
+        record = {
+            "set": problem.source,
+            "task_id": problem.task,
+            "sample_idx": episode.member,
+            "reward": episode.reward,
+            "failed": episode.failure is not None,
+            "turns": episode.num_turns,
+            "tokens": sum(row.num_trained_tokens for row in episode.trajectories) if episode.trajectories else None,
+            "ids_sha256": ids.hexdigest() if episode.trajectories else None,
+            "seconds": round(episode.seconds, 3),
+            "logged": dict(episode.logged),
+        }
+        self._file.append(record)
+        before, self._num_finished = self._num_finished, self._num_finished + 1
+        if 10 * before // self._num_expected < 10 * self._num_finished // self._num_expected:
+            _log.info("evaluated", episodes=self._num_finished, of=self._num_expected)
+
     def close(self) -> None:
-        """Do nothing: no file is open between two episodes."""
+        """Close the file."""
+        self._file.close()
+
+
+def read_outcomes(path: Path) -> tuple[Outcome, ...]:
+    """Return the outcomes in ``episodes.jsonl``, sorted by set, task and sample. Raises ``OSError``."""
+    found = {}
+    for record in read_records(path):
+        # The number apart, so that task 10 comes after task 9.
+        name, _, number = record["task_id"].rpartition("-")
+        found[record["set"], name, int(number), record["sample_idx"]] = Outcome(
+            source=record["set"],
+            task=record["task_id"],
+            member=record["sample_idx"],
+            reward=record["reward"] or 0.0,
+            has_failed=record["failed"],
+        )
+    return tuple(found[key] for key in sorted(found))
+
+
+def keep_finished(directory: RunDirectory) -> None:
+    """Remove what an interrupted process wrote of episodes that will be run again. Raises ``OSError``."""
+    # Rewritten without a partial last line, to which the next record would be appended.
+    kept = rewrite_records(directory.episodes, lambda _: True)
+    finished = {(record["task_id"], record["sample_idx"]) for record in kept}
+    dumps = directory.eval_rollouts.glob("*/*.jsonl")
+    for path in (directory.failures, directory.sessions, *dumps):
+        rewrite_records(path, lambda record: (str(record["task_id"]), record["sample_idx"]) in finished)

@@ -45,116 +45,68 @@ from areal_actors.models import WEIGHTS_DIRECTORY
 __all__ = ["RunDirectory"]
 
 
+class _Entry:
+    """A file or directory in the directory of a run."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDirectory, _: type) -> Path:
+        return run.path / self._name
+
+
 @frozen(kw_only=True)
 class RunDirectory:
     """Names of the files of one run."""
 
     path: Path = field(converter=Path)
 
-    @property
-    def config(self) -> Path:
-        """Configuration with every setting written out."""
-        return self.path / "config.yaml"
-
-    @property
-    def record(self) -> Path:
-        """The state of the run, and why it ended."""
-        return self.path / "run.json"
+    config = _Entry("config.yaml")
+    """Configuration with every setting written out."""
+    record = _Entry("run.json")
+    """The state of the run, and why it ended."""
 
     @property
     def lock(self) -> Path:
         """The file that the process of the run locks. It is next to the directory, which may be set aside."""
         return self.path.with_name(f".{self.path.name}.lock")
 
-    @property
-    def admin_key(self) -> Path:
-        """The admin key of the service of this run."""
-        return self.path / "admin.key"
-
-    @property
-    def journal(self) -> Path:
-        """The session journal of a service, which survives a restart."""
-        return self.path / "journal.sqlite"
-
-    @property
-    def groups(self) -> Path:
-        """The journal of a dataset run: groups that are finished, and not in a checkpoint."""
-        return self.path / "groups.sqlite"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object per step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def failures(self) -> Path:
-        """One JSON object for each episode that failed."""
-        return self.path / "failures.jsonl"
-
-    @property
-    def sessions(self) -> Path:
-        """A sample of conversations."""
-        return self.path / "sessions.jsonl"
-
-    @property
-    def rollouts(self) -> Path:
-        """Training rows as text, by version and task."""
-        return self.path / "rollout"
-
-    @property
-    def eval_rollouts(self) -> Path:
-        """Rows of evaluations as text, by version and task."""
-        return self.path / "eval-rollout"
-
-    @property
-    def advantages(self) -> Path:
-        """The advantages of the rows of each step, one file per step."""
-        return self.path / "advantages"
-
-    @property
-    def untrained(self) -> Path:
-        """One JSON object for each successful episode that no step trained."""
-        return self.path / "untrained.jsonl"
-
-    @property
-    def rows(self) -> Path:
-        """Training rows with all numbers, one parquet file per step."""
-        return self.path / "rows"
-
-    @property
-    def rows_key(self) -> Path:
-        """The key that seals the training rows."""
-        return self.path / "rows.key"
-
-    @property
-    def exports(self) -> Path:
-        """Rows in the formats of other trainers, one directory each."""
-        return self.path / "exports"
-
-    @property
-    def captures(self) -> Path:
-        """Rows that failed the capture check, by the step that they stopped."""
-        return self.path / "capture"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints from which a run resumes."""
-        return self.path / "checkpoints"
-
-    @property
-    def adapter(self) -> Path:
-        """The trained adapter, if the run trains one."""
-        return self.path / "adapter"
-
-    @property
-    def published(self) -> Path:
-        """The last versions of the weights, if they are published by disk."""
-        return self.path / "published"
-
-    @property
-    def weights(self) -> Path:
-        """The trained model."""
-        return self.path / WEIGHTS_DIRECTORY
+    admin_key = _Entry("admin.key")
+    """The admin key of the service of this run."""
+    journal = _Entry("journal.sqlite")
+    """The session journal of a service, which survives a restart."""
+    groups = _Entry("groups.sqlite")
+    """The journal of a dataset run: groups that are finished, and not in a checkpoint."""
+    metrics = _Entry("metrics.jsonl")
+    """One JSON object per step."""
+    failures = _Entry("failures.jsonl")
+    """One JSON object for each episode that failed."""
+    sessions = _Entry("sessions.jsonl")
+    """A sample of conversations."""
+    rollouts = _Entry("rollout")
+    """Training rows as text, by version and task."""
+    eval_rollouts = _Entry("eval-rollout")
+    """Rows of evaluations as text, by version and task."""
+    advantages = _Entry("advantages")
+    """The advantages of the rows of each step, one file per step."""
+    untrained = _Entry("untrained.jsonl")
+    """One JSON object for each successful episode that no step trained."""
+    rows = _Entry("rows")
+    """Training rows with all numbers, one parquet file per step."""
+    rows_key = _Entry("rows.key")
+    """The key that seals the training rows."""
+    exports = _Entry("exports")
+    """Rows in the formats of other trainers, one directory each."""
+    captures = _Entry("capture")
+    """Rows that failed the capture check, by the step that they stopped."""
+    checkpoints = _Entry("checkpoints")
+    """Checkpoints from which a run resumes."""
+    adapter = _Entry("adapter")
+    """The trained adapter, if the run trains one."""
+    published = _Entry("published")
+    """The last versions of the weights, if they are published by disk."""
+    weights = _Entry(WEIGHTS_DIRECTORY)
+    """The trained model."""
 
     @property
     def model(self) -> str | None:
@@ -162,60 +114,28 @@ class RunDirectory:
         name = f"{self.path.parent.name}/{self.path.name}"
         return name if is_model_identifier(name) and (self.weights / "config.json").is_file() else None
 
-    @property
-    def logs(self) -> Path:
-        """Log files."""
-        return self.path / "logs"
-
-    @property
-    def log(self) -> Path:
-        """The log of the run, as JSON lines."""
-        return self.logs / "run.jsonl"
-
-    @property
-    def agent_logs(self) -> Path:
-        """Output of agents in separate processes, one file per process."""
-        return self.logs / "agents"
-
-    @property
-    def service_log(self) -> Path:
-        """Output of the service of a host."""
-        return self.logs / "service.log"
-
-    @property
-    def tensorboard(self) -> Path:
-        """Event files of scalars."""
-        return self.path / "tensorboard"
-
-    @property
-    def trackers(self) -> Path:
-        """The names of the run in experiment trackers, for resumed runs."""
-        return self.path / "trackers.json"
-
-    @property
-    def report(self) -> Path:
-        """The run on one page."""
-        return self.path / "report.html"
-
-    @property
-    def episodes(self) -> Path:
-        """One JSON object for each episode of an evaluation that is over."""
-        return self.path / "episodes.jsonl"
-
-    @property
-    def evaluation(self) -> Path:
-        """The identity of an evaluation, and its results once it is over."""
-        return self.path / "evaluation.json"
-
-    @property
-    def curve_svg(self) -> Path:
-        """The learning curve, for the report and the web."""
-        return self.path / "curve.svg"
-
-    @property
-    def curve_png(self) -> Path:
-        """The learning curve, for other uses."""
-        return self.path / "curve.png"
+    logs = _Entry("logs")
+    """Log files."""
+    log = _Entry("logs/run.jsonl")
+    """The log of the run, as JSON lines."""
+    agent_logs = _Entry("logs/agents")
+    """Output of agents in separate processes, one file per process."""
+    service_log = _Entry("logs/service.log")
+    """Output of the service of a host."""
+    tensorboard = _Entry("tensorboard")
+    """Event files of scalars."""
+    trackers = _Entry("trackers.json")
+    """The names of the run in experiment trackers, for resumed runs."""
+    report = _Entry("report.html")
+    """The run on one page."""
+    episodes = _Entry("episodes.jsonl")
+    """One JSON object for each episode of an evaluation that is over."""
+    evaluation = _Entry("evaluation.json")
+    """The identity of an evaluation, and its results once it is over."""
+    curve_svg = _Entry("curve.svg")
+    """The learning curve, for the report and the web."""
+    curve_png = _Entry("curve.png")
+    """The learning curve, for other uses."""
 
     @property
     def has_run(self) -> bool:

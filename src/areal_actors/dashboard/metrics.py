@@ -10,17 +10,17 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
-from attrs import asdict, evolve, frozen
+from attrs import asdict, frozen
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, read_records, rewrite_records
-from areal_actors.dashboard.verdict import CAUSES, VERDICT_KEYS, find_causes, find_verdict
+from areal_actors.dashboard.reporter import Listener
+from areal_actors.dashboard.verdict import CAUSES, find_causes, find_verdict
 from areal_actors.kernel import Message
 from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
@@ -29,8 +29,6 @@ __all__ = [
     "STEP_KEYS",
     "MetricsWriter",
     "NewRecords",
-    "RunGauges",
-    "RunSummarizer",
     "RunSummary",
     "read_gauges",
     "read_new_records",
@@ -38,8 +36,6 @@ __all__ = [
 ]
 
 _MAX_PIECE = 4_000_000
-_SUMMARY_KEYS = frozenset({"step", "version", "elapsed_seconds", "eval_reward"}) | VERDICT_KEYS
-"""What a summary is computed from, a tenth of a record."""
 
 STEP_KEYS = (
     "step",
@@ -114,7 +110,7 @@ _TAIL_BYTES = 256 * 1024
 """A record has about 2 kB, so the latest evaluation is found if it is some hundred steps old at most."""
 
 
-class MetricsWriter:
+class MetricsWriter(Listener):
     """Writes ``metrics.jsonl``. ``resumed_step`` is the step of the checkpoint from which a run continues.
 
     Records that a crashed run wrote after its checkpoint are removed, since those steps are repeated.
@@ -195,23 +191,7 @@ def summarize_run(directory: RunDirectory, *, seconds: float | None = None) -> R
 
     Raises ``OSError`` if the file cannot be read; a run without steps has none.
     """
-    return _summarize(directory, [_slim(record) for record in read_records(directory.metrics)], seconds=seconds)
-
-
-def _slim(record: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return what a summary needs of a record; nothing of a damaged one."""
-    # A record without a step, or with texts for numbers, is not a record of ours: the file was damaged there.
-    if not isinstance(record.get("step"), int) or not all(
-        isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase"
-    ):
-        return {}
-    return {key: value for key, value in record.items() if key in _SUMMARY_KEYS or key.startswith("source/")}
-
-
-def _summarize(
-    directory: RunDirectory, records: Sequence[Mapping[str, Any]], *, seconds: float | None = None
-) -> RunSummary:
-    records = [record for record in records if record]
+    records = _read_steps(directory)
     rewards = [record["reward"] for record in records if record.get("reward") is not None]
     evaluations = [record["eval_reward"] for record in records if record.get("eval_reward") is not None]
     last: Mapping[str, Any] = records[-1] if records else {}
@@ -229,45 +209,14 @@ def _summarize(
     )
 
 
-class RunSummarizer:
-    """Summaries of a run that goes on, each of which reads only what was added to ``metrics.jsonl`` since the last one.
-
-    It may be used by several threads.
-    """
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        self._lock = Lock()
-        self._cursor = ""
-        self._records: list[Mapping[str, Any]] = []
-        self._summary: RunSummary | None = None
-
-    def summarize(self) -> RunSummary:
-        """Return what ``summarize_run`` returns. Raises ``OSError`` as it does."""
-        with self._lock:
-            self._read()
-            # A page asks with each event, and the verdict over 5,000 steps takes 6 ms.
-            if self._summary is None:
-                self._summary = _summarize(self._directory, self._records)
-            return evolve(self._summary, model=self._directory.model)
-
-    def find_causes(self) -> Mapping[str, str]:
-        """Return the sentences of the verdict by their cause. Raises ``OSError`` as ``summarize`` does."""
-        with self._lock:
-            self._read()
-            return find_causes([record for record in self._records if record])
-
-    def _read(self) -> None:
-        while True:
-            before = self._cursor
-            found = read_new_records(self._directory.metrics, before)
-            if found.is_restarted:
-                self._records = []
-            self._cursor = found.cursor
-            self._records += [_slim(record) for record in found.records]
-            if found.cursor == before and not found.is_restarted:
-                return
-            self._summary = None
+def _read_steps(directory: RunDirectory) -> list[dict[str, Any]]:
+    """Return the records of steps without damaged ones, which lack a step, or have texts for numbers."""
+    return [
+        record
+        for record in read_records(directory.metrics)
+        if isinstance(record.get("step"), int)
+        and all(isinstance(record.get(key), int | float | None) for key in STEP_KEYS if key != "phase")
+    ]
 
 
 @frozen(kw_only=True)
@@ -310,32 +259,12 @@ def read_new_records(path: Path, cursor: str) -> NewRecords:
     )
 
 
-class RunGauges:
-    """The numbers of a run that goes on, for monitoring: ``read_gauges``, and the causes of its verdict.
-
-    ``not_learning`` has for each cause of ``dashboard.verdict.CAUSES`` 1 if the verdict names it, else 0. Each call
-    reads only what was added to ``metrics.jsonl`` since the last one. It may be called by several threads.
-    """
-
-    def __init__(self, directory: RunDirectory) -> None:
-        self._directory = directory
-        self._summarizer = RunSummarizer(directory)
-
-    def __call__(self) -> dict[str, float | dict[str, float]]:
-        """Return the numbers by name, with labels where a name has several."""
-        found = read_gauges(self._directory)
-        with suppress(OSError):
-            causes = self._summarizer.find_causes()
-            found["not_learning"] = {cause: float(cause in causes) for cause in CAUSES}
-        return found
-
-
 def read_gauges(directory: RunDirectory) -> dict[str, float | dict[str, float]]:
     """Return numbers of a run for monitoring: those of its latest step, as ``step_<key>``, and the journal's size.
 
     Numbers of sources are ``step_source_<key>``, by source. The latest evaluation may be some steps old. Keys of custom
-    metrics have every other character replaced by ``_``. Reads the end of ``metrics.jsonl`` only; what cannot be read
-    is left out.
+    metrics have every other character replaced by ``_``. ``not_learning`` has for each cause of ``verdict.CAUSES`` 1 if
+    the verdict names it, else 0. What cannot be read is left out.
     """
     found: dict[str, float | dict[str, float]] = {}
     with suppress(OSError), directory.metrics.open("rb") as file:
@@ -355,6 +284,9 @@ def read_gauges(directory: RunDirectory) -> dict[str, float | dict[str, float]]:
                         by_source = found.setdefault(f"step_source_{match[2]}", {})
                         if isinstance(by_source, dict):  # no custom metric took the name
                             by_source[match[1]] = value
+    with suppress(OSError):
+        causes = find_causes(_read_steps(directory))
+        found["not_learning"] = {cause: float(cause in causes) for cause in CAUSES}
     with suppress(OSError):
         found["journal_bytes"] = directory.journal.stat().st_size
     return found

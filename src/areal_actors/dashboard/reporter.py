@@ -6,24 +6,19 @@
 
 Listeners do blocking work, so they are called on a worker thread, one message at a time and in order. While they are
 busy the mailbox fills and the senders wait. A listener that fails and is not essential (a display, dumps) is switched
-off with one clear message, and the run continues. If the disk was full, it is switched on again when there is space,
-and the number of messages that it missed is logged. ``metrics.jsonl`` is essential: a run without a record of its steps
+off with one clear message, and the run continues. While the disk is full, it misses messages, which are counted, and
+goes on when there is space. ``metrics.jsonl`` is essential: a run without a record of its steps
 is worthless, and a full disk will not take a checkpoint either, so the run ends with the reason.
 """
 
 from __future__ import annotations
 
 import errno
-import os
-import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
-from tempfile import TemporaryFile
-from typing import Protocol
 
 from anyio import CapacityLimiter, get_cancelled_exc_class, to_thread
-from attrs import define
 
 from areal_actors.domain import RunStatus
 from areal_actors.errors import RunDirectoryError
@@ -46,57 +41,34 @@ __all__ = ["Listener", "ProgressReporter"]
 _log = get_logger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_PROBE_BYTES = 256 * 1024
-"""Space that must be free again before a listener is switched on. With less, it would fail again at once."""
-_PROBE_SECONDS = 1.0
 
 
-class Listener(Protocol):
+class Listener:
     """A writer or display of news. Its methods may block; they are called on a thread, one at a time."""
 
-    @property
-    def name(self) -> str:
-        """Its name in log messages."""
-        ...
-
-    @property
-    def is_essential(self) -> bool:
-        """Whether the run ends if it fails."""
-        ...
+    name: str
+    """Its name in log messages."""
+    is_essential = False
+    """Whether the run ends if it fails."""
 
     def open(self) -> None:
         """Prepare, before the first message."""
-        ...
 
     def on_event(self, news: Message[Progress, None]) -> None:
         """Process one message, or ignore it."""
-        ...
 
     def close(self) -> None:
         """Finish, after the last message. Also called if ``open`` failed."""
-        ...
-
-
-@define
-class _Outage:
-    """The state of a listener for which the disk was full. ``is_open`` says whether it had been opened."""
-
-    is_open: bool
-    num_missed: int = 0
 
 
 class ProgressReporter(Actor[Progress]):
-    """Passes news to the listeners. Raises ``RunDirectoryError`` when an essential listener fails.
+    """Passes news to the listeners. Raises ``RunDirectoryError`` when an essential listener fails."""
 
-    ``directory`` is where they write. Without it, a listener that met a full disk stays switched off.
-    """
-
-    def __init__(self, listeners: Sequence[Listener], *, directory: Path | None = None) -> None:
+    def __init__(self, listeners: Sequence[Listener]) -> None:
         self._listeners = list(listeners)
-        self._directory = directory
         self._deaf: set[str] = set()
-        self._outages: dict[str, _Outage] = {}
-        self._probed_at = 0.0
+        self._num_missed = Counter[str]()
+        """Messages that a listener could not write because the disk was full."""
         self._has_ended = False
         self._limiter: CapacityLimiter
 
@@ -116,9 +88,8 @@ class ProgressReporter(Actor[Progress]):
         finally:
             # A listener that was switched off is still closed.
             self._deaf.clear()
-            for name, outage in self._outages.items():
-                _log.warning("records_missing", listener=name, num_missed=outage.num_missed)
-            self._outages.clear()
+            for name, number in self._num_missed.items():
+                _log.warning("records_missing", listener=name, number=number)
             await self._on_thread(lambda listener: listener.close(), is_news=False)
 
     @PhaseChanged.handler
@@ -174,56 +145,27 @@ class ProgressReporter(Actor[Progress]):
         A listener that fails does not keep the others from being called or closed.
         """
         failed: RunDirectoryError | None = None
-        if self._outages:
-            self._end_outages()
-        # A listener that fails does not keep the others from being called or closed.
         for listener in [listener for listener in self._listeners if listener.name not in self._deaf]:
-            outage = self._outages.get(listener.name)
-            if outage is not None:
-                outage.num_missed += is_news
-                continue
             try:
                 action(listener)
             except Exception as error:  # noqa: BLE001 - reported, and for an essential listener raised
-                is_full = isinstance(error, OSError) and error.errno in _FULL
-                if is_full and not listener.is_essential and self._directory is not None:
-                    self._outages[listener.name] = _Outage(is_open=is_news, num_missed=int(is_news))
-                    _log.warning("records_pause", listener=listener.name, reason=str(error), until="there is space")
-                    continue
-                self._deaf.add(listener.name)
-                if not listener.is_essential:
+                if listener.is_essential:
+                    failure = RunDirectoryError(
+                        f"{listener.name} could not be written: {error}. The run ends here, since its steps would "
+                        "leave no record. Free some space or mend the cause, and start it again with --resume."
+                    )
+                    failure.__cause__ = error
+                    failed = failed or failure
+                    self._deaf.add(listener.name)
+                elif is_news and isinstance(error, OSError) and error.errno in _FULL:
+                    # Nothing of this message was written; the next one is tried again.
+                    self._num_missed[listener.name] += 1
+                    if self._num_missed[listener.name] == 1:
+                        _log.warning("records_missed", listener=listener.name, reason=str(error))
+                else:
                     # No error of a display may end a run of several hours.
+                    self._deaf.add(listener.name)
                     is_disk = isinstance(error, OSError)
                     _log.warning("switched_off", listener=listener.name, reason=repr(error), exc_info=not is_disk)
-                    continue
-                failure = RunDirectoryError(
-                    f"{listener.name} could not be written: {error}. The run ends here, since its steps would leave no "
-                    "record. Free some space or mend the cause, and start it again with --resume."
-                )
-                failure.__cause__ = error
-                failed = failed or failure
         if failed is not None:
             raise failed
-
-    def _end_outages(self) -> None:
-        """Switch the listeners for which the disk was full on again, if there is space by now."""
-        assert self._directory is not None
-        if time.monotonic() < self._probed_at + _PROBE_SECONDS:
-            return
-        try:
-            with TemporaryFile(dir=self._directory) as file:
-                file.write(bytes(_PROBE_BYTES))
-                file.flush()
-                # File systems of a network notice only now that they are full.
-                os.fsync(file.fileno())
-            for listener in self._listeners:
-                outage = self._outages.get(listener.name)
-                if outage is not None and not outage.is_open:
-                    listener.open()
-                    outage.is_open = True
-        except OSError:
-            self._probed_at = time.monotonic()
-            return
-        for name, outage in self._outages.items():
-            _log.warning("records_resume", listener=name, num_missed=outage.num_missed)
-        self._outages.clear()

@@ -18,6 +18,7 @@ from attrs import asdict
 
 from areal_actors.dashboard.dumps import Decode
 from areal_actors.dashboard.records import RecordFile, rewrite_records
+from areal_actors.dashboard.reporter import Listener
 from areal_actors.domain import (
     ChatMessage,
     Interaction,
@@ -40,14 +41,13 @@ _MAX_TEXT = 8_000
 """Bounds on one record: characters of a message, sampled tokens of a session, turns. Omitted content is counted."""
 
 
-class SessionSampler:
+class SessionSampler(Listener):
     """Writes ``sessions.jsonl``, with at most ``max_sessions`` records.
 
     ``num_per_version`` limits those of each version, purpose and outcome; by default there are a few.
     """
 
     name = "sessions.jsonl"
-    is_essential = False
 
     def __init__(
         self,

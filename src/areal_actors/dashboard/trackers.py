@@ -40,6 +40,7 @@ from attrs import frozen
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import load_object
+from areal_actors.dashboard.reporter import Listener
 from areal_actors.domain import EVAL_SCOPE, RunStatus
 from areal_actors.errors import ConfigError
 from areal_actors.kernel import Message
@@ -329,13 +330,11 @@ def create_trackers(trackers: Mapping[str, Mapping[str, Any]], run: TrackedRun) 
 # ------------------------------------------------------------------------------------------------------- writer
 
 
-class TrackerWriter:
+class TrackerWriter(Listener):
     """A listener that passes the numbers of a run to a tracker, on a thread.
 
     ``num_lost`` counts the records that the tracker did not take.
     """
-
-    is_essential = False
 
     def __init__(
         self, name: str, open_tracker: Callable[[], Tracker], *, close_seconds: float = _CLOSE_SECONDS

@@ -10,29 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CAUSES", "NUM_JUDGED_STEPS", "VERDICT_KEYS", "find_causes", "find_verdict"]
+__all__ = ["CAUSES", "NUM_JUDGED_STEPS", "find_causes", "find_verdict"]
 
 CAUSES = ("failed_episodes", "greedy_tokens", "equal_rewards", "cut_answers", "source")
 """The causes that a verdict can have, by name."""
 NUM_JUDGED_STEPS = 8
 """A verdict is about this many latest steps, or all if there are fewer."""
-VERDICT_KEYS = frozenset(
-    {
-        "phase",
-        "reward",
-        "episodes",
-        "failed_episodes",
-        "rejected_episodes",
-        "trained_tokens",
-        "greedy_tokens",
-        "groups",
-        "zero_variance_groups",
-        "truncated_turns",
-        "trained_episodes",
-        "trained_turns_mean",
-    }
-)
-"""The metrics of a step that a verdict reads, besides those of sources."""
 _RISE = 0.05
 """A mean reward that is higher than in the first steps by this share of its range rises."""
 

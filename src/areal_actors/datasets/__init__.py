@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
-from areal_actors.datasets.harbor import TaskDirectory, find_task_directories, load_task, resolve_variables
 from areal_actors.datasets.problems import Problems, find_overlap
 from areal_actors.datasets.sources import (
     DataPath,
     DatasetConfig,
+    DatasetPlugin,
     HubDataset,
     ProblemsReference,
+    Rows,
     load_problems,
     read_json_lines,
 )
-from areal_actors.datasets.tasksets import PluginReference, VerifiersPlugin
+from areal_actors.datasets.values import plain_row
 
 __all__ = [
     "DataPath",
     "DatasetConfig",
+    "DatasetPlugin",
     "DifficultyConfig",
     "HubDataset",
-    "PluginReference",
     "ProblemPools",
     "Problems",
     "ProblemsReference",
-    "TaskDirectory",
-    "VerifiersPlugin",
+    "Rows",
     "find_overlap",
-    "find_task_directories",
     "load_problems",
-    "load_task",
+    "plain_row",
     "read_json_lines",
-    "resolve_variables",
 ]

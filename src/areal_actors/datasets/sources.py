@@ -1,4 +1,4 @@
-"""Sources of problems: a file, a Hugging Face dataset, a generator, a function, task directories, a taskset.
+"""Sources of problems: a file, a Hugging Face dataset, a generator, a function, or what a plug-in adds.
 
 A configuration names exactly one of them::
 
@@ -7,9 +7,7 @@ A configuration names exactly one of them::
     dataset: {huggingface: openai/gsm8k, subset: main, split: train}
     dataset: {reasoning_gym: chain_sum, size: 500, seed: 1, options: {max_terms: 3}}
     dataset: {python: "tool_agent.py:problems", size: 512, seed: 1}
-    dataset: {harbor: tasks}
-    dataset: {verifiers: {id: gsm8k, options: {split: train}}, size: 512}
-    dataset: {bfcl: bfcl/BFCL_v4_parallel.json}
+    dataset: {harbor: tasks}                                               # areal-actors-environments
 
 Held-out problems are configured the same way: with another ``seed`` for a generator, or another part (``start``,
 ``size``) of a file.
@@ -24,21 +22,28 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, NewType, NoReturn, cast
+from typing import Any, NewType, NoReturn, Protocol, cast
 
 import numpy as np
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
-from areal_actors.datasets.bfcl import create_problem, find_answers
-from areal_actors.datasets.harbor import find_task_directories, load_task
 from areal_actors.datasets.problems import Problems
-from areal_actors.datasets.tasksets import VerifiersPlugin, task_rows
 from areal_actors.datasets.values import plain_row, without_null_keys
 from areal_actors.errors import ArealError, DatasetError
-from areal_actors.lib.settings import COMMON
+from areal_actors.lib.plugins import PluginGroup, plugin_names, plugin_settings
+from areal_actors.lib.settings import COMMON, constant
 
-__all__ = ["DataPath", "DatasetConfig", "HubDataset", "ProblemsReference", "load_problems", "read_json_lines"]
+__all__ = [
+    "DataPath",
+    "DatasetConfig",
+    "DatasetPlugin",
+    "HubDataset",
+    "ProblemsReference",
+    "Rows",
+    "load_problems",
+    "read_json_lines",
+]
 
 DataPath = NewType("DataPath", str)
 """A file or directory of problems; in a configuration file, relative to it."""
@@ -53,9 +58,25 @@ Import = Callable[[str], Any]
 Rows = Sequence[Mapping[str, Any]]
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python", "harbor", "verifiers", "bfcl")
+_KINDS = ("jsonl", "huggingface", "reasoning_gym", "python")
 _NUM_MADE = 1000
 """Default number of problems to generate."""
+
+
+class DatasetPlugin(Protocol):
+    """A source of problems that a plug-in adds: an attrs class with its settings."""
+
+    @property
+    def source(self) -> str:
+        """What the problems come from, for messages."""
+        ...
+
+    def load(self, config: DatasetConfig, directory: Path) -> Rows:
+        """Return the problems that ``config`` asks for, of values that ``plain_row`` accepts; this blocks.
+
+        Paths are relative to ``directory``. Raises ``DatasetError``.
+        """
+        ...
 
 
 @frozen(kw_only=True)
@@ -64,8 +85,8 @@ class DatasetConfig:
 
     ``start`` problems are skipped and ``size`` are taken (``None``: all of a file; 1000 of a generator). ``seed`` is
     passed to generators: different seeds make different problems. ``options`` are passed to the reasoning-gym
-    generator, or to the Python function as keyword arguments in addition to ``num`` and ``seed``. ``is_shuffled``
-    permutes the problems again in each epoch.
+    generator, or to the Python function as keyword arguments in addition to ``num`` and ``seed``. Problems
+    are permuted again in each epoch.
     """
 
     jsonl: DataPath | None = field(default=None, metadata=COMMON)
@@ -76,31 +97,27 @@ class DatasetConfig:
     split: str | None = None
     reasoning_gym: str | None = None
     python: ProblemsReference | None = None
-    harbor: DataPath | None = None
-    """A directory of task directories in Harbor's format, or one of them."""
-    verifiers: VerifiersPlugin | None = None
-    """A taskset of the library verifiers: the id of its package, file.py:Class or module:Class; or {id, options}."""
-    bfcl: DataPath | None = None
-    """A file of the Berkeley Function Calling Leaderboard; its answers are in possible_answer/ next to it."""
+    plugins: Mapping[str, DatasetPlugin] = plugin_settings(PluginGroup.DATASETS)
+    """The source of a plug-in by its name."""
     start: int = field(default=0, validator=ge(0))
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = field(default=0, validator=ge(0))
     options: Mapping[str, Any] = field(factory=dict)
-    is_shuffled: bool = True
+    is_shuffled: bool = constant(True)
 
     def __attrs_post_init__(self) -> None:
         """Raise ``ValueError`` unless exactly one source is named."""
-        named = [kind for kind in _KINDS if getattr(self, kind) is not None]
+        named = [*(kind for kind in _KINDS if getattr(self, kind) is not None), *self.plugins]
         if len(named) != 1:
             found = f"it names {' and '.join(named)}" if named else "it names none"
-            raise ValueError(f"name exactly one source of {', '.join(_KINDS)}; {found}")
+            kinds = ", ".join((*_KINDS, *plugin_names(PluginGroup.DATASETS)))
+            raise ValueError(f"name exactly one source of {kinds}; {found}")
 
     @property
     def source(self) -> str:
-        """The file, dataset, generator, function, directory or taskset that the problems come from."""
-        taskset = None if self.verifiers is None else self.verifiers.id
-        named = (self.jsonl, self.huggingface, self.reasoning_gym, self.python, self.harbor, self.bfcl, taskset)
-        return str(next(filter(None, named)))
+        """The file, dataset, generator or function that the problems come from, or what a plug-in says."""
+        added = (one.source for one in self.plugins.values())
+        return str(next(filter(None, (self.jsonl, self.huggingface, self.reasoning_gym, self.python, *added))))
 
     @property
     def num_made(self) -> int:
@@ -123,23 +140,10 @@ def load_problems(
         rows = cast("Rows", _load_huggingface(directory, config.huggingface, config))
     elif config.reasoning_gym is not None:
         rows = _plain_rows(config.reasoning_gym, _generate(config.reasoning_gym, config))
-    elif config.harbor is not None:
-        tasks = find_task_directories(directory / config.harbor)
-        rows = [plain_row(load_task(path).problem, str(path)) for path in tasks]
-    elif config.bfcl is not None:
-        path = directory / config.bfcl
-        lines = read_json_lines(found) if (found := find_answers(path)).exists() else ()
-        answers = {row["id"]: row["ground_truth"] for _, row in lines}
-        rows = [
-            plain_row(create_problem(row, answers, where=f"{path.parent / where}"), where)
-            for where, row in read_json_lines(path)
-        ]
-    elif config.verifiers is not None:
-        made = task_rows(config.verifiers, config.size and config.num_made, num_made=config.num_made)
-        rows = _plain_rows(str(config.verifiers.id), made)
-    else:
-        assert config.python is not None
+    elif config.python is not None:
         rows = _call(config.python, import_reference(config.python), config)
+    else:
+        rows = next(iter(config.plugins.values())).load(config, directory)
     end = len(rows) if config.size is None else config.start + config.size
     if config.start >= len(rows):
         after = f" from number {config.start} on" if len(rows) else ""

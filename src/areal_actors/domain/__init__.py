@@ -113,7 +113,7 @@ from areal_actors.domain.sampling import (
     join_chunks,
     split_completion,
 )
-from areal_actors.domain.services import ServiceState, ServiceView, TrainedModel, TrialId, is_model_identifier
+from areal_actors.domain.trained_models import TrainedModel, is_model_identifier
 from areal_actors.domain.tree import (
     EpisodeLimits,
     EpisodePlace,
@@ -191,8 +191,6 @@ __all__ = [
     "SampledTokens",
     "Sampling",
     "SamplingDistribution",
-    "ServiceState",
-    "ServiceView",
     "SessionEnded",
     "SessionForgotten",
     "SessionId",
@@ -214,7 +212,6 @@ __all__ = [
     "TrainedModel",
     "TrainedRow",
     "Trajectory",
-    "TrialId",
     "TurnEnded",
     "TurnInfo",
     "Untrained",

@@ -20,12 +20,13 @@ from pathlib import Path
 import anyio
 from anyio import to_thread
 from attrs import define, field, frozen
-from attrs.validators import ge, gt
+from attrs.validators import ge
 
 from areal_actors.domain import Credential, TrainedModel
 from areal_actors.errors import ActorStopped, ArealError, MailboxFull, ModelError, Unavailable, Unprocessable
 from areal_actors.kernel import Actor, BackgroundTasks, Context, Ref
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.settings import constant
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     ForgetSession,
@@ -51,7 +52,7 @@ class ModelsConfig:
     """Directory of the models, as <fileroot>/<experiment>/<trial>/weights; the run's fileroot if unset."""
     max_loaded: int = field(default=1, validator=ge(0))
     """Models open at once in addition to the policy, each with its own weights and cache. 0 disables them."""
-    open_timeout_seconds: float = field(default=300.0, validator=gt(0))
+    open_timeout_seconds: float = constant(300.0)
     """How long a request may wait for a place and for its model to load."""
 
 

@@ -40,7 +40,6 @@ from areal_actors.errors import (
     EngineError,
     EngineInterrupted,
     EngineLost,
-    GenerationAborted,
     ModelError,
     RemoteError,
     Unavailable,
@@ -388,8 +387,8 @@ class ReplicaSet(Actor[Generation | Replicas]):
             if generation.is_over:
                 replica.num_failures = 0
                 return
-            # Both end the generation on purpose, and would do so on every replica.
-            if isinstance(failure, GenerationAborted | CaptureViolation):
+            # It ends the generation on purpose, and would do so on every replica.
+            if isinstance(failure, CaptureViolation):
                 raise failure
             end = self._end_attempt(generation, replica, failure, is_moved=attempt.is_moved)
             if end is not None:

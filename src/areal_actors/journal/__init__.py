@@ -15,10 +15,8 @@ from areal_actors.journal.episodes import (
     start_episode,
 )
 from areal_actors.journal.recovery import (
-    Recovered,
     RecoveredSession,
     RestoredGroups,
-    RestoredSession,
     as_of,
     read_journal,
     recover,
@@ -35,11 +33,9 @@ __all__ = [
     "NoJournal",
     "RecordedEpisode",
     "Recording",
-    "Recovered",
     "RecoveredSession",
     "RestoredEpisodes",
     "RestoredGroups",
-    "RestoredSession",
     "SqliteJournal",
     "as_of",
     "count_waiting_groups",

@@ -8,7 +8,7 @@ from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReaso
 from areal_actors.kernel.runtime import Actor, BackgroundTasks, Context
 from areal_actors.kernel.stream import Stream
 from areal_actors.kernel.supervision import Escalate, Restart, Stop, Supervision
-from areal_actors.kernel.system import ActorSystem, Portal
+from areal_actors.kernel.system import ActorSystem
 from areal_actors.lib.threads import OwnThread
 
 __all__ = [
@@ -24,7 +24,6 @@ __all__ = [
     "Escalate",
     "Message",
     "OwnThread",
-    "Portal",
     "Ref",
     "Restart",
     "Stop",

@@ -49,26 +49,26 @@ class ActorStatistics:
     state: ActorState
     incarnation: int
 
-    num_queued: int
+    num_queued: int = 0
     """Messages in the mailbox, including those that wait for a concurrent handler below its limit."""
-    num_parked: int
+    num_parked: int = 0
     """Those queued messages whose concurrent handler is at its limit."""
-    num_waiting_senders: int
+    num_waiting_senders: int = 0
     """Senders that wait for room in the mailbox, because of back-pressure."""
-    num_running: int
+    num_running: int = 0
     """Handlers that run now."""
-    mailbox_size: int
+    mailbox_size: int = 0
     """The bound of the mailbox."""
 
-    num_handled: int
+    num_handled: int = 0
     """Handlers that have ended, with a reply, with an error or, for told messages, with neither."""
-    num_failed: int
+    num_failed: int = 0
     """Those handled messages whose handler raised."""
-    num_cancelled: int
+    num_cancelled: int = 0
     """Asks and streams whose asker left or whose deadline passed, queued or running."""
-    num_dropped: int
+    num_dropped: int = 0
     """Told messages that were still unhandled when the actor ended."""
-    mailbox_peak: int
+    mailbox_peak: int = 0
     """The largest number of messages that the mailbox has held at once."""
 
 

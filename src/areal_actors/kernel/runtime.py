@@ -763,7 +763,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         check_buffer_size(buffer_size)
         cell = self.cell
 
-        def open_call() -> StreamCall:
+        async def open_call() -> StreamCall:
             handler = self._handler(message, is_stream=True)
             deadline = cell.loop.effective_deadline()
             call = StreamCall(message, handler, cell, asking_frame(), deadline, buffer_size)

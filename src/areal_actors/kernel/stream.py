@@ -7,7 +7,7 @@ consumer does not.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -75,13 +75,15 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
     ``open_call`` sends the message; ``what`` names the handler in errors.
     """
 
-    def __init__(self, open_call: Callable[[], BufferedCall], what: str, loop: Loop, cleanup_seconds: float) -> None:
+    def __init__(
+        self, open_call: Callable[[], Awaitable[BufferedCall]], what: str, loop: Loop, cleanup_seconds: float
+    ) -> None:
         self._open_call, self._what, self._loop, self._cleanup_seconds = open_call, what, loop, cleanup_seconds
         self._call: BufferedCall | None = None
 
     async def __aenter__(self) -> Self:
         """Send the message; the handler starts when the actor takes it from its mailbox."""
-        self._call = self._open_call()
+        self._call = await self._open_call()
         return self
 
     async def __anext__(self) -> Item:

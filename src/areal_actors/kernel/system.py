@@ -7,43 +7,36 @@ escalates, cancels them.
 Exceptions that leave the block are flattened: the block's own exception is raised as it is, otherwise one group of
 plain exceptions whose message names the root cause.
 
-``Portal`` gives threads and synchronous code access to the actors. ``HeldContext`` (of ``lib``) holds a system open for
-frameworks whose start and stop hooks run in different tasks.
+Threads reach the actors through an ``anyio.from_thread.BlockingPortal``. ``HeldContext`` (of ``lib``) holds a system
+open for frameworks whose start and stop hooks run in different tasks.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from random import Random
-from types import TracebackType
-from typing import Any, Self, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import anyio
 from anyio.abc import TaskGroup
-from anyio.from_thread import BlockingPortal
 
 from areal_actors.errors import ActorError, ActorStopped, ConfigError
 from areal_actors.kernel.failure import leaves, root_cause
-from areal_actors.kernel.message import Address, Message
 from areal_actors.kernel.ref import Down, Ref, SystemStatistics
 from areal_actors.kernel.runtime import Actor, Blueprint, Cell, Runtime
 from areal_actors.kernel.supervision import Escalate, Supervision
-from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import running_loop
 from areal_actors.lib.telemetry import load_logging
 
-__all__ = [
-    "ActorSystem",
-    "Portal",
-]
+__all__ = ["ActorSystem"]
 
 P = TypeVar("P")
 
 
 class ActorSystem(Runtime):
-    """A group of actors that run in one task group. Made by ``open`` or ``start_hosted``."""
+    """A group of actors that run in one task group. Made by ``open``."""
 
     def __init__(self, *, name: str, grace: float, cleanup_seconds: float, random: Random) -> None:
         self.name = name
@@ -52,9 +45,7 @@ class ActorSystem(Runtime):
         self._random = random
         self._cells: dict[str, Cell] = {}
         self._tasks: TaskGroup | None = None
-        self._portal: BlockingPortal | None = None
         self.loop = running_loop()
-        self.held: HeldContext[ActorSystem] | None = None
         self.is_closing = False
 
     @classmethod
@@ -79,7 +70,7 @@ class ActorSystem(Runtime):
         system = cls(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random or Random())  # noqa: S311
         body: list[BaseException] = []
         with _flattened(body):
-            async with anyio.create_task_group() as system._tasks, BlockingPortal() as system._portal:
+            async with anyio.create_task_group() as system._tasks:
                 try:
                     yield system
                     await system.stop()
@@ -90,31 +81,6 @@ class ActorSystem(Runtime):
                     raise
                 finally:
                     system.is_closing = True
-
-    @classmethod
-    async def start_hosted(
-        cls, *, name: str = "local", grace: float = 5.0, cleanup_seconds: float = 5.0, random: Random | None = None
-    ) -> ActorSystem:
-        """Open a system in a separate owner task, so that any task can end it with ``aclose()``.
-
-        Use this for frameworks whose start and stop hooks run in different tasks, and ``open`` everywhere else. The
-        arguments are those of ``open``.
-        """
-        held = HeldContext(lambda: cls.open(name=name, grace=grace, cleanup_seconds=cleanup_seconds, random=random))
-        system = await held.start()
-        system.held = held
-        return system
-
-    async def aclose(self) -> None:
-        """End a hosted system, as leaving the block ends an opened one; closing it twice is allowed.
-
-        Raises:
-            ExceptionGroup: an actor had crashed and escalated.
-            ActorError: the system was opened with ``async with``, and can be ended only by leaving that block.
-        """
-        if self.held is None:
-            raise ActorError(f"system {self.name!r} was opened by 'async with', and ends where that block ends")
-        await self.held.aclose()
 
     async def spawn(
         self,
@@ -195,24 +161,6 @@ class ActorSystem(Runtime):
             cell = next(reversed(self._cells.values()))
             await cell.ref.stop(grace=max(deadline - anyio.current_time(), 0.0))
 
-    def portal(self) -> Portal:
-        """Return a portal for threads and other synchronous code.
-
-        Use it as ``with system.portal() as portal: portal.ask(ref, ...)``.
-        """
-        return Portal(self._portal, self.name)
-
-    def resolve(self, address: Address) -> Ref[Any]:
-        """Return the ref of a running actor of this system.
-
-        Raises:
-            ActorStopped: there is no such actor (any more).
-        """
-        cell = self._cells.get(address.name) if address.node == self.name else None
-        if cell is None:
-            raise ActorStopped(f"no actor {address.name!r} lives on {address.node!r}, seen from system {self.name!r}")
-        return cell.ref
-
     def statistics(self) -> SystemStatistics:
         """Return the statistics of all running actors."""
         return SystemStatistics(name=self.name, actors=tuple(cell.statistics() for cell in self._cells.values()))
@@ -252,48 +200,3 @@ def _flattened(body: list[BaseException]) -> Iterator[None]:
         rest = [leaf for leaf in leaves(group) if leaf is not cause and not isinstance(leaf, ActorStopped)]
         where = "".join(f" ({note})" for note in getattr(cause, "__notes__", ()))
         raise BaseExceptionGroup(f"{type(cause).__name__}: {cause}{where}", [cause, *rest]) from None
-
-
-R = TypeVar("R")
-
-
-class Portal:
-    """Blocking access to a system's actors.
-
-    Made by ``ActorSystem.portal()``; leaving its block does not stop any actor.
-    """
-
-    def __init__(self, portal: BlockingPortal | None, system: str) -> None:
-        self._portal = portal
-        self._system = system
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Do nothing; ``with`` is required so that a later version can release resources here."""
-
-    def ask(self, ref: Ref[P], message: Message[P, R], *, timeout: float | None = None) -> R:
-        """Ask as ``Ref.ask`` does, blocking this thread."""
-        return self._call(lambda: ref.ask(message, timeout=timeout))
-
-    def tell(self, ref: Ref[P], message: Message[P, Any]) -> None:
-        """Tell as ``Ref.tell`` does, blocking this thread while the mailbox is full."""
-        self._call(lambda: ref.tell(message))
-
-    def stop(self, ref: Ref[Any], *, grace: float | None = None) -> None:
-        """Stop as ``Ref.stop`` does, blocking this thread."""
-        self._call(lambda: ref.stop(grace=grace))
-
-    def _call(self, call: Callable[[], Awaitable[R]]) -> R:
-        if self._portal is None:
-            raise ActorStopped(f"system {self._system!r} is not open")
-        try:
-            return self._portal.call(call)
-        except RuntimeError as error:
-            # anyio reports a closed portal only as a RuntimeError, which can be recognized by its message alone.
-            if "not running" not in str(error):
-                raise
-            raise ActorStopped(f"system {self._system!r} is closed; no actor can be reached") from None

@@ -8,29 +8,19 @@ since the trainer's team stays while it waits for the next batch: SmolLM2-135M o
 in 10.8 s, and in 6.4 s with the other teams ended before.
 
 Spinning is right only on a quiet machine. Next to other programs, a worker spins for one that has no core, and the same
-batch took two to five times as long. ``settle_team`` ends a team only if others left the cores alone since the last
-call.
+batch took two to five times as long. ``settle_team`` ends a team only if the machine has not been overloaded of late.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
-import resource
-import time
-from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from threading import Lock
 
-from attrs import frozen
-
-__all__ = ["CpuTime", "TeamKeeper", "end_team", "settle_team"]
+__all__ = ["end_team", "settle_team"]
 
 _PAUSE_SOFT = 1
-# Cores that other programs may keep busy: an editor and a browser at rest stay below.
-_QUIET_CORES = 0.15
-_WINDOW_SECONDS = 0.5
 
 
 @cache
@@ -58,56 +48,9 @@ def end_team() -> bool:
     return library is not None and library.omp_pause_resource_all(_PAUSE_SOFT) == 0
 
 
-@frozen
-class CpuTime:
-    """Seconds of CPU time since the start: of the whole machine, and of this process with all its threads."""
-
-    at: float
-    machine: float
-    own: float
-
-    @classmethod
-    def read(cls) -> CpuTime | None:
-        """Return the times now, or ``None`` where the system does not report them."""
-        try:
-            with Path("/proc/stat").open(encoding="ascii") as file:
-                user, nice, system, _idle, _wait, irq, soft_irq, *_ = map(int, file.readline().split()[1:])
-        except (OSError, ValueError):
-            return None
-        usage = resource.getrusage(resource.RUSAGE_SELF)
-        busy = (user + nice + system + irq + soft_irq) / os.sysconf("SC_CLK_TCK")
-        return cls(at=time.monotonic(), machine=busy, own=usage.ru_utime + usage.ru_stime)
-
-    def others_since(self, before: CpuTime) -> float:
-        """Return how many cores other processes kept busy since ``before``, on average."""
-        return (self.machine - before.machine - (self.own - before.own)) / max(self.at - before.at, 1e-3)
-
-
-class TeamKeeper:
-    """Ends the team of a thread that has finished a long computation, as long as the machine is quiet."""
-
-    def __init__(self, read: Callable[[], CpuTime | None] = CpuTime.read, end: Callable[[], bool] = end_team) -> None:
-        self._read = read
-        self._end = end
-        self._before = read()
-        self._is_quiet = False
-
-    def settle(self) -> bool:
-        """End the calling thread's team if other processes have used few cores of late. Returns whether it did."""
-        now, before = self._read(), self._before
-        if now is None or before is None:
-            return False
-        # The kernel counts in hundredths of a second.
-        if now.at - before.at >= _WINDOW_SECONDS:
-            self._before, self._is_quiet = now, now.others_since(before) <= _QUIET_CORES
-        return self._is_quiet and self._end()
-
-
-_keeper = TeamKeeper()
-_lock = Lock()
-
-
 def settle_team() -> bool:
-    """End the calling thread's team if the machine was quiet since the last call in this process."""
-    with _lock:
-        return _keeper.settle()
+    """End the calling thread's team if the machine had a core for every running thread of the last minute.
+
+    Returns whether it did.
+    """
+    return os.getloadavg()[0] <= (os.cpu_count() or 1) + 0.5 and end_team()

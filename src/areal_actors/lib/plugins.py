@@ -12,6 +12,7 @@ A distribution adds an object by an entry point, whose group says what it is::
 | ``WORKFLOWS`` | a form of ``rollout.workflow`` | an attrs class with ``WorkflowPlugin``'s methods |
 | ``PROBLEMS`` | a key of problems that commands work on in an environment | a ``ProblemEnvironment`` |
 | ``SECTIONS`` | a section of the configuration | an attrs class |
+| ``ACCOUNTS`` | any | a function from the ``RunConfig`` to the actor that keeps users and their keys |
 | ``COMMANDS`` | a command of ``areal-actors`` | a click command |
 
 The core uses an object where a configuration names it, and imports no plug-in before that.
@@ -25,9 +26,19 @@ from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
+from attrs import field, fields
+
 from areal_actors.errors import ConfigError
 
-__all__ = ["PluginGroup", "forget_plugins", "install_advice", "load_plugin", "plugin_names"]
+__all__ = [
+    "PluginGroup",
+    "forget_plugins",
+    "group_of",
+    "install_advice",
+    "load_plugin",
+    "plugin_names",
+    "plugin_settings",
+]
 
 
 class PluginGroup(StrEnum):
@@ -39,12 +50,19 @@ class PluginGroup(StrEnum):
     PROBLEMS = "areal_actors.problems"
     SECTIONS = "areal_actors.sections"
     COMMANDS = "areal_actors.commands"
+    ACCOUNTS = "areal_actors.accounts"
 
 
 KNOWN: Mapping[PluginGroup, Mapping[str, str]] = {
     PluginGroup.SANDBOXES: dict.fromkeys(("bubblewrap", "docker", "podman", "apptainer"), "sandbox"),
+    PluginGroup.DATASETS: dict.fromkeys(("harbor", "verifiers", "bfcl"), "environments"),
+    PluginGroup.WORKFLOWS: {"verifiers": "environments"},
+    PluginGroup.SECTIONS: {"users": "service", "host": "service"},
+    PluginGroup.COMMANDS: {"tasks": "environments", "keys": "service", "host": "service", "entry": "service"},
 }
 """The plug-ins of this repository, so that a name whose plug-in is missing is answered with the line to install it."""
+
+_GROUP = "plugin_group"
 
 
 def plugin_names(group: PluginGroup) -> tuple[str, ...]:
@@ -60,7 +78,7 @@ def load_plugin(group: PluginGroup, name: str) -> Any:
     """
     found = _find(group).get(name)
     if found is None:
-        raise ConfigError(install_advice(group, name) or f"No plug-in adds {name} to {group}.")
+        raise ConfigError(f"{name} {install_advice(group, name) or f'is added to {group} by no plug-in.'}")
     try:
         return found.load()
     except (ImportError, AttributeError) as error:
@@ -68,11 +86,11 @@ def load_plugin(group: PluginGroup, name: str) -> Any:
 
 
 def install_advice(group: PluginGroup, name: str) -> str | None:
-    """Return how to install the plug-in that adds ``name``; ``None`` if it is installed, or if no plug-in is known."""
+    """Return words to follow ``name``: how to install its plug-in. ``None`` if it is installed, or none is known."""
     plugin = KNOWN.get(group, {}).get(name)
     if plugin is None or name in _find(group):
         return None
-    return f"{name} needs the plug-in areal-actors-{plugin}; run: pip install areal-actors-{plugin}"
+    return f"needs the plug-in areal-actors-{plugin}; run: pip install areal-actors-{plugin}"
 
 
 @cache
@@ -83,3 +101,16 @@ def _find(group: PluginGroup) -> Mapping[str, EntryPoint]:
 def forget_plugins() -> None:
     """Look for plug-ins again at the next use, after one was installed into this process."""
     _find.cache_clear()
+
+
+def plugin_settings(group: PluginGroup) -> Any:
+    """Return a field of a settings class for the settings that plug-ins of ``group`` add to it, by name.
+
+    In a configuration they stand next to the settings of the class; each has an attrs class of its own.
+    """
+    return field(factory=dict, metadata={_GROUP: group})
+
+
+def group_of(cls: Any) -> tuple[str, PluginGroup] | None:
+    """Return the field of a settings class that ``plugin_settings`` made, and its group; ``None`` if it has none."""
+    return next(((one.name, one.metadata[_GROUP]) for one in fields(cls) if _GROUP in one.metadata), None)

@@ -94,7 +94,9 @@ def get_logger(name: str) -> BoundLogger:
 
     Events are names that can be searched for; facts go into keyword arguments.
     """
-    return cast("BoundLogger", _LazyLogger(name))
+    # Loggers of plug-ins, such as areal_actors_service.launcher, are below ours and have their level.
+    plugin = name.removeprefix("areal_actors_")
+    return cast("BoundLogger", _LazyLogger(name if plugin == name else f"areal_actors.{plugin}"))
 
 
 def load_logging() -> None:

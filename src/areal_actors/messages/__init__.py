@@ -2,9 +2,6 @@
 
 ::
 
-    Host ──borrows──▶ Hosting (a process for each trial, everything below in it)
-      │ asks
-      ▼
     Accounts
       ▲ asks                               ┌──asks──▶ Weights (next to Training)
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
@@ -106,14 +103,6 @@ from areal_actors.messages.generation import (
     ReplicaState,
     ReplicaView,
     ResumeGeneration,
-)
-from areal_actors.messages.hosting import (
-    Hosting,
-    ListServices,
-    ServiceInUse,
-    StopServices,
-    UseService,
-    UseServiceOfSession,
 )
 from areal_actors.messages.models import (
     ListModels,
@@ -261,7 +250,6 @@ __all__ = [
     "GroupsTrained",
     "HasKeys",
     "HideAnswer",
-    "Hosting",
     "IdentifyUser",
     "Intake",
     "JoinGang",
@@ -271,7 +259,6 @@ __all__ = [
     "LiftStalenessLimit",
     "ListKeys",
     "ListModels",
-    "ListServices",
     "LogNumbers",
     "ModelInUse",
     "Models",
@@ -312,7 +299,6 @@ __all__ = [
     "SaveVersion",
     "SaveWeights",
     "SendWeights",
-    "ServiceInUse",
     "ServiceProcess",
     "Serving",
     "SessionArchived",
@@ -329,7 +315,6 @@ __all__ = [
     "Shards",
     "StartSession",
     "StepFinished",
-    "StopServices",
     "StoreEpisodes",
     "StoredAnswer",
     "StreamComplete",
@@ -344,8 +329,6 @@ __all__ = [
     "TrainingSummary",
     "UntrainedGroup",
     "UseModel",
-    "UseService",
-    "UseServiceOfSession",
     "VersionAdvanced",
     "WatchSessions",
     "Weights",

@@ -51,14 +51,12 @@ from areal_actors.proxy.access import (
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
+from areal_actors.proxy.dialects import ROUTES
 from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes, join_items
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
-from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
-from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.proxy.dialects.fields import parse_object
-from areal_actors.proxy.dialects.messages.answer import PING, MessagesDialect
-from areal_actors.proxy.dialects.prefixes import MIN_BYTES, PrefixCache, Reading
+from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import (
     READ,
@@ -73,7 +71,6 @@ from areal_actors.proxy.failures import Failure, format_anthropic_failure, forma
 from areal_actors.proxy.keys import KeysEndpoint
 from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
 from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_document, describe_routes
-from areal_actors.proxy.sse import KEEP_ALIVE
 from areal_actors.proxy.stored_responses import StoredResponses
 
 __all__ = [
@@ -112,29 +109,19 @@ class CompletionEndpoint:
     config: ProxyConfig
     meter: Meter
     access: UserAccess
-    keep_alive: bytes = KEEP_ALIVE
     resolve: Resolve | None = None
     """Replaces references to stored items in a body, for a dialect that has them."""
-    prefixes: PrefixCache | None = None
-    """Knows the messages of earlier bodies, for a dialect that repeats them."""
     streams: set[Exchange] = field(factory=set)
     """The streams whose text is being sent, of all routes of the application."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body, credential, reading = await _read(exchange, self.config, self.authenticator, self.prefixes)
+        raw, body = await _read(exchange, self.config)
         attempt = read_attempt(exchange.headers, exchange.operation, raw)
+        credential = _identify(exchange, body, self.authenticator)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
-        # The role that the URL names, or else the header.
-        role = exchange.role
-        if role is None:
-            role = exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
-        elif not re.fullmatch(ROLE_PATTERN, role):
-            raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
-        parsed = self.dialect.parse(body, tag=role)
-        if reading is not None:
-            reading.note(body)
+        parsed = self.dialect.parse(body, tag=_read_role(exchange))
         model = body.get("model")
         chosen = model if self.selection.may_select(model) else None
         if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
@@ -220,7 +207,7 @@ class CompletionEndpoint:
         # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
         announced = b""
         exchange.fail_stream = lambda failure: announced + formatter.fail(failure)
-        exchange.keep_alive = self.keep_alive
+        exchange.keep_alive = self.dialect.keep_alive
 
         async def pump() -> None:
             nonlocal announced
@@ -238,7 +225,7 @@ class CompletionEndpoint:
                             is_waiting = False
                             self.streams.add(exchange)
                             seconds = perf_counter() - exchange.started_at
-                            self.meter.first_token_seconds[exchange.operation].observe(seconds)
+                            self.meter.first_token_seconds.labels(exchange.operation).observe(seconds)
                         events, announced = events + announced + formatter.feed(item), b""
                     if events:
                         sent_at = anyio.current_time()
@@ -299,31 +286,36 @@ class _WatchedStream:
         return events
 
 
-async def _read(
-    exchange: Exchange, config: ProxyConfig, authenticator: Authenticator, prefixes: PrefixCache | None = None
-) -> tuple[bytes, Mapping[str, Any], Credential, Reading | None]:
-    """Return the body as it was sent, its object without content that the model cannot use, and the credential.
-
-    Also how a long body was read, if ``prefixes`` know the messages of earlier ones.
-    """
+async def _read(exchange: Exchange, config: ProxyConfig) -> tuple[bytes, Mapping[str, Any]]:
+    """Return the body as it was sent, and its object without content and tools that the model cannot use."""
     raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
     policy = config.unsupported_blocks
-    reading: Reading | None = None
-    if prefixes is not None and len(raw) >= MIN_BYTES:
-        reading = prefixes.read((exchange.session, read_key(exchange.headers)), raw)
-    body = replace_blocks(parse_object(raw) if reading is None else reading.body, policy)
-    server_tools = policy.server_tools
-    drop = None if server_tools is None else server_tools is ToolPolicy.DROP
+    body = replace_blocks(parse_object(raw), policy)
+    drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
     body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
     if left_out:
         exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
+    return raw, body
+
+
+def _identify(exchange: Exchange, body: Mapping[str, Any], authenticator: Authenticator) -> Credential:
+    """Return the credential of a request. Raises ``Unauthorized``."""
     named = body.get("session_id") or exchange.query.get("session_id")
-    credential = authenticator.credential(
+    return authenticator.credential(
         key=read_key(exchange.headers),
         in_path=exchange.session,
         in_request=named if isinstance(named, str) else None,
     )
-    return raw, body, credential, reading
+
+
+def _read_role(exchange: Exchange) -> str | None:
+    """Return the role of the agent that the URL names, or else the header. Raises ``InvalidRequest``."""
+    role = exchange.role
+    if role is None:
+        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
+    if not re.fullmatch(ROLE_PATTERN, role):
+        raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
+    return role
 
 
 def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
@@ -361,7 +353,6 @@ class TokenCountEndpoint:
     selection: ModelSelection
     config: ProxyConfig
     access: UserAccess
-    prefixes: PrefixCache
     envelope: Mapping[str, Any] = field(factory=dict)
     """What the answer holds besides the number."""
     resolve: Resolve | None = None
@@ -369,12 +360,11 @@ class TokenCountEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request; nothing of it is recorded."""
-        _, body, credential, reading = await _read(exchange, self.config, self.authenticator, self.prefixes)
+        _, body = await _read(exchange, self.config)
+        credential = _identify(exchange, body, self.authenticator)
         if self.resolve is not None:
             body = await self.resolve(body, credential)
         request, model = self.dialect.parse(body, tag=None).request, body.get("model")
-        if reading is not None:
-            reading.note(body)
         if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
             await self._count(exchange, CountTokens(credential=credential, request=request), model)
         else:
@@ -492,22 +482,17 @@ def create_app(
     access = UserAccess(sessions=sessions, accounts=accounts)
     selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()
-    limit, inert, honour_store = config.default_max_tokens, config.inert_parameters, config.honour_store
-    chat = ChatDialect(
-        model=model,
-        token_bytes=token_bytes,
-        default_max_tokens=limit,
-        inert=inert,
-        honours_store=honour_store.chat,
-    )
-    responses = ResponsesDialect(
-        model=model,
-        token_bytes=token_bytes,
-        default_max_tokens=limit,
-        inert=inert,
-        honours_store=honour_store.responses,
-    )
-    messages = MessagesDialect(model=model, token_bytes=token_bytes, default_max_tokens=limit, inert=inert)
+    honours_store = {"chat/completions": config.honour_store.chat, "responses": config.honour_store.responses}
+    dialects = {
+        route.operation: route.dialect(
+            model=model,
+            token_bytes=token_bytes,
+            default_max_tokens=config.default_max_tokens,
+            inert=config.inert_parameters,
+            honours_store=honours_store.get(route.operation, True),
+        )
+        for route in ROUTES
+    }
     shared: dict[str, Any] = {
         "sessions": sessions,
         "authenticator": authenticator,
@@ -518,20 +503,19 @@ def create_app(
     stored = StoredResponses(
         sessions=sessions, authenticator=authenticator, access=access, model=model, token_bytes=token_bytes
     )
-    turns, items = PrefixCache("messages"), PrefixCache("input")
-    count = TokenCountEndpoint(dialect=messages, prefixes=turns, **shared)
-    count_items = TokenCountEndpoint(
-        dialect=responses,
-        prefixes=items,
-        resolve=stored.resolve,
-        envelope={"object": "response.input_tokens"},
-        **shared,
-    )
-
+    # Responses refer to stored answers.
+    resolvers: dict[str, dict[str, Any]] = {"responses": {"resolve": stored.resolve}}
     streams: set[Exchange] = set()
 
-    def complete(dialect: Any, **more: Any) -> Operation:
-        endpoint = CompletionEndpoint(dialect=dialect, meter=meter, streams=streams, **shared, **more)
+    def complete(operation: str, dialect: Any) -> Operation:
+        endpoint = CompletionEndpoint(
+            dialect=dialect, meter=meter, streams=streams, **shared, **resolvers.get(operation, {})
+        )
+        return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
+
+    def count(operation: str, **envelope: Any) -> Operation:
+        dialect: Any = dialects[operation]
+        endpoint = TokenCountEndpoint(dialect=dialect, envelope=envelope, **shared, **resolvers.get(operation, {}))
         return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
 
     control = ControlEndpoints(
@@ -555,17 +539,14 @@ def create_app(
         accounts=accounts,
         read_run=read_run,
     )
-    document = OpenAPIEndpoint(document=create_document(describe_routes(inert)))
+    document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     page = RoutesPage(document=document.document)
     operations = {
-        "chat/completions": complete(chat, prefixes=PrefixCache("messages")),
-        "completions": complete(CompletionsDialect(model=model, token_bytes=token_bytes, inert=inert)),
-        "responses": complete(responses, resolve=stored.resolve, prefixes=items),
-        "responses/input_tokens": Operation(handle=count_items, has_session=True),
+        **{operation: complete(operation, dialect) for operation, dialect in dialects.items()},
+        "responses/input_tokens": count("responses", object="response.input_tokens"),
         "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),
         "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=READ, has_session=True),
-        "messages": complete(messages, keep_alive=PING, prefixes=turns),
-        "messages/count_tokens": Operation(handle=count, has_session=True, format_failure=messages.format_failure),
+        "messages/count_tokens": count("messages"),
         "grant_capacity": Operation(handle=control.grant_capacity),
         "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),
         "rl/start_session": Operation(handle=control.start_session, methods=("POST", "GET")),

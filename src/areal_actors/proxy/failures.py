@@ -19,7 +19,6 @@ from areal_actors.errors import (
     DeadlineExceeded,
     EngineError,
     ExportError,
-    GenerationAborted,
     InvalidRequest,
     MailboxFull,
     PreviousNotFound,
@@ -33,13 +32,11 @@ from areal_actors.errors import (
 
 __all__ = ["PATIENCE_SECONDS", "Failure", "describe_failure", "format_anthropic_failure", "format_openai_failure"]
 
-_ABORTED = "The generation was aborted; the request may be repeated."
 _BUSY = "A part of the service is starting, stopping or busy; the request may be repeated."
 _MEANINGS: tuple[tuple[type[ArealError], Callable[[str], RequestError]], ...] = (
     (RewardError, partial(InvalidRequest, param="reward")),
     (RenderError, partial(InvalidRequest, param="messages")),
     (ExportError, Unprocessable),
-    (GenerationAborted, lambda _: Unavailable(_ABORTED)),
     (ActorStopped, lambda _: Unavailable(_BUSY)),
     (Unreachable, lambda _: Unavailable(_BUSY)),
     (DeadlineExceeded, lambda _: Unavailable(_BUSY)),

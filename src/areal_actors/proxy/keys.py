@@ -60,7 +60,7 @@ class KeysEndpoint:
     def _admitted(self, exchange: Exchange) -> Ref[Accounts]:
         self.authenticator.require_admin(read_key(exchange.headers))
         if self.accounts is None:
-            raise NotFound("This service keeps no users; open it with a file for their keys (users.path).")
+            raise NotFound("This service keeps no users; that takes a plug-in: pip install areal-actors-service.")
         return self.accounts
 
 

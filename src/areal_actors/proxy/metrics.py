@@ -1,6 +1,6 @@
 """The ``/metrics`` route for Prometheus; actors are asked for their numbers at each scrape.
 
-There is no global state: every application has its own ``Meter``, and the Prometheus library only formats the numbers.
+There is no global state: every application has its own ``Meter``.
 Labels name operations, statuses and actors, never a key, session or path. ``docs/metrics.md`` describes every metric.
 """
 
@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Iterator, Mapping
-from itertools import accumulate
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import anyio
 from anyio import to_thread
 from attrs import define, field, frozen
+from prometheus_client import ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from areal_actors import __version__
 from areal_actors.errors import ArealError
@@ -34,10 +36,7 @@ from areal_actors.messages import (
     SessionsView,
 )
 from areal_actors.proxy.access import Authenticator, read_key
-from areal_actors.proxy.exchange import Exchange, Histogram, Meter, Traffic
-
-if TYPE_CHECKING:
-    from prometheus_client.metrics_core import Metric
+from areal_actors.proxy.exchange import Exchange, Meter, Traffic
 
 __all__ = [
     "MetricsEndpoint",
@@ -128,19 +127,13 @@ class MetricsEndpoint:
         await send_families(exchange, self._families(readings))
 
     def _families(self, readings: Readings) -> Iterator[Metric]:
-        meter, mailboxes = self.meter, readings.mailboxes
-        counts: Values = {(operation, str(status)): number for (operation, status), number in meter.requests.items()}
-        yield _counter("http_requests", "Requests that were answered.", counts, labels=("operation", "status"))
-        yield _histogram("http_request_seconds", "From the request's head to the end of its answer.", meter.seconds)
-        meaning = "Streams: from the request's head to the first delta."
-        yield _histogram("http_first_token_seconds", meaning, meter.first_token_seconds)
+        for family in self.meter.registry.collect():
+            # The time at which each series began would double their number.
+            family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+            yield family
         yield gauge("http_requests_in_flight", "Requests that are being answered.", len(self.traffic))
-        counts = _by_operation(meter.hang_ups)
-        yield _counter("http_hang_ups", "Requests whose client left before the answer.", counts, labels=("operation",))
-        counts = _by_operation(meter.failed_streams)
-        yield _counter("http_failed_streams", "Streams that ended in an error.", counts, labels=("operation",))
-
-        counts = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
+        mailboxes = readings.mailboxes
+        counts: Values = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
         yield gauge("actor_up", "1 while the actor takes messages.", counts, labels=("actor",))
         for create, name, meaning, attribute in _MAILBOXES:
             counts = {(actor,): getattr(found, attribute) for actor, found in mailboxes.items()}
@@ -169,16 +162,12 @@ async def send_families(exchange: Exchange, families: Iterator[Metric]) -> None:
     """Answer with metrics in the Prometheus text format."""
     # Always the plain text format, which every scraper reads: the library's negotiation by ``Accept`` fails on odd
     # values.
-    from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
-
     text = generate_latest(_Collected(families))
     await exchange.send_document(200, text, content_type=CONTENT_TYPE_PLAIN_0_0_4.encode())
 
 
 def process_families() -> Iterator[Metric]:
     """Yield the build, and memory, CPU time and descriptors of this process under Prometheus's usual names."""
-    from prometheus_client import ProcessCollector
-
     build: Values = {(__version__, platform.python_version()): 1}
     yield gauge("build_info", "1, with the versions as labels.", build, labels=("version", "python"))
     yield from ProcessCollector(registry=None).collect()  # empty off Linux
@@ -215,21 +204,13 @@ async def try_ask(ref: Ref[P], message: Message[P, R]) -> R | None:
 # -------------------------------------------------------------------------------------------------- the families
 
 
-def _by_operation(counts: Mapping[str, int]) -> dict[tuple[str, ...], int]:
-    return {(operation,): number for operation, number in counts.items()}
-
-
 def _counter(name: str, meaning: str, values: Values, *, labels: tuple[str, ...] = ()) -> Metric:
-    from prometheus_client.core import CounterMetricFamily
-
     family = CounterMetricFamily(f"areal_{name}", meaning, labels=labels)
     return _filled(family, values)
 
 
 def gauge(name: str, meaning: str, values: Values, *, labels: tuple[str, ...] = ()) -> Metric:
     """Return the gauge ``areal_<name>`` with a value for each combination of labels."""
-    from prometheus_client.core import GaugeMetricFamily
-
     return _filled(GaugeMetricFamily(f"areal_{name}", meaning, labels=labels), values)
 
 
@@ -237,18 +218,6 @@ def _filled(family: Any, values: Values) -> Metric:
     for labels, value in values.items() if isinstance(values, Mapping) else [((), values)]:
         family.add_metric(labels, value)
     return family  # type: ignore[no-any-return]
-
-
-def _histogram(name: str, meaning: str, values: Mapping[str, Histogram]) -> Metric:
-    from prometheus_client.core import HistogramMetricFamily
-
-    family = HistogramMetricFamily(f"areal_{name}", meaning, labels=("operation",))
-    for operation, histogram in values.items():
-        # Prometheus buckets are cumulative: each one includes the counts of all smaller ones.
-        bounds = map(str, (*histogram.bounds, "+Inf"))
-        buckets = list(zip(bounds, accumulate(histogram.counts), strict=True))
-        family.add_metric((operation,), buckets, histogram.total)
-    return family
 
 
 _MAILBOXES: tuple[tuple[Callable[..., Metric], str, str, str], ...] = (

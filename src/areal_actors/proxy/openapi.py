@@ -17,15 +17,9 @@ from attrs import field, frozen
 
 from areal_actors.interchange.episodes import ARRAYS_TYPE
 from areal_actors.proxy.control import ARGUMENTS, CONTEXT_NAMES
-from areal_actors.proxy.dialects import completions
+from areal_actors.proxy.dialects import ROUTES, CompletionRoute
 from areal_actors.proxy.dialects.base import COUNT_SCHEMA, MAYBE_TEXT_SCHEMA, TEXT_SCHEMA
-from areal_actors.proxy.dialects.chat import answer as chat
-from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS
 from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
-from areal_actors.proxy.dialects.messages import answer as messages
-from areal_actors.proxy.dialects.messages.request import MESSAGES_FIELDS
-from areal_actors.proxy.dialects.responses import answer as responses
-from areal_actors.proxy.dialects.responses.request import RESPONSES_FIELDS
 from areal_actors.proxy.dialects.responses.stored import STORED_ANSWERS
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.keys import KEY_ARGUMENTS
@@ -72,44 +66,37 @@ class Route:
 
 def describe_routes(inert: Collection[str] = ()) -> tuple[Route, ...]:
     """Return every route. ``inert`` are further parameters of completions to accept and ignore, from the settings."""
-    dialects = (
-        (
-            "chat/completions",
-            CHAT_FIELDS,
-            "ChatCompletion",
-            "OpenAI's chat completions; streamed as ChatCompletionChunk events",
-        ),
-        ("completions", completions.COMPLETIONS_FIELDS, "TextCompletion", "OpenAI's plain completions"),
-        ("responses", RESPONSES_FIELDS, "Response", "OpenAI's Responses; streamed as its events"),
-        (
-            "responses/input_tokens",
-            RESPONSES_FIELDS,
-            "InputTokens",
-            "How many tokens the prompt of a response has",
-        ),
-        ("messages", MESSAGES_FIELDS, "Message", "Anthropic's messages"),
-        ("messages/count_tokens", MESSAGES_FIELDS, "TokenCount", "How many tokens the prompt of a message has"),
-    )
     described: list[Route] = []
-    for operation, table, answer, summary in dialects:
-        content: dict[str, Schema] = _json(answer)
-        if answer not in ("TokenCount", "InputTokens"):
-            # Version 3.1 has no schema for single events.
-            content["text/event-stream"] = {}
-        described.append(
-            Route(
-                operation=operation,
-                path=f"/v1/{operation}",
-                summary=summary,
-                has_session=True,
-                security=_SESSION_KEYS,
-                request=table.ignoring(inert).schema,
-                answers={200: content},
-                failures=_COMPLETION_FAILURES,
-                error="AnthropicError" if table.operation == "messages" else "Error",
-            )
-        )
+    for route in ROUTES:
+        # Version 3.1 has no schema for single events.
+        answers: dict[str, Schema] = {**_json(route.answer), "text/event-stream": {}}
+        described.append(_completion(route, route.operation, route.summary, answers, inert))
+        if route.operation in _COUNTS:
+            operation, summary, answer = _COUNTS[route.operation]
+            described.append(_completion(route, operation, summary, _json(answer), inert))
     return (*described, *_STORED_ROUTES, *_CONTROL_ROUTES, *_ADMIN_ROUTES, *_OPEN_ROUTES)
+
+
+_COUNTS = {
+    "responses": ("responses/input_tokens", "How many tokens the prompt of a response has", "InputTokens"),
+    "messages": ("messages/count_tokens", "How many tokens the prompt of a message has", "TokenCount"),
+}
+
+
+def _completion(
+    route: CompletionRoute, operation: str, summary: str, answers: Mapping[str, Schema], inert: Collection[str]
+) -> Route:
+    return Route(
+        operation=operation,
+        path=f"/v1/{operation}",
+        summary=summary,
+        has_session=True,
+        security=_SESSION_KEYS,
+        request=route.fields.ignoring(inert).schema,
+        answers={200: answers},
+        failures=_COMPLETION_FAILURES,
+        error=route.error,
+    )
 
 
 def _json(name: str) -> dict[str, Schema]:
@@ -435,11 +422,8 @@ _KEY: dict[str, Schema] = {
     "revoked_at": _MAYBE_COUNT,
 }
 _ANSWERS: Mapping[str, Schema] = {
-    **chat.ANSWERS,
-    **completions.ANSWERS,
-    **responses.ANSWERS,
+    **{name: schema for route in ROUTES for name, schema in route.schemas.items()},
     **STORED_ANSWERS,
-    **messages.ANSWERS,
     "Error": one_object(
         {
             "error": one_object(

@@ -31,6 +31,7 @@ from areal_actors.journal import Journal, NoJournal
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.references import FunctionReference, builtin_or_reference
+from areal_actors.lib.settings import constant
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AcknowledgeLease,
@@ -72,11 +73,16 @@ _NO_MORE_REPLACED = (
 class ExportConfig:
     """Defaults for building rows, used where a request does not say otherwise."""
 
-    style: str = field(default="individual", validator=in_(tuple(STYLES)))
-    discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
-    rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
+    export_style: str = field(default="individual", validator=in_(tuple(STYLES)))
+    turn_discount: float = field(default=1.0, validator=[ge(0.0), le(1.0)])
+    """The share of an answer's return that is passed on to the previous turn."""
+    reward_rule: FunctionReference = field(default=FunctionReference("mean"), validator=builtin_or_reference(RULES))
+    """How the returns of several continuations are combined: mean, sum, max, creation-order, or your own function."""
     unrewarded: Unrewarded = Unrewarded.INHERIT
-    train_roles: tuple[str, ...] | None = None
+    """How conversations without any rewarded answer are treated: they inherit the outcome that the agent returned, are
+    not trained (skip), or return 0."""
+    train_roles: tuple[str, ...] | None = constant(None)
+    """The roles whose turns are trained; ``None`` trains all."""
 
 
 @frozen(kw_only=True)
@@ -137,7 +143,7 @@ class Exporter(Actor[Exports]):
         self._sessions = sessions
         self._capacity = capacity
         self._config = config or ExportConfig()
-        self._rule = load_rule(self._config.rule)
+        self._rule = load_rule(self._config.reward_rule)
         self._queue = queue or QueueConfig()
         # External problems cannot be run again, and their agents cannot be waited for.
         if are_problems_external and self._queue.stale_groups is not StaleGroups.DROP:
@@ -197,8 +203,8 @@ class Exporter(Actor[Exports]):
         try:
             exported = export_trajectories(
                 record,
-                style=message.style or self._config.style,
-                discount=self._config.discount if message.discount is None else message.discount,
+                style=message.style or self._config.export_style,
+                discount=self._config.turn_discount if message.discount is None else message.discount,
                 rule=self._rule,
                 unrewarded=self._config.unrewarded,
                 train_roles=self._config.train_roles,

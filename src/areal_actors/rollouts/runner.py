@@ -21,6 +21,7 @@ import httpx
 from attrs import define, evolve, field, frozen
 from attrs.validators import ge, gt, optional
 
+from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import (
     Credential,
     Episode,
@@ -36,6 +37,7 @@ from areal_actors.domain import (
 from areal_actors.errors import ActorError, ArealError, ConfigError, CustomFunctionError, EpisodeError, RewardError
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.backoff import Backoff
+from areal_actors.lib.settings import COMMON, constant
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AcquirePermit,
@@ -66,7 +68,7 @@ from areal_actors.messages import (
     SettlePermit,
     StoreEpisodes,
 )
-from areal_actors.training.teaching import GroupTeacher
+from areal_actors.training.phases import GroupTeacher
 from areal_actors.workflows import (
     Agent,
     EpisodeContext,
@@ -114,27 +116,40 @@ class ResumeEpisodes(StrEnum):
     """Their agents are run again, and everything is sampled again. No turns are recorded."""
 
 
+def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
+    if not roles:
+        raise ValueError("names no role, so nothing would be trained; leave it out to train all")
+    wrong = [role for role in roles if not re.fullmatch(ROLE_PATTERN, role)]
+    if wrong:
+        raise ValueError(f"has the role {wrong[0]!r}; use letters, digits, '.', '_' and '-', a letter or digit first")
+
+
 @frozen(kw_only=True)
 class RolloutsConfig:
     """Settings of episodes."""
 
-    group_size: int = field(default=8, validator=ge(1))
+    group_size: int = field(default=8, validator=ge(1), metadata=COMMON)
+    """Episodes per problem."""
+    train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
+    """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
+    URL or x-areal-agent names another. null trains all roles."""
     member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
+    """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
+    episode had completed."""
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     max_tokens: int | None = field(default=None, validator=optional(ge(1)))
-    """The most tokens of an answer, whatever a request asks for."""
+    """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
+    at a URL, which eval asks, has no such limit."""
     limits: EpisodeLimits = field(factory=EpisodeLimits)
-    agents_may_reward: bool = False
+    agents_may_reward: bool = constant(False)
     """Whether agents get their session's full-access key instead of the completion key, and so may set rewards."""
-    train_roles: tuple[str, ...] | None = None
-    """The roles whose turns are trained, for the error of an episode that has none of them."""
-    is_archiving: bool = True
+    is_archiving: bool = constant(True)
     """Whether the trees of finished sessions are sent to the reporter, for dumps and the run report."""
-    max_unreachable_seconds: float = field(default=300.0, validator=gt(0))
+    max_unreachable_seconds: float = constant(300.0)
     """How long the proxy may be unreachable before the run ends; meanwhile no episode counts as failed."""
-    max_concurrent_evaluations: int = field(default=128, validator=ge(1))
+    max_concurrent_evaluations: int = constant(128)
     """Episodes of evaluations that run at the same time."""
-    max_failed_groups: int = field(default=16, validator=ge(1))
+    max_failed_groups: int = constant(16)
     """The run ends after this many training groups in a row in which every episode failed: it cannot learn."""
 
 

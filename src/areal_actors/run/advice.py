@@ -139,10 +139,7 @@ def _of_the_surrogate(config: TrainerConfig) -> Iterator[Inert]:
 def _of_penalties(config: TrainerConfig) -> Iterator[Inert]:
     objective, kl = config.objective, config.objective.kl
     if not kl.coefficient:
-        names = ("objective.kl.estimator", "objective.kl.place", "objective.kl.is_unbiased")
-        yield f"objective.kl.coefficient is {kl.coefficient}", *names
-    elif kl.place is KlPlace.REWARD:
-        yield "it is of the penalty in the loss, and kl.place is reward", "objective.kl.is_unbiased"
+        yield f"objective.kl.coefficient is {kl.coefficient}", "objective.kl.estimator", "objective.kl.place"
     if objective.overlong.max_tokens is None:
         reason = "objective.overlong.max_tokens is null"
         yield reason, "objective.overlong.buffer_tokens", "objective.overlong.scale"
@@ -156,7 +153,7 @@ def _of_training(config: TrainerConfig, has_servers: bool) -> Iterator[Inert]:  
         if config.activations is Activations.OFFLOAD:
             yield "device is cpu, whose memory is that of the host; use recompute", "activations"
     if config.optimizer.name is OptimizerName.SGD:
-        yield "optimizer.name is sgd", "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon"
+        yield "optimizer.name is sgd", "optimizer.beta1", "optimizer.beta2"
     if config.optimizer.decay is Decay.CONSTANT:
         yield "optimizer.decay is constant", "optimizer.num_decay_steps", "optimizer.final_fraction"
     if not config.capture.enabled:
@@ -207,10 +204,6 @@ def doubtful_settings(config: TrainerConfig) -> list[str]:
         found.append(
             f"objective.kl.estimator {kl.estimator} in the reward does not pull towards the reference: near it, the "
             "expected gradient is 0; use k1, or place loss."
-        )
-    if kl.coefficient and kl.place is KlPlace.LOSS and kl.resolve_estimator() is KlEstimator.K1 and not kl.is_unbiased:
-        found.append(
-            "objective.kl.estimator k1 in the loss has an expected gradient of 0; set is_unbiased, or use k2 or k3."
         )
     if objective.surrogate is Surrogate.GSPO and objective.aggregation in (
         Aggregation.EPISODE_SUM,

@@ -31,8 +31,8 @@ from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
-from areal_actors.dashboard.record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.dashboard.report import write_report
+from areal_actors.dashboard.run_record import RunRecord, RunStatus, follow_record, read_record, write_record
 from areal_actors.domain import DataPosition, Role
 from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
@@ -41,7 +41,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
 from areal_actors.lib.change_signal import ChangeSignal
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (

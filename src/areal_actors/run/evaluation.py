@@ -27,7 +27,7 @@ from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
 from areal_actors.config.schema import ModelName
 from areal_actors.dashboard import RunDirectory, write_report
-from areal_actors.dashboard.evaluation import EpisodeRecorder, keep_finished, read_outcomes
+from areal_actors.dashboard.dumps import EpisodeRecorder, keep_finished, read_outcomes
 from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.reporter import Listener
 from areal_actors.datasets import Problems
@@ -49,8 +49,7 @@ from areal_actors.run.job import load_held_out, load_rendering, prepare_agents
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
 from areal_actors.run.upstream import Upstream, find_upstream, open_upstream
-from areal_actors.service.account_keeper import UsersConfig
-from areal_actors.workflows import EpisodeEngine, RolloutWorkflow, VerifiersWorkflow
+from areal_actors.workflows import EpisodeEngine, PluginWorkflow, RolloutWorkflow
 
 __all__ = ["EvaluationSummary", "evaluate", "format_evaluation", "run_evaluation"]
 
@@ -242,8 +241,8 @@ def _identify(config: RunConfig, held_out: Mapping[str, Problems], *, fingerprin
     for name, rollout in config.agents.items():
         agent, where = rollout.workflow, f"sources.{name}" if name else "rollout"
         # Hashed: arguments may contain keys, and this is printed.
-        is_hashed = isinstance(agent, VerifiersWorkflow)
-        agents[f"{where}.workflow"] = f"verifiers {_digest(agent)}" if is_hashed else str(agent)
+        told = f"{agent.name} {_digest(agent.plugin)}" if isinstance(agent, PluginWorkflow) else str(agent)
+        agents[f"{where}.workflow"] = told
         agents[f"{where}.workflow_kwargs"] = _digest(dict(rollout.workflow_kwargs))
     return {
         "model": fingerprint,
@@ -300,7 +299,7 @@ async def _open_local(
     renderer = await to_thread.run_sync(load_rendering, config)
     settings = evolve(
         settings_of(config, proxy=evolve(config.proxy, port=0, num_processes=1), intake=None),
-        users=UsersConfig(),
+        create_accounts=None,
         models=ModelsConfig(),
         limits=InferenceConfig().limits,
     )

@@ -7,7 +7,7 @@ roles of a run (``openers``) spawn the same actors with the functions below, eac
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import anyio
 from anyio import to_thread
-from attrs import evolve, field, frozen
+from attrs import asdict, evolve, field, frozen
 
 from areal_actors.cache.session import process_of
 from areal_actors.config import RunConfig
@@ -40,10 +40,19 @@ from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelSta
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.journal import Journal, NoJournal, Recovered, as_of, read_journal, recover, restate, restore_groups
-from areal_actors.journal.recovery import UnfinishedWork
-from areal_actors.kernel import ActorSystem, Ref, root_cause
+from areal_actors.journal import (
+    Journal,
+    NoJournal,
+    RecoveredSession,
+    as_of,
+    read_journal,
+    recover,
+    restate,
+    restore_groups,
+)
+from areal_actors.kernel import Actor, ActorSystem, Ref, root_cause
 from areal_actors.lib.notebooks import Startable, format_table
+from areal_actors.lib.plugins import PluginGroup, load_plugin, plugin_names
 from areal_actors.messages import (
     Accounts,
     AddReplica,
@@ -77,7 +86,6 @@ from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
 from areal_actors.rollouts.runner import Peers, RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.run.rollouts import RolloutEngine, open_rollouts
-from areal_actors.service.account_keeper import AccountKeeper, UsersConfig
 from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
@@ -139,47 +147,49 @@ class InferenceConfig:
     limits: CapacityLimits = field(
         factory=lambda: CapacityLimits(max_concurrent=UNLIMITED, batch_size=UNLIMITED, max_staleness=0)
     )
-    users: UsersConfig = field(factory=UsersConfig)
-    """Users and their keys. Without a path, there are no users."""
+    create_accounts: Callable[[], Actor[Accounts]] | None = None
+    """Creates the keeper of users and their keys (a plug-in); without it, there are no users."""
     seed: int = 0
 
 
 @frozen(kw_only=True)
-class Inference:
-    """The refs of the open actors, and the endpoint at which the proxy listens.
+class SessionActors:
+    """The actors that share the journal.
 
-    ``unfinished`` is unfinished work found in the journal of earlier processes, apart from the sessions, which are
-    restored.
+    ``sessions`` is the session manager, or in the first of several processes the router.
     """
+
+    sessions: Ref[Sessions]
+    exports: Ref[Exports]
+    capacity: Ref[Capacity]
+    intake: Ref[Intake] | None = None
+    accounts: Ref[Accounts] | None = None
+    """Users and their keys, if a plug-in keeps them."""
+
+    @property
+    def actors(self) -> dict[str, Ref[Any]]:
+        """The open actors that a proxy needs, by the names under which other processes reach them."""
+        found = {name: getattr(self, name) for name in ("sessions", "exports", "capacity", "intake", "accounts")}
+        return {name: ref for name, ref in found.items() if ref is not None}
+
+
+@frozen(kw_only=True)
+class Inference(SessionActors):
+    """The refs of the open actors, and the endpoint at which the proxy listens."""
 
     system: ActorSystem
     renderer: Renderer
     endpoint: Endpoint
-    sessions: Ref[Sessions]
-    exports: Ref[Exports]
-    capacity: Ref[Capacity]
     generation: Ref[Generation]
     serving: Ref[Serving]
     progress: Ref[Progress] | None = None
-    intake: Ref[Intake] | None = None
-    accounts: Ref[Accounts] | None = None
-    """Users and their keys, if the configuration names a file for them."""
-    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
     process: ServiceProcess | None = None
     """The first process of a service, if it has several."""
 
     @property
     def actors(self) -> dict[str, Ref[Any]]:
         """The actors that a proxy in another process needs, by name."""
-        found: dict[str, Ref[Any] | None] = {
-            "sessions": self.sessions,
-            "exports": self.exports,
-            "capacity": self.capacity,
-            "generation": self.generation,
-            "intake": self.intake,
-            "accounts": self.accounts,
-        }
-        return {name: ref for name, ref in found.items() if ref is not None}
+        return {**super().actors, "generation": self.generation}
 
     def _repr_html_(self) -> str:
         """Return the endpoint and the actors as a table, for notebooks."""
@@ -348,18 +358,13 @@ async def open_actors(
         )
         serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation, process=process)
         yield Inference(
+            **asdict(actors, recurse=False),
             system=system,
             renderer=renderer,
             endpoint=await serving.ask(DescribeEndpoint()),
-            sessions=actors.sessions,
-            exports=actors.exports,
-            capacity=actors.capacity,
             generation=generation,
             serving=serving,
-            intake=actors.intake,
             progress=reporter,
-            accounts=actors.accounts,
-            unfinished=actors.unfinished,
             process=process,
         )
 
@@ -378,28 +383,17 @@ def settings_of(config: RunConfig, *, proxy: ProxyConfig, intake: IntakeConfig |
         intake=intake,
         # External agents are answered as long as the run lasts, even after the last step has its groups.
         limits=config.limits if intake is None else evolve(config.limits, max_groups=None),
-        users=config.user_accounts,
+        create_accounts=_accounts_of(config),
         seed=config.seed,
     )
 
 
+def _accounts_of(config: RunConfig) -> Callable[[], Actor[Accounts]] | None:
+    names = plugin_names(PluginGroup.ACCOUNTS)
+    return partial(load_plugin(PluginGroup.ACCOUNTS, names[0]), config) if names else None
+
+
 # -------------------------------------------------------------------------------------------------- actors
-
-
-@frozen(kw_only=True)
-class SessionActors:
-    """The actors that share the journal.
-
-    ``sessions`` is the session manager, or in the first of several processes the router. ``unfinished`` is unfinished
-    work found in the journal of earlier processes, apart from the sessions, which are restored.
-    """
-
-    sessions: Ref[Sessions]
-    exports: Ref[Exports]
-    capacity: Ref[Capacity]
-    intake: Ref[Intake] | None = None
-    accounts: Ref[Accounts] | None = None
-    unfinished: UnfinishedWork = field(factory=UnfinishedWork)
 
 
 async def spawn_session_actors(
@@ -428,7 +422,7 @@ async def spawn_session_actors(
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journals(journal, open_shards, version=version)
-    restored, unfinished = restore_groups(facts, version=version), recovered.unfinished
+    restored = restore_groups(facts, version=version)
     del facts
     queue = restored_queue or RestoredQueue()
     records = None
@@ -485,15 +479,14 @@ async def spawn_session_actors(
         keeper = IntakeKeeper(peers=peers, config=settings, journal=journal, restored=restored, version=version)
         intake = await system.spawn(keeper, name="intake")
     accounts = None
-    if config.users.path is not None:
-        accounts = await system.spawn(AccountKeeper(config.users.path, config=config.users), name="accounts")
+    if config.create_accounts is not None:
+        accounts = await system.spawn(config.create_accounts(), name="accounts")
     return SessionActors(
         sessions=sessions,
         exports=exports,
         capacity=capacity,
         intake=intake,
         accounts=accounts,
-        unfinished=unfinished,
     )
 
 
@@ -530,9 +523,10 @@ async def spawn_shard(
 
 async def _read_journals(
     journal: Journal, open_shards: OpenShards | None, *, version: int
-) -> tuple[Recovered, list[JournalEvent]]:
+) -> tuple[Mapping[SessionId, RecoveredSession], list[JournalEvent]]:
     """Return the sessions in ``journal``, and the events of all journals from which groups are restored."""
-    recovered, facts = Recovered(), list[JournalEvent]()
+    recovered: Mapping[SessionId, RecoveredSession] = {}
+    facts: list[JournalEvent] = []
     async with nullcontext(()) if open_shards is None else open_shards() as shards:
         for one in (*shards, journal):
             told = [fact async for fact in one.read()]

@@ -33,6 +33,7 @@ from areal_actors.errors import (
 )
 from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.servers.teacher import Probe, open_teacher
+from areal_actors.lib.plugins import PluginGroup, plugin_names
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, model_shape, resolve_model
@@ -40,20 +41,16 @@ from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import create_sandbox
-from areal_actors.training.phases import PhaseName
-from areal_actors.training.teaching import GroupTeacher
+from areal_actors.training.phases import GroupTeacher, PhaseName
 from areal_actors.workflows import (
     Agent,
     AgentPool,
-    BlockingVerifiersAgent,
     CommandAgent,
     CommandConfig,
+    PluginWorkflow,
     PoolConfig,
     RolloutWorkflow,
-    VerifiersAgent,
-    VerifiersWorkflow,
-    check_tasks,
-    create_environment,
+    find_environment,
     placeholder_keys,
     resolve_workflow,
     serialize_agent,
@@ -149,7 +146,7 @@ def load_held_out(config: RunConfig) -> dict[str, Problems]:
 
 
 def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "", is_held_out: bool = False) -> Problems:
-    """Load the dataset of this name, and check that its task directories can run in its agent's sandbox. Blocks.
+    """Load the dataset of this name, and check that its problems can run in its agent's sandbox. Blocks.
 
     Raises ``DatasetError``, naming the setting if there are several datasets.
     """
@@ -158,7 +155,9 @@ def load_set(config: RunConfig, dataset: DatasetConfig, *, name: str = "", is_he
         problems = load_problems(dataset, import_reference=import_reference, shuffle_seed=config.seed)
         rollout = config.agents.get(name, config.rollout)
         if isinstance(rollout.workflow, CommandConfig):
-            check_tasks(problems, rollout.openai.sandbox)
+            for problem in problems.all() if plugin_names(PluginGroup.PROBLEMS) else ():
+                if (environment := find_environment(problem.data)) is not None:
+                    environment.check(problem.data, rollout.openai.sandbox)
         return problems
 
 
@@ -293,19 +292,14 @@ def prepare_agent(
         if config.is_isolated:
             create_sandbox(config.backend).check(config)
         return CommandAgent.open(target, pool, sandbox=config)
-    if isinstance(target, VerifiersWorkflow):
+    if isinstance(target, PluginWorkflow):
         if kwargs:
             raise WorkflowError(
-                f"workflow_kwargs {sorted(kwargs)} were given with verifiers; make them options of the taskset or the "
-                "harness, or settings of env."
+                f"workflow_kwargs {sorted(kwargs)} were given with {target.name}; make them settings of it."
             )
         if config.is_isolated:
             create_sandbox(config.backend).check(config)
-        create_environment(target.verifiers, config)
-        if rollout.openai.mode is AgentMode.SUBPROCESS:
-            arguments = {"config": target.verifiers, "sandbox": config}
-            return AgentPool.open(serialize_agent(BlockingVerifiersAgent, arguments), pool)
-        return VerifiersAgent.open(target.verifiers, config)
+        return target.plugin.prepare(config, pool if rollout.openai.mode is AgentMode.SUBPROCESS else None)
     if config.is_isolated:
         raise WorkflowError(
             f"rollout.openai.sandbox: {config.backend} isolates agents that are commands, and {target} runs in a "

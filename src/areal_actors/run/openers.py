@@ -20,7 +20,7 @@ from attrs import evolve, field, frozen
 
 from areal_actors.client import create_agent_http_client
 from areal_actors.config import RunConfig
-from areal_actors.dashboard import RunDirectory, RunGauges
+from areal_actors.dashboard import RunDirectory, read_gauges
 from areal_actors.domain import Role, Snapshot
 from areal_actors.errors import JournalError
 from areal_actors.generation.servers.config import Backend
@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
     from areal_actors.training.weight_store import WeightStore
 
-__all__ = ["Opened", "RoleContext", "import_role", "open_role"]
+__all__ = ["OpenRole", "RoleContext", "import_role", "open_role"]
 
 _log = get_logger(__name__)
 
@@ -139,14 +139,14 @@ class RoleContext:
 
 
 @frozen(kw_only=True)
-class Opened:
+class OpenRole:
     """The actors of an open role, by the names under which other processes reach them."""
 
     actors: Mapping[str, Ref[Any]] = field(factory=dict)
     endpoint: Endpoint | None = None
 
 
-def open_role(context: RoleContext) -> AbstractAsyncContextManager[Opened]:
+def open_role(context: RoleContext) -> AbstractAsyncContextManager[OpenRole]:
     """Open the role of ``context`` while the block lasts. Raises the errors of its parts."""
     return _OPENERS[context.spec.role](context)
 
@@ -155,7 +155,7 @@ def open_role(context: RoleContext) -> AbstractAsyncContextManager[Opened]:
 
 
 @asynccontextmanager
-async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
+async def _open_generation(context: RoleContext) -> AsyncIterator[OpenRole]:
     """Open an engine with the initial weights of the model; the trainer publishes newer ones."""
     config = context.config
     files = await to_thread.run_sync(resolve_model, config.model)
@@ -179,11 +179,11 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[Opened]:
 
                 await generation.ask(PublishWeights(snapshot=await to_thread.run_sync(read)))
             await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=context.spec.attempt))
-        yield Opened(actors={REPLICA: generation})
+        yield OpenRole(actors={REPLICA: generation})
 
 
 @asynccontextmanager
-async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
+async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
     """Open the actors that share the journal of a service, or that of the groups of a dataset."""
     config, spec, find = context.config, context.spec, context.find
     # Placed proxies have no sessions: all are in this process.
@@ -225,14 +225,7 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[Opened]:
             restored_queue=restored_queue,
             is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
-        found: dict[str, Ref[Any] | None] = {
-            "sessions": opened.sessions,
-            "exports": opened.exports,
-            "capacity": opened.capacity,
-            "intake": opened.intake,
-            "accounts": opened.accounts,
-        }
-        yield Opened(actors={name: ref for name, ref in found.items() if ref is not None})
+        yield OpenRole(actors=opened.actors)
 
 
 async def _open_group_journal(
@@ -274,7 +267,7 @@ async def _open_group_journal(
 
 
 @asynccontextmanager
-async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
+async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
     find, spec = context.find, context.spec
     proxy_config = context.config.proxy
     if spec.admin_key is not None:
@@ -316,17 +309,17 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[Opened]:
             actors,
             renderer=context.renderer,
             generation=generation,
-            read_run=RunGauges(context.directory),
+            read_run=partial(read_gauges, context.directory),
             process=spec.process,
         )
-        yield Opened(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))
+        yield OpenRole(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))
 
 
 # ---------------------------------------------------------------------------------------------------- training
 
 
 @asynccontextmanager
-async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
+async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
     config, spec, find = context.config, context.spec, context.find
     problems = await to_thread.run_sync(lambda: load_problem_sets(config, is_external=spec.has_intake))
     if context.agents is not None:
@@ -365,11 +358,11 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[Opened]:
             teacher=teacher,
             max_staleness=config.rollout.max_head_offpolicyness,
         )
-        yield Opened(actors={"rollouts": await system.spawn(runner, name="rollouts")})
+        yield OpenRole(actors={"rollouts": await system.spawn(runner, name="rollouts")})
 
 
 @asynccontextmanager
-async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
+async def _open_trainer(context: RoleContext) -> AsyncIterator[OpenRole]:
     """Open the trainer.
 
     Engines have its weights, and have passed the capture test, before any agent samples; unless a service goes on with
@@ -429,7 +422,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[Opened]:
             teacher=teacher,
         )
         actors["trainer"] = await system.spawn(trainer, name="trainer")
-        yield Opened(actors=actors)
+        yield OpenRole(actors=actors)
 
 
 def _load_job(context: RoleContext) -> Job:

@@ -34,7 +34,7 @@ from areal_actors.kernel.remote import Listener, Peer, ReconnectingConnection, c
 from areal_actors.kernel.remote.sockets import parse_address
 from areal_actors.lib import loops
 from areal_actors.lib.child_process import BoundedLog, Child
-from areal_actors.lib.gc_tuning import tuned_gc
+from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.lib.scratch import scratch_directory
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import AwaitGang, Directory, FetchRoleSpec, GangMembers, Ranks, ReportGang

@@ -84,4 +84,4 @@ def create_reporter(
             resumed_step=resumed_step,
         )
         listeners += create_trackers(config.logging.tracker_options, tracked)
-    return ProgressReporter(listeners, directory=directory.path)
+    return ProgressReporter(listeners)

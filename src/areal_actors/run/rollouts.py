@@ -25,7 +25,7 @@ from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import Draw, Endpoint, Generation, RunProblem
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner, RolloutsConfig
-from areal_actors.training.teaching import GroupTeacher
+from areal_actors.training.phases import GroupTeacher
 from areal_actors.workflows import (
     EpisodeEngine,
     GenerationConfig,

@@ -17,7 +17,7 @@ from anyio import to_thread
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
-from areal_actors.dashboard.record import read_record
+from areal_actors.dashboard.run_record import read_record
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.lib import loops

@@ -21,8 +21,9 @@ from attrs import frozen
 
 from areal_actors.config import AgentMode, RunConfig
 from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard.display import kind_of
 from areal_actors.dashboard.records import read_records
-from areal_actors.dashboard.state import kind_of
+from areal_actors.dashboard.reporter import Listener
 from areal_actors.datasets import Problems
 from areal_actors.domain import Episode, FinishReason, Problem, UntrainedReason
 from areal_actors.errors import ConfigError, EpisodeError
@@ -95,7 +96,7 @@ class TrialSummary:
         }
 
 
-class _EpisodeCollector:
+class _EpisodeCollector(Listener):
     """Collects episodes, and knows when they run."""
 
     name = "the trial"

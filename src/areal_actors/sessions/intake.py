@@ -44,7 +44,7 @@ from areal_actors.errors import (
     Unavailable,
     Unreachable,
 )
-from areal_actors.journal import Journal, NoJournal, RestoredGroups, RestoredSession
+from areal_actors.journal import Journal, NoJournal, RecoveredSession, RestoredGroups
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.telemetry import get_logger
@@ -167,10 +167,10 @@ class IntakeKeeper(Actor[Intake]):
                 await self._peers.sessions.tell(ForgetSession(session=done))
             for group, sessions in (*waiting, *opened):
                 for session in sessions:
-                    if session.is_ended:
+                    if session.ended_at is not None:
                         is_final = session.is_final or group.is_closed
                         await self.finish(SessionFinished(session=session.id, is_final=is_final))
-            awaited = [session.id for _, sessions in opened for session in sessions if not session.is_ended]
+            awaited = [session.id for _, sessions in opened for session in sessions if session.ended_at is None]
             # Their agents may be gone; the log explains why nothing is trained.
             if awaited:
                 _log.warning("sessions_restored", num_awaited=len(awaited), detail=_RESTORED, sessions=awaited[:8])
@@ -398,8 +398,8 @@ class IntakeKeeper(Actor[Intake]):
     # ------------------------------------------------------------------------------------------------ restart
 
     async def _restore_group(
-        self, sessions: tuple[RestoredSession, ...], *, is_queued: bool
-    ) -> tuple[OpenGroup, tuple[RestoredSession, ...]]:
+        self, sessions: tuple[RecoveredSession, ...], *, is_queued: bool
+    ) -> tuple[OpenGroup, tuple[RecoveredSession, ...]]:
         permit = await self._peers.capacity.ask(RestorePermit(holder=sessions[0].group))
         group = restore_group(sessions, permit, is_queued=is_queued, now=anyio.current_time())
         self._add(group)
@@ -586,38 +586,24 @@ def describe_session(group: OpenGroup, seat: Seat) -> Mapping[str, Any]:
     }
 
 
-@frozen
-class _Remembered:
-    """The group's part of ``describe_session``, read back."""
-
-    group_id: str | None
-    group_owner: str | None
-    group_size: int
-    position: int
-    version: int
-
-
-def restore_group(sessions: tuple[RestoredSession, ...], permit: Permit, *, is_queued: bool, now: float) -> OpenGroup:
-    """Rebuild a group from its sessions' metadata. A group that was complete cannot be joined."""
-    first = sessions[0]
-    names = ("group_id", "group_owner", "group_size", "position", "version")
-    remembered = _Remembered(*(first.metadata[name] for name in names))
+def restore_group(sessions: tuple[RecoveredSession, ...], permit: Permit, *, is_queued: bool, now: float) -> OpenGroup:
+    """Rebuild a group from the metadata of ``describe_session``. A group that was complete cannot be joined."""
+    first = sessions[0].metadata
     group = OpenGroup(
-        id=first.group,
-        name=remembered.group_id,
-        owner=remembered.group_owner,
-        size=remembered.group_size,
-        position=remembered.position,
+        id=sessions[0].group,
+        name=first["group_id"],
+        owner=first["group_owner"],
+        size=first["group_size"],
+        position=first["position"],
         permit=permit,
-        version=remembered.version,
+        version=first["version"],
         is_closed=is_queued,
-        # Journals of earlier versions do not say it.
-        is_trained=first.metadata.get("is_trained", True),
+        is_trained=first["is_trained"],
     )
     for session in sessions:
-        member = int(session.metadata["member"])
-        task = session.metadata["task_id"]
-        group.seats[member] = Seat(member=member, task=task, started_at=now, is_known=session.is_ended)
+        member, task = int(session.metadata["member"]), session.metadata["task_id"]
+        is_known = session.ended_at is not None
+        group.seats[member] = Seat(member=member, task=task, started_at=now, is_known=is_known)
     return group
 
 

@@ -62,13 +62,6 @@ class SessionJournal:
     lock: anyio.Lock = field(factory=lambda: anyio.Lock(fast_acquire=True), init=False)
     _journal: Journal = field(alias="journal")
 
-    async def acquire(self) -> None:
-        """Acquire ``lock``, without looking for a cancellation where nobody holds it."""
-        if self.lock.locked():
-            await self.lock.acquire()
-        else:
-            self.lock.acquire_nowait()
-
     async def write(self, *events: JournalEvent) -> None:
         """Return when ``events`` are durable. The write continues if the caller is cancelled meanwhile.
 

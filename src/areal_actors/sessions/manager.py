@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable
+from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
 from typing import Any
 
@@ -44,7 +44,7 @@ from areal_actors.domain import (
     merge_numbers,
 )
 from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, RequestError, Unavailable
-from areal_actors.journal import Journal, NoJournal, Recovered
+from areal_actors.journal import Journal, NoJournal, RecoveredSession
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.settings import constant
 from areal_actors.lib.telemetry import get_logger
@@ -94,11 +94,12 @@ from areal_actors.sessions.episodes import (
 from areal_actors.sessions.journal import SessionJournal, restore_retry_cache, restore_session
 from areal_actors.sessions.request import (
     PendingRequest,
-    RequestExecutor,
     RequestPlanner,
     SampleKeys,
+    answer,
     check_complete,
     replay,
+    sampling,
 )
 from areal_actors.sessions.retries import CachedRequest, RetryCache
 
@@ -219,7 +220,7 @@ class SessionManager(Actor[Sessions]):
         seed: int = 0,
         token_factory: Callable[[], str] | None = None,
         journal: Journal | None = None,
-        recovered: Recovered | None = None,
+        recovered: Mapping[SessionId, RecoveredSession] | None = None,
         records: EpisodeRecords | None = None,
         wall_clock: Callable[[], float] = time.time,
         process: int = 0,
@@ -235,23 +236,22 @@ class SessionManager(Actor[Sessions]):
         self._extras: dict[SessionId, _Extras] = {}
         self._num_retries = 0
         self._planner = RequestPlanner(renderer, token_factory=tokens)
-        self._executor = RequestExecutor(generation)
         # One at a time, so that long prompts leave the other cores to short ones.
         self._encoding = anyio.CapacityLimiter(1)
         self._intake = intake
         self._process = process
         self._recorder = recorder
         self._journal = None if isinstance(journal, NoJournal) else journal
-        self._recovered = recovered
+        self._recovered = dict(recovered or {})
         self._records = records
         self._wall_clock = wall_clock
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Restore sessions, learn the engine's limits, and end idle sessions while the actor runs."""
-        recovered, self._recovered = self._recovered, None
+        recovered, self._recovered = self._recovered, {}
         now, wall_now = anyio.current_time(), self._wall_clock()
-        for session in () if recovered is None else recovered.sessions.values():
+        for session in recovered.values():
             opening = session.started.metadata.get(_OPENING, {})
             record = opening.get("record")
             self._store.restore(restore_session(session, now=now, wall_now=wall_now))
@@ -268,11 +268,10 @@ class SessionManager(Actor[Sessions]):
                 for turn in session.turns:
                     await self._recorder.ask(RecordTurn(turn=evolve(turn, session=record)))
         await self.learn_engine()
-        self._executor.tasks = context.tasks
         context.tasks.start_soon(self._expire_idle)
-        if self._process and recovered is not None:
+        if self._process:
             # The process may have been killed between the write of an end and its announcement. Twice is harmless.
-            ended = [one for one in recovered.sessions.values() if one.ended_at is not None]
+            ended = [one for one in recovered.values() if one.ended_at is not None]
             news = tuple(SessionFinished(session=one.id, is_final=one.is_final) for one in ended)
             context.tasks.start_soon(self._announce, *news)
         yield
@@ -547,7 +546,7 @@ class SessionManager(Actor[Sessions]):
         if not isinstance(begun, PendingRequest):
             return begun
         begun.follow(trace)
-        answers = await self._executor.answer(begun)
+        answers = await answer(begun, self._generation)
         begun.note_delivered()
         return answers
 
@@ -564,7 +563,7 @@ class SessionManager(Actor[Sessions]):
                 yield item
             return
         turn.follow(trace)
-        async with self._executor.sampling(turn) as streams:
+        async with sampling(turn, self._generation) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(
                     interaction=choice.interaction, num_prompt_tokens=len(turn.plan.token_ids), choice=choice.index
@@ -620,7 +619,7 @@ class SessionManager(Actor[Sessions]):
         while True:
             try:
                 with deferring_long_texts(encoded):
-                    return self._planner.num_prompt_tokens(session, request)
+                    return len(self._planner.plan(session, request).token_ids)
             except LongText as text:
                 encoded[text.key] = await to_thread.run_sync(text.encode, limiter=self._encoding)
 
@@ -665,7 +664,7 @@ class SessionManager(Actor[Sessions]):
             if sending.work is not None:
                 await sending.work.wait()
             if sending.answers is not None:
-                # An adopted turn has not been delivered: its first caller left before it was complete.
+                # The first caller may have left before it received them.
                 is_repeated, sending.is_delivered = sending.is_delivered, True
                 return tuple(evolve(answer, is_repeated=is_repeated) for answer in sending.answers), None
             # The earlier sending ended without an answer, so this retry takes its place.

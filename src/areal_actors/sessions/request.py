@@ -1,15 +1,10 @@
 """One completion request: its exact prompt, the engine's streams, its answers, and the callers that wait for it.
 
-``RequestPlanner`` plans the prompt, keys the samples and adds the choices to the tree; ``RequestExecutor`` reads the
-engine's streams; ``Choice`` collects the chunks of one answer and parses them.
+``RequestPlanner`` plans the prompt, keys the samples and adds the choices to the tree; ``sampling`` opens the engine's
+streams; ``Choice`` collects the chunks of one answer and parses them.
 
-A turn is answered by the handler of the request that began it. A retry of the same request joins it. If the first
-caller then leaves, the turn is *adopted* by a background task of the actor, which continues with the same streams,
-token by token. Generation is aborted when the last caller has left::
-
-    first caller ── samples ──┬── answers ──▶ every caller that waits
-                              └── leaves ──▶ has a retry joined? ── yes ──▶ adopted ── last one leaves ──▶ aborted
-                                                                 └── no ───▶ aborted
+A turn is answered by the handler of the request that began it, and a retry of the same request waits for it. If the
+first caller leaves, the turn is aborted; a retry that waits then takes its place, with the same random numbers.
 
 ``retries`` decides which request is a retry of which.
 """
@@ -18,7 +13,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
 
 import anyio
 import numpy as np
@@ -44,6 +39,7 @@ from areal_actors.domain import (
     ReasoningDelta,
     SampledTokens,
     SampleKey,
+    Sampling,
     StreamItem,
     TextDelta,
     TokenHash,
@@ -58,8 +54,7 @@ from areal_actors.domain import (
     split_completion,
 )
 from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnded, Unavailable, UnsupportedParameter
-from areal_actors.kernel import BackgroundTasks, Ref
-from areal_actors.lib.telemetry import get_logger
+from areal_actors.kernel import Ref
 from areal_actors.lib.tracing import CompletionTrace, SampledChoice
 from areal_actors.messages import Generate, Generation
 from areal_actors.rendering import Renderer, StreamParser, join_deltas
@@ -69,18 +64,16 @@ from areal_actors.sessions.retries import CachedRequest, RetryCache
 __all__ = [
     "Choice",
     "PendingRequest",
-    "RequestExecutor",
     "RequestPlanner",
     "SampleKeys",
+    "answer",
     "asked_of",
     "check_complete",
-    "engine_request",
     "find_grammar",
     "replay",
+    "sampling",
 ]
 
-
-_log = get_logger(__name__)
 
 Streams = list[AsyncIterator[Chunk]]
 
@@ -102,9 +95,7 @@ class PendingRequest:
     journal: SessionJournal | None = None
     digest: str | None = None
     trace: CompletionTrace | None = None
-    _num_joined: int = field(default=0, init=False)
     _ended: anyio.Event | None = field(default=None, init=False)
-    _adopted: anyio.CancelScope | None = field(default=None, init=False)
 
     def begin_in(self, attempts: RetryCache[PendingRequest], attempt: Attempt | None) -> None:
         """Register the request for retries.
@@ -132,29 +123,10 @@ class PendingRequest:
         if self.sending is not None:
             self.sending.is_delivered = True
 
-    @property
-    def is_awaited(self) -> bool:
-        """Whether a retry has joined the turn and is still waiting."""
-        return self._num_joined > 0
-
     async def wait(self) -> None:
-        """Join the turn: wait until it ends, in whatever way.
-
-        If the turn was adopted, cancelling the last waiter aborts it.
-        """
+        """Wait until the turn ends, in whatever way."""
         self._ended = self._ended or anyio.Event()
-        self._num_joined += 1
-        try:
-            await self._ended.wait()
-        finally:
-            self._num_joined -= 1
-            if not self._num_joined and self._adopted is not None:
-                self._adopted.cancel()
-
-    def adopt(self) -> anyio.CancelScope:
-        """Mark the turn as left by its first caller, and return the cancel scope in which to continue it."""
-        self._adopted = anyio.CancelScope()
-        return self._adopted
+        await self._ended.wait()
 
     async def complete(self, *choices: Choice) -> tuple[Answer, ...]:
         """Record these finished answers. For a durable session they are written to the journal first, all or none.
@@ -163,26 +135,17 @@ class PendingRequest:
             Unavailable: the answers could not be written, and are not recorded.
             SessionEnded: the session ended while the answers waited to be written.
         """
-        if self.trace is not None:
-            with self.trace.capturing():
-                return await self._complete(*choices)
-        return await self._complete(*choices)
-
-    async def _complete(self, *choices: Choice) -> tuple[Answer, ...]:
-        journal = self.journal
-        if journal is None or not choices:
-            return tuple(choice.complete() for choice in choices)
-        # Held from the decision to the change, so that the journal and the tree agree on one order.
-        await journal.acquire()
-        try:
-            for choice in choices:
-                # The session may have ended while this turn waited for the lock.
-                check_complete(self, choice)
-            now = journal.clock()
-            await journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
-            return tuple([choice.complete() for choice in choices])
-        finally:
-            journal.lock.release()
+        with nullcontext() if self.trace is None else self.trace.capturing():
+            if self.journal is None or not choices:
+                return tuple(choice.complete() for choice in choices)
+            # Held from the decision to the change, so that the journal and the tree agree on one order.
+            async with self.journal.lock:
+                for choice in choices:
+                    # The session may have ended while this turn waited for the lock.
+                    check_complete(self, choice)
+                now = self.journal.clock()
+                await self.journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
+                return tuple([choice.complete() for choice in choices])
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
         history, sending = self.plan.match.history, self.sending
@@ -231,99 +194,46 @@ class PendingRequest:
             choice.fail(reason)
 
 
-class RequestExecutor:
-    """Samples turns with ``generation``.
+@asynccontextmanager
+async def sampling(turn: PendingRequest, generation: Ref[Generation]) -> AsyncIterator[Streams]:
+    """Open the engine's streams, one per choice, all running, and end the turn when the block is left.
 
-    ``tasks`` run adopted turns, whose first caller has left. While ``tasks`` is ``None`` such a turn is aborted, and
-    callers that joined it sample again.
+    Raises:
+        Unavailable: the generation actor has stopped.
     """
-
-    def __init__(self, generation: Ref[Generation]) -> None:
-        self.tasks: BackgroundTasks | None = None
-        self._generation = generation
-
-    async def answer(self, turn: PendingRequest) -> tuple[Answer, ...]:
-        """Answer without streaming: record all choices, or none."""
-        async with self.sampling(turn) as streams:
-            await _read(turn, streams)
-            return await turn.complete(*turn.choices)
-
-    @asynccontextmanager
-    async def sampling(self, turn: PendingRequest) -> AsyncIterator[Streams]:
-        """Open the engine's streams, one per choice, all running, and end the turn when the block is left.
-
-        If the block is cancelled while another caller waits for the turn, the turn is adopted and continues without the
-        block.
-        """
+    try:
         async with AsyncExitStack() as stack:
-            stack.enter_context(_Ending(turn))
             streams: Streams = []
             for request in turn.requests:
                 # Choices are delivered one after another, so each gets a buffer for its whole answer: it must not block
-                # while it waits for its turn. A single streamed choice gets a small buffer, which gives back-pressure.
+                # while it waits for its turn. A single choice gets a small buffer, which gives back-pressure.
                 size = 16 if len(turn.requests) == 1 else request.sampling.max_new_tokens + 1
-                opening = self._generation.stream(Generate(request=request), buffer_size=size)
-                streams.append(await stack.enter_async_context(opening))
-            try:
-                yield streams
-            except anyio.get_cancelled_exc_class():
-                if turn.is_awaited and self.tasks is not None:
-                    # ``pop_all`` hands the open streams to the background task, so that leaving this block does not
-                    # close them.
-                    self.tasks.start_soon(_finish_adopted, turn, streams, turn.adopt(), stack.pop_all(), name="adopted")
-                raise
+                streams.append(
+                    await stack.enter_async_context(generation.stream(Generate(request=request), buffer_size=size))
+                )
+            yield streams
+    except ActorStopped as error:
+        turn.fail("the generation actor stopped")
+        raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
+    except Exception as error:
+        turn.fail(f"{type(error).__name__}: {error}")
+        raise
+    finally:
+        turn.end()
 
 
-async def _finish_adopted(
-    turn: PendingRequest, streams: Streams, scope: anyio.CancelScope, stack: AsyncExitStack
-) -> None:
-    """Finish an adopted turn."""
-    with scope:
-        try:
-            async with stack:
-                await _read(turn, streams)
-                await turn.complete(*[choice for choice in turn.choices if not choice.is_ended])
-        except Exception as error:  # noqa: BLE001 - any error; it is recorded with the interactions
-            # Errors are logged and not raised, so that they do not fail the actor: callers that joined sample again and
-            # meet the error themselves.
-            _log.info("adopted_turn_failed", error=repr(error))
-
-
-async def _read(turn: PendingRequest, streams: Streams) -> None:
-    """Read the streams to their ends, from their present position."""
-    choices = [(choice, chunks) for choice, chunks in zip(turn.choices, streams, strict=True) if not choice.is_ended]
-    for choice, chunks in choices:
-        async for chunk in chunks:
-            # A turn that was adopted may have stopped before.
-            if not choice.has_stopped:
+async def answer(turn: PendingRequest, generation: Ref[Generation]) -> tuple[Answer, ...]:
+    """Answer without streaming: record all choices, or none. Raises as ``sampling`` and ``PendingRequest.complete``."""
+    async with sampling(turn, generation) as streams:
+        for choice, chunks in zip(turn.choices, streams, strict=True):
+            async for chunk in chunks:
                 choice.feed(chunk)
-            if choice.has_stopped:
-                break
-        choice.flush()
-    for choice, _ in choices:
-        check_complete(turn, choice)
-
-
-class _Ending:
-    """A block after which the turn ends; if the block failed, the error is recorded as the reason."""
-
-    __slots__ = ("_turn",)
-
-    def __init__(self, turn: PendingRequest) -> None:
-        self._turn = turn
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
-        try:
-            if isinstance(error, ActorStopped):
-                self._turn.fail("the generation actor stopped")
-                raise Unavailable("The engine is gone; the request may be repeated when it is back.") from error
-            if isinstance(error, Exception):
-                self._turn.fail(f"{type(error).__name__}: {error}")
-        finally:
-            self._turn.end()
+                if choice.has_stopped:
+                    break
+            choice.flush()
+        for choice in turn.choices:
+            check_complete(turn, choice)
+        return await turn.complete(*turn.choices)
 
 
 def check_complete(turn: PendingRequest, choice: Choice) -> None:
@@ -374,10 +284,6 @@ class RequestPlanner:
         self._has_grammars = engine.has_grammars
         self._logprobs_follow_truncation = engine.logprobs_follow_truncation
 
-    def num_prompt_tokens(self, session: Session, request: CompletionRequest) -> int:
-        """Return the length of the prompt in tokens, without beginning a turn."""
-        return len(plan_prompt(session.tree, self._renderer, request).token_ids)
-
     def plan(self, session: Session, request: CompletionRequest) -> PromptPlan:
         """Return the prompt of ``request``, without beginning a turn."""
         return plan_prompt(session.tree, self._renderer, request)
@@ -412,17 +318,21 @@ class RequestPlanner:
         # The id that the client sees.
         first = f"{request.id_prefix}{self._token()}"
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
+        wanted, is_streamed = self._fit(plan), is_streaming
+        if wanted.stop and self._renderer.has_reasoning and not is_raw(request):
+            # The engine would find stop strings in the thinking. ``Choice`` finds them instead, and sampling ends with
+            # the token that completes one. Tokens that are delivered late would be sampled in vain.
+            wanted, is_streamed = evolve(wanted, stop=()), True
         requests = tuple(
-            engine_request(
-                request_id=name,
-                plan=plan,
+            EngineRequest(
+                id=name,
+                prompt=plan.token_ids,
+                sampling=wanted,
                 key=key,
                 stop_token_ids=self._renderer.stop_token_ids,
-                context_length=self._context_length,
                 grammar=grammar,
                 routing_key=session.id,
-                is_streamed=is_streaming,
-                has_reasoning=self._renderer.has_reasoning and not is_raw(request),
+                is_streamed=is_streamed,
             )
             for name, key in zip(names, keys, strict=True)
         )
@@ -451,6 +361,18 @@ class RequestPlanner:
             journal=journal,
             digest=digest,
         )
+
+    def _fit(self, plan: PromptPlan) -> Sampling:
+        """Return the sampling settings of a request, limited to the room that its prompt leaves.
+
+        Raises:
+            ContextLengthExceeded: there is no room for a single token.
+        """
+        room, sampling = self._context_length - len(plan.token_ids), plan.request.sampling
+        if room < 1:
+            num_tokens = len(plan.token_ids) + sampling.max_new_tokens
+            raise ContextLengthExceeded(num_tokens=num_tokens, max_tokens=self._context_length)
+        return sampling if sampling.max_new_tokens <= room else evolve(sampling, max_new_tokens=room)
 
 
 _NUM_KEY_DIGITS = 16
@@ -536,48 +458,6 @@ def find_grammar(renderer: Renderer, request: CompletionRequest, *, has_grammars
         parallel_tool_calls=request.parallel_tool_calls,
         response_format=request.response_format,
         template_kwargs=request.template_kwargs,
-    )
-
-
-def engine_request(
-    *,
-    request_id: str,
-    plan: PromptPlan,
-    key: SampleKey,
-    stop_token_ids: tuple[int, ...],
-    context_length: int,
-    grammar: Grammar | None = None,
-    routing_key: str = "",
-    is_streamed: bool = True,
-    has_reasoning: bool = False,
-) -> EngineRequest:
-    """Return the engine's request for one choice, limited to the room that the prompt leaves.
-
-    If the answer may contain thinking (``has_reasoning``), the engine is not given the stop strings: it would find them
-    in the thinking. ``Choice`` finds them instead, and sampling ends with the token that completes one.
-
-    Raises:
-        ContextLengthExceeded: there is no room for a single token.
-    """
-    room = context_length - len(plan.token_ids)
-    sampling = plan.request.sampling
-    if room < 1:
-        wanted = len(plan.token_ids) + sampling.max_new_tokens
-        raise ContextLengthExceeded(num_tokens=wanted, max_tokens=context_length)
-    if sampling.max_new_tokens > room:
-        sampling = evolve(sampling, max_new_tokens=room)
-    if has_reasoning and sampling.stop:
-        # Tokens that are delivered late would be sampled in vain.
-        sampling, is_streamed = evolve(sampling, stop=()), True
-    return EngineRequest(
-        id=request_id,
-        prompt=plan.token_ids,
-        sampling=sampling,
-        key=key,
-        stop_token_ids=stop_token_ids,
-        grammar=grammar,
-        routing_key=routing_key,
-        is_streamed=is_streamed,
     )
 
 

@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 from attrs import define, field
 
 from areal_actors.domain import Answer, Attempt, InteractionId
-from areal_actors.errors import IdempotencyMismatch
+from areal_actors.errors import Unprocessable
 
 __all__ = ["CachedRequest", "RetryCache"]
 
@@ -94,14 +94,15 @@ class RetryCache(Generic[W]):
         A request that was cut is returned and forgotten: ``attempt`` takes its place.
 
         Raises:
-            IdempotencyMismatch: its key was used for a request with another body.
+            Unprocessable: its key was used for a request with another body.
         """
         found: CachedRequest[W] | None = None
         if attempt.idempotency_key is not None:
             found = self._by_key.get(attempt.idempotency_key)
             if found is not None and found.fingerprint != attempt.fingerprint:
-                raise IdempotencyMismatch(
-                    "This Idempotency-Key came with another request before; use a new key for a new request."
+                raise Unprocessable(
+                    "This Idempotency-Key came with another request before; use a new key for a new request.",
+                    code="idempotency_mismatch",
                 )
         elif attempt.number > 0:
             # Equality alone proves nothing: parallel identical calls are siblings. Only a number above 0 declares a

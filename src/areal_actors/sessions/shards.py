@@ -109,7 +109,7 @@ async def open_shard_journals(
             opened = await stack.enter_async_context(SqliteJournal.open(path, config))
             if number < num_processes:
                 journals.append(opened)
-            elif (await read_journal(opened)).sessions:
+            elif await read_journal(opened):
                 raise JournalError(
                     f"{path} has sessions of process {number} of this service, and proxy.num_processes is "
                     f"{num_processes}. Set it to {number + 1} or more, or move the file away to give these sessions up."

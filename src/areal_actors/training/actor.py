@@ -64,10 +64,10 @@ from areal_actors.training.metrics import (
     describe_evaluation,
     describe_untrained,
 )
+from areal_actors.training.phases import GroupTeacher
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
 from areal_actors.training.stored_checkpoints import parse_position
-from areal_actors.training.teaching import GroupTeacher
 from areal_actors.training.trainer import PolicyTrainer
 
 __all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainerActor", "TrainingPeers", "TrainingPlan"]

@@ -257,7 +257,7 @@ class KlConfig:
     coefficient: float = field(default=0.0, validator=_finite_not_negative)
     estimator: KlEstimator | None = None
     place: KlPlace = KlPlace.LOSS
-    is_unbiased: bool = True
+    is_unbiased: bool = constant(True)
 
     def resolve_estimator(self) -> KlEstimator:
         """Return the estimator that is used: the configured one, or the default of the place."""
@@ -406,7 +406,7 @@ class OptimizerConfig:
     learning_rate: float = field(default=2e-5, validator=_finite_positive, metadata=COMMON)
     beta1: float = field(default=0.9, validator=_below_one)
     beta2: float = field(default=0.95, validator=_below_one)
-    epsilon: float = field(default=1e-8, validator=_positive)
+    epsilon: float = constant(1e-8)
     weight_decay: float = field(default=0.0, validator=_not_negative)
     num_warmup_steps: int = field(default=3, validator=_not_negative)
     decay: Decay = Decay.CONSTANT

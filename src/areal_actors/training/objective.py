@@ -19,7 +19,6 @@ from areal_actors.errors import ExportError
 from areal_actors.training.config import KlEstimator, KlPlace, ObjectiveConfig, Surrogate
 from areal_actors.training.custom import CustomSurrogate, load_surrogate
 from areal_actors.training.forward import TokenScores
-from areal_actors.training.penalties import estimate_kl
 from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.surrogates import (
     BehaviourCorrection,
@@ -28,6 +27,7 @@ from areal_actors.training.surrogates import (
     SurrogateLoss,
     bounded_exp,
     create_surrogate,
+    estimate_kl,
 )
 
 __all__ = [

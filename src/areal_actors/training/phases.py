@@ -1,27 +1,34 @@
-"""The phases of a run: which objective each step has, and with which settings.
+"""The phases of a run: which objective each step has, with which settings, and the teacher of distillation.
 
 A run is one axis of steps, cut into phases that follow one another: ``sft`` trains on conversations, ``distillation``
 and ``rl`` on what agents do with the current weights. The phase of a step depends on its number only, so that every
 rank of a gang, and a run that resumes, finds the same one. Each phase begins with a new optimiser.
+
+The runner asks a teacher elsewhere for scores as part of an episode group, while the trainer trains others, so that a
+step does not wait for the teacher. The trainer asks only for rows that have none yet.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
 from itertools import groupby
 from typing import Any
 
+import anyio
+import numpy as np
 from attrs import evolve, field, frozen
 from attrs.validators import ge
 
-from areal_actors.domain import Episode, Group, GroupId, Problem, Trajectory
+from areal_actors.domain import Episode, Floats, Group, GroupId, Ints, Problem, Trajectory, unfold
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.training.config import Aggregation, KlPlace, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
 __all__ = [
+    "GroupTeacher",
     "Phase",
     "PhaseName",
+    "Score",
     "check_phases",
     "count_steps",
     "distillation_phase",
@@ -29,6 +36,7 @@ __all__ = [
     "require_same_phases",
     "sft_phase",
     "supervised_group",
+    "teach_group",
 ]
 
 _SHARED = ("lora", "dtype", "device", "gang", "publish")
@@ -166,3 +174,67 @@ def supervised_group(rows: Sequence[Trajectory], *, position: int = 0) -> Group:
 
 def _optimizer(config: TrainerConfig, learning_rate: float | None) -> OptimizerConfig:
     return config.optimizer if learning_rate is None else evolve(config.optimizer, learning_rate=learning_rate)
+
+
+Score = Callable[[Ints], Awaitable[Floats]]
+"""Returns the log-probability of each token of a sequence, float32 [T]."""
+
+
+@frozen(kw_only=True)
+class GroupTeacher:
+    """A teacher for the groups that the distillation steps ``first_step`` to ``last_step`` train."""
+
+    score: Score
+    first_step: int
+    last_step: int
+
+    async def teach(self, group: Group, *, version: int, max_staleness: int = 0) -> Group:
+        """Return the group with scores if it may be trained in such a step, or else unchanged.
+
+        The group is trained at ``version`` or up to ``max_staleness`` versions later.
+        """
+        is_taught = version + 1 <= self.last_step and version + 1 + max_staleness >= self.first_step
+        return await teach_group(group, self.score) if is_taught else group
+
+
+async def teach_group(group: Group, score: Score) -> Group:
+    """Return the group with ``teacher_logprobs`` in every row that has trained tokens and no scores yet.
+
+    A sequence that another one begins with is not sent: of a conversation of many turns, the longest is enough.
+    """
+    rows = [row for row in group.rows if row.num_trained_tokens and row.teacher_logprobs is None]
+    if not rows:
+        return group
+    branches = [branch.row.input_ids for row in rows for branch in unfold(row)]
+    longest: list[Ints] = []
+    for token_ids in sorted(branches, key=len, reverse=True):
+        if not any(_begins_with(other, token_ids) for other in longest):
+            longest.append(token_ids)
+    scored: dict[bytes, Floats] = {}
+
+    async def ask(token_ids: Ints) -> None:
+        scored[token_ids.tobytes()] = await score(token_ids)
+
+    async with anyio.create_task_group() as tasks:
+        for token_ids in longest:
+            tasks.start_soon(ask, token_ids)
+
+    def find(token_ids: Ints) -> Floats:
+        whole = next(other for other in longest if _begins_with(other, token_ids))
+        return scored[whole.tobytes()][: len(token_ids)]
+
+    taught = {}
+    for row in rows:
+        values = np.zeros(row.num_tokens, dtype=np.float32)
+        for branch in unfold(row):
+            values[branch.places] = find(branch.row.input_ids)
+        taught[id(row)] = evolve(row, teacher_logprobs=np.where(row.loss_mask == 1, values, 0.0))
+    episodes = tuple(
+        evolve(episode, trajectories=tuple(taught.get(id(row), row) for row in episode.trajectories))
+        for episode in group.episodes
+    )
+    return evolve(group, episodes=episodes)
+
+
+def _begins_with(whole: Ints, part: Ints) -> bool:
+    return bool(np.array_equal(whole[: len(part)], part))

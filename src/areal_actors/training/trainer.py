@@ -37,10 +37,10 @@ from areal_actors.training.model_checks import attention_window
 from areal_actors.training.objective import Objective, TokenSums, create_phase_objective, required_scores
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, Scorer
-from areal_actors.training.penalties import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.policy import TrainedPolicy
 from areal_actors.training.statistics import RowRecorder, StepStatistics, describe_data
+from areal_actors.training.surrogates import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.tree_attention import has_planned_attention
 
 __all__ = ["PolicyTrainer"]

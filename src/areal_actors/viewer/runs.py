@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -14,12 +13,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attrs import Factory, asdict, define, evolve, field, frozen
+from attrs import asdict, evolve, frozen
 
 from areal_actors.dashboard import RunDirectory, summarize_run
-from areal_actors.dashboard.metrics import RunSummarizer, read_new_records
-from areal_actors.dashboard.record import RunStatus, read_record
+from areal_actors.dashboard.metrics import read_new_records
 from areal_actors.dashboard.records import read_records
+from areal_actors.dashboard.run_record import RunStatus, read_record
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact, redact_settings
 
@@ -49,10 +48,6 @@ _MAX_FILES = 4096
 _MAX_EXAMPLES = 20
 _MAX_CHANGING = 32
 """Versions whose groups may still be written: more than any staleness."""
-_MAX_FOLLOWING = 8
-_SETTLED_NS = 2_000_000_000
-_VERSION = re.compile(rb'"version":\s*(\d+)')
-"""In a record of ``untrained.jsonl``: it has no other key of that name, and quotes in texts are escaped."""
 
 
 class Access(StrEnum):
@@ -95,54 +90,6 @@ class FailureFilter:
 
 
 @frozen(kw_only=True)
-class _Group:
-    """What is kept of the file of a group until it changes. Texts would be gigabytes; whether they match is not."""
-
-    signature: tuple[int, int]
-    rewards: tuple[float, ...]
-    tokens: tuple[int, ...]
-    query: str
-    is_match: bool
-
-
-@define
-class _Untrained:
-    """``untrained.jsonl`` by version: where the records of each are. A run may have dropped a million episodes."""
-
-    path: Path
-    inode: int = 0
-    size: int = 0
-    """Bytes that have been read; an open page asks again for each group, and reads what was added only."""
-    spans: dict[int, tuple[int, int]] = field(factory=dict)
-    """From the first to behind the last record of a version: they are written when they are too old, in turn."""
-
-    def reasons(self, version: int, task: str) -> dict[Any, str]:
-        """Return why episodes of a group that began under ``version`` were not trained, by member."""
-        with suppress(FileNotFoundError), self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            if status.st_ino != self.inode or status.st_size < self.size:  # a resumed run replaces it
-                self.inode, self.size, self.spans = status.st_ino, 0, {}
-            end = file.seek(self.size)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                start, end = end, end + len(line)
-                if (named := _VERSION.search(line)) is not None:
-                    first, _ = self.spans.get(int(named[1]), (start, end))
-                    self.spans[int(named[1])] = (first, end)
-            self.size = end
-            start, end = self.spans.get(version, (0, 0))
-            file.seek(start)
-            records = [json.loads(line) for line in file.read(end - start).splitlines() if _VERSION.search(line)]
-            return {
-                record["sample_idx"]: record["reason"]
-                for record in records
-                if (record["version"], record["task_id"]) == (version, task)
-            }
-        return {}
-
-
-@frozen(kw_only=True)
 class ViewedRun:
     """A run to look at: its name on the page, its directory, and the status of its actors if it is live."""
 
@@ -150,21 +97,10 @@ class ViewedRun:
     directory: RunDirectory
     status: Status | None = None
     access: Access = Access.ALL
-    _summarizer: RunSummarizer = field(
-        default=Factory(lambda run: RunSummarizer(run.directory), takes_self=True), eq=False, repr=False
-    )
-    _groups: dict[Path, _Group] = field(factory=dict, eq=False, repr=False)
-    _untrained: _Untrained = field(
-        default=Factory(lambda run: _Untrained(run.directory.untrained), takes_self=True), eq=False, repr=False
-    )
-    _listed: dict[Path, tuple[int, list[int]]] = field(factory=dict, eq=False, repr=False)
-    """The versions in each directory of groups, with the time of its last change."""
-    _settings: dict[tuple[int, int], str] = field(factory=dict, eq=False, repr=False)
-    """The settings without secrets, by the time and the size of their file."""
 
     def describe(self) -> dict[str, Any]:
         """Return the summary, the verdict, the settings without secrets, and what there is to look at."""
-        summary = self._summarizer.summarize().to_json()
+        summary = summarize_run(self.directory).to_json()
         return {
             "name": self.name,
             "is_live": self.status is not None,
@@ -173,8 +109,8 @@ class ViewedRun:
             **summary,
             "config": self._read_settings() if self.access is Access.ALL else "",
             "versions": {
-                "rollout": self._list_versions(self.directory.rollouts),
-                "eval-rollout": self._list_versions(self.directory.eval_rollouts),
+                "rollout": _versions(self.directory.rollouts),
+                "eval-rollout": _versions(self.directory.eval_rollouts),
             },
             "actors": {} if self.status is None else dict(self.status()),
         }
@@ -189,32 +125,10 @@ class ViewedRun:
         return max(times)
 
     def _read_settings(self) -> str:
-        """Return ``config.yaml`` without secrets. Recognising them takes 10 ms, so that it is done once."""
+        """Return ``config.yaml`` without secrets."""
         path = self.directory.config
-        if not path.exists():
-            return ""
-        key = (path.stat().st_mtime_ns, path.stat().st_size)
-        if key not in self._settings:
-            self._settings[key] = redact_settings(path.read_text(encoding="utf-8", errors="replace"))[:_MAX_CONFIG]
-        return self._settings[key]
-
-    def _list_versions(self, root: Path) -> list[int]:
-        """Return the versions that have groups, in order, listed again only if there is another one."""
-        if not root.is_dir():
-            return []
-        changed = root.stat().st_mtime_ns
-        known, found = self._listed.get(root, (0, []))
-        if known == changed:
-            return found
-        # Within the resolution of the clock of a file system, another version may follow without a later time.
-        is_settled = time.time_ns() - changed > _SETTLED_NS
-        if is_settled or not found:
-            found = _versions(root)
-            self._listed[root] = (changed if is_settled else 0, found)
-            return found
-        # Until then, look for the next ones: listing 5,000 directories takes 10 ms, and an open page asks often.
-        following = range(found[-1] + 1, found[-1] + 1 + _MAX_FOLLOWING)
-        return [*found, *(version for version in following if (root / str(version)).is_dir())]
+        text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+        return redact_settings(text)[:_MAX_CONFIG]
 
     def signature(self) -> dict[str, str]:
         """Return a text for each part of the run that differs whenever the part has changed. Costs a few stat calls."""
@@ -232,7 +146,7 @@ class ViewedRun:
                 own = path.stat()
                 # A directory of groups changes with its newest versions, whose directories have the times of their
                 # newest files. Looking at all versions took 18 ms after 3,000 steps, each time.
-                newest = self._list_versions(path)[-_MAX_CHANGING:]
+                newest = _versions(path)[-_MAX_CHANGING:]
                 times = ((path / str(version)).stat().st_mtime_ns for version in newest)
                 found[part] = f"{own.st_ino}:{own.st_size}:{own.st_mtime_ns}:{max(times, default=0)}"
         return found
@@ -300,34 +214,17 @@ class ViewedRun:
                 return {"groups": groups, "is_cut": True}
             if wanted.source not in (None, path.stem.rpartition("-")[0]):
                 continue
-            group = self._load_group(path, wanted.query.casefold())
-            mean = sum(group.rewards) / max(len(group.rewards), 1)
-            is_equal = len(group.rewards) > 1 and len(set(group.rewards)) == 1
-            if group.is_match and wanted.low <= mean <= wanted.high and wanted.is_equal in (None, is_equal):
+            rows = list(read_records(path))
+            rewards = [float(row.get("reward") or 0.0) for row in rows]
+            mean = sum(rewards) / max(len(rewards), 1)
+            is_equal = len(rewards) > 1 and len(set(rewards)) == 1
+            texts = (path.stem, *(f"{row.get('prompt')}\n{row.get('completion')}" for row in rows))
+            query = wanted.query.casefold()
+            is_match = not query or any(query in text.casefold() for text in texts)
+            if is_match and wanted.low <= mean <= wanted.high and wanted.is_equal in (None, is_equal):
                 facts = {"task": path.stem, "version": began}
-                groups.append(facts | {"rewards": list(group.rewards), "tokens": list(group.tokens)})
+                groups.append(facts | {"rewards": rewards, "tokens": list(map(_num_trained, rows))})
         return {"groups": groups, "is_cut": False}
-
-    def _load_group(self, path: Path, query: str) -> _Group:
-        """Return what a file holds, read again only if it has changed: an open page asks whenever a file changes."""
-        stat = path.stat()
-        signature = (stat.st_mtime_ns, stat.st_size)
-        known = self._groups.get(path)
-        if known is not None and (known.signature, known.query) == (signature, query):
-            return known
-        rows = list(read_records(path))
-        texts = (path.stem, *(f"{row.get('prompt')}\n{row.get('completion')}" for row in rows if query))
-        group = _Group(
-            signature=signature,
-            rewards=tuple(float(row.get("reward") or 0.0) for row in rows),
-            tokens=tuple(_num_trained(row) for row in rows),
-            query=query,
-            is_match=not query or any(query in text.casefold() for text in texts),
-        )
-        if len(self._groups) >= _MAX_FILES:
-            self._groups.clear()
-        self._groups[path] = group
-        return group
 
     def read_group(self, kind: str, version: int, task: str) -> list[dict[str, Any]]:
         """Return the rows of one problem with the texts that the model read and wrote."""
@@ -349,7 +246,11 @@ class ViewedRun:
                     found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
             if sum(key in found for key in keys) > sum(key in advantages for key in keys):
                 advantages = found
-        untrained = self._untrained.reasons(version, task) if kind == "rollout" else {}
+        untrained = {
+            record.get("sample_idx"): record.get("reason")
+            for record in (read_records(self.directory.untrained) if kind == "rollout" else ())
+            if (record.get("version"), record.get("task_id")) == (version, task)
+        }
         return [
             {name: row.get(name) for name in kept}
             | {"untrained": untrained.get(row.get("sample_idx"))}

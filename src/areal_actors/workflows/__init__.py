@@ -14,10 +14,17 @@ from areal_actors.workflows.agents import (
     placeholder_keys,
     run_agent,
 )
-from areal_actors.workflows.commands import CommandAgent, CommandConfig
+from areal_actors.workflows.commands import (
+    BoxedCommand,
+    CommandAgent,
+    CommandConfig,
+    ProblemEnvironment,
+    find_environment,
+)
 from areal_actors.workflows.context import EpisodeContext
 from areal_actors.workflows.engine import EpisodeEngine, GenerationConfig, GenerationHyperparameters, ModelRequest
 from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse, Sample, parse_rollout
+from areal_actors.workflows.plugins import PluginWorkflow, WorkflowPlugin
 from areal_actors.workflows.pool import AgentPool, PoolConfig, serialize_agent
 from areal_actors.workflows.recording import RecordedGeneration
 from areal_actors.workflows.rewards import AsyncRewardWrapper
@@ -30,20 +37,12 @@ from areal_actors.workflows.rollout import (
     resolve_agent,
     resolve_workflow,
 )
-from areal_actors.workflows.task_directories import check_tasks
-from areal_actors.workflows.verifiers import (
-    BlockingVerifiersAgent,
-    VerifiersAgent,
-    VerifiersConfig,
-    VerifiersWorkflow,
-    create_environment,
-)
 
 __all__ = [
     "Agent",
     "AgentPool",
     "AsyncRewardWrapper",
-    "BlockingVerifiersAgent",
+    "BoxedCommand",
     "CommandAgent",
     "CommandConfig",
     "EpisodeContext",
@@ -57,19 +56,18 @@ __all__ = [
     "ModelRequest",
     "ModelResponse",
     "OpenAIProxyWorkflow",
+    "PluginWorkflow",
     "PoolConfig",
+    "ProblemEnvironment",
     "ProxyWorkflow",
     "RecordedGeneration",
     "Reward",
     "RolloutResult",
     "RolloutWorkflow",
     "Sample",
-    "VerifiersAgent",
-    "VerifiersConfig",
-    "VerifiersWorkflow",
+    "WorkflowPlugin",
     "acquire_agent",
-    "check_tasks",
-    "create_environment",
+    "find_environment",
     "name_of",
     "parse_result",
     "parse_rollout",

@@ -4,8 +4,8 @@ Inputs of the command: ``OPENAI_BASE_URL``, ``OPENAI_API_KEY``, ``ANTHROPIC_BASE
 problem as JSON on stdin and in the file that ``AREAL_PROBLEM`` names. Outputs: its reward, as the last line of stdout
 (a number, or an object from completion ids to numbers) or set over HTTP; and the exit status 0.
 
-A problem that is a task directory (``task_directories``) has an environment and a verifier, which take the place of the
-command's files and grader.
+A problem may have an environment and a verifier of its own, which take the place of the command's files and grader: a
+plug-in runs it (``ProblemEnvironment``).
 
 A command may run in a sandbox (``rollout.openai.sandbox``), and a second command, the grader, may reward it: it runs in
 a box of its own that has the files that the agent left.
@@ -20,16 +20,16 @@ import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any, NewType, Protocol
 
 import anyio
 from attrs import evolve, field, frozen
 from attrs.validators import min_len
 
-from areal_actors.datasets import TaskDirectory
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, InvalidRequest, SandboxError, SandboxLimit
 from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
+from areal_actors.lib.plugins import PluginGroup, load_plugin, plugin_names
 from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox import (
     BoxRequest,
@@ -43,9 +43,8 @@ from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, LimitedAgent, parse_result
 from areal_actors.workflows.pool import PoolConfig
 from areal_actors.workflows.processes import check_problem, episode_environment, inherited_environment
-from areal_actors.workflows.task_directories import grade_files, load_task_of, open_task_box, take_files, task_of
 
-__all__ = ["CommandAgent", "CommandConfig", "CommandWord"]
+__all__ = ["BoxedCommand", "CommandAgent", "CommandConfig", "CommandWord", "ProblemEnvironment", "find_environment"]
 
 CommandWord = NewType("CommandWord", str)
 """A word of a command: a file next to the configuration if there is one with that name, and text otherwise."""
@@ -75,6 +74,27 @@ class CommandConfig:
     the agent's own output is not a reward."""
     files: Path | None = None
     """A directory whose contents the agent finds in its working directory."""
+
+
+class ProblemEnvironment(Protocol):
+    """Runs commands on problems that have an environment of their own, and rewards them (a plug-in)."""
+
+    def check(self, data: Any, sandbox: SandboxConfig) -> None:
+        """Raise ``DatasetError`` if the problem cannot run in boxes of this kind."""
+        ...
+
+    async def run(self, command: BoxedCommand, data: Any, *, base_url: str, api_key: str) -> float:
+        """Run one episode of ``command``. Raises ``EpisodeError``, or ``SandboxError`` if a box ends."""
+        ...
+
+
+def find_environment(data: Any) -> ProblemEnvironment | None:
+    """Return the environment of a problem: that of the plug-in which its keys name."""
+    if not isinstance(data, Mapping):
+        return None
+    name = next((name for name in plugin_names(PluginGroup.PROBLEMS) if name in data), None)
+    found: ProblemEnvironment | None = None if name is None else load_plugin(PluginGroup.PROBLEMS, name)
+    return found
 
 
 class CommandAgent(LimitedAgent):
@@ -115,7 +135,7 @@ class CommandAgent(LimitedAgent):
             log = self._logs.pop(0)
             problem = self._directory / f"{id(log)}.json"
             try:
-                boxed = _BoxedInvocation(self._command, self._sandbox, name=self.agent_name, log=log)
+                boxed = BoxedCommand(self._command, self._sandbox, name=self.agent_name, log=log)
                 # Files that are given or graded need a working directory of the episode, as a sandbox gives one.
                 if self._sandbox.is_isolated or self._command.grader or self._command.files:
                     yield boxed
@@ -130,7 +150,7 @@ class _Invocation:
     """The command, run once for one episode."""
 
     def __init__(
-        self, command: tuple[CommandWord, ...], *, name: str, log: BoundedLog, problem: Path, boxed: _BoxedInvocation
+        self, command: tuple[CommandWord, ...], *, name: str, log: BoundedLog, problem: Path, boxed: BoxedCommand
     ) -> None:
         self._command = command
         self._name = name
@@ -143,7 +163,7 @@ class _Invocation:
 
         Returns an empty ``dict`` for a command that set its reward over HTTP.
         """
-        if task_of(data) is not None:
+        if find_environment(data) is not None:
             return await self._boxed.run(data, **extra_kwargs)
         check_problem(data)
         # Not on a thread: the page cache takes less time than handing over to one, and the process costs far more.
@@ -180,15 +200,15 @@ class _Invocation:
         return _parse_reward(last.text, name=self._name)
 
 
-class _BoxedInvocation:
+class BoxedCommand:
     """The command, run in a box for one episode, and its grader in a second box."""
 
     def __init__(self, command: CommandConfig, sandbox: SandboxConfig, *, name: str, log: BoundedLog) -> None:
-        self._command = command
-        self._config = sandbox
-        self._sandbox = create_sandbox(sandbox.backend)
+        self.command = command
+        self.sandbox = sandbox
+        self.log = log
+        self._backend = create_sandbox(sandbox.backend)
         self._name = name
-        self._log = log
 
     async def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:
         """Run one episode. Raises ``EpisodeError``; if it is cancelled, its boxes end.
@@ -196,74 +216,49 @@ class _BoxedInvocation:
         Returns an empty ``dict`` for a command without a grader that set its reward over HTTP.
         """
         check_problem(data)
-        self._log.begin()
+        self.log.begin()
         try:
-            if task_of(data) is not None:
-                return await self._run_task(load_task_of(data, self._config), extra_kwargs)
+            if (environment := find_environment(data)) is not None:
+                link = {name: extra_kwargs[name] for name in ("base_url", "api_key")}
+                return await environment.run(self, data, **link)
             problem = json.dumps(data).encode()
-            if not self._command.grader:
+            if not self.command.grader:
                 async with self._box(extra_kwargs["base_url"]) as box:
-                    ended = await self._run_agent(box, problem, extra_kwargs["api_key"])
+                    ended = await self.run_agent(box, problem, extra_kwargs["api_key"])
                 return _parse_reward(_last_line(ended.stdout), name=self._name)
             # By way of a directory of ours: the box of the grader sees nothing of the agent's but these files.
             with scratch_directory() as result:
                 async with self._box(extra_kwargs["base_url"]) as box:
-                    await self._run_agent(box, problem, extra_kwargs["api_key"], is_graded=True)
+                    await self.run_agent(box, problem, extra_kwargs["api_key"], is_graded=True)
                     left_out = await box.copy_out(".", result)
-                if left_out:
-                    self._log.write(f"Not graded: {', '.join(left_out[:20])}\n".encode(errors="replace"))
+                self.log_left_out(left_out)
                 return await self._grade(result, problem)
         except SandboxError as error:
-            words = self._log.output_tail
+            words = self.log.output_tail
             raise EpisodeError(
                 f"{self._name} failed. {error}" + (f" The end of its stderr:\n{words}" if words else "")
             ) from error
 
-    async def _run_task(self, task: TaskDirectory, extra_kwargs: Mapping[str, Any]) -> float:
-        """Run the agent in the environment of a task directory, and return the reward of the task's verifier.
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """The files that the command names by their paths, which a box has to see."""
+        return _files_of(self.command.command)
 
-        An agent that exceeds the task's limit is graded for what it left, as Harbor does.
-        """
-        if self._command.grader:
-            raise EpisodeError(f"{task.path} has a verifier, and the command has a grader, too; leave the grader out.")
-        # Not the metadata, which may say how the task is solved.
-        problem = json.dumps({"name": task.name, "instruction": task.instruction}).encode()
-        with scratch_directory() as result:
-            opening = open_task_box(
-                task, self._config, proxy_url=extra_kwargs["base_url"], readable=_files_of(self._command.command)
-            )
-            async with opening as opened:
-                await opened.box.copy_in(task.path / "instruction.md", f"{opened.logs}/agent")
-                given = {**opened.environment, "AREAL_INSTRUCTION": f"{opened.logs}/agent/instruction.md"}
-                seconds = (task.agent_seconds, self._config.timeout_seconds)
-                try:
-                    await self._run_agent(
-                        opened.box,
-                        problem,
-                        extra_kwargs["api_key"],
-                        environment=given,
-                        timeout_seconds=min((limit for limit in seconds if limit), default=None),
-                        is_graded=True,
-                    )
-                except SandboxLimit as limit:
-                    if limit.limit != "timeout_seconds":
-                        raise
-                    self._log.write(f"{limit}\n".encode())
-                    _log_numbers(agent_timeout=1.0)
-                left_out = await take_files(opened, task, result)
-            if left_out:
-                self._log.write(f"Not graded: {', '.join(left_out[:20])}\n".encode(errors="replace"))
-            verdict = await grade_files(
-                task, result, self._config, write=lambda chunk: self._log.write(chunk, is_last_words=False)
-            )
-        _log_numbers(**verdict.numbers)
-        return verdict.reward
+    def log_left_out(self, names: Sequence[str]) -> None:
+        """Log the first names of files that cannot be graded."""
+        if names:
+            self.log.write(f"Not graded: {', '.join(names[:20])}\n".encode(errors="replace"))
+
+    def log_numbers(self, **numbers: float) -> None:
+        """Log numbers of the episode; outside of a run, and if they cannot be logged, nothing is."""
+        with suppress(InvalidRequest):
+            workflow_context.log(**numbers)
 
     def _box(self, base_url: str) -> AbstractAsyncContextManager[Sandbox]:
-        request = BoxRequest(config=self._config, proxy_url=base_url, readable=_files_of(self._command.command))
-        return self._sandbox.open(request)
+        request = BoxRequest(config=self.sandbox, proxy_url=base_url, readable=self.files)
+        return self._backend.open(request)
 
-    async def _run_agent(
+    async def run_agent(
         self,
         box: Sandbox,
         problem: bytes,
@@ -274,12 +269,12 @@ class _BoxedInvocation:
         is_graded: bool = False,
     ) -> Completed:
         """Run the agent. Raises ``EpisodeError`` if it fails, unless its work is graded and it had reached a limit."""
-        if self._command.files is not None:
-            await box.copy_in(self._command.files, ".")
+        if self.command.files is not None:
+            await box.copy_in(self.command.files, ".")
         assert box.proxy_url is not None
         link = episode_environment(base_url=box.proxy_url, api_key=api_key)
         ended = await self._run(
-            box, self._command.command, problem, {**(environment or {}), **link}, timeout_seconds=timeout_seconds
+            box, self.command.command, problem, {**(environment or {}), **link}, timeout_seconds=timeout_seconds
         )
         if ended.is_successful:
             return ended
@@ -287,7 +282,7 @@ class _BoxedInvocation:
         limit = await workflow_context.reached_limit() if is_graded else None
         if limit is None:
             raise EpisodeError(f"{self._name} failed. {ended.describe()}")
-        self._log.write(f"{self._name} ended at limits.{limit}. {ended.describe()}\n".encode(errors="replace"))
+        self.log.write(f"{self._name} ended at limits.{limit}. {ended.describe()}\n".encode(errors="replace"))
         return ended
 
     async def _run(
@@ -304,8 +299,8 @@ class _BoxedInvocation:
             environment={**environment, "AREAL_PROBLEM": f"{box.work_directory}/.problem.json"},
             stdin=problem,
             timeout_seconds=timeout_seconds,
-            on_stdout=lambda chunk: self._log.write(chunk, is_last_words=False),
-            on_stderr=self._log.write,
+            on_stdout=lambda chunk: self.log.write(chunk, is_last_words=False),
+            on_stderr=self.log.write,
         )
 
     async def _grade(self, result: Path, problem: bytes) -> float | dict[InteractionId, float]:
@@ -314,17 +309,17 @@ class _BoxedInvocation:
         A grader that exceeds a limit gives 0: it runs what the agent wrote, and an agent whose work hangs must not be
         spared its reward.
         """
-        grader = self._command.grader
-        network = self._config.network if self._config.network is Network.HOST else Network.NONE
-        config = self._config if not self._config.is_isolated else evolve(self._config, network=network)
+        grader = self.command.grader
+        network = self.sandbox.network if self.sandbox.network is Network.HOST else Network.NONE
+        config = self.sandbox if not self.sandbox.is_isolated else evolve(self.sandbox, network=network)
         request = BoxRequest(config=config, readable=_files_of(grader))
-        async with self._sandbox.open(request) as box:
+        async with self._backend.open(request) as box:
             await box.copy_in(result, ".")
             try:
                 ended = await self._run(box, grader, problem, {})
             except SandboxLimit as limit:
-                self._log.write(f"The grader was ended: {limit}\n".encode())
-                _log_numbers(grader_limit=1.0)
+                self.log.write(f"The grader was ended: {limit}\n".encode())
+                self.log_numbers(grader_limit=1.0)
                 return 0.0
         if ended.status in _NOT_RUN:
             raise EpisodeError(f"The grader {grader[0]} cannot be started. {ended.describe()}")
@@ -346,12 +341,6 @@ class _BoxedInvocation:
                 "A grader rewards 0 by printing 0 as its last line, or by exit status 1."
             )
         return float(ended.is_successful)
-
-
-def _log_numbers(**numbers: float) -> None:
-    """Log numbers of the episode; outside of a run, and if they cannot be logged, nothing is."""
-    with suppress(InvalidRequest):
-        workflow_context.log(**numbers)
 
 
 def _files_of(command: Sequence[str]) -> tuple[Path, ...]:

@@ -31,6 +31,7 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ContextLengthExceeded, ExportError, InvalidRequest, Unavailable
 from areal_actors.kernel import Ref
+from areal_actors.lib.settings import constant
 from areal_actors.messages import DescribeEngine, Generate, Generation
 from areal_actors.rendering import Renderer
 from areal_actors.workflows.interactions import ModelResponse
@@ -219,9 +220,9 @@ class GenerationConfig:
     """Texts that end a generation."""
     stop_token_ids: tuple[int, ...] = field(default=(), converter=tuple)
     """Ids that end a generation, in addition to those that end an answer of the model."""
-    frequency_penalty: float = 0.0
-    presence_penalty: float = 0.0
-    repetition_penalty: float = field(default=1.0, validator=gt(0.0))
+    frequency_penalty: float = constant(0.0)
+    presence_penalty: float = constant(0.0)
+    repetition_penalty: float = constant(1.0)
 
     def new(self, **changes: Any) -> Self:
         """Return these settings with ``changes``. Raises ``TypeError`` for a setting that does not exist."""

@@ -203,7 +203,7 @@ class _Worker:
         except TimeoutError:
             raise WorkflowError(
                 f"The agent's process was not ready after {timeout_seconds:g} s; what its module does while it is "
-                f"imported takes long, or raise rollout.openai.subproc_start_timeout_seconds. {log.output_tail}"
+                f"imported takes long. {log.output_tail}"
             ) from None
         except _GONE:
             error = _KilledAtStart if child.process.returncode == -signal.SIGKILL else WorkflowError

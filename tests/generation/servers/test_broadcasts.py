@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from itertools import cycle
 from pathlib import Path
 
 import anyio
@@ -98,9 +99,16 @@ def has_weights_of(server: FakeSGLang, trainer: Trainer) -> bool:
     return len(state) == len(names) and all(torch.equal(own[name], tensor) for name, tensor in state.items())
 
 
+FAULTS = tuple(
+    # Each on one loop, since a fault costs seconds.
+    zip(
+        (fault for fault in UpdateFault if fault is not UpdateFault.LEFT_OPEN), cycle(("asyncio", "trio")), strict=False
+    )
+)
 LOADING = [check for check in ENGINE_CHECKS if "load" in check.__name__]
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio"])  # broadcasts change nothing that depends on the event loop
 @pytest.mark.parametrize("check", LOADING, ids=lambda check: check.__name__)
 async def test_broadcast_servers_keep_the_engine_contract(model: Path, tmp_path: Path, check: Check) -> None:
     """What holds for an engine that loads weights holds with weights that come in a group."""
@@ -217,7 +225,7 @@ async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> N
         assert [chunk.version for chunk in seen for _ in chunk.token_ids] == [0] * 5 + [1] * 35
 
 
-@pytest.mark.parametrize("fault", [fault for fault in UpdateFault if fault is not UpdateFault.LEFT_OPEN])
+@pytest.mark.parametrize(("fault", "anyio_backend"), FAULTS)
 async def test_server_that_does_not_receive_loads_from_disk(model: Path, tmp_path: Path, fault: UpdateFault) -> None:
     """The failing server loads the weights from disk, the other one receives them, and neither hangs."""
     async with open_server_stack(model, tmp_path, num_servers=2, seconds=4.0) as (engine, servers, trainer):

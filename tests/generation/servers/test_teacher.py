@@ -16,7 +16,7 @@ from areal_actors.domain import Episode, Group, GroupId, InteractionId, Problem,
 from areal_actors.errors import ConfigError, EngineError
 from areal_actors.generation.servers import teacher as teacher_module
 from areal_actors.generation.servers.teacher import Probe, open_teacher
-from areal_actors.training.teaching import GroupTeacher, teach_group
+from areal_actors.training.phases import GroupTeacher, teach_group
 
 pytestmark = pytest.mark.anyio
 

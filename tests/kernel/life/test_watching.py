@@ -1,4 +1,4 @@
-"""Who watches an actor hears of its end."""
+"""Watching actors: notifications of their ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from areal_actors.kernel.runtime import LocalRef
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("placement")]
 
 
-async def test_a_watcher_hears_of_each_end_ahead_of_its_queue():
+async def test_watcher_is_told_of_each_end_before_its_queue():
     """The news overtakes what was queued, and says which life it was and whether another follows."""
     watcher = Watcher()
     async with ActorSystem.open() as system:
@@ -36,7 +36,7 @@ async def test_a_watcher_hears_of_each_end_ahead_of_its_queue():
         ] == watcher.events
 
 
-async def test_watching_the_dead_is_answered_at_once():
+async def test_watch_of_an_ended_actor_answers_at_once():
     """From inside and from outside."""
     watcher = Watcher()
     async with ActorSystem.open() as system:
@@ -49,7 +49,7 @@ async def test_watching_the_dead_is_answered_at_once():
         assert (await system.watch(cat)).reason is DownReason.STOPPED
 
 
-async def test_watching_needs_a_handler_for_the_news():
+async def test_watch_without_a_handler_for_down_is_refused():
     """A watcher that could not on_down is refused."""
     async with ActorSystem.open() as system:
         deaf, cat = await system.spawn(Recorder(), supervision=Stop()), await system.spawn(Recorder(), name="cat")
@@ -58,7 +58,7 @@ async def test_watching_needs_a_handler_for_the_news():
         assert "add a method under @Down.handler" in str((await system.watch(deaf)).error)
 
 
-async def test_a_watcher_that_gives_up_is_forgotten():
+async def test_watch_that_is_cancelled_is_forgotten():
     """Waiting for an end that does not come leaves nothing behind."""
     async with ActorSystem.open() as system:
         cat = await system.spawn(Recorder())

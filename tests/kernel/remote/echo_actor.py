@@ -43,7 +43,7 @@ class Numbers(StreamMessage[Echoing, int]):
 
 
 class Other:
-    """Address of somebody else."""
+    """Address of another actor."""
 
 
 @frozen(kw_only=True)

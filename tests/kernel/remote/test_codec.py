@@ -30,7 +30,7 @@ KINDS = [
     if isinstance(value, type) and issubclass(value, AnyMessage) and attrs.has(value)
 ]
 AT_HOME = {messages.WatchSessions, messages.UseModel, messages.AddReplica, messages.ShardOpened}
-"""They hand a ref over, itself or in the reply: whoever uses them lives in the same system."""
+"""They or their replies contain refs; they are used within one system."""
 TRAVELLING = [kind for kind in KINDS if kind not in AT_HOME]
 RECURSIVE = {"part", "parts"}
 # Half a surrogate pair and integers of any size included, as Python's JSON parser reads them.
@@ -116,7 +116,7 @@ def encoded(value: Any, kind: Any) -> list[Any]:
 @pytest.mark.parametrize("kind", TRAVELLING, ids=lambda kind: kind.__name__)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_every_message_survives(kind, data):
+def test_codec_restores_every_message(kind, data):
     """With all its fields, whatever is in them."""
     try:
         message = data.draw(values_of(kind))
@@ -128,7 +128,7 @@ def test_every_message_survives(kind, data):
 @pytest.mark.parametrize("kind", TRAVELLING, ids=lambda kind: kind.__name__)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_every_reply_survives(kind, data):
+def test_codec_restores_every_reply(kind, data):
     """And every item of a stream."""
     declared = reply_of(kind)
     try:
@@ -140,8 +140,8 @@ def test_every_reply_survives(kind, data):
 
 @pytest.mark.parametrize("dtype", ["?", "i1", "<i4", ">i4", "u8", "f2", "<f4", "f8", "c8"])
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 3), (100, 200)])
-def test_arrays_survive(dtype, shape):
-    """Every dtype of numbers, every shape, inline or as a buffer of its own; they can be written to."""
+def test_codec_restores_arrays(dtype, shape):
+    """Every dtype of numbers, every shape, inline or as a separate buffer; they can be written to."""
     array = (np.arange(int(np.prod(shape))) % 2).astype(dtype).reshape(shape)
     received = through({"x": array}, Any)["x"]
 
@@ -149,7 +149,7 @@ def test_arrays_survive(dtype, shape):
     assert received.flags.writeable or not received.size
 
 
-def test_arrays_that_are_not_contiguous_survive():
+def test_codec_restores_arrays_that_are_not_contiguous():
     """They are made so."""
     array = np.arange(20_000, dtype=np.int64).reshape(100, 200)[::2, ::-1]
 
@@ -158,7 +158,7 @@ def test_arrays_that_are_not_contiguous_survive():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.float8_e4m3fn])
 @pytest.mark.parametrize("shape", [(0,), (3,), (70, 80)])
-def test_tensors_survive(dtype, shape):
+def test_codec_restores_tensors(dtype, shape):
     """As raw memory, dtypes that numpy does not know included."""
     tensor = torch.ones(shape, dtype=torch.float32).to(dtype)
     received = through(
@@ -169,7 +169,7 @@ def test_tensors_survive(dtype, shape):
     assert torch.equal(tensor.float(), received.float())
 
 
-def test_large_arrays_are_not_copied_on_their_way_out():
+def test_codec_does_not_copy_large_arrays():
     """The buffer is the array's own memory."""
     array = np.zeros(100_000)
     array_part = encoded(array, Any)[1]
@@ -178,7 +178,7 @@ def test_large_arrays_are_not_copied_on_their_way_out():
     assert np.frombuffer(array_part)[0] == 7
 
 
-def test_a_tensor_for_a_process_without_torch_is_refused(monkeypatch):
+def test_codec_refuses_tensors_without_torch(monkeypatch):
     """Nothing is imported because a peer says so."""
     parts = encoded({"w": torch.ones(2)}, Any)
     monkeypatch.delitem(sys.modules, "torch")
@@ -207,13 +207,13 @@ class Letter(Message[Post, None]):
         (torch.ones(2).to_sparse(), "torch.sparse_coo has no form"),
     ],
 )
-def test_what_has_no_form_is_refused_by_name(content, complaint):
+def test_codec_refuses_values_without_a_wire_format(content, complaint):
     """At the sender, before anything is sent."""
     with pytest.raises(ProtocolError, match=complaint):
         encoded(Letter(content=content), Letter)
 
 
-def test_data_within_data_can_only_go_so_deep():
+def test_codec_refuses_data_nested_too_deeply():
     """The depth of Python's own stack bounds both directions."""
     deep: list[Any] = []
     for _ in range(100_000):
@@ -225,7 +225,7 @@ def test_data_within_data_can_only_go_so_deep():
 
 
 @given(st.binary(max_size=60))
-def test_garbage_is_refused(data):
+def test_codec_refuses_garbage(data):
     """With one kind of error only."""
     codec = Codec()
     try:
@@ -245,14 +245,14 @@ def test_garbage_is_refused(data):
         [3, b"\x91\x00"],
     ],
 )
-def test_extensions_that_lie_are_refused(words):
+def test_codec_refuses_malformed_extensions(words):
     """About shapes, dtypes, buffers and themselves."""
     code, data = words
     with pytest.raises(ProtocolError):
         Codec().decode([b"\x91\xc7" + bytes([len(data), code]) + data])
 
 
-def test_the_address_of_a_ref_is_no_message():
+def test_codec_refuses_refs():
     """Refs are had from a peer, not from mail."""
     ref = type("Nowhere", (Ref,), {"address": Address(node="a", name="b")})
     ref.__abstractmethods__ = frozenset()

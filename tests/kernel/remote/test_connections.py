@@ -33,7 +33,7 @@ from areal_actors_testing.remote import memory_pair, pretend_remote
 pytestmark = pytest.mark.anyio
 
 
-async def test_both_sides_may_ask(tmp_path):
+async def test_connection_lets_both_sides_ask(tmp_path):
     """Once introduced, they are alike; also over TCP."""
     for address in (f"unix:{tmp_path / 'private' / 'desk.sock'}", "tcp://127.0.0.1:0"):
         async with ActorSystem.open() as system:
@@ -55,7 +55,7 @@ async def test_both_sides_may_ask(tmp_path):
     assert (tmp_path / "private").stat().st_mode & 0o777 == 0o700
 
 
-async def test_a_cut_ends_everything_that_was_under_way():
+async def test_connection_cut_ends_all_calls_and_handlers():
     """Asks, streams and waiting tells, each with the truth about whether it was sent; handlers there are cancelled."""
     actor = EchoActor()
     outcomes: dict[str, bool] = {}
@@ -92,7 +92,7 @@ async def test_a_cut_ends_everything_that_was_under_way():
         actor.go.set()
 
 
-async def test_an_actor_hears_that_another_one_became_unreachable():
+async def test_watcher_is_told_that_a_remote_actor_is_unreachable():
     """As of any end: on its control lane."""
     heard: list[Down] = []
 
@@ -126,7 +126,7 @@ async def test_an_actor_hears_that_another_one_became_unreachable():
                 await desk.ask(Echo())
 
 
-async def test_what_cannot_travel_fails_its_own_ask_only():
+async def test_ask_with_an_unsendable_value_fails_alone():
     """The connection goes on."""
     async with ActorSystem.open() as system:
         ref = await system.spawn(EchoActor())
@@ -140,13 +140,13 @@ async def test_what_cannot_travel_fails_its_own_ask_only():
                 await desk.ask(Foreign())
             with pytest.raises(ProtocolError, match="does not speak Other; it speaks Echoing"):
                 peer.ref(Other, "desk")
-            with pytest.raises(ActorStopped, match="exposes no actor 'nobody'; it exposes desk"):
-                peer.ref(Echoing, "nobody")
+            with pytest.raises(ActorStopped, match="exposes no actor 'missing'; it exposes desk"):
+                peer.ref(Echoing, "missing")
 
             assert await desk.ask(Echo(value=3)) == 3
 
 
-async def test_told_messages_wait_for_credit_and_arrive_in_order():
+async def test_remote_tells_wait_for_the_window_and_arrive_in_order():
     """However slow the actor and small the window; memory at both ends stays bounded."""
     actor = EchoActor()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
@@ -172,7 +172,7 @@ async def test_told_messages_wait_for_credit_and_arrive_in_order():
             assert [str(number) for number in range(30)] == actor.seen
 
 
-async def test_a_node_is_connected_once_and_its_later_life_replaces_the_earlier():
+async def test_listener_replaces_a_node_by_its_later_incarnation():
     """A copy is refused, what is over stays out, and a restarted process takes its own place."""
     async with (
         ActorSystem.open() as system,
@@ -203,8 +203,8 @@ async def test_a_node_is_connected_once_and_its_later_life_replaces_the_earlier(
 @pytest.mark.parametrize(
     "bytes_", [b"GET / HTTP/1.1\r\n\r\n", b"areal-actors\n\xff\xff\xff\xff", b"areal-actors\n\x01\0\0\0\x80", b"ar"]
 )
-async def test_strangers_are_turned_away(bytes_, caplog):
-    """After a few bytes, or when they hang up; those who say nothing, after a while."""
+async def test_listener_refuses_peers_that_speak_another_protocol(bytes_, caplog):
+    """After a few bytes, or when they close the connection."""
     async with listen(None, secret=SECRET) as listener:
         near, far = memory_pair()
         with anyio.fail_after(5):
@@ -216,7 +216,7 @@ async def test_strangers_are_turned_away(bytes_, caplog):
         assert listener.peers == ()
 
 
-async def test_silence_is_not_waited_for():
+async def test_connection_handshake_and_heartbeat_have_time_limits():
     """An introduction has its time, on both sides, and so has a connection without heartbeats."""
     limits = Limits(hello_seconds=0.05, heartbeat_seconds=0.02, silence_seconds=0.05)
     async with listen(None, secret=SECRET, limits=limits) as listener:
@@ -236,7 +236,7 @@ async def test_silence_is_not_waited_for():
                     assert "closed" in await peer.wait_closed() or "lost" in await peer.wait_closed()
 
 
-async def test_silent_connections_make_room(monkeypatch, caplog):
+async def test_listener_drops_silent_connections_for_new_ones(monkeypatch, caplog):
     """As many as there may be in the handshake do not hold up the next one until their time is over."""
     monkeypatch.setattr(transport, "_SILENT_SECONDS", 0.0)
     async with (
@@ -259,8 +259,8 @@ async def test_silent_connections_make_room(monkeypatch, caplog):
     assert 1 == caplog.text.count("it was silent")
 
 
-async def test_a_wrong_secret_is_refused_on_both_sides():
-    """The connecting side learns it first: it never sends a proof to who has given none."""
+async def test_connection_with_a_wrong_secret_is_refused_on_both_sides():
+    """The connecting side notices it first, and sends no proof then."""
     async with listen(None, secret=SECRET) as listener, anyio.create_task_group() as tasks:
         near, far = memory_pair()
         tasks.start_soon(listener.serve, far)
@@ -280,15 +280,15 @@ async def test_a_wrong_secret_is_refused_on_both_sides():
         ("tcp://localhost:99999999", "cannot be read"),
     ],
 )
-async def test_addresses_that_cannot_be_meant_are_refused(address, complaint):
+async def test_listen_refuses_invalid_addresses(address, complaint):
     """Before anything is bound."""
     with pytest.raises(ConfigError, match=complaint):
         async with listen(address, secret=SECRET):
             pass
 
 
-async def test_what_is_not_safe_is_refused(tmp_path):
-    """A directory that others enter, a secret that can be guessed, a path where somebody listens."""
+async def test_listen_refuses_unsafe_directories_and_secrets(tmp_path):
+    """A directory that other users can enter, a short secret, a path in use."""
     shared = tmp_path / "shared"
     shared.mkdir()
     shared.chmod(0o755)
@@ -325,7 +325,7 @@ anyio.run(main)
 """
 
 
-async def test_a_process_that_is_killed_is_noticed_at_once(tmp_path):
+async def test_connection_notices_a_killed_process_at_once(tmp_path):
     """Its askers and watchers learn it from the socket, long before a heartbeat is missed."""
     address = f"unix:{tmp_path}/own/child.sock"
     with subprocess.Popen(  # noqa: ASYNC220 - no waiting, and it is killed behind our back

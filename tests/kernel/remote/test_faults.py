@@ -165,7 +165,7 @@ async def play(desk: Any, number: int, step: Any, outcomes: dict[int, list[str]]
 )
 @given(program=st.lists(steps, max_size=10), there=faults, back=faults)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-async def test_whatever_happens_to_the_bytes(program, there, back):
+async def test_connection_with_faults_ends_each_call_once(program, there, back):
     """Every program comes to its end, with one outcome for each step."""
     bookkeeper = Bookkeeper()
     outcomes: dict[int, list[str]] = {number: [] for number in range(len(program))}

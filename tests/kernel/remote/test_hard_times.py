@@ -18,7 +18,7 @@ from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing, Not
 
 from areal_actors.errors import ConfigError, ProtocolError, RemoteError
 from areal_actors.kernel import ActorSystem
-from areal_actors.kernel.remote import Limits, connect, connect_stream, listen, sockets
+from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
 from areal_actors.kernel.remote.frames import Kind, Outbox, Outgoing
 from areal_actors.kernel.remote.hello import greet, receive_hello, send_packet
 from areal_actors.kernel.remote.sockets import SocketStream
@@ -30,14 +30,14 @@ TABLE = [["desk", 1, [["Echoing", "Note", False], ["Echoing", "Echo", False]]]]
 
 
 async def welcome(stream: Any) -> None:
-    """Be somebody who exposes a desk, and says nothing more."""
+    """Introduce a node that exposes a desk, and send nothing more."""
     own = greet(node="far", incarnation=1, limits=Limits(window_messages=1000))
     await receive_hello(stream, own, SECRET)
     await send_packet(stream, {"welcome": TABLE})
 
 
-async def test_leaving_does_not_wait_for_somebody_who_is_gone():
-    """What is queued is written while there is somebody to read it, and no longer."""
+async def test_connection_close_does_not_wait_for_a_lost_peer():
+    """Queued messages are written only while the other side reads."""
     near, far = memory_pair()
     with anyio.fail_after(10):
         async with near, far, anyio.create_task_group() as tasks:
@@ -53,8 +53,8 @@ async def test_leaving_does_not_wait_for_somebody_who_is_gone():
             far.cut()
 
 
-async def test_a_listener_survives_a_process_without_descriptors(tmp_path, caplog):
-    """Whoever connects meanwhile is taken in when there are some again."""
+async def test_listener_survives_exhausted_descriptors(tmp_path, caplog):
+    """A client that connects meanwhile is accepted when descriptors are free again."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     path = f"unix:{tmp_path}/own/x.sock"
     with anyio.fail_after(20):
@@ -75,32 +75,7 @@ async def test_a_listener_survives_a_process_without_descriptors(tmp_path, caplo
                         assert await peer.ref(Echoing, "desk").ask(Echo(value=3)) == 3
 
 
-async def test_an_address_that_does_not_answer_is_not_the_last(monkeypatch):
-    """Of the addresses of a host, one may lead nowhere, as those of a network that is switched off do."""
-    silent = socket.create_server(("127.0.0.1", 0), backlog=0)
-    waiting = [socket.socket() for _ in range(4)]
-    for one in waiting:
-        one.setblocking(False)
-        one.connect_ex(silent.getsockname())
-
-    async def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
-        there = [silent.getsockname(), ("127.0.0.1", port)]
-        return [(socket.AF_INET, socket.SOCK_STREAM, 0, "", address) for address in there]
-
-    monkeypatch.setattr(anyio, "getaddrinfo", getaddrinfo)
-    monkeypatch.setattr(sockets, "_NEXT_ADDRESS_SECONDS", 0.05)
-    limits = Limits(hello_seconds=5)
-    try:
-        async with listen("tcp://127.0.0.1:0", secret=SECRET, limits=limits) as listener:
-            port = listener.address.rpartition(":")[2]
-            async with connect(f"tcp://some-host:{port}", secret=SECRET, limits=limits) as peer:
-                assert peer.is_connected
-    finally:
-        for one in (silent, *waiting):
-            one.close()
-
-
-async def test_a_path_too_long_for_a_socket_is_refused_by_name(tmp_path):
+async def test_listen_refuses_a_path_too_long_for_a_socket(tmp_path):
     """By its length, and with what to do about it: the directory of a run, or TMPDIR, may lie deep."""
     deep = tmp_path / ("x" * 120) / "own.sock"
     with pytest.raises(ConfigError, match=r"too long for a socket .* at most 10\d.*TMPDIR"):
@@ -108,7 +83,7 @@ async def test_a_path_too_long_for_a_socket_is_refused_by_name(tmp_path):
             pass
 
 
-async def test_connections_that_come_and_go_leave_nothing_behind():
+async def test_listener_forgets_nodes_that_left():
     """Only a node that has had several lives is remembered after it has left."""
     async with listen(None, secret=SECRET) as listener, anyio.create_task_group() as tasks:
         for _ in range(20):
@@ -121,8 +96,8 @@ async def test_connections_that_come_and_go_leave_nothing_behind():
 
 
 @pytest.mark.parametrize("side", ["request", "reply"])
-async def test_what_is_too_large_fails_its_own_ask_only(side):
-    """Whoever would send it is told by how much; the connection, and what others ask on it, goes on."""
+async def test_ask_larger_than_the_limit_fails_alone(side):
+    """The error names the size and the limit; other asks on the connection continue."""
     large, small = Limits(), Limits(max_message_bytes=300_000)
     near, far = memory_pair()
     there, here = (small, large) if side == "request" else (large, small)
@@ -139,7 +114,7 @@ async def test_what_is_too_large_fails_its_own_ask_only(side):
                 assert await remote.ask(Echo(value=3)) == 3
 
 
-async def test_two_actors_that_are_stopped_wait_each_for_its_own_messages():
+async def test_remote_stop_waits_for_messages_told_before():
     """What was told before a stop is admitted first; that of one actor says nothing of the other's."""
     actors = EchoActor(), EchoActor()
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
@@ -199,8 +174,8 @@ class TestAStop:
             return "asyncio", {"loop_factory": JumpLoop}
         return "trio", {"clock": trio.testing.MockClock(rate=1.0)}
 
-    async def test_what_was_said_meanwhile_is_heard_first(self):
-        """Who was stopped has heard nothing; that is not a word about the other side, which has spoken all the time."""
+    async def test_connection_survives_a_suspended_process(self):
+        """Data that arrived during the suspension is read before the silence is judged."""
         ends = [SocketStream(end) for end in socket.socketpair()]
         outbox = Outbox()
         async with ends[0], ends[1], anyio.create_task_group() as tasks:

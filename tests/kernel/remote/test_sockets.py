@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import selectors
 import socket
 from typing import Any
 
@@ -12,7 +14,6 @@ from anyio import wait_all_tasks_blocked
 from attrs import frozen
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from tests.kernel.processes import PATIENT, fast_backend
 from tests.kernel.remote.test_faults import Bookkeeper, Enter, Fault, Ledger, play, steps
 
 from areal_actors.errors import Unreachable
@@ -23,6 +24,38 @@ from areal_actors.kernel.remote.sockets import SocketStream
 pytestmark = pytest.mark.anyio
 
 SECRET = b"a secret that sockets keep"
+SPEED = 20
+"""Seconds of the loop's clock in one second."""
+
+PATIENT = Limits(heartbeat_seconds=5.0 * SPEED, silence_seconds=15.0 * SPEED, hello_seconds=10.0 * SPEED)
+
+
+class FastLoop(asyncio.SelectorEventLoop):
+    """Its clock is fast."""
+
+    def __init__(self) -> None:
+        super().__init__(FastSelector())
+
+    def time(self) -> float:
+        return super().time() * SPEED
+
+
+class FastSelector(selectors.DefaultSelector):
+    """It waits for less time than it is told."""
+
+    def select(self, timeout: float | None = None) -> Any:
+        return super().select(timeout if timeout is None or timeout <= 0 else timeout / SPEED)
+
+
+def fast_backend(name: str) -> tuple[str, dict[str, Any]]:
+    """An event loop in whose time ``SPEED`` seconds pass in one."""
+    if name == "asyncio":
+        return name, {"loop_factory": FastLoop}
+    from trio.testing import MockClock
+
+    return name, {"clock": MockClock(rate=SPEED)}
+
+
 LIMITS = Limits(window_messages=3, hello_seconds=40, heartbeat_seconds=15, silence_seconds=60)
 
 
@@ -70,7 +103,7 @@ faults = st.builds(
     room=st.sampled_from([1 << 11, 1 << 16]),
 )
 @settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-async def test_whatever_happens_on_a_socket(program, there, back, portion, room):
+async def test_socket_with_faults_ends_each_call_once(program, there, back, portion, room):
     """As in memory: each step ends once, and nothing is handled twice."""
     bookkeeper = Bookkeeper()
     outcomes: dict[int, list[str]] = {number: [] for number in range(len(program))}
@@ -120,7 +153,7 @@ class Keeper(Actor[Depot]):
 
 
 @pytest.mark.parametrize("room", [1 << 11, 1 << 20])
-async def test_arrays_survive_every_cut_of_their_bytes(room):
+async def test_socket_transfers_arrays_in_any_portions(room):
     """Several at once, among small messages, larger than the kernel has room for."""
     arrays = [np.arange(size, dtype=np.int64) for size in (3, 70_000, 200_001)]
     near, far = pair(room)
@@ -148,8 +181,8 @@ async def test_arrays_survive_every_cut_of_their_bytes(room):
                             askers.start_soon(work)
 
 
-async def test_a_connection_that_is_cut_while_it_writes_ends_at_once():
-    """Whoever was about to send learns that it did, and the socket is closed on both sides."""
+async def test_connection_cut_while_it_writes_closes_the_socket():
+    """The sender is told that its message may have arrived, and both sides close the socket."""
     near, far = pair(1 << 11)
     with anyio.fail_after(400):
         async with (
@@ -181,8 +214,8 @@ async def test_a_connection_that_is_cut_while_it_writes_ends_at_once():
         await near.send(b"x")
 
 
-async def test_nobody_there():
-    """A port that nobody listens at is ``Unreachable``, with the address."""
+async def test_connect_without_listener_is_unreachable():
+    """The error names the address."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

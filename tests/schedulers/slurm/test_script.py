@@ -29,13 +29,10 @@ REQUEST = JobRequest(
 SITE = SlurmConfig(
     partition="gpu",
     account="lab",
-    qos="high",
-    constraint="a100&nvlink",
     exclude="n[1-3]",
-    reservation="r",
     time_minutes=90,
     setup=("module load cuda", 'export NOTE="$HOME"'),
-    extra_arguments=("--exclusive", "--licenses=x:2"),
+    extra_arguments=("--qos=high", "--constraint=a100&nvlink", "--reservation=r", "--exclusive", "--licenses=x:2"),
 )
 ARGUMENTS = """\
 --parsable
@@ -55,9 +52,9 @@ ARGUMENTS = """\
 --export=ALL
 --partition=gpu
 --account=lab
+--exclude=n[1-3]
 --qos=high
 --constraint=a100&nvlink
---exclude=n[1-3]
 --reservation=r
 --exclusive
 --licenses=x:2"""

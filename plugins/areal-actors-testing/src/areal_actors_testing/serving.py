@@ -81,7 +81,6 @@ from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.rollouts.capacity import CapacityGranter
 from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
-from areal_actors.service.account_keeper import AccountKeeper, UsersConfig
 
 __all__ = ["Script", "ScriptedProxy", "ScriptedSessions", "echo_script", "open_scripted_proxy"]
 
@@ -385,7 +384,7 @@ async def open_scripted_proxy(
     config: ProxyConfig | None = None,
     settings: SessionSettings | None = None,
     max_sessions: int = 1024,
-    users: UsersConfig | None = None,
+    accounts: Actor[Accounts] | None = None,
 ) -> AsyncIterator[ScriptedProxy]:
     """Serve until the block is left.
 
@@ -394,7 +393,7 @@ async def open_scripted_proxy(
         config: the proxy's settings; by default it listens on any free port of this machine.
         settings: how long sessions are kept.
         max_sessions: maximum number of live sessions.
-        users: where users and their keys are stored; without it there are no users.
+        accounts: the keeper of users and their keys; without it there are no users.
     """
     limits = CapacityLimits(max_concurrent=max_sessions, batch_size=max_sessions)
     sessions = ScriptedSessions(script, settings=settings)
@@ -402,11 +401,9 @@ async def open_scripted_proxy(
         sessions_ref = await system.spawn(sessions)
         capacity = await system.spawn(CapacityGranter(CapacityState(limits=limits)))
         exports = await system.spawn(Exporter(sessions=sessions_ref, capacity=capacity))
-        accounts = None
-        if users is not None and users.path is not None:
-            accounts = await system.spawn(AccountKeeper(users.path, config=users))
+        keeper = None if accounts is None else await system.spawn(accounts)
         server = await system.spawn(
-            ProxyServer(sessions=sessions_ref, exports=exports, capacity=capacity, accounts=accounts, config=config)
+            ProxyServer(sessions=sessions_ref, exports=exports, capacity=capacity, accounts=keeper, config=config)
         )
         endpoint = await server.ask(DescribeEndpoint())
-        yield ScriptedProxy(endpoint=endpoint, sessions=sessions, server=server, system=system, accounts=accounts)
+        yield ScriptedProxy(endpoint=endpoint, sessions=sessions, server=server, system=system, accounts=keeper)

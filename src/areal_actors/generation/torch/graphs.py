@@ -265,20 +265,6 @@ _SPARE_BYTES = _GIB // 2
 Attend = Callable[[torch.Tensor, SlotCache], torch.Tensor]
 
 
-@frozen(eq=False)
-class _Layer:
-    """Weights of one layer in the shape that this path needs: norms and biases are vectors."""
-
-    input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    norms: HeadNorms | None
-    out: torch.Tensor
-    post_norm: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
 class SlotDecoder:
     """Computes decode steps and prompts over ``num_slots`` slots of ``max_length`` tokens, and one slot for padding.
 
@@ -296,21 +282,7 @@ class SlotDecoder:
         self._embed, self._head, self._norm = forward.embed, forward.head, forward.norm
         self._eps = forward.eps
         self._scale = forward.head_dim**-0.5
-        self._layers = [
-            _Layer(
-                layer.input_norm,
-                layer.qkv,
-                layer.qkv_bias,
-                None
-                if layer.q_norm is None or layer.k_norm is None
-                else HeadNorms(layer.q_norm, layer.k_norm, forward.eps),
-                layer.out,
-                layer.post_norm,
-                layer.gate_up,
-                layer.down,
-            )
-            for layer in forward.layers
-        ]
+        self._layers = forward.layers
         self.device = forward.embed.device
         self.vocab_size = len(forward.head)
         self.padding_slot = num_slots
@@ -368,7 +340,10 @@ class SlotDecoder:
         update: torch.Tensor | None = None
         for layer, cache in zip(self._layers, self._caches, strict=True):
             qkv = linear(operations.normalize(hidden, update, layer.input_norm, self._eps), layer.qkv, layer.qkv_bias)
-            q = operations.rotate(qkv, cache, self._rotation, cells, layer.norms)
+            norms = None
+            if layer.q_norm is not None and layer.k_norm is not None:
+                norms = HeadNorms(layer.q_norm, layer.k_norm, self._eps)
+            q = operations.rotate(qkv, cache, self._rotation, cells, norms)
             update = linear(attend(q, cache), layer.out)
             normal = operations.normalize(hidden, update, layer.post_norm, self._eps)
             update = linear(operations.gate(linear(normal, layer.gate_up)), layer.down)

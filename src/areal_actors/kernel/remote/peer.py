@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import NoneType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
-import anyio
 from anyio.lowlevel import checkpoint
 from attrs import frozen
 
@@ -44,10 +43,10 @@ from areal_actors.kernel.remote.hello import Hello
 from areal_actors.kernel.runtime import LocalRef
 from areal_actors.kernel.stream import Stream, check_buffer_size
 from areal_actors.lib.change_signal import ChangeSignal
-from areal_actors.lib.loops import Signal
+from areal_actors.lib.loops import Signal, running_loop
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Call", "Exposed", "Peer", "RemoteRef", "Server", "check_free", "expose"]
+__all__ = ["Call", "Exposed", "Peer", "RemoteRef", "Server", "Source", "check_free", "expose"]
 
 _log = get_logger(__name__)
 
@@ -71,11 +70,11 @@ Names = tuple[str, str, bool]
 class Call:
     """One message to a remote actor, or the stream that it opened."""
 
-    def __init__(self, ref: RemoteRef[Any], kind: Kind, message: type[AnyMessage[Any]] | None) -> None:
-        self.ref, self.kind, self.message = ref, kind, message
+    def __init__(self, ref: RemoteRef[Any], peer: Peer, kind: Kind, message: type[AnyMessage[Any]] | None) -> None:
+        self.ref, self.peer, self.kind, self.message = ref, peer, kind, message
         self.name = "its end" if message is None else message.__name__
         self.outgoing = Outgoing(kind)
-        self.signal: Signal = ref.peer.connection.loop.new_signal()
+        self.signal: Signal = peer.connection.loop.new_signal()
         """Set when the call has ended."""
         self.is_done = False
         self.reply: Any = None
@@ -122,7 +121,7 @@ class Call:
         """Discard the call if it was not written, or have its handler cancelled."""
         if self.is_done:
             return
-        peer = self.ref.peer
+        peer = self.peer
         self.ref.num_cancelled += 1
         if not peer.connection.outbox.withdraw(self.outgoing):
             # The first bytes have left, so that only the other side can cancel it now.
@@ -135,93 +134,136 @@ class Call:
 
     def close(self) -> None:
         """Drop a late answer to the call."""
-        self.ref.peer.forget(self)
+        self.peer.forget(self)
 
     def make_room(self) -> None:
         """Report taken items in quarters of the buffer."""
         self.num_taken += 1
         if self.num_taken * 4 >= self.limit and not self.is_done:
-            peer = self.ref.peer
-            peer.queue(Outgoing(Kind.TAKEN, self.outgoing.id, peer.codec.encode([self.num_taken])), is_ahead=True)
+            words = self.peer.codec.encode([self.num_taken])
+            self.peer.queue(Outgoing(Kind.TAKEN, self.outgoing.id, words), is_ahead=True)
             self.num_taken = 0
 
 
+class Source(Protocol):
+    """A connection that is established again whenever it is lost, as ``reconnect`` implements it."""
+
+    name: str
+    cause: str
+    is_closed: bool
+
+    async def wait_exposed(self, name: str) -> Peer:
+        """Wait until the connection is up and the node exposes an actor ``name``."""
+        ...
+
+
 class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
-    """A ref to a remote actor.
+    """A ref to a remote actor: of one connection (``peer``), or of each connection of ``source`` in turn.
 
     See ``Ref`` for the contract; also raises ``Unreachable``, which says if the message was sent.
     """
 
-    def __init__(self, peer: Peer, name: str) -> None:
+    def __init__(self, name: str, node: str, limits: Limits, *, source: Source | None = None) -> None:
         super().__init__()
-        self.peer = peer
-        self.where = f"actor {name!r} on {peer.node!r}"
+        self.peer: Peer | None = None
+        """The node's present incarnation."""
+        self.where = f"actor {name!r} on {node!r}"
         self.messages: frozenset[Names] = frozenset()
         self.num_told = self.num_handled = self.num_failed = self.num_cancelled = self.num_running = 0
-        self._name, self._incarnation, self._state = name, 1, ActorState.RUNNING
+        self._name, self._node, self._limits, self._source = name, node, limits, source
+        self._loop = running_loop()
+        self._incarnation, self._state = 1, ActorState.STARTING
         self._num_waiting = 0
         self._acknowledged = ChangeSignal()
 
     @property
     def address(self) -> Address:
         """The address of the actor, with its present incarnation as far as is known here."""
-        return Address(node=self.peer.node, name=self._name, incarnation=self._incarnation)
+        return Address(node=self._node, name=self._name, incarnation=self._incarnation)
 
     @property
     def life(self) -> Life:
-        """This ref itself, which reports the end of each incarnation and of the connection."""
+        """This ref itself, which reports the end of each incarnation and each loss of the connection."""
         return self
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """Send ``message`` and wait for its reply; see ``Ref.ask``."""
-        call = self._create(Kind.ASK, message)
-        loop = self.peer.connection.loop
-        deadline = loop.effective_deadline()
+        """Send ``message`` and wait for its reply; see ``Ref.ask``.
+
+        ``timeout`` includes the wait for the connection.
+        """
+        calls: list[Call] = []
+
+        async def ask(peer: Peer) -> Any:
+            call = self._create(peer, Kind.ASK, message)
+            calls[:] = [call]
+            self._send(call, self._loop.effective_deadline())
+            try:
+                await call.signal.wait()
+                if call.is_overdue:
+                    # A scope of the caller with the same deadline must expire first.
+                    await checkpoint()
+            except BaseException:
+                call.cancel()
+                raise
+            return call.claim()
+
         if timeout is None:
-            return await self._await(call, deadline)  # type: ignore[no-any-return]
-        own = loop.now() + timeout
-        with loop.new_scope(deadline=own):
-            return await self._await(call, min(deadline, own))  # type: ignore[no-any-return]
-        state = "the actor had it" if call.outgoing.is_sent else "it was not sent yet"
+            return await self._retry(ask)
+        with self._loop.new_scope(deadline=self._loop.now() + timeout):
+            return await self._retry(ask)
+        name = type(message).__name__
+        if not calls and self._source is not None:
+            raise DeadlineExceeded(
+                f"{name} to {self.where} was not sent before its deadline: the connection is down "
+                f"({self._source.cause})"
+            )
+        state = "the actor had it" if calls and calls[0].outgoing.is_sent else "it was not sent yet"
         raise DeadlineExceeded(
-            f"{call.name} to {self.where} was not answered before its deadline; {state}. "
+            f"{name} to {self.where} was not answered before its deadline; {state}. "
             "Allow more time, or see the actor's statistics for what it is busy with."
         )
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
         """Send ``message``; waits while too many are on their way to the mailbox. See ``Ref.tell``."""
-        call = self._create(Kind.TELL, message)
-        while self.num_told >= self._window and self.is_reachable:
-            self._num_waiting += 1
-            try:
-                await self._acknowledged.wait()
-            finally:
-                self._num_waiting -= 1
-        self._tell(call)
+
+        async def tell(peer: Peer) -> None:
+            call = self._create(peer, Kind.TELL, message)
+            while self._is_full(peer):
+                self._num_waiting += 1
+                try:
+                    await self._acknowledged.wait()
+                finally:
+                    self._num_waiting -= 1
+            self._send(call)
+
+        await self._retry(tell)
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
         """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
-        call = self._create(Kind.TELL, message)
-        if self.num_told >= self._window and self.is_reachable:
+        peer = self.peer
+        if peer is None:
+            cause = "" if self._source is None else self._source.cause
+            raise Unreachable(f"{type(message).__name__} to {self.where} was not sent: {cause}", sent=False)
+        call = self._create(peer, Kind.TELL, message)
+        if self._is_full(peer):
             raise MailboxFull(
                 f"{self.where} takes no more messages now: {self.num_told} are on their way; "
                 "use 'await tell' to wait, or let it listen with a larger window"
             )
-        self._tell(call)
+        self._send(call)
 
     def stream(self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16) -> Stream[Item]:
         """Open a stream of items; see ``Ref.stream``."""
         check_buffer_size(buffer_size)
-        connection = self.peer.connection
 
-        def open_call() -> Call:
-            call = self._create(Kind.STREAM, message, buffer_size)
+        async def open_call(peer: Peer) -> Call:
+            call = self._create(peer, Kind.STREAM, message, buffer_size)
             call.limit = buffer_size
-            self._send(call, connection.loop.effective_deadline())
+            self._send(call, self._loop.effective_deadline())
             return call
 
         what = f"the handler of {type(message).__name__} in {self.where}"
-        return Stream(open_call, what, connection.loop, connection.limits.cleanup_seconds)
+        return Stream(lambda: self._retry(open_call), what, self._loop, self._limits.cleanup_seconds)
 
     async def stop(self, *, grace: float | None = None) -> None:
         """End the actor and wait until it is gone; see ``Ref.stop``.
@@ -229,15 +271,19 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         Raises:
             Unreachable: the connection was cut before the actor was gone.
         """
-        call = Call(self, Kind.STOP, None)
-        call.outgoing.parts = self.peer.codec.encode([self._name, grace])
-        self.peer.send(call)
-        try:
-            await call.signal.wait()
-        except BaseException:
-            call.close()
-            raise
-        call.claim()
+
+        async def stop(peer: Peer) -> None:
+            call = Call(self, peer, Kind.STOP, None)
+            call.outgoing.parts = peer.codec.encode([self._name, grace])
+            peer.send(call)
+            try:
+                await call.signal.wait()
+            except BaseException:
+                call.close()
+                raise
+            call.claim()
+
+        await self._retry(stop)
 
     def statistics(self) -> ActorStatistics:
         """Return what this side knows about the actor: the counts cover only the calls of this side."""
@@ -245,24 +291,20 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
             name=self._name,
             state=self._state,
             incarnation=self._incarnation,
-            num_queued=0,
-            num_parked=0,
             num_waiting_senders=self._num_waiting,
             num_running=self.num_running,
-            mailbox_size=self._window,
+            mailbox_size=0 if self.peer is None else self.peer.other.window_messages,
             num_handled=self.num_handled,
             num_failed=self.num_failed,
             num_cancelled=self.num_cancelled,
-            num_dropped=0,
-            mailbox_peak=0,
         )
 
     # ------------------------------------------------------------------------------------------------ the connection
 
     @property
-    def is_reachable(self) -> bool:
-        """True if the connection is up and the actor has not ended, as far as is known."""
-        return self.peer.is_connected and self.final_down is None
+    def incarnation(self) -> int:
+        """The actor's present incarnation, as far as is known."""
+        return self._incarnation
 
     def speaks(self, protocol: type) -> bool:
         """Return whether the actor handles messages of ``protocol``."""
@@ -273,8 +315,10 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         self.num_told -= 1
         self._acknowledged.notify()
 
-    def go_up(self, incarnation: int, messages: frozenset[Names]) -> None:
-        """Refer to the actor that is now exposed under this name."""
+    def go_up(self, peer: Peer, incarnation: int, messages: frozenset[Names]) -> None:
+        """Refer to the actor that ``peer`` exposes under this name."""
+        if self.peer is not peer:
+            self.peer, self.num_told, self.num_running = peer, 0, 0
         self._incarnation, self.messages = incarnation, messages
         self._state, self.final_down = ActorState.RUNNING, None
 
@@ -287,16 +331,41 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         if is_restarting:
             self._incarnation = incarnation + 1
         else:
-            self.final_down = down
             self._state = ActorState.STOPPED if reason is DownReason.STOPPED else ActorState.CRASHED
+            # After an actor has ended, another incarnation of its node may expose it again.
+            if self._source is None or self._source.is_closed:
+                self.final_down = down
         self.report(down)
         self._acknowledged.notify()
 
-    @property
-    def _window(self) -> int:
-        return self.peer.other.window_messages
+    def lose(self, cause: str) -> None:
+        """Record that the connection is lost."""
+        is_restarting = self._source is not None and not self._source.is_closed
+        self.go_down(DownReason.UNREACHABLE, self._incarnation, cause, is_restarting=is_restarting)
+        if self._source is not None:
+            self.peer, self._state = None, ActorState.STARTING
 
-    def _create(self, kind: Kind, message: AnyMessage[Any], extra: int = 0) -> Call:
+    async def _retry(self, act: Callable[[Peer], Awaitable[R]]) -> R:
+        """Call ``act`` with the present connection, and again with the next one if nothing was sent."""
+        while True:
+            peer = self.peer
+            if self._source is not None and (peer is None or self._source.is_closed):
+                peer = await self._source.wait_exposed(self._name)
+                peer.adopt(self)
+            assert peer is not None, "a ref without a source has a connection from the start"
+            try:
+                return await act(peer)
+            except Unreachable as error:
+                # A message that may have been received must not be sent twice: delivery is at most once.
+                if error.sent or self._source is None:
+                    raise
+
+    def _is_full(self, peer: Peer) -> bool:
+        """Return whether a told message has to wait, because too many are on their way."""
+        is_up = peer.is_connected and self._state is ActorState.RUNNING
+        return is_up and self.num_told >= peer.other.window_messages
+
+    def _create(self, peer: Peer, kind: Kind, message: AnyMessage[Any], extra: int = 0) -> Call:
         """Return a call for ``message``, encoded but not yet sent.
 
         Raises:
@@ -311,32 +380,17 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
                 f"{self.where} does not take {cls.__name__} this way; it handles {known}. "
                 "Ask or tell a Message, stream a StreamMessage."
             )
-        call = Call(self, kind, cls)
-        data = self.peer.codec.to_data(message, cls, cls.__name__)
-        call.outgoing.parts = self.peer.encode([self._name, spoken, cls.__name__, data, extra], cls.__name__)
+        call = Call(self, peer, kind, cls)
+        data = peer.codec.to_data(message, cls, cls.__name__)
+        call.outgoing.parts = peer.encode([self._name, spoken, cls.__name__, data, extra], cls.__name__)
         return call
 
     def _send(self, call: Call, deadline: float = math.inf) -> None:
-        if self.final_down is not None and self.peer.is_connected:
+        if self._state is not ActorState.RUNNING and call.peer.is_connected:
             raise ActorStopped(f"{self.where} takes no more messages ({self._state}); {call.name} was not sent")
-        call.outgoing.seconds = max(deadline - self.peer.connection.loop.now(), 0.0)
-        self.peer.send(call)
-
-    def _tell(self, call: Call) -> None:
-        self._send(call)
-        self.num_told += 1
-
-    async def _await(self, call: Call, deadline: float) -> Any:
-        self._send(call, deadline)
-        try:
-            await call.signal.wait()
-            if call.is_overdue:
-                # A scope of the caller with the same deadline must expire first.
-                await checkpoint()
-        except BaseException:
-            call.cancel()
-            raise
-        return call.claim()
+        call.outgoing.seconds = max(deadline - self._loop.now(), 0.0)
+        call.peer.send(call)
+        self.num_told += call.kind is Kind.TELL
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -619,7 +673,8 @@ class Peer:
         self._refs: dict[str, RemoteRef[Any]] = {}
         self._pending: dict[int, Call] = {}
         self._next_id = 1
-        self._followers: dict[Callable[[], object], None] = {}
+        self.changed = ChangeSignal()
+        """Notified when the other side exposes an actor, and when the connection is cut."""
         self._server = Server(self, dict(exposed))
         if not isinstance(welcome, (list, tuple)):
             raise ProtocolError("a welcome names no actors")
@@ -664,10 +719,6 @@ class Peer:
             )
         return ref
 
-    def has(self, protocol: type, name: str) -> bool:
-        """Return whether the other side exposes an actor ``name`` that speaks ``protocol``."""
-        return name in self._refs and self._refs[name].speaks(protocol)
-
     async def wait_exposed(self, name: str) -> None:
         """Wait until the other side exposes an actor ``name``, which it may do at any time.
 
@@ -679,20 +730,14 @@ class Peer:
                 raise Unreachable(
                     f"actor {name!r} on {self.node!r} is unreachable: {self.connection.cause}", sent=False
                 )
-            news = anyio.Event()
-            self.follow(news.set)
-            try:
-                await news.wait()
-            finally:
-                self.unfollow(news.set)
+            await self.changed.wait()
 
-    def follow(self, follower: Callable[[], object]) -> None:
-        """Call ``follower`` whenever the other side exposes an actor, and when the connection is cut."""
-        self._followers[follower] = None
-
-    def unfollow(self, follower: Callable[[], object]) -> None:
-        """Remove ``follower``, if it is registered."""
-        self._followers.pop(follower, None)
+    def adopt(self, ref: RemoteRef[Any]) -> None:
+        """Let ``ref`` refer to the actor that the other side exposes under its name, if there is one."""
+        known = self._refs.get(ref.name)
+        if known is not None and known is not ref:
+            self._refs[ref.name] = ref
+            ref.go_up(self, known.incarnation, known.messages)
 
     def expose(self, name: str, ref: Ref[Any]) -> None:
         """Make an actor of this process reachable over this connection, whichever side opened the connection.
@@ -790,7 +835,7 @@ class Peer:
                 self._go_down(self.words(frame, str, int, str, (str, NoneType), bool))
             case Kind.EXPOSED:
                 self._go_up(self.words(frame, str, int, list))
-                self._notify_followers()
+                self.changed.notify()
             case _:
                 call = self._pending.get(frame.id)
                 # Otherwise its asker has left.
@@ -811,9 +856,9 @@ class Peer:
         for call in pending.values():
             call.cut(cause)
         for ref in self._refs.values():
-            ref.go_down(DownReason.UNREACHABLE, ref.address.incarnation, cause, is_restarting=False)
+            ref.lose(cause)
         self._server.on_cut()
-        self._notify_followers()
+        self.changed.notify()
 
     def _on_answer(self, call: Call, frame: Frame) -> None:
         if frame.kind is Kind.ITEM:
@@ -867,8 +912,8 @@ class Peer:
         rows = [_checked(row, (str, str, bool), f"what actor {name!r} handles") for row in table]
         ref = self._refs.get(name)
         if ref is None:
-            ref = self._refs[name] = RemoteRef(self, name)
-        ref.go_up(incarnation, frozenset((protocol, message, is_stream) for protocol, message, is_stream in rows))
+            ref = self._refs[name] = RemoteRef(name, self.node, self.limits)
+        ref.go_up(self, incarnation, frozenset((protocol, message, is_stream) for protocol, message, is_stream in rows))
 
     def _go_down(self, words: list[Any]) -> None:
         name, incarnation, reason, error, is_restarting = words
@@ -877,10 +922,6 @@ class Peer:
         ref = self._refs.get(name)
         if ref is not None:
             ref.go_down(DownReason(reason), incarnation, error, is_restarting=is_restarting)
-
-    def _notify_followers(self) -> None:
-        for follower in tuple(self._followers):
-            follower()
 
 
 def _error_from(kernel: object, data: object) -> ArealError:

@@ -16,25 +16,20 @@ received is never sent again.
 
 from __future__ import annotations
 
-import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import anyio
-from attrs import evolve
 
-from areal_actors.errors import ActorStopped, ArealError, DeadlineExceeded, Unreachable
-from areal_actors.kernel.message import Address, AnyMessage, Message, StreamMessage
-from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Life, Ref, Watched
+from areal_actors.errors import ActorStopped, ArealError, Unreachable
+from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.frames import Limits
 from areal_actors.kernel.remote.hello import check_secret
-from areal_actors.kernel.remote.peer import Peer
+from areal_actors.kernel.remote.peer import Peer, RemoteRef
 from areal_actors.kernel.remote.transport import connect
-from areal_actors.kernel.stream import check_buffer_size
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
@@ -45,14 +40,6 @@ __all__ = ["Locate", "ReconnectingConnection", "reconnecting"]
 _log = get_logger(__name__)
 
 P = TypeVar("P")
-P_contra = TypeVar("P_contra", contravariant=True)
-R = TypeVar("R")
-Item = TypeVar("Item")
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# The connection
-
 
 Locate = Callable[[], Awaitable[str]]
 """Returns the present address of a node. It may wait.
@@ -76,17 +63,16 @@ class ReconnectingConnection:
         self._open_peer = open_peer
         self._newest = ("", 0)
         self._exposed: dict[str, Ref[Any]] = {}
-        self._refs: dict[tuple[type, str], ReconnectingRef[Any]] = {}
+        self._refs: dict[str, RemoteRef[Any]] = {}
         self._change = ChangeSignal()
-        self._over = anyio.Event()
         self._random = Random(name)  # noqa: S311 - not for security: spreads the reconnects of connections that broke together
 
     @property
     def is_connected(self) -> bool:
         """True if an ask would be sent at once, as far as is known."""
-        return self.peer is not None
+        return self.peer is not None and self.peer.is_connected
 
-    def ref(self, protocol: type[P], name: str) -> Ref[P]:
+    def ref(self, protocol: type[P], name: str) -> Ref[P]:  # noqa: ARG002 - it types the ref; messages are checked when they are sent
         """Return a ref to the actor that the node exposes as ``name``, valid across incarnations of the node.
 
         It raises what a ref of ``Peer`` raises, with these differences. While the connection is down, an ask, a tell,
@@ -97,13 +83,14 @@ class ReconnectingConnection:
 
         Watchers receive ``Down`` with ``is_restarting=True`` at each loss, and with ``False`` at the close.
         """
-        known = self._refs.get((protocol, name))
-        if known is None:
-            known = self._refs[protocol, name] = ReconnectingRef(self, protocol, name)
-            known.attach()
+        if name not in self._refs:
+            ref: RemoteRef[P] = RemoteRef(name, self.name, self.limits, source=self)
+            self._refs[name] = ref
+            if self.peer is not None:
+                self.peer.adopt(ref)
             if self.is_closed:
-                known.go_down(self.cause, is_restarting=False)
-        return known
+                ref.lose(self.cause)
+        return self._refs[name]
 
     async def wait_connected(self) -> Peer:
         """Wait until the connection is up.
@@ -111,11 +98,12 @@ class ReconnectingConnection:
         Raises:
             Unreachable: the connection has been closed.
         """
-        while self.peer is None:
+        while True:
             if self.is_closed:
                 raise Unreachable(f"the connection to {self.name!r} is closed", sent=False)
+            if self.peer is not None and self.peer.is_connected:
+                return self.peer
             await self._change.wait()
-        return self.peer
 
     async def wait_exposed(self, name: str) -> Peer:
         """Wait until the connection is up and the node exposes an actor ``name``.
@@ -151,11 +139,13 @@ class ReconnectingConnection:
         if self.is_closed:
             return
         self.is_closed = True
-        self._over.set()
-        self._lose("the connection is closed")
+        self.cause = "the connection is closed"
         for ref in self._refs.values():
-            ref.go_down(self.cause, is_restarting=False)
+            ref.lose(self.cause)
         self._change.notify()
+        if self.peer is not None:
+            # Wakes ``_stay``, which leaves the connection once it has written its queue.
+            self.peer.changed.notify()
 
     async def keep(self) -> None:
         """Connect again and again until the connection is closed; runs in a background task."""
@@ -183,44 +173,25 @@ class ReconnectingConnection:
                 await anyio.sleep(seconds * self._random.uniform(0.5, 1.0))
 
     async def _stay(self, peer: Peer) -> None:
-        self._over = anyio.Event()
-        # Follow the peer before it is used, so that a cut in between is not missed.
-        follower = partial(self._on_news, peer)
-        peer.follow(follower)
+        """Use ``peer`` until its connection is lost, or this one is closed."""
         try:
+            # Expose before announcing the connection, so that waiters find everything in place.
             for name, ref in self._exposed.items():
                 peer.expose(name, ref)
-            # Expose before announcing the connection, so that waiters find everything in place.
             self.peer, self._newest = peer, (peer.node, peer.incarnation)
             self._change.notify()
-            follower()
-            await self._over.wait()
+            while peer.is_connected and not self.is_closed:
+                for remote in self._refs.values():
+                    peer.adopt(remote)
+                await peer.changed.wait()
         finally:
-            peer.unfollow(follower)
-            self._lose(peer.connection.cause or "this side has left the connection")
-
-    def _on_news(self, peer: Peer) -> None:
-        """Watch actors that have become exposed; when the connection is lost, mark it as down."""
-        if peer.is_connected:
-            for ref in self._refs.values():
-                ref.attach()
-        else:
-            self._lose(peer.connection.cause or "")
-            self._over.set()
-
-    def _lose(self, cause: str) -> None:
-        if self.peer is None:
-            return
-        self.peer = None
-        self._note(cause)
-        if not self.is_closed:
-            for ref in self._refs.values():
-                ref.go_down(cause, is_restarting=True)
+            self.peer = None
+            self._note(peer.connection.cause or "this side has left the connection")
 
     def _note(self, cause: str) -> None:
         if cause != self.cause and not self.is_closed:
             _log.warning("connection_lost", node=self.name, reason=cause)
-        self.cause = cause
+            self.cause = cause
 
 
 @asynccontextmanager
@@ -275,165 +246,3 @@ async def reconnecting(
                 tasks.cancel_scope.cancel()
         finally:
             connection.close()
-
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Its refs
-
-
-class ReconnectingRef(Watched, Ref[P_contra], Generic[P_contra]):
-    """A ref over a connection. See ``Ref`` for the contract, and ``ReconnectingConnection.ref`` for the differences."""
-
-    __slots__ = ("_connection", "_incarnation", "_name", "_near", "_peer", "_protocol")
-
-    def __init__(self, connection: ReconnectingConnection, protocol: type[P_contra], name: str) -> None:
-        super().__init__()
-        self._connection, self._protocol, self._name = connection, protocol, name
-        self._peer: Peer | None = None
-        self._near: Ref[P_contra] | None = None
-        self._incarnation = 1
-
-    @property
-    def address(self) -> Address:
-        """The address of the actor on the connection's node, with the last known incarnation."""
-        if self._near is not None:
-            self._incarnation = self._near.address.incarnation
-        return Address(node=self._connection.name, name=self._name, incarnation=self._incarnation)
-
-    @property
-    def life(self) -> Life:
-        """This ref itself, which reports the ends of the actor and each loss of the connection."""
-        return self
-
-    async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
-        """Send ``message`` and wait for its reply; see ``Ref.ask``.
-
-        ``timeout`` includes the wait for the connection.
-        """
-        if timeout is None:
-            return await self._retry_until(message, lambda near: near.ask(message))
-        until = anyio.current_time() + timeout
-        return await self._retry_until(
-            message, lambda near: near.ask(message, timeout=max(until - anyio.current_time(), 0.0)), until
-        )
-
-    async def tell(self, message: Message[P_contra, Any]) -> None:
-        """Send ``message``; see ``Ref.tell``."""
-        await self._retry_until(message, lambda near: near.tell(message))
-
-    def tell_nowait(self, message: Message[P_contra, Any]) -> None:
-        """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
-        near = self._present()
-        if near is None:
-            raise Unreachable(f"{self._describe(message)} was not sent: {self._connection.cause}", sent=False)
-        near.tell_nowait(message)
-
-    def stream(
-        self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16
-    ) -> AbstractAsyncContextManager[AsyncIterator[Item]]:
-        """Open a stream of items; see ``Ref.stream``."""
-        check_buffer_size(buffer_size)
-        return self._stream(message, buffer_size)
-
-    async def stop(self, *, grace: float | None = None) -> None:
-        """End the present incarnation, or the next one that is found; see ``Ref.stop``."""
-        await self._retry_until(None, lambda near: near.stop(grace=grace))
-
-    def statistics(self) -> ActorStatistics:
-        """Return what this side knows of the present incarnation."""
-        near = self._present()
-        if near is not None:
-            return near.statistics()
-        return ActorStatistics(
-            name=self._name,
-            state=ActorState.STARTING,
-            incarnation=self._incarnation,
-            num_queued=0,
-            num_parked=0,
-            num_waiting_senders=0,
-            num_running=0,
-            mailbox_size=0,
-            num_handled=0,
-            num_failed=0,
-            num_cancelled=0,
-            num_dropped=0,
-            mailbox_peak=0,
-        )
-
-    # ------------------------------------------------------------------------------------------------ incarnations
-
-    def attach(self) -> None:
-        """Use the actor of the present connection, if it is exposed there.
-
-        Called whenever the connection reports a change.
-        """
-        peer = self._connection.peer
-        if peer is None or peer is self._peer or not peer.has(self._protocol, self._name):
-            return
-        self._peer, self._near = peer, peer.ref(self._protocol, self._name)
-        self._near.life.watch(self._pass_on)
-
-    def go_down(self, cause: str, *, is_restarting: bool) -> None:
-        """Notify watchers that the connection is down."""
-        down = Down(
-            ref=self,
-            incarnation=self.address.incarnation,
-            reason=DownReason.UNREACHABLE,
-            error=cause,
-            is_restarting=is_restarting,
-        )
-        self._peer = self._near = None
-        if not is_restarting:
-            self.final_down = down
-        self.report(down)
-
-    def _pass_on(self, down: Down) -> None:
-        if down.reason is not DownReason.UNREACHABLE:  # the connection reports that itself
-            self.report(evolve(down, ref=self))
-
-    # ------------------------------------------------------------------------------------------------ the connection
-
-    def _present(self) -> Ref[P_contra] | None:
-        return self._near if self._peer is not None and self._peer.is_connected else None
-
-    async def _retry_until(
-        self, message: AnyMessage[Any] | None, act: Callable[[Ref[P_contra]], Awaitable[R]], until: float = math.inf
-    ) -> R:
-        """Call ``act`` with the present ref, and retry after a reconnect.
-
-        It is retried only if the other side cannot have received the message.
-        """
-        while True:
-            near = self._present()
-            if near is None:
-                with anyio.CancelScope(deadline=until):
-                    peer = await self._connection.wait_exposed(self._name)
-                    self.attach()
-                    # ``attach`` ignores an actor that does not speak the protocol; ``Peer.ref`` raises the error that
-                    # says so.
-                    near = self._near or peer.ref(self._protocol, self._name)
-            if near is None:
-                raise DeadlineExceeded(
-                    f"{self._describe(message)} was not sent before its deadline: "
-                    f"the connection is down ({self._connection.cause})"
-                )
-            try:
-                return await act(near)
-            except Unreachable as error:
-                # A message that may have been received must not be sent twice: delivery is at most once.
-                if error.sent or self._connection.is_closed:
-                    raise
-
-    @asynccontextmanager
-    async def _stream(
-        self, message: StreamMessage[P_contra, Item], buffer_size: int
-    ) -> AsyncIterator[AsyncIterator[Item]]:
-        async with AsyncExitStack() as stack:
-            yield await self._retry_until(
-                message,
-                lambda near: stack.enter_async_context(near.stream(message, buffer_size=buffer_size)),
-            )
-
-    def _describe(self, message: AnyMessage[Any] | None) -> str:
-        name = "its end" if message is None else type(message).__name__
-        return f"{name} to actor {self._name!r} on {self._connection.name!r}"

@@ -12,7 +12,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, Protocol, Self, TypeGuard, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
 
 from attrs import evolve, field, frozen
 
@@ -30,8 +30,9 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import InvalidRequest, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
-from areal_actors.proxy.dialects.fields import Schema, one_object
+from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, one_object
 from areal_actors.proxy.failures import Failure, format_openai_failure
+from areal_actors.proxy.sse import KEEP_ALIVE
 
 __all__ = [
     "COUNT_SCHEMA",
@@ -42,8 +43,8 @@ __all__ = [
     "TEXT_SCHEMA",
     "USAGE_SCHEMA",
     "AnswerStream",
+    "BaseDialect",
     "Dialect",
-    "OpenAIDialect",
     "Parsed",
     "TokenBytes",
     "count_reasoning",
@@ -113,6 +114,11 @@ P = TypeVar("P", bound=Parsed)
 class Dialect(Protocol[P]):
     """One vendor's API format."""
 
+    @property
+    def keep_alive(self) -> bytes:
+        """What is sent to the client of a silent stream."""
+        ...
+
     def parse(self, body: Mapping[str, Any], *, tag: str | None) -> P:
         """Parse the body of a request. Raises only ``RequestError``."""
         ...
@@ -176,16 +182,22 @@ def _continues(later: StreamItem, earlier: StreamItem) -> TypeGuard[TextDelta | 
 
 
 @frozen(kw_only=True)
-class OpenAIDialect:
-    """The settings and the errors of OpenAI's dialects.
+class BaseDialect:
+    """The settings of all dialects, and OpenAI's errors.
 
     ``token_bytes`` converts token ids for ``logprobs`` and counts; without it, ids are shown as numbers. ``model`` is
     the model name in an answer if the client named none. ``inert`` names further parameters to accept and ignore.
+    ``honours_store`` says whether ``store: false`` keeps an answer from being trained.
     """
+
+    keep_alive: ClassVar[bytes] = KEEP_ALIVE
+    """What is sent to the client of a silent stream."""
 
     model: str = "policy"
     token_bytes: TokenBytes | None = None
     inert: Collection[str] = ()
+    default_max_tokens: int = DEFAULT_MAX_TOKENS
+    honours_store: bool = True
     clock: Callable[[], float] = field(default=time.time)
 
     def decoding_with(self, token_bytes: TokenBytes) -> Self:

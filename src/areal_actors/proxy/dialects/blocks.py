@@ -18,7 +18,6 @@ from attrs import evolve, frozen
 from areal_actors.errors import InvalidRequest
 from areal_actors.lib.settings import constant
 from areal_actors.proxy.dialects.fields import wrong
-from areal_actors.proxy.dialects.prefixes import MessageList
 
 __all__ = ["BlockPolicy", "ToolPolicy", "UnsupportedBlocks", "replace_blocks"]
 
@@ -87,13 +86,11 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mappin
     talking, acting = policy.for_message(is_acting=False), policy.for_message(is_acting=True)
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
-            start, known = (messages.num_known, messages.known) if isinstance(messages, MessageList) else (0, ())
-            is_acting = any(message.tool_calls or message.role == "tool" for message in known)
-            replaced: list[Any] = []
-            for index, message in enumerate(messages, start=start):
+            is_acting, replaced = False, list[Any]()
+            for index, message in enumerate(messages):
                 is_acting = is_acting or _has_call(message)
                 replaced.append(_replace_in_message(message, acting if is_acting else talking, f"{name}[{index}]"))
-            changed[name] = messages.with_elements(replaced) if isinstance(messages, MessageList) else replaced
+            changed[name] = replaced
     return {**body, **changed}
 
 

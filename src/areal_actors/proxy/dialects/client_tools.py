@@ -22,7 +22,6 @@ from areal_actors.domain import Tool, ToolCall
 from areal_actors.errors import UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json, load_json
 from areal_actors.proxy.dialects.fields import Schema, one_object, shown, without_nulls, wrong
-from areal_actors.proxy.dialects.prefixes import MessageList
 
 __all__ = [
     "ANTHROPIC_TOOLS",
@@ -367,9 +366,6 @@ def with_additional_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
         for index, tool in enumerate(offered)
     }
     replaced = [{**raw, "tools": []} if place in places else raw for place, raw in enumerate(items)]
-    if isinstance(items, MessageList):
-        # The tools of a known item would not be seen in the next request.
-        replaced = items.with_elements(replaced, num_lasting=places[0])
     return {**body, "input": replaced, "tools": [*latest.values()]}
 
 

@@ -25,7 +25,7 @@ from areal_actors.proxy.dialects.base import (
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
     USAGE_SCHEMA,
-    OpenAIDialect,
+    BaseDialect,
     TokenBytes,
     format_logprobs,
 )
@@ -192,7 +192,7 @@ def parse_completions_request(
 
 
 @frozen(kw_only=True)
-class CompletionsDialect(OpenAIDialect):
+class CompletionsDialect(BaseDialect):
     """The dialect of plain completions."""
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:

@@ -19,7 +19,7 @@ from areal_actors.datasets import find_overlap
 from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.journal.sqlite import filesystem_of, is_network
-from areal_actors.lib.open_files import open_files_limit
+from areal_actors.lib.process_limits import open_files_limit
 from areal_actors.models import ModelFiles, resolve_model, resolve_tokenizer
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind
@@ -30,7 +30,7 @@ from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agents
 from areal_actors.sandbox import create_sandbox
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
-from areal_actors.workflows import CommandConfig, VerifiersWorkflow
+from areal_actors.workflows import CommandConfig, PluginWorkflow
 
 __all__ = ["examine_machine", "examine_memory"]
 
@@ -106,9 +106,8 @@ def _examine_agent(config: RunConfig) -> Iterator[Finding]:
             match agent:
                 case CommandConfig():
                     name = " ".join(agent.command)
-                case VerifiersWorkflow(verifiers=environment):
-                    harness = "null" if environment.harness is None else environment.harness.id
-                    name = f"taskset {environment.taskset.id} with the harness {harness}"
+                case PluginWorkflow():
+                    name = agent.plugin.describe()
                 case _:
                     name = agent
             found.add(Verdict.OK, f"{name} can be run", check=f"agent {source}".rstrip())

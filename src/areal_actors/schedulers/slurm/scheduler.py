@@ -218,7 +218,7 @@ class SlurmScheduler:
                 raise SchedulerError(
                     f"the cluster refuses {placement.spec.name}: {outcome.why} It asked for {needs.cpus} CPUs, "
                     f"{needs.gpus} GPUs{memory} {where}; `sinfo -o '%P %c %m %G %l'` shows what there is. Change the "
-                    "resources of its role, or partition, account, qos, constraint in scheduler.slurm."
+                    "resources of its role, or partition, account, extra_arguments in scheduler.slurm."
                 )
             if anyio.current_time() >= deadline:
                 raise SchedulerError(f"{placement.spec.name} could not be submitted: {outcome.why}")

@@ -117,10 +117,7 @@ def create_arguments(request: JobRequest, config: SlurmConfig) -> tuple[str, ...
     site = {
         "partition": config.partition,
         "account": config.account,
-        "qos": config.qos,
-        "constraint": config.constraint,
         "exclude": ",".join([*([config.exclude] if config.exclude else []), *request.avoided]) or None,
-        "reservation": config.reservation,
     }
     return (
         "--parsable",

@@ -17,49 +17,13 @@ from areal_actors.lib.settings import constant
 
 __all__ = ["ALLOWED_ARGUMENTS", "ApptainerConfig", "GpuOption", "PyxisConfig", "SlurmConfig"]
 
-ALLOWED_ARGUMENTS = frozenset(
-    {
-        "acctg-freq",
-        "batch",
-        "bb",
-        "begin",
-        "contiguous",
-        "core-spec",
-        "cores-per-socket",
-        "cpu-freq",
-        "deadline",
-        "delay-boot",
-        "distribution",
-        "exclusive",
-        "extra-node-info",
-        "gpu-bind",
-        "gpu-freq",
-        "gres-flags",
-        "hint",
-        "licenses",
-        "mail-type",
-        "mail-user",
-        "mcs-label",
-        "mem-bind",
-        "network",
-        "nice",
-        "nodelist",
-        "oversubscribe",
-        "power",
-        "prefer",
-        "priority",
-        "profile",
-        "reboot",
-        "sockets-per-node",
-        "spread-job",
-        "switches",
-        "thread-spec",
-        "threads-per-core",
-        "tmp",
-        "use-min-nodes",
-        "wckey",
-    }
-)
+ALLOWED_ARGUMENTS = frozenset({
+    "acctg-freq", "batch", "bb", "begin", "constraint", "contiguous", "core-spec", "cores-per-socket", "cpu-freq",
+    "deadline", "delay-boot", "distribution", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gres-flags",
+    "hint", "licenses", "mail-type", "mail-user", "mcs-label", "mem-bind", "network", "nice", "nodelist",
+    "oversubscribe", "power", "prefer", "priority", "profile", "qos", "reboot", "reservation", "sockets-per-node",
+    "spread-job", "switches", "thread-spec", "threads-per-core", "tmp", "use-min-nodes", "wckey",
+})  # fmt: skip
 """Options of sbatch that a site may need and that do not take control of the job away from the scheduler."""
 
 _ARGUMENT = re.compile(r"--(?P<option>[a-z][a-z-]*)(=(?P<value>.*))?")
@@ -127,12 +91,8 @@ class SlurmConfig:
 
     partition: str | None = field(default=None, validator=_word)
     account: str | None = field(default=None, validator=_word)
-    qos: str | None = field(default=None, validator=_word)
-    constraint: str | None = field(default=None, validator=_word)
-    """Features that nodes must have, such as ``a100&nvlink``."""
     exclude: str | None = field(default=None, validator=_word)
     """Nodes that must not be used, such as ``node[03-05],node11``."""
-    reservation: str | None = field(default=None, validator=_word)
     time_minutes: int = field(default=24 * 60, validator=ge(1))
     """Time limit of every job, so that no job runs indefinitely, whatever happens to the run."""
     margin_seconds: int = field(default=180, validator=and_(ge(1), le(65_535)))
@@ -147,7 +107,8 @@ class SlurmConfig:
     setup: tuple[str, ...] = field(default=(), validator=_lines)
     """Lines of bash to run before the worker, such as ``module load cuda``. Not for secrets."""
     extra_arguments: tuple[str, ...] = field(default=(), validator=deep_iterable(_is_allowed))
-    """Additional options of sbatch, such as ``--licenses=matlab``; only options that are known to be harmless."""
+    """Additional options of sbatch, such as ``--qos=high``, ``--constraint=a100&nvlink`` or ``--licenses=matlab``; only
+    options that are known to be harmless."""
     poll_seconds: float = field(default=5.0, validator=gt(0))
     """How often the queue is read, once for the whole run. 30 is considerate at a large site."""
     command_timeout_seconds: float = constant(20.0)

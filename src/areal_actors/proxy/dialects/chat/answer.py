@@ -33,7 +33,7 @@ from areal_actors.proxy.dialects.base import (
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
     USAGE_SCHEMA,
-    OpenAIDialect,
+    BaseDialect,
     TokenBytes,
     count_reasoning,
     create_abort_error,
@@ -42,7 +42,7 @@ from areal_actors.proxy.dialects.base import (
 )
 from areal_actors.proxy.dialects.chat.request import ParsedChat, parse_chat_request
 from areal_actors.proxy.dialects.client_tools import CallForm, FreeformInput, read_freeform
-from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
+from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import DONE, format_event
 
@@ -59,11 +59,8 @@ __all__ = [
 
 
 @frozen(kw_only=True)
-class ChatDialect(OpenAIDialect):
+class ChatDialect(BaseDialect):
     """The chat completions dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training."""
-
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
-    honours_store: bool = True
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
         """Read a request body; see ``parse_chat_request``."""

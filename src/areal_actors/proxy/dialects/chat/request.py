@@ -67,7 +67,6 @@ from areal_actors.proxy.dialects.fields import (
     typed,
     wrong,
 )
-from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.structured import (
     EXTENSIONS,
     RESPONSE_FORMAT,
@@ -93,9 +92,7 @@ __all__ = [
 
 # ----------------------------------------------------------------------------------------------------- messages
 
-_ROLES: Mapping[str, str] = {role: role for role in ("system", "developer", "user", "assistant", "tool")}
-"""One object for each role: the parser makes a new one for each message, of 53 to 58 bytes that would be stored."""
-_PLAIN = ("role", "content")
+_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -106,22 +103,9 @@ def parse_messages(value: Any, param: str = "messages") -> tuple[ChatMessage, ..
         InvalidRequest: a message is malformed; the error names its index and the problem.
         UnsupportedParameter: a content part that is not text, or a call that is not a function call.
     """
-    known = value.known if isinstance(value, MessageList) else ()
-    if not isinstance(value, list) or not (value or known):
+    if not isinstance(value, list) or not value:
         raise wrong(param, "a list of at least one message", value)
-    messages: list[ChatMessage] = [*known]
-    for index, raw in enumerate(value, start=len(known)):
-        # Most messages of a long conversation have only a role and a text, and skip the full checks.
-        if type(raw) is dict and len(raw) == len(_PLAIN):
-            role, content = raw.get("role"), raw.get("content")
-            if type(content) is str and type(role) is str and role in _ROLES:
-                messages.append(ChatMessage(role=_ROLES[role], content=content))
-                continue
-        messages.append(_parse_message(raw, f"{param}[{index}]"))
-    parsed = tuple(messages)
-    if isinstance(value, MessageList):
-        value.note(parsed, range(len(known) + 1, len(parsed) + 1))
-    return parsed
+    return tuple(_parse_message(raw, f"{param}[{index}]") for index, raw in enumerate(value))
 
 
 def _parse_message(raw: Any, where: str) -> ChatMessage:
@@ -137,7 +121,7 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
         if content is None and role != "tool":
             raise wrong(f"{where}.content", "text", None)
         return ChatMessage(
-            role=_ROLES[role],
+            role=role,
             content=content or "",
             tool_call_id=optional_text(raw, "tool_call_id", where) if role == "tool" else None,
             name=optional_text(raw, "name", where),

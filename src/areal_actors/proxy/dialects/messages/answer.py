@@ -6,10 +6,10 @@ block after the call, while an unstreamed answer has a single text.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from attrs import evolve, frozen
+from attrs import frozen
 
 from areal_actors.domain import (
     UNPARSED_ARGUMENTS,
@@ -30,12 +30,13 @@ from areal_actors.proxy.dialects.base import (
     COUNT_SCHEMA,
     MAYBE_TEXT_SCHEMA,
     TEXT_SCHEMA,
+    BaseDialect,
     TokenBytes,
     count_reasoning,
     create_abort_error,
     has_cut_call,
 )
-from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
+from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.dialects.messages.request import (
     ParsedMessages,
     format_input,
@@ -54,13 +55,10 @@ _THINKING, _TEXT, _TOOL_USE = "thinking", "text", "tool_use"
 
 
 @frozen(kw_only=True)
-class MessagesDialect:
-    """The Messages dialect. ``model`` is the model name in an answer if the client named none."""
+class MessagesDialect(BaseDialect):
+    """The Messages dialect."""
 
-    model: str = "policy"
-    token_bytes: TokenBytes | None = None
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
-    inert: Collection[str] = ()
+    keep_alive: ClassVar[bytes] = PING
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedMessages:
         """Parse a request body; see ``parse_anthropic_request``."""
@@ -73,10 +71,6 @@ class MessagesDialect:
     def open_stream(self, parsed: ParsedMessages) -> MessageStream:
         """Return the formatter of one streamed answer."""
         return MessageStream(model=parsed.model or self.model, token_bytes=self.token_bytes)
-
-    def decoding_with(self, token_bytes: TokenBytes) -> Self:
-        """Return a copy of the dialect for a model with another tokenizer."""
-        return evolve(self, token_bytes=token_bytes)
 
     def format_failure(self, failure: Failure) -> dict[str, Any]:
         """Return Anthropic's error body."""

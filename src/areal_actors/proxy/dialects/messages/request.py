@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from hashlib import blake2b
+from itertools import chain
 from typing import Any
 
 from attrs import frozen
@@ -63,7 +64,6 @@ from areal_actors.proxy.dialects.fields import (
     typed,
     wrong,
 )
-from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.structured import (
     TOOL_CHOICE,
     parse_response_format,
@@ -127,18 +127,10 @@ def parse_anthropic_conversation(system: Any, messages: Any) -> tuple[ChatMessag
 
 
 def _parse_turns(value: Any, where: str) -> tuple[ChatMessage, ...]:
-    known, start = (value.known, value.num_known) if isinstance(value, MessageList) else ((), 0)
-    if not isinstance(value, list) or not (value or start):
+    if not isinstance(value, list) or not value:
         raise wrong(where, "a list of at least one message", value)
-    messages: list[ChatMessage] = [*known]
-    counts: list[int] = []
-    for index, raw in enumerate(value, start=start):
-        messages.extend(_parse_turn(raw, f"{where}[{index}]"))
-        counts.append(len(messages))
-    parsed = tuple(messages)
-    if isinstance(value, MessageList):
-        value.note(parsed, counts)
-    return parsed
+    turns = (_parse_turn(raw, f"{where}[{index}]") for index, raw in enumerate(value))
+    return tuple(chain.from_iterable(turns))
 
 
 def _parse_instructions(value: Any, where: str) -> tuple[ChatMessage, ...]:

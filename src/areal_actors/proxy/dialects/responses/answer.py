@@ -29,7 +29,7 @@ from areal_actors.proxy.dialects.base import (
     COUNT_SCHEMA,
     OBJECT_SCHEMA,
     TEXT_SCHEMA,
-    OpenAIDialect,
+    BaseDialect,
     TokenBytes,
     count_reasoning,
     create_abort_error,
@@ -37,7 +37,7 @@ from areal_actors.proxy.dialects.base import (
     has_cut_call,
 )
 from areal_actors.proxy.dialects.client_tools import CallForm, FreeformInput, format_freeform, read_freeform
-from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, list_of, one_object
+from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.dialects.responses.request import ParsedResponse, format_item_id, parse_response_request
 from areal_actors.proxy.failures import Failure
 from areal_actors.proxy.sse import format_named_event
@@ -49,11 +49,8 @@ _TOO_MANY = 429
 
 
 @frozen(kw_only=True)
-class ResponsesDialect(OpenAIDialect):
+class ResponsesDialect(BaseDialect):
     """The Responses dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training."""
-
-    default_max_tokens: int = DEFAULT_MAX_TOKENS
-    honours_store: bool = False
 
     def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedResponse:
         """Parse a request body; see ``parse_response_request``."""

@@ -78,7 +78,6 @@ from areal_actors.proxy.dialects.fields import (
     without_nulls,
     wrong,
 )
-from areal_actors.proxy.dialects.prefixes import OPEN, MessageList
 from areal_actors.proxy.dialects.structured import (
     TOOL_CHOICE,
     ToolSelection,
@@ -125,22 +124,15 @@ def parse_input(value: Any, param: str = "input") -> tuple[ChatMessage, ...]:
     """
     if isinstance(value, str):
         return (ChatMessage(role="user", content=value),)
-    known, start = (value.known, value.num_known) if isinstance(value, MessageList) else ((), 0)
-    if not isinstance(value, list) or not (value or start):
+    if not isinstance(value, list) or not value:
         raise wrong(param, "a text or a list of at least one item", value)
-    conversation = _Conversation(messages=[*known])
-    counts: list[int] = []
-    for index, raw in enumerate(value, start=start):
+    conversation = _Conversation()
+    for index, raw in enumerate(value):
         # The tools that an item offers are among those of the request; see ``with_additional_tools``.
         if not is_offer(raw):
             _read_item(conversation, raw, f"{param}[{index}]")
-        # The next item may belong to the same answer.
-        counts.append(len(conversation.messages) if conversation.turn is None else OPEN)
     conversation.close_turn()
-    messages = tuple(conversation.messages)
-    if isinstance(value, MessageList):
-        value.note(messages, counts)
-    return messages
+    return tuple(conversation.messages)
 
 
 # --------------------------------------------------------------------------------------- putting items together

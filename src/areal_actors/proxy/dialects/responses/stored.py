@@ -14,7 +14,6 @@ from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.messages import StoredAnswer
 from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA, TokenBytes
 from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
-from areal_actors.proxy.dialects.prefixes import MessageList
 from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
 from areal_actors.proxy.dialects.responses.request import ECHO, ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
 
@@ -45,9 +44,7 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
     outputs = (format_output(_answer(each), has_logprobs=False, token_bytes=None) for each in answers.values())
     items = {item["id"]: item for output in outputs for item in output}
     replaced: list[Any] = []
-    listed = body["input"]
-    num_known = listed.num_known if isinstance(listed, MessageList) else 0
-    for index, raw in enumerate(listed, start=num_known):
+    for index, raw in enumerate(body["input"]):
         if not is_reference(raw):
             replaced.append(raw)
             continue
@@ -64,11 +61,6 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
                 f"input[{index}] refers to item {name!r}, which no answer of this session has; send the item.",
                 param=f"input[{index}]",
             )
-    if isinstance(listed, MessageList):
-        # The answer that a reference names may be hidden when the next request repeats it.
-        replaced = listed.with_elements(
-            replaced, num_lasting=next(i for i, raw in enumerate(listed) if is_reference(raw))
-        )
     return {**body, "input": replaced}
 
 

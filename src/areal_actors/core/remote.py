@@ -1,5 +1,0 @@
-"""The former name of ``areal_actors.kernel.remote``; import from there."""
-
-from __future__ import annotations
-
-from areal_actors.kernel.remote import *  # noqa: F403  every public name keeps its old path

@@ -46,13 +46,14 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """With ``--quick``, leave out tests on trio and those that are marked as slow or need the pretrained model."""
+    """With ``--quick``, leave out tests on trio, slow ones, and those that need the pretrained model or Slurm."""
     if not config.getoption("--quick"):
         return
 
     def is_chosen(item: pytest.Item) -> bool:
         is_marked = any(item.get_closest_marker(name) for name in ("model", "slow"))
-        return not is_marked and re.search(r"\btrio\b", item.name) is None
+        needs_slurm = "cluster" in getattr(item, "fixturenames", ())
+        return not (is_marked or needs_slurm) and re.search(r"\btrio\b", item.name) is None
 
     config.hook.pytest_deselected(items=[item for item in items if not is_chosen(item)])
     items[:] = [item for item in items if is_chosen(item)]

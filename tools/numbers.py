@@ -14,8 +14,8 @@ Two rows are traced in a run of the ``tiny`` model (``--untraced`` leaves them o
   which functions are entered, from the endpoint of the chat completion until the message ``Complete`` is made. Its
   returns are its stays less its files.
 
-The files of a recipe are the distinct paths of source files that the paragraph "A new scheduler" (and so on) of
-CONTRIBUTING.md names, with ``.py`` or ``.toml``, outside of ``tests/`` and ``docs/``.
+The files of a recipe are the distinct source files that its paragraph in CONTRIBUTING.md tells to write or to change,
+outside of ``tests/``, ``docs/`` and ``tools/``. Files between parentheses are to be read.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ _CARRIERS = (
 )
 """Packages whose classes may be forms of a completion."""
 _ENDPOINT = "CompletionEndpoint.__call__"
-_RECIPE = re.compile(
-    r"^[#*\s\d.]*(?:A )?new (scheduler|server engine|dialect|estimator)\b", re.IGNORECASE | re.MULTILINE
-)
-_SOURCE_FILE = re.compile(r"`([\w./*{},<>-]+\.(?:py|toml))`")
+KINDS = ("scheduler", "inference server", "dialect", "estimator")
+"""Of recipes."""
+_SOURCE_FILE = re.compile(r"`((?!tests/|docs/|tools/)[\w<>]+/[\w./<>-]+\.(?:py|toml))`")
 _NONE = "-"
 _SHOWN = re.compile(r"^[#\s]*\w+:.*  # ", re.MULTILINE)
 _VAGUE = re.compile(r"(?:\b|_)(nobodys?|whoever|somebody)(?:\b|_)", re.IGNORECASE)
@@ -151,29 +150,11 @@ def _num_exported(node: ast.stmt) -> int:
 def count_settings() -> tuple[int, int, str]:
     """Return the number of distinct names of settings, of paths, and of those that the commands print."""
     from areal_actors.config import RunConfig
-    from areal_actors.lib.settings import is_constant
+    from areal_actors.config.reference import paths_of
 
-    paths, distinct = 0, set()
-
-    def visit(cls: type) -> None:
-        nonlocal paths
-        for setting in attrs.fields(attrs.resolve_types(cls)):  # type: ignore[arg-type, type-var]
-            if not setting.init or setting.name.startswith("_") or is_constant(setting):
-                continue
-            paths += 1
-            distinct.add(setting.name)
-            for section in _sections(setting.type):
-                visit(section)
-
-    visit(RunConfig)
-    return len(distinct), paths, " / ".join(_num_shown(*options) for options in ((), ("--all",)))
-
-
-def _sections(kind: Any) -> Iterator[type]:
-    if attrs.has(kind):
-        yield kind
-    for member in () if getattr(kind, "__origin__", None) is Mapping else getattr(kind, "__args__", ()):
-        yield from _sections(member)
+    paths = paths_of(RunConfig)
+    distinct = {path.rpartition(".")[2] for path in paths}
+    return len(distinct), len(paths), " / ".join(_num_shown(*options) for options in ((), ("--all",)))
 
 
 def _num_shown(*options: str) -> str:
@@ -301,13 +282,15 @@ async def trace_walk() -> list[str]:
 def count_recipes() -> dict[str, int]:
     """Return the number of source files that each recipe of CONTRIBUTING.md names."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    found = {}
-    for match in _RECIPE.finditer(text):
-        end = re.compile(r"\n(?:#|\* )|\n\n(?=\S)").search(text, match.end())
-        paragraph = text[match.start() : end.start() if end else len(text)]
-        files = {name for name in _SOURCE_FILE.findall(paragraph) if not name.startswith(("tests/", "docs/"))}
-        found[match[1].lower()] = len(files)
-    return found
+    recipes = text.partition("\n## Recipes\n")[2].partition("\n## ")[0].split("\n* ")[1:]
+    return {kind: count_recipe(recipe) for recipe in recipes for kind in KINDS if kind in recipe[:40]}
+
+
+def count_recipe(recipe: str) -> int:
+    """Return the number of files that a recipe names; those between parentheses are examples and interfaces."""
+    steps = re.sub(r"\([^()]*\)", "", recipe).split(";")
+    # Of the alternatives of a step, one is taken.
+    return sum(max(len(set(_SOURCE_FILE.findall(way))) for way in re.split(r"\bor\b", step)) for step in steps)
 
 
 def measure(*, is_traced: bool) -> Iterator[tuple[str, str, str]]:
@@ -333,7 +316,7 @@ def measure(*, is_traced: bool) -> Iterator[tuple[str, str, str]]:
         yield "named forms of a completion", str(len(trace_forms())), "≤ 18"
         yield "rooms of the proxy that a chat body enters again", str(len(stays) - len(set(stays))), "≤ 2"
     recipes = count_recipes()
-    for kind in ("scheduler", "server engine", "dialect", "estimator"):
+    for kind in KINDS:
         yield f"files to touch for a new {kind}", str(recipes.get(kind, _NONE)), "2"
     loop = PACKAGE / "run" / "loop.py"
     yield "lines of `run/loop.py`", str(count_files([loop]).lines) if loop.exists() else _NONE, "≤ 120"

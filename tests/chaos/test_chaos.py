@@ -82,28 +82,28 @@ LOST: dict[str, tuple[Callable[[Evidence], Evidence], str]] = {
 }
 
 
-def test_a_sound_play_is_found_sound():
+def test_judge_accepts_a_sound_play():
     """Trained by weights that were lost, and again by those that are there: that is once."""
     assert () == judge(SOUND).problems
     assert 1 == judge(SOUND).counts["finalized and trained"]
 
 
 @pytest.mark.parametrize("what", LOST)
-def test_what_was_lost_is_missed(what: str):
+def test_judge_reports_each_kind_of_loss(what: str):
     """Each kind of loss has its sentence."""
     lose, sentence = LOST[what]
 
     assert any(problem.startswith(sentence) for problem in judge(lose(SOUND)).problems)
 
 
-def test_what_was_trained_twice_is_seen():
+def test_judge_reports_sessions_trained_twice():
     """In the lineage of the last weights, whichever life did it."""
     problems = judge(evolve(SOUND, steps=(step(1, EPISODE), restored(1, 1), step(2, EPISODE, life=1)))).problems
 
     assert "trained 2 times: s" in problems
 
 
-def test_other_tokens_than_were_answered_are_seen():
+def test_judge_reports_other_tokens_and_rewards():
     """And so is another reward."""
     wrong = {**EPISODE, "reward": 0.5, "sampled": {"t": "digest t", "u": "other"}}
     problems = judge(evolve(SOUND, steps=(step(1, wrong),))).problems
@@ -112,7 +112,7 @@ def test_other_tokens_than_were_answered_are_seen():
     assert "trained with other tokens than were answered: u of s" in problems
 
 
-def test_a_session_may_wait_or_be_stale():
+def test_judge_accepts_waiting_and_stale_sessions():
     """Neither is a loss."""
     untrained = evolve(SOUND, steps=(), metrics=())
 
@@ -136,7 +136,7 @@ def test_a_ledger_is_read_as_it_was_written(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_nothing_is_lost_when_processes_are_killed(tmp_path: Path):
+def test_acknowledged_requests_survive_kills(tmp_path: Path):
     """Six kills, a third of them of the service, and a restart after each: every acknowledged thing is there once."""
     outcome = play(tmp_path, seed=4, profile=Profile(kills=6, agents=2, batch_size=2, more_steps=1))
     verdict = judge(read_evidence(tmp_path))

@@ -287,7 +287,7 @@ async def test_defaults_are_the_documented_ones() -> None:
     assert (1.0, 1.0, 512) == (sampling.temperature, sampling.top_p, sampling.max_new_tokens)
 
 
-async def test_what_is_not_stored_is_not_trained() -> None:
+async def test_unstored_answer_is_not_trained() -> None:
     """Chat honours ``store: false`` and says so in the export; Responses does not, whose clients send it by habit."""
     async with Service() as caller:
         started = await caller.start()

@@ -91,7 +91,7 @@ def wrapped(inference: Inference, agent: Any) -> OpenAIProxyWorkflow:
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("result", [1, 1.0, True, np.float32(1), torch.tensor(1.0), {"id": 1.0}])
-async def test_what_an_agent_returns(result: Any) -> None:
+async def test_agent_return_values_become_rewards(result: Any) -> None:
     """Anything like a float, or a dict of such by completion id, is the reward; the URL ends in ``/v1``."""
     agent = Returning(result)
     async with open_service() as inference:
@@ -113,7 +113,7 @@ async def test_what_an_agent_returns(result: Any) -> None:
         ({"chatcmpl-unknown": 1.0}, NotFound),
     ],
 )
-async def test_what_is_no_reward_is_refused(result: Any, error: type[Exception]) -> None:
+async def test_invalid_reward_is_refused(result: Any, error: type[Exception]) -> None:
     """By name; through the wrapper and by hand alike, an episode of it is not trained."""
     async with open_service() as inference, inference.rollouts() as engine:
         with pytest.raises(error):

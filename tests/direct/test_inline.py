@@ -114,7 +114,7 @@ async def test_a_stream_ends_its_handler() -> None:
     assert actor.num_closed == 3
 
 
-async def test_it_is_a_ref() -> None:
+async def test_inline_ref_is_a_ref() -> None:
     """It has a name and figures; stopping it is harmless."""
     ref = InlineRef[Counting](Counter(), name="counter")
     other = InlineRef[Counting](Counter(), name="counter")

@@ -206,7 +206,7 @@ async def test_many_at_once_do_not_mix() -> None:
     assert len(client.export_interactions()) == 20
 
 
-async def test_what_makes_no_sense_is_said() -> None:
+async def test_invalid_arguments_are_refused() -> None:
     """No engine, no tokenizer, no such answer, no such style, no number."""
     with pytest.raises(ConfigError, match="needs an engine"):
         ArealOpenAI(tokenizer=renderer())

@@ -22,7 +22,7 @@ def fill(target: Path) -> None:
     (target / "weights").write_text("all of them")
 
 
-def test_what_was_made_is_not_made_again(tmp_path: Path) -> None:
+def test_built_in_model_is_made_once(tmp_path: Path) -> None:
     """The second time costs nothing but a look."""
     make_once(tmp_path / "cache" / "model", fill)
 
@@ -65,7 +65,7 @@ def test_a_failed_making_leaves_nothing_that_looks_like_a_model(tmp_path: Path) 
     assert make_once(tmp_path / "model", fill).is_dir()
 
 
-def test_what_a_killed_maker_left_is_cleared_away(tmp_path: Path) -> None:
+def test_partial_model_of_a_killed_process_is_removed(tmp_path: Path) -> None:
     """A partial model never becomes part of a complete one."""
     partial = tmp_path / ".model.partial"
     partial.mkdir()

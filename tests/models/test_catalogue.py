@@ -40,7 +40,7 @@ def test_names_find_directories(tmp_path: Path):
         catalogue.find("a")
 
 
-def test_what_is_not_there_is_explained(tmp_path: Path):
+def test_unknown_model_is_explained(tmp_path: Path):
     """Nearest names, a run that has not finished, and a form that no name has."""
     save(tmp_path, "tool_agent/trial")
     (tmp_path / "tool_agent" / "early").mkdir()

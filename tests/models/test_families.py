@@ -49,9 +49,7 @@ def test_sizes_have_defaults(config, expected):
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize(
-    "model_type", ["gpt2", "opt", "gpt_bigcode", "gemma4_text", "llama4_text", "modernbert-decoder", "rembert", "bloom"]
-)
+@pytest.mark.parametrize("model_type", ["gpt2", "gemma4_text", "rembert", "bloom"])
 def test_family_is_trained_and_sampled_or_refused(model_type):
     """Each of these ended in an error of Python or torch."""
     results = try_model(create_tiny_model(model_type))

@@ -34,7 +34,7 @@ def test_a_directory_is_a_model(copy: Path, monkeypatch: pytest.MonkeyPatch) -> 
     ("lost", "said"),
     [("config.json", "config.json"), ("model.safetensors", "weights"), ("tokenizer*.json", "tokenizer")],
 )
-def test_what_a_directory_lacks_is_named(copy: Path, lost: str, said: str) -> None:
+def test_missing_files_of_a_model_are_named(copy: Path, lost: str, said: str) -> None:
     """The error names the missing part, and how to save it."""
     for path in copy.glob(lost):
         path.unlink()

@@ -380,7 +380,7 @@ async def test_the_null_harness_runs_without_a_sandbox(tmp_path: Path) -> None:
         (settings(harness={"id": "default", "options": {"edit": True}}), "options and no id"),
     ],
 )
-def test_what_does_not_fit_is_refused_before_the_run(
+def test_verifiers_settings_that_do_not_fit_are_refused_before_the_run(
     tmp_path: Path, configured: dict[str, Any], complaint: str
 ) -> None:
     """With the nearest name, or the setting that helps."""

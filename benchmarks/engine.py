@@ -28,8 +28,7 @@ from benchmarks.harness import Result
 from tokenizers import Tokenizer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal_actors.domain import Exactly, Grammar, Ints, SampleKey, Sampling, Tool, as_ints
-from areal_actors.generation.base import EngineRequest
+from areal_actors.domain import EngineRequest, Exactly, Grammar, Ints, SampleKey, Sampling, Tool, as_ints
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward

@@ -20,8 +20,7 @@ from benchmarks.gpu.groups import create_prompts
 from benchmarks.gpu.models import create_model
 from benchmarks.gpu.profiling import profiled, sampled
 
-from areal_actors.domain import Ints, SampleKey, Sampling
-from areal_actors.generation.base import EngineRequest
+from areal_actors.domain import EngineRequest, Ints, SampleKey, Sampling
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 
 __all__ = ["Timing", "generate_all", "run"]

@@ -19,9 +19,8 @@ from benchmarks.gpu.groups import create_group, create_prompts, create_sampled_r
 from benchmarks.gpu.models import create_model, set_logit_spread
 from benchmarks.harness import Skipped
 
-from areal_actors.domain import Trajectory
+from areal_actors.domain import Snapshot, Trajectory
 from areal_actors.errors import CaptureViolation
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.training.config import ComputeDtype, Layout, LoraConfig, OptimizerConfig, TrainerConfig
 from areal_actors.training.trainer import PolicyTrainer

@@ -10,6 +10,7 @@ from __future__ import annotations
 # that Ctrl-C leaves without a traceback.
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from areal_actors.cache.interactions import InteractionWithTokenLogpReward, ModelResponse
     from areal_actors.cache.rewards import RewardTree, backpropagate
     from areal_actors.client import AgentRunner, AgentSession, OpenAIProxyClient
     from areal_actors.config import RunConfig, create_config, load_config
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from areal_actors.run.remote_engine import GeneratedText, RemoteSGLangEngine
     from areal_actors.workflows import OpenAIProxyWorkflow, ProxyWorkflow
     from areal_actors.workflows.engine import GenerationConfig, ModelRequest
-    from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse
     from areal_actors.workflows.rewards import AsyncRewardWrapper
     from areal_actors.workflows.rollout import GroupedRolloutWorkflow, RolloutWorkflow
 

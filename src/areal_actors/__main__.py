@@ -6,8 +6,6 @@ import os
 import signal
 from contextlib import suppress
 
-__all__ = ["cli", "main"]
-
 
 def _leave(*_: object) -> None:
     os.write(2, b"Interrupted.\n")
@@ -20,7 +18,7 @@ if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     with suppress(ValueError):
         signal.signal(signal.SIGINT, _leave)
 try:
-    from areal_actors.cli import cli, main
+    from areal_actors.cli import main
 finally:
     if signal.getsignal(signal.SIGINT) is _leave:
         signal.signal(signal.SIGINT, signal.default_int_handler)

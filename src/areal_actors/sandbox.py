@@ -28,19 +28,6 @@ from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child
 from areal_actors.lib.plugins import PluginGroup, install_advice, load_plugin, plugin_names
 from areal_actors.lib.scratch import scratch_directory
 
-__all__ = [
-    "BoxRequest",
-    "Completed",
-    "Network",
-    "Output",
-    "Sandbox",
-    "SandboxBackend",
-    "SandboxConfig",
-    "Tail",
-    "create_sandbox",
-    "passed_environment",
-]
-
 NO_SANDBOX = "none"
 _WITHOUT_IMAGE = (NO_SANDBOX, "bubblewrap")
 

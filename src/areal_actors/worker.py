@@ -31,11 +31,12 @@ from areal_actors.config import RunConfig, load_config
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
 from areal_actors.kernel import Ref
-from areal_actors.kernel.failure import error_to_data, leaves, root_cause
+from areal_actors.kernel.failure import error_to_data, root_cause
 from areal_actors.kernel.remote import ReconnectingConnection, listen, reconnecting
 from areal_actors.kernel.remote.sockets import own_address
 from areal_actors.lib import loops
 from areal_actors.lib.process_limits import raise_open_files_limit, relax_gc, tuned_gc
+from areal_actors.lib.task_groups import leaves
 from areal_actors.lib.telemetry import get_logger, logging_to_stream
 from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import (
@@ -56,8 +57,6 @@ from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap, rea
 
 if TYPE_CHECKING:
     from areal_actors.run.plan import Finder
-
-__all__ = ["main"]
 
 _log = get_logger(__name__)
 

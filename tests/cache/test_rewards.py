@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import RULES, RewardTree, Rule, backpropagate, parse_reward, total_reward
+from areal_actors.cache.laws import is_close
 from areal_actors.domain import Interaction, InteractionId, InteractionStatus, SessionId, SessionRecord
 from areal_actors.errors import ExportError, RewardError
-from areal_actors.testing.laws import REWARD_LAWS, RewardLaw, chain, is_close
+from areal_actors.testing.laws import REWARD_LAWS, RewardLaw, chain
 from areal_actors.testing.strategies import reward_trees
 
 discounts = st.floats(0, 1)

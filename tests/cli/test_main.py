@@ -15,9 +15,10 @@ from click.testing import CliRunner
 from tests.stacks.run_files import write_run
 
 from areal_actors import __version__
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.dashboard import MetricsWriter, RunDirectory, RunSummary
-from areal_actors.dashboard.run_record import RunRecord, RunStatus, write_record
+from areal_actors.dashboard.run_record import RunRecord, write_record
+from areal_actors.domain import RunStatus
 from areal_actors.errors import CheckpointError, ConfigError, ModelError, RunDirectoryError
 from areal_actors.messages import StepFinished
 

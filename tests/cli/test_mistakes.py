@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.models import resolve_model
 
 ROOT = Path(__file__).parents[2]

@@ -8,7 +8,7 @@ import os
 import pytest
 from click.testing import CliRunner
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.schedulers.slurm import JobRecord, SlurmFiles
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.run_record import RunRecord, RunStatus, follow_record, read_record, write_record
+from areal_actors.dashboard.run_record import RunRecord, follow_record, read_record, write_record
+from areal_actors.domain import RunStatus
 from areal_actors.lib.locks import hold
 
 

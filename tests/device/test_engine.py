@@ -11,8 +11,7 @@ import torch
 from benchmarks.gpu.engine import generate_all
 from tests.device.models import FAMILIES, VOCAB_SIZE, create_model
 
-from areal_actors.domain import Sampling
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import Sampling, Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 
 SETTINGS = (

@@ -10,8 +10,7 @@ import torch
 from tests.generation.llamas import create_llama
 from transformers import LlamaForCausalLM
 
-from areal_actors.domain import Floats, SampleKey, Sampling, as_floats
-from areal_actors.generation.base import EngineRequest
+from areal_actors.domain import EngineRequest, Floats, SampleKey, Sampling, as_floats
 
 
 @pytest.fixture(name="create_llama")

@@ -13,6 +13,7 @@ import pytest
 from attrs import evolve
 
 from areal_actors.domain import (
+    EngineRequest,
     Exactly,
     FinishReason,
     JsonText,
@@ -24,7 +25,6 @@ from areal_actors.domain import (
     as_ints,
 )
 from areal_actors.errors import UnsupportedParameter
-from areal_actors.generation.base import EngineRequest
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering.parsers import TOOL_FORMATS

@@ -11,8 +11,7 @@ import torch
 from tests.generation.llamas import create_llama
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
-from areal_actors.domain import as_floats
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import Snapshot, as_floats
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner
 from areal_actors.models.built_in import create_tiny_tokenizer

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
+from areal_actors.domain import Snapshot
 from areal_actors.errors import ConfigError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.attention import Span
 from areal_actors.generation.torch.forward import LlamaForward

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.domain import FinishReason, SampleKey, Sampling
+from areal_actors.domain import EngineInfo, EngineRequest, FinishReason, SampleKey, Sampling
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest
-from areal_actors.generation.base import EngineInfo, EngineRequest, StopScanner, validate_request
+from areal_actors.generation.base import StopScanner, validate_request
 from areal_actors.generation.torch.scheduler import Generation, create_uniforms
 
 INFO = EngineInfo(

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.domain import SampleKey, Sampling
-from areal_actors.generation.base import EngineRequest
+from areal_actors.domain import EngineRequest, SampleKey, Sampling
 from areal_actors.generation.torch.scheduler import Generation, Scheduler
 
 

@@ -16,9 +16,8 @@ from anyio.lowlevel import checkpoint
 from attrs import evolve
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from areal_actors.domain import FinishReason
+from areal_actors.domain import FinishReason, Snapshot
 from areal_actors.errors import ConfigError, EngineError, InvalidRequest, ModelError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, worker
 from areal_actors.generation.torch.forward import GenericForward, LlamaForward, create_forward
 from areal_actors.generation.torch.graphs import GraphRunner, create_runner

@@ -6,8 +6,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch.forward import load_snapshot
 
 ALIASES = {"head": "embed"}

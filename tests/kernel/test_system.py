@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from areal_actors.errors import ActorStopped, NotFound
 from areal_actors.kernel import Actor, ActorSystem, Message, StreamMessage, root_cause
-from areal_actors.kernel.failure import leaves
 from areal_actors.lib.held_context import HeldContext
+from areal_actors.lib.task_groups import leaves
 
 
 class Counter:

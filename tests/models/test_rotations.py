@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from tests.training.conftest import _make_row
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaConfig, LlamaForCausalLM, Phi3Config, Phi3ForCausalLM
 
-from areal_actors.domain import SampleKey, Sampling
+from areal_actors.domain import EngineRequest, SampleKey, Sampling
 from areal_actors.errors import ConfigError
-from areal_actors.generation.base import EngineRequest
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.models import require_fixed_rotation
 from areal_actors.models.rotations import rotation_limit

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tools.placement.play import Play, perform
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.config import load_config, save_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import ConfigError

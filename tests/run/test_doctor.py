@@ -11,7 +11,7 @@ import pytest
 from attrs import evolve
 from click.testing import CliRunner, Result
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard.trackers import TRACKERS
 from areal_actors.run.doctor import Finding, Verdict, examine

@@ -19,7 +19,7 @@ from attrs import evolve
 from click.testing import CliRunner, Result
 from tests.run.trained import ENGINE, train
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.config import create_config
 from areal_actors.errors import EpisodeError
 from areal_actors.run.evaluation import evaluate

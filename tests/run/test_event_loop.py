@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from openai import AsyncOpenAI
 from tests.run.trained import CONFIG, NAME, train
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.lib import loops
 from areal_actors.lib.loops import EventLoop
 

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from tests.run.trained import train
 from transformers import AutoModelForCausalLM
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.dashboard import RowDumper, RunDirectory
 from areal_actors.interchange import dump_path, find_dumps, write_rows
 from areal_actors.messages import RowsTrained

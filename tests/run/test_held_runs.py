@@ -9,7 +9,8 @@ import pytest
 
 from areal_actors import RunConfig, Server, Trainer, create_config, serve, train
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.run_record import RunStatus, read_record
+from areal_actors.dashboard.run_record import read_record
+from areal_actors.domain import RunStatus
 from areal_actors.errors import ArealError, ConfigError
 from areal_actors.training.stored_checkpoints import find_checkpoints
 

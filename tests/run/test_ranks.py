@@ -14,7 +14,7 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.training.stored_checkpoints import find_checkpoints
 

@@ -11,7 +11,7 @@ import pytest
 from click.testing import CliRunner, Result
 from tests.run.trained import ENGINE
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.client import OpenAIProxyClient, role_base_url
 from areal_actors.errors import ConfigError
 from areal_actors.rollouts.exporter import ExportConfig

@@ -22,9 +22,9 @@ from tests.moe import save_moe
 from tests.run.trained import NAME, train
 
 from areal_actors.client import create_http_client
-from areal_actors.domain import Chunk, EngineRequest, Episode, Group, GroupId, Problem, unfold
+from areal_actors.domain import Chunk, EngineRequest, Episode, Group, GroupId, Problem, Snapshot, unfold
 from areal_actors.errors import CaptureViolation, ConfigError, EngineError, ExportError
-from areal_actors.generation.base import Engine, Snapshot
+from areal_actors.generation.base import Engine
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import RoutedLayers
 from areal_actors.generation.servers.engine import open_server_engines

@@ -25,12 +25,13 @@ from attrs import evolve
 from click.testing import CliRunner
 from tests.stacks.commands import Command, start_command
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
 from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
-from areal_actors.dashboard.run_record import RunRecord, RunStatus, read_record, write_record
+from areal_actors.dashboard.run_record import RunRecord, read_record, write_record
 from areal_actors.datasets import Problems, load_problems
+from areal_actors.domain import RunStatus
 from areal_actors.lib.references import import_reference
 from areal_actors.messages import Endpoint
 from areal_actors.run import Server, Trainer, openers

@@ -24,7 +24,7 @@ import pytest
 from anyio.abc import TaskStatus
 from click.testing import CliRunner
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.training.stored_checkpoints import find_checkpoints
 

@@ -20,7 +20,7 @@ from tests.stacks.commands import Command, start_command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areal_actors
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.run.verifying import verify_run
 from areal_actors.sessions.shards import shard_journal

@@ -20,8 +20,8 @@ from tests.cache.conftest import new_talk
 from tests.interchange.conftest import dumped, row_batches, trained_rows
 from tests.run.trained import train
 
-from areal_actors.__main__ import cli
 from areal_actors.cache import ConversationTree
+from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import (
     ChatMessage,

@@ -9,7 +9,7 @@ import torch
 from click.testing import CliRunner, Result
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.generation.model_host import ModelsConfig
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.run.inference import InferenceConfig

@@ -10,7 +10,8 @@ import torch
 from attrs import evolve, frozen
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal_actors.generation.base import Engine, Snapshot
+from areal_actors.domain import Snapshot
+from areal_actors.generation.base import Engine
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.engine_contract import Subject, check_load_stamps_versions, collect

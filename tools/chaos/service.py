@@ -261,7 +261,7 @@ def main() -> None:
     assert trap is None or trap.partition(":")[0] in (*POINTS, *DATASET_POINTS)
     witness = Witness(Path(os.environ["CHAOS_DIRECTORY"]), life=int(os.environ["CHAOS_LIFE"]), trap=trap)
     install(witness)
-    from areal_actors.__main__ import cli
+    from areal_actors.cli import cli
 
     cli(prog_name="areal-actors")
 

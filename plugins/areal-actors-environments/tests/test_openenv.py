@@ -14,7 +14,7 @@ import pytest
 from click.testing import CliRunner
 from tools.clients.staging import open_stage
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import EpisodeError, WorkflowError

@@ -19,7 +19,7 @@ from attrs import frozen
 from click.testing import CliRunner, Result
 from tools.clients.staging import open_stage
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.config import create_config
 from areal_actors.dashboard import RunDirectory

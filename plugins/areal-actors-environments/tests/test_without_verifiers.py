@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.config import create_config, load_config, save_config
 from areal_actors.errors import ConfigError
 from areal_actors.workflows import PluginWorkflow

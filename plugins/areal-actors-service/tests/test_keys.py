@@ -10,7 +10,7 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors_service.account_keeper import AccountKeeper
 from areal_actors_testing.serving import open_scripted_proxy
 

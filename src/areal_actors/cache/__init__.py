@@ -11,7 +11,7 @@ from areal_actors.cache.export import STYLES, Exported, export_trajectories
 from areal_actors.cache.history import full_history, full_ids, lookup_in, prompt_ids
 from areal_actors.cache.laws import LawReport, find_broken
 from areal_actors.cache.links import Match
-from areal_actors.cache.prompts import PromptPlan, PromptRenderer, plan_prompt
+from areal_actors.cache.prompts import PromptRenderer, plan_prompt
 from areal_actors.cache.rewards import (
     RULES,
     RewardTree,
@@ -23,7 +23,7 @@ from areal_actors.cache.rewards import (
 )
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
 from areal_actors.cache.tensors import from_tensors, pad_together, to_arrays, to_tensors
-from areal_actors.cache.tree import ConversationTree, parse_reward
+from areal_actors.cache.tree import ConversationTree, PromptPlan, parse_reward
 
 __all__ = [
     "RULES",

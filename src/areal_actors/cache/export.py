@@ -60,18 +60,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ExportError
 
-__all__ = [
-    "STYLES",
-    "Exported",
-    "Source",
-    "Span",
-    "checked_completion",
-    "columns_of",
-    "export_trajectories",
-    "infos_of",
-    "tree_rows",
-]
-
 
 @frozen(kw_only=True)
 class Exported:

@@ -43,36 +43,6 @@ from attrs import frozen
 from areal_actors.domain import ChatMessage, Interaction, InteractionId, Ints, SessionRecord, Tool, ToolCall, as_ints
 from areal_actors.errors import ExportError
 
-__all__ = [
-    "DIGEST_SIZE",
-    "ROOT_DIGEST",
-    "Lookup",
-    "Quoted",
-    "ancestry",
-    "calls_of",
-    "canonical_arguments",
-    "extend_digest",
-    "full_history",
-    "full_ids",
-    "go_on",
-    "has_same_calls",
-    "is_echo",
-    "longest_token_ancestor",
-    "lookup_in",
-    "message_digest",
-    "num_leading_instructions",
-    "options_digest",
-    "prefix_digests",
-    "prompt_ids",
-    "read_quoted",
-    "says_the_same",
-    "system_digest",
-    "token_path",
-    "tools_digest",
-    "without_instructions",
-]
-
-
 DIGEST_SIZE = 16
 ROOT_DIGEST = bytes(DIGEST_SIZE)
 """Digest of the empty history."""

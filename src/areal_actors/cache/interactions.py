@@ -30,8 +30,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ExportError, NotFound
 
-__all__ = ["InteractionViews", "InteractionWithTokenLogpReward", "ModelResponse", "interactions_of"]
-
 
 @frozen(kw_only=True)
 class ModelResponse:

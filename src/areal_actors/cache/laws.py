@@ -17,8 +17,6 @@ from attrs import evolve, frozen
 from areal_actors.cache.rewards import RewardTree, Rule, backpropagate
 from areal_actors.domain import InteractionId
 
-__all__ = ["LAWS", "Draw", "Law", "LawReport", "Returns", "chain", "find_broken", "is_close"]
-
 Returns = Mapping[InteractionId, float]
 
 

@@ -10,8 +10,6 @@ from areal_actors.cache.roles import role_of
 from areal_actors.domain import EpisodeLimits, Interaction, InteractionStatus
 from areal_actors.errors import EpisodeLimitReached
 
-__all__ = ["EpisodeBudget", "count_sampled"]
-
 
 def count_sampled(turns: Iterable[Interaction], roles: Collection[str] | None = None) -> tuple[int, int]:
     """Return the numbers of answers and of sampled tokens, in turns of ``roles``; ``None`` counts all.

@@ -60,8 +60,6 @@ from areal_actors.domain import (
     InteractionStatus,
 )
 
-__all__ = ["Frame", "History", "Match", "ParentIndex"]
-
 # An agent and a few sub-agents that talk in turns.
 _MAX_RECENT = 4
 

@@ -35,8 +35,6 @@ from areal_actors.domain import (
     as_ints,
 )
 
-__all__ = ["PromptPlan", "PromptRenderer", "plan_prompt"]
-
 
 class PromptRenderer(Protocol):
     """Renders messages to token ids, in full or incrementally."""

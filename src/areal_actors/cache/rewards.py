@@ -31,19 +31,6 @@ from areal_actors.domain import Credit, InteractionId, InteractionStatus, Sessio
 from areal_actors.errors import ExportError, RewardError
 from areal_actors.lib.references import CustomFunction, is_reference, load_function, shorten
 
-__all__ = [
-    "RULES",
-    "RewardTree",
-    "Rule",
-    "Unrewarded",
-    "backpropagate",
-    "credits_of",
-    "inherited_tree",
-    "load_rule",
-    "rewarded_conversations",
-    "total_reward",
-]
-
 
 class Unrewarded(StrEnum):
     """Treatment of conversations in which no answer was rewarded."""

@@ -14,8 +14,6 @@ from attrs import evolve
 
 from areal_actors.domain import Interaction, InteractionStatus, RewardScope, SessionRecord
 
-__all__ = ["AGENT_ROLE", "ROLE_PATTERN", "role_of", "select_roles"]
-
 AGENT_ROLE = "agent"
 """The role of requests without attribution."""
 ROLE_PATTERN = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"

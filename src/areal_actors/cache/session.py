@@ -36,18 +36,6 @@ from areal_actors.cache.tree import ConversationTree
 from areal_actors.domain import Credential, GroupId, KeyId, SessionId, SessionRecord
 from areal_actors.errors import Conflict, Forbidden, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
-__all__ = [
-    "SHARD_NAME",
-    "IssuedSession",
-    "Session",
-    "SessionSettings",
-    "SessionStore",
-    "create_token_factory",
-    "process_of",
-    "shard_of",
-]
-
-
 _MAX_PREFIX = 48
 _MIN_KEY = 8
 _USER = "areal.user"

@@ -54,9 +54,6 @@ from areal_actors.errors import ExportError
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["from_tensors", "pad_together", "to_arrays", "to_tensors"]
-
-
 _PADDED: tuple[tuple[str, type[np.generic], int], ...] = (
     ("input_ids", np.int32, 0),
     ("loss_mask", np.int32, 0),

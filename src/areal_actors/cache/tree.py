@@ -45,19 +45,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
 
-__all__ = [
-    "RAW_ROLE",
-    "ConversationTree",
-    "PrefixIndex",
-    "PromptPlan",
-    "compact",
-    "fits_float32",
-    "own",
-    "parse_reward",
-    "to_scalar",
-]
-
-
 RAW_ROLE = "prompt"
 """The role of a raw prompt in a history. Conversations never use it, so none is taken to continue a raw prompt."""
 

@@ -41,26 +41,6 @@ if TYPE_CHECKING:
     from areal_actors.messages import Endpoint
     from areal_actors.schedulers.slurm import JobRecord
 
-__all__ = [
-    "cli",
-    "doctor",
-    "evaluate",
-    "export",
-    "init",
-    "main",
-    "models",
-    "read_admin_key",
-    "report",
-    "runs",
-    "serve",
-    "settings",
-    "slurm",
-    "train",
-    "try_",
-    "verify",
-    "view",
-]
-
 _PACKAGES = {"openai": "openai", "anthropic": "anthropic", "langchain": "langchain-openai", "httpx": "httpx"}
 """The distribution that each client needs."""
 _DEFAULT_MODEL = "smollm2-135m-instruct"

@@ -21,20 +21,6 @@ import click
 
 from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelError, WorkflowError
 
-__all__ = [
-    "EXIT_FAILED",
-    "EXIT_INTERRUPTED",
-    "EXIT_WRONG",
-    "ResumableCommand",
-    "ResumeMode",
-    "config_argument",
-    "explains_errors",
-    "overrides_argument",
-    "resume_option",
-    "run_dir_option",
-    "verbose_option",
-]
-
 
 class ResumeMode(StrEnum):
     """When a run goes on where an earlier one of its name ended."""
@@ -103,7 +89,8 @@ def explains_errors(command: Callable[..., None]) -> Callable[..., None]:
 
 def _exit_with(error: BaseException, *, is_verbose: bool) -> NoReturn:
     """Print what went wrong, root cause first, and exit with its code."""
-    from areal_actors.kernel.failure import leaves, root_cause
+    from areal_actors.kernel.failure import root_cause
+    from areal_actors.lib.task_groups import leaves
     from areal_actors.lib.telemetry import redact
 
     if is_verbose:

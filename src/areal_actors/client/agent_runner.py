@@ -31,14 +31,6 @@ from areal_actors.lib.telemetry import get_logger
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-__all__ = [
-    "AgentRunner",
-    "BatchProgress",
-    "BatchResult",
-    "ItemResult",
-    "parse_outcome",
-]
-
 _log = get_logger(__name__)
 
 _CANCELLED_ITSELF = "The agent was cancelled by something of its own; catch that, or find out what it waited for."

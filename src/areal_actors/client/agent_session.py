@@ -25,8 +25,6 @@ from areal_actors.client.http import RetryPolicy
 from areal_actors.domain import InteractionId, SessionId, merge_numbers
 from areal_actors.errors import ConfigError, InvalidRequest, NotFound, SessionEnded, Unauthorized
 
-__all__ = ["AgentSession", "Service", "find_service"]
-
 _IS_OVER = (NotFound, SessionEnded, Unauthorized)
 """Errors of ending a session that was already ended and consumed: it is forgotten, together with its key."""
 

@@ -21,8 +21,6 @@ from attrs import field, frozen
 from areal_actors.domain import SessionId
 from areal_actors.errors import ConfigError
 
-__all__ = ["Attribution", "Origin", "attribute", "attributed_to", "parse_root", "role_base_url", "unattributed"]
-
 _DEFAULT_PORTS = {"http": 80, "https": 443}
 _KEY_HEADER = "x-api-key"
 _TOKEN_LENGTH = 22

@@ -15,8 +15,6 @@ from areal_actors.client.http import RetryPolicy, create_http_client, lent_clien
 from areal_actors.errors import ArealError
 from areal_actors.lib.exact_json import dump_json, load_json
 
-__all__ = ["ControlCalls", "end_block"]
-
 _UNDO_SECONDS = 5.0
 
 

@@ -27,8 +27,6 @@ from attrs import frozen
 from areal_actors.client.attribution import attribute
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["LIBRARIES", "hooked"]
-
 _log = get_logger(__name__)
 
 Method = Callable[..., Any]

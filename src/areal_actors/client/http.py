@@ -34,16 +34,6 @@ from areal_actors.errors import (
 )
 from areal_actors.lib.backoff import backoff_seconds
 
-__all__ = [
-    "RetryPolicy",
-    "create_agent_http_client",
-    "create_http_client",
-    "error_of",
-    "lent_client",
-    "retry_after",
-    "send_with_retries",
-]
-
 _READ_SECONDS = 3600.0
 _MAX_IDLE = 64
 _BY_STATUS: Mapping[int, type[RequestError]] = {

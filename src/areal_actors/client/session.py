@@ -16,8 +16,6 @@ from areal_actors.domain import Episode, InteractionId, SessionId, merge_numbers
 from areal_actors.errors import InvalidRequest
 from areal_actors.interchange.episodes import parse_episode
 
-__all__ = ["OpenAIProxyClient"]
-
 
 class OpenAIProxyClient:
     """One session. ``async with`` starts and ends it; set rewards inside the block, export rows inside or after it.

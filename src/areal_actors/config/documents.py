@@ -17,8 +17,6 @@ from attrs import field, frozen
 
 from areal_actors.errors import ConfigError
 
-__all__ = ["ConfigPath", "Document", "format_path", "format_yaml", "parse_yaml", "plain", "read_document"]
-
 ConfigPath = tuple[str | int, ...]
 """Keys and list positions from the top of a configuration to one of its values."""
 

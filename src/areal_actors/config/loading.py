@@ -36,14 +36,6 @@ from areal_actors.errors import ConfigError
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import redact_settings
 
-__all__ = [
-    "Override",
-    "Schema",
-    "apply_override",
-    "parse_override",
-    "rename",
-]
-
 
 @frozen(kw_only=True)
 class Override:

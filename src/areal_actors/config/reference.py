@@ -17,8 +17,6 @@ from areal_actors.config.documents import format_yaml, plain
 from areal_actors.config.structure import default_of, describe_type, settings_of, type_name
 from areal_actors.lib.settings import is_common
 
-__all__ = ["format_reference", "num_common", "paths_of", "sections_of"]
-
 _WIDTH = 118
 
 

@@ -62,26 +62,6 @@ from areal_actors.training.phases import Phase, PhaseName, distillation_phase, s
 from areal_actors.workflows import GenerationConfig, PluginWorkflow
 from areal_actors.workflows.commands import CommandConfig, CommandWord
 
-__all__ = [
-    "AgentConfig",
-    "AgentMode",
-    "DistillationConfig",
-    "LoggingConfig",
-    "ModelName",
-    "RolloutConfig",
-    "RowDumpsConfig",
-    "RunConfig",
-    "ServeConfig",
-    "SftConfig",
-    "TeacherConfig",
-    "WorkflowReference",
-    "create_config",
-    "load_config",
-    "save_config",
-    "settings_class",
-]
-
-
 ModelName = NewType("ModelName", str)
 """The name of a model, or the absolute path of its directory."""
 

@@ -30,21 +30,6 @@ from areal_actors.lib.references import FunctionReference
 from areal_actors.lib.settings import is_constant
 from areal_actors.lib.shown_values import show_value
 
-__all__ = [
-    "Mistake",
-    "Mistakes",
-    "TypedText",
-    "create_converter",
-    "default_of",
-    "describe_type",
-    "hint",
-    "nearest",
-    "resolve_path",
-    "settings_of",
-    "show",
-    "type_name",
-]
-
 _SCALARS: dict[Any, str] = {
     bool: "true or false",
     int: "a whole number",

@@ -31,20 +31,6 @@ from attrs import field, frozen
 from areal_actors.dashboard.verdict import NUM_JUDGED_STEPS, find_verdict
 from areal_actors.messages import EpisodeFinished
 
-__all__ = [
-    "DisplayStyle",
-    "Evaluation",
-    "PlainDisplay",
-    "RichDisplay",
-    "RunState",
-    "create_display",
-    "format_metrics",
-    "format_seconds",
-    "kind_of",
-    "render",
-    "sparkline",
-]
-
 Clock = Callable[[], float]
 
 

@@ -27,19 +27,6 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import EpisodeFinished, GroupsTrained, Progress, RowsTrained
 
-__all__ = [
-    "AdvantageWriter",
-    "Decode",
-    "EpisodeRecorder",
-    "FailureWriter",
-    "RolloutDumper",
-    "RowDumper",
-    "UntrainedWriter",
-    "dump_rows",
-    "keep_finished",
-    "read_outcomes",
-]
-
 _log = get_logger(__name__)
 
 _LONGEST_STALENESS = 1_000

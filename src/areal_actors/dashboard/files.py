@@ -42,8 +42,6 @@ from attrs import field, frozen
 from areal_actors.domain import is_model_identifier
 from areal_actors.models import WEIGHTS_DIRECTORY
 
-__all__ = ["RunDirectory"]
-
 
 class _Entry:
     """A file or directory in the directory of a run."""

@@ -25,16 +25,6 @@ from areal_actors.kernel import Message
 from areal_actors.lib.notebooks import format_table
 from areal_actors.messages import EvaluationFinished, Progress, StepFinished
 
-__all__ = [
-    "STEP_KEYS",
-    "MetricsWriter",
-    "NewRecords",
-    "RunSummary",
-    "read_gauges",
-    "read_new_records",
-    "summarize_run",
-]
-
 _MAX_PIECE = 4_000_000
 
 STEP_KEYS = (

@@ -17,16 +17,6 @@ from typing import Any, Literal, TextIO
 
 from areal_actors.lib.atomic_write import atomic_path
 
-__all__ = [
-    "RecordFile",
-    "append_lines",
-    "format_record",
-    "load_object",
-    "open_records",
-    "read_records",
-    "rewrite_records",
-]
-
 
 class RecordFile:
     """A file of JSON lines to append to. The first record opens it; every line is written at once.

@@ -28,8 +28,6 @@ from areal_actors.lib.telemetry import redact_settings
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["LearningCurve", "draw_curve", "read_curve", "write_curve", "write_report"]
-
 _MAX_SESSION_BYTES = 2_000_000
 """Limit on the size of all conversations in the page together; about a hundred long ones."""
 _MAX_STEPS = 1000

@@ -36,8 +36,6 @@ from areal_actors.messages import (
     StepFinished,
 )
 
-__all__ = ["Listener", "ProgressReporter"]
-
 _log = get_logger(__name__)
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})

@@ -20,14 +20,6 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.locks import is_held
 from areal_actors.lib.telemetry import redact
 
-__all__ = [
-    "RunRecord",
-    "RunStatus",
-    "follow_record",
-    "read_record",
-    "write_record",
-]
-
 
 def _now() -> str:
     return datetime.now(UTC).isoformat(timespec="seconds")

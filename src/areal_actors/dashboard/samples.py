@@ -32,8 +32,6 @@ from areal_actors.kernel import Message
 from areal_actors.lib.telemetry import redact
 from areal_actors.messages import EpisodeFinished, Progress, SessionArchived
 
-__all__ = ["SessionSampler", "describe_session"]
-
 _NUM_PER_VERSION = 4
 _MAX_TURNS = 64
 _MAX_TOKENS = 2048

@@ -48,8 +48,6 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import EvaluationFinished, Progress, RunEnded, StepFinished
 
-__all__ = ["TRACKERS", "TrackedRun", "TrackerWriter", "create_trackers", "parse_trackers", "require_trackers"]
-
 _log = get_logger(__name__)
 
 _MAX_QUEUED = 1000

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-__all__ = ["CAUSES", "NUM_JUDGED_STEPS", "find_causes", "find_verdict"]
-
 CAUSES = ("failed_episodes", "greedy_tokens", "equal_rewards", "cut_answers", "source")
 """The causes that a verdict can have, by name."""
 NUM_JUDGED_STEPS = 8

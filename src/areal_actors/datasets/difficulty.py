@@ -24,8 +24,6 @@ from attrs.validators import and_, ge, gt, le, lt, optional
 
 from areal_actors.domain import AssignedProblem, DrawnProblem, Group, PoolSizes, PoolsState
 
-__all__ = ["DifficultyConfig", "Pool", "ProblemPools"]
-
 _STREAM = 0x706F6F6C
 """Separates these random numbers from the permutations of epochs, which have the same seed."""
 

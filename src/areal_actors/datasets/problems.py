@@ -14,8 +14,6 @@ import numpy as np
 from areal_actors.domain import Problem
 from areal_actors.errors import DatasetError
 
-__all__ = ["Problems", "find_overlap"]
-
 _ABOUT_THE_SOURCE = "metadata"
 """Key under which generators describe how they made a problem; it is ignored when problems are compared."""
 

@@ -34,17 +34,6 @@ from areal_actors.errors import ArealError, DatasetError
 from areal_actors.lib.plugins import PluginGroup, plugin_names, plugin_settings
 from areal_actors.lib.settings import COMMON, constant
 
-__all__ = [
-    "DataPath",
-    "DatasetConfig",
-    "DatasetPlugin",
-    "HubDataset",
-    "ProblemsReference",
-    "Rows",
-    "load_problems",
-    "read_json_lines",
-]
-
 DataPath = NewType("DataPath", str)
 """A file or directory of problems; in a configuration file, relative to it."""
 

@@ -15,8 +15,6 @@ import numpy as np
 
 from areal_actors.errors import DatasetError
 
-__all__ = ["plain_row", "without_null_keys"]
-
 _MAX_DEPTH = 128
 """Nesting that messages and copies of problems have the stack for."""
 

@@ -8,8 +8,6 @@ import anthropic
 
 from areal_actors.direct.trajectory import DirectClient, DirectSession, EngineLike, TokenizerLike
 
-__all__ = ["ArealAnthropic"]
-
 
 class ArealAnthropic(DirectClient, anthropic.AsyncAnthropic):
     """A client of Anthropic's SDK whose requests form one trajectory.

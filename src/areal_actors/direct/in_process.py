@@ -30,8 +30,6 @@ from areal_actors.kernel.failure import transferred
 from areal_actors.kernel.message import Handler, check_complete, collect_handlers
 from areal_actors.lib.loops import is_trio
 
-__all__ = ["App", "InlineRef", "create_http_client", "http_library_of"]
-
 App = Callable[
     [MutableMapping[str, Any], Callable[..., Awaitable[Any]], Callable[..., Awaitable[None]]], Awaitable[None]
 ]

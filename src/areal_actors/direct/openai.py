@@ -9,8 +9,6 @@ from openai.resources.chat import AsyncChat, AsyncCompletions
 
 from areal_actors.direct.trajectory import DirectClient, DirectSession, EngineLike, TokenizerLike
 
-__all__ = ["ArealOpenAI", "Chat"]
-
 
 class ArealOpenAI(DirectClient, openai.AsyncOpenAI):
     """A client of OpenAI's SDK whose requests form one trajectory.

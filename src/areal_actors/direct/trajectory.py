@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 from attrs import evolve
 
 from areal_actors.cache import ConversationTree, backpropagate, export_trajectories
+from areal_actors.cache.interactions import InteractionViews, InteractionWithTokenLogpReward
 from areal_actors.direct.in_process import App, InlineRef, create_http_client, http_library_of
 from areal_actors.domain import InteractionId, SampleKey
 from areal_actors.errors import ConfigError
@@ -26,9 +27,6 @@ from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 from areal_actors.sessions.manager import SessionManager
 from areal_actors.workflows.engine import EpisodeEngine
-from areal_actors.workflows.interactions import InteractionViews, InteractionWithTokenLogpReward
-
-__all__ = ["DirectClient", "DirectSession", "EngineLike", "TokenizerLike"]
 
 
 class _Serving(Protocol):

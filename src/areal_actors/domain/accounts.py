@@ -8,18 +8,6 @@ from typing import NewType
 from attrs import field, frozen
 from attrs.validators import ge, optional
 
-__all__ = [
-    "KEY_PREFIX",
-    "IssuedKey",
-    "KeyId",
-    "Quotas",
-    "User",
-    "UserKey",
-    "digest_of",
-    "is_user_key",
-]
-
-
 KeyId = NewType("KeyId", str)
 """Identifies a key without granting access; it may be displayed and logged."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-__all__ = ["LOGPROB_SLACK", "CaptureFault"]
-
 LOGPROB_SLACK = 1e-3
 """How far rounding may lift the log-probability of a certain token above 0."""
 

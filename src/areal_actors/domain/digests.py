@@ -27,8 +27,6 @@ import numpy as np
 from areal_actors.domain.chat import InteractionId
 from areal_actors.domain.sampling import Completion, Floats, Ints
 
-__all__ = ["TokenHash", "create_token_hash", "digest_tokens", "digest_turn", "is_turn_digest", "restate_digest"]
-
 _SIZE = 32
 # Copies cost a tenth of the time of a new hash with a label.
 _TOKENS = blake2b(digest_size=_SIZE, person=b"areal tokens")

@@ -15,17 +15,6 @@ from attrs import asdict, frozen
 
 from areal_actors.domain.rows import Episode, Problem
 
-__all__ = [
-    "Estimate",
-    "Outcome",
-    "SetResult",
-    "estimate_mean",
-    "estimate_pass",
-    "pass_at_k",
-    "summarize_outcomes",
-    "to_outcome",
-]
-
 _Z_95 = 1.959963984540054
 """The 97.5 % quantile of the normal distribution."""
 

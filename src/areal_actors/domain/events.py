@@ -18,19 +18,6 @@ from areal_actors.domain.chat import Attempt, InteractionId, SessionId
 from areal_actors.domain.sampling import SampleKey
 from areal_actors.domain.tree import GroupId, Interaction, RewardScope
 
-__all__ = [
-    "GroupConsumed",
-    "GroupQueued",
-    "JournalEvent",
-    "RewardSet",
-    "SessionEnded",
-    "SessionForgotten",
-    "SessionStarted",
-    "StepLeased",
-    "TurnEnded",
-    "VersionSaved",
-]
-
 
 @frozen(kw_only=True)
 class SessionStarted:

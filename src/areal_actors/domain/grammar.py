@@ -12,8 +12,6 @@ from typing import Any
 
 from attrs import field, frozen
 
-__all__ = ["Exactly", "FreeText", "Grammar", "InOrder", "JsonText", "MatchingRegex", "OneOf", "Repeated"]
-
 
 @frozen(kw_only=True)
 class Exactly:

@@ -11,8 +11,6 @@ from typing import Any
 from areal_actors.errors import InvalidRequest
 from areal_actors.lib.references import shorten
 
-__all__ = ["EVAL_SCOPE", "MAX_NUMBERS", "SCOPE", "average_numbers", "merge_numbers"]
-
 SCOPE, EVAL_SCOPE = "rollout", "eval-rollout"
 """Name prefixes of the numbers of training episodes and of evaluations."""
 

@@ -38,24 +38,6 @@ from areal_actors.domain.sampling import (
 from areal_actors.domain.tree import GroupId
 from areal_actors.lib.notebooks import format_table
 
-__all__ = [
-    "Branch",
-    "TrainedRow",
-    "branch_ends",
-    "context_digests",
-    "find_truncated",
-    "is_tree_order",
-    "mask_row",
-    "mask_truncated",
-    "path_to",
-    "tree_attention_mask",
-    "tree_position_ids",
-    "unfold",
-    "unfold_group",
-    "withhold_truncated",
-]
-
-
 _MAX_SHOWN = 64
 """Tokens of a row in a notebook."""
 

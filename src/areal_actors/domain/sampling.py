@@ -16,9 +16,6 @@ from attrs.converters import optional
 
 from areal_actors.domain.grammar import Grammar
 
-__all__ = []
-
-
 Ints = npt.NDArray[np.int32]
 Floats = npt.NDArray[np.float32]
 Experts = npt.NDArray[Any]

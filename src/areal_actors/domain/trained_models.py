@@ -7,8 +7,6 @@ from pathlib import Path
 
 from attrs import frozen
 
-__all__ = []
-
 _IDENTIFIER = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 """Names that a configuration allows. Neither part can leave its directory, because neither begins with a dot."""
 

@@ -21,8 +21,6 @@ from areal_actors.messages import (
     ResumeGeneration,
 )
 
-__all__ = ["GenerationActor"]
-
 _log = get_logger(__name__)
 
 

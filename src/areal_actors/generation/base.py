@@ -21,22 +21,6 @@ import numpy.typing as npt
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest
 
-__all__ = [
-    "Chunk",
-    "Decode",
-    "Engine",
-    "EngineInfo",
-    "EngineRequest",
-    "EngineStatistics",
-    "HasFailure",
-    "PauseMode",
-    "Snapshot",
-    "StopScanner",
-    "find_stop_ids",
-    "validate_request",
-]
-
-
 Decode = Callable[[Sequence[int]], str]
 """A function from token ids to text, such as a tokenizer's ``decode``."""
 

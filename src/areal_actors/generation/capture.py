@@ -28,8 +28,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import CaptureViolation
 
-__all__ = ["SELF_TEST_TOKENS", "CanSample", "Compare", "check_capture"]
-
 SELF_TEST_TOKENS = 8
 """Number of tokens to sample: enough to check that each token is predicted from the ones before it."""
 

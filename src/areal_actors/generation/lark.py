@@ -17,8 +17,6 @@ from attrs import define, field
 from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, MatchingRegex, OneOf, Repeated
 from areal_actors.errors import InvalidRequest
 
-__all__ = ["format_lark"]
-
 WHITE_SPACE = r"[ ]|\n[ ]{0,32}"
 """White space allowed between the tokens of JSON: nothing, a space, or a new line and its indentation.
 

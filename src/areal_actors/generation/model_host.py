@@ -39,8 +39,6 @@ from areal_actors.messages import (
 )
 from areal_actors.models import Catalogue
 
-__all__ = ["ModelHost", "ModelStack", "ModelsConfig", "OpenModel"]
-
 _log = get_logger(__name__)
 
 

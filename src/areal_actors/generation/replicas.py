@@ -67,8 +67,6 @@ from areal_actors.messages import (
     ResumeGeneration,
 )
 
-__all__ = ["Admission", "EngineSet", "ReplicaSet", "ReplicaSetConfig"]
-
 _log = get_logger(__name__)
 
 _MAX_CONCURRENT = 1 << 17

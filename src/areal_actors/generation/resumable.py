@@ -22,8 +22,6 @@ from areal_actors.domain import Chunk, EngineRequest, FinishReason, Ints
 from areal_actors.errors import EngineError, Unavailable
 from areal_actors.generation.base import find_stop_ids
 
-__all__ = ["ResumableGeneration"]
-
 
 class ResumableGeneration:
     """The state of one generation: the tokens sampled so far, and the failures of the replicas that sampled them."""

@@ -28,8 +28,6 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import ExportError
 
-__all__ = ["ARRAYS_TYPE", "DOCUMENT_VERSION", "format_episode", "pack_arrays", "parse_episode"]
-
 DOCUMENT_VERSION = 2
 """The newest version that can be read. Documents without trees are written as version 1, which older clients read."""
 

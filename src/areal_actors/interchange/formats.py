@@ -32,8 +32,6 @@ from areal_actors.errors import ConfigError, ExportError
 from areal_actors.interchange.rows import INSTALL_PARQUET, DumpedRow, has_parquet, read_rows
 from areal_actors.lib.atomic_write import atomic_directory
 
-__all__ = ["FORMATS", "RowExport", "export_rows", "require_format"]
-
 MANIFEST = "areal_actors.json"
 """The file of an export that says which steps its files hold."""
 

@@ -22,17 +22,6 @@ from areal_actors.lib.telemetry import redact
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = [
-    "INSTALL_PARQUET",
-    "DumpedRow",
-    "dump_path",
-    "dump_row",
-    "find_dumps",
-    "has_parquet",
-    "read_rows",
-    "write_rows",
-]
-
 Decode = Callable[[Ints], str]
 
 INSTALL_PARQUET = "pip install 'areal_actors[parquet]'"

@@ -21,8 +21,6 @@ from areal_actors.lib.atomic_write import atomic_write
 if TYPE_CHECKING:
     from areal_actors.interchange.rows import DumpedRow
 
-__all__ = ["changed_columns", "open_seal_key", "read_seal_key", "seal_row"]
-
 _KEY_SIZE = 32
 _COLUMN_SIZE = 8
 

@@ -7,8 +7,6 @@ from typing import Protocol
 
 from areal_actors.domain import JournalEvent
 
-__all__ = ["Journal", "MemoryJournal", "NoJournal"]
-
 
 class Journal(Protocol):
     """A log of events, in the order in which ``write`` (which waits) or ``note`` (which does not) received them."""

@@ -8,8 +8,6 @@ from pathlib import Path
 from attrs import field, frozen
 from attrs.validators import ge
 
-__all__ = ["JournalConfig", "JournalSync"]
-
 
 class JournalSync(StrEnum):
     """The failures that an acknowledged event survives."""

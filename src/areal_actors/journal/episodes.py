@@ -33,8 +33,6 @@ from areal_actors.domain import (
     TurnEnded,
 )
 
-__all__ = ["RecordedEpisode", "Recording", "RestoredEpisodes", "restore_episodes", "start_episode"]
-
 _PROBLEM, _MEMBER, _SETTINGS = "areal.problem", "areal.member", "areal.settings"
 
 

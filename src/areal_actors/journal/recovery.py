@@ -32,16 +32,6 @@ from areal_actors.domain import (
 )
 from areal_actors.journal.base import Journal
 
-__all__ = [
-    "RecoveredSession",
-    "RestoredGroups",
-    "as_of",
-    "read_journal",
-    "recover",
-    "restate",
-    "restore_groups",
-]
-
 
 @frozen(kw_only=True)
 class RecoveredSession:

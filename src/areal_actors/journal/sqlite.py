@@ -45,8 +45,6 @@ from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.locks import LockHeld, hold
 from areal_actors.lib.loops import Signal, running_loop
 
-__all__ = ["SqliteJournal", "Store", "count_waiting_groups", "filesystem_of", "is_network"]
-
 MAX_PENDING = 100_000
 """Events that may wait for the thread. Beyond it, the disk counts as hung."""
 BUSY_SECONDS = 30.0

@@ -33,8 +33,6 @@ from areal_actors.domain import (
 from areal_actors.errors import JournalError, ProtocolError
 from areal_actors.kernel.remote.codec import Codec
 
-__all__ = ["FORMAT", "SELECT_EVENTS", "TABLES", "RefusedEvent", "create_tables", "decode_row", "encode_event"]
-
 FORMAT = 13
 """The format that this program reads and writes, as ``PRAGMA user_version``. Formats up to 12 had no records."""
 APPLICATION_ID = 0x4152454A

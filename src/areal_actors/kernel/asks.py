@@ -18,18 +18,6 @@ from areal_actors.errors import ActorStopped, ArealError, DeadlineExceeded, Dead
 from areal_actors.kernel.message import Handler
 from areal_actors.lib.loops import Loop, Scope, Signal
 
-__all__ = [
-    "Ask",
-    "Frame",
-    "Phase",
-    "Receiver",
-    "StreamCall",
-    "asking_frame",
-    "current_frame",
-    "refuse_deadlock",
-    "refuse_self_stop",
-]
-
 PENDING: Any = object()
 """Placeholder for the reply of an ask that has not been answered yet."""
 

@@ -23,15 +23,6 @@ from areal_actors.errors import ActorError, ActorStopped, ArealError, ProtocolEr
 from areal_actors.lib.loops import is_trio
 from areal_actors.lib.task_groups import leaves
 
-__all__ = [
-    "error_from_data",
-    "error_to_data",
-    "is_stray_cancellation",
-    "leaves",
-    "root_cause",
-    "transferred",
-]
-
 _PLAIN = (type(None), bool, int, float, str, bytes)
 
 

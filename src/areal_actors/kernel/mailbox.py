@@ -20,8 +20,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable
 
-__all__ = ["Mailbox", "Ticket"]
-
 
 class Ticket:
     """The place of a sender in the queue for room. ``admitted`` is ``None`` while it waits."""

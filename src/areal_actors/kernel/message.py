@@ -30,21 +30,6 @@ import attrs
 
 from areal_actors.errors import ProtocolError
 
-__all__ = [
-    "Address",
-    "AnyMessage",
-    "Handler",
-    "HandlerMark",
-    "Message",
-    "StreamMessage",
-    "System",
-    "check_complete",
-    "collect_handlers",
-    "messages_of",
-    "protocol_of",
-    "protocols_of",
-]
-
 P_co = TypeVar("P_co", covariant=True)
 R_co = TypeVar("R_co", covariant=True)
 Item_co = TypeVar("Item_co", covariant=True)

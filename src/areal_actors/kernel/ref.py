@@ -17,18 +17,6 @@ from attrs import frozen
 from areal_actors.errors import ActorError
 from areal_actors.kernel.message import Address, Message, StreamMessage, System
 
-__all__ = [
-    "ActorState",
-    "ActorStatistics",
-    "Down",
-    "DownReason",
-    "Life",
-    "Ref",
-    "SystemStatistics",
-    "Watched",
-    "Watcher",
-]
-
 
 class ActorState(StrEnum):
     """The phase of an actor's lifecycle."""

@@ -54,8 +54,6 @@ from areal_actors.kernel.supervision import Escalate, Restart, RestartHistory, S
 from areal_actors.lib.loops import Loop, Scope, Signal
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Actor", "BackgroundTasks", "Blueprint", "Cell", "Context", "LocalRef", "Runtime"]
-
 P = TypeVar("P")
 P_contra = TypeVar("P_contra", contravariant=True)
 R = TypeVar("R")

@@ -17,8 +17,6 @@ from anyio.lowlevel import checkpoint
 from areal_actors.errors import DeadlineExceeded
 from areal_actors.lib.loops import Loop, Signal
 
-__all__ = ["BufferedCall", "Stream", "check_buffer_size"]
-
 Item = TypeVar("Item")
 
 

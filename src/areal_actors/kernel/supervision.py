@@ -18,8 +18,6 @@ from attrs import field, frozen, validators
 
 from areal_actors.lib.backoff import backoff_seconds
 
-__all__ = ["Escalate", "Restart", "RestartHistory", "Stop", "Supervision"]
-
 
 @frozen(kw_only=True)
 class Stop:

@@ -23,14 +23,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from areal_actors.errors import ActorError, ActorStopped, ConfigError
-from areal_actors.kernel.failure import leaves, root_cause
+from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.ref import Down, Ref, SystemStatistics
 from areal_actors.kernel.runtime import Actor, Blueprint, Cell, Runtime
 from areal_actors.kernel.supervision import Escalate, Supervision
 from areal_actors.lib.loops import running_loop
+from areal_actors.lib.task_groups import leaves
 from areal_actors.lib.telemetry import load_logging
-
-__all__ = ["ActorSystem"]
 
 P = TypeVar("P")
 

@@ -14,8 +14,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["atomic_directory", "atomic_path", "atomic_write", "partial_path", "sync_path"]
-
 _NOT_SYNCED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 """Errors with which network file systems refuse to sync a directory; the number differs between them."""
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from attrs import define, field, validators
 
-__all__ = ["Backoff", "backoff_seconds"]
-
 
 def backoff_seconds(num_failures: int, *, first: float, longest: float) -> float:
     """Return the delay after ``num_failures`` (at least 1) failures in a row.

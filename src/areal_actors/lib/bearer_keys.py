@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["read_bearer"]
-
 
 def read_bearer(authorization: str) -> str:
     """Return the key of ``Bearer <key>``, or an empty text for another scheme. The scheme has no case."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import anyio
 
-__all__ = ["ChangeSignal"]
-
 
 class ChangeSignal:
     """Wakes all tasks that wait for the next change of some state.

@@ -24,18 +24,6 @@ from torch import Tensor
 from areal_actors.errors import ModelError
 from areal_actors.lib.telemetry import quiet_transformers
 
-__all__ = [
-    "LazyTensors",
-    "StoredModel",
-    "checkpoint_buckets",
-    "checkpoint_layout",
-    "open_skeleton",
-    "pack_names",
-    "read_checkpoint",
-    "to_checkpoint_tensors",
-    "weight_files",
-]
-
 _IN_LAYER = re.compile(r"(?:[^.]+\.)*?\d+\.")
 """The name of a weight up to the number of its layer."""
 _SAMPLED = 16

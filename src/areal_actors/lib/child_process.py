@@ -21,8 +21,6 @@ from typing import IO, Any
 import anyio
 from anyio.abc import ByteReceiveStream, Process
 
-__all__ = ["LAST_WORDS_SECONDS", "BoundedLog", "Child", "kill_with_pipe", "read_all"]
-
 GRACE_SECONDS = 2.0
 """Time that a process has to exit after SIGTERM."""
 

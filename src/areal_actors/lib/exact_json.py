@@ -13,8 +13,6 @@ from typing import Any
 
 import orjson
 
-__all__ = ["dump_json", "load_json", "replace_surrogates"]
-
 _LONG = b"0" * 19
 """Every integer of more than 64 bits has at least so many digits."""
 _DIGITS = bytes(ord("0") if byte in b"0123456789" else ord(" ") for byte in range(256))

@@ -14,8 +14,6 @@ from hashlib import sha256
 from itertools import islice
 from pathlib import Path
 
-__all__ = ["digest_files", "find_damage"]
-
 _BLOCK_BYTES = 1 << 24
 _MAX_THREADS = 8
 

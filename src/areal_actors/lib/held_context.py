@@ -11,8 +11,6 @@ import anyio
 
 from areal_actors.lib.loops import is_trio
 
-__all__ = ["HeldContext"]
-
 T = TypeVar("T")
 
 _owners: set[asyncio.Task[None]] = set()

@@ -11,8 +11,6 @@ import re
 
 from areal_actors.lib.exact_json import dump_json, replace_surrogates
 
-__all__ = ["MAX_DEPTH", "MAX_DIGITS", "JsonPrefix", "mend_surrogates"]
-
 MAX_DEPTH = 100
 """Objects and lists within each other. Some readers refuse more than 128, and messages add a few."""
 MAX_DIGITS = 1000

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from attrs import define
 
-__all__ = ["NO_LOCKS", "HeldLock", "LockHeld", "hold", "is_held", "take"]
-
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 """Error numbers of file systems that do not support locks."""
 _MAX_REMOVED = 16

@@ -21,8 +21,6 @@ from attrs import frozen
 
 from areal_actors.errors import ConfigError
 
-__all__ = ["EventLoop", "Loop", "Scope", "Signal", "child_variables", "is_trio", "loop_identity", "run", "running_loop"]
-
 T = TypeVar("T")
 
 _VARIABLE = "AREAL_EVENT_LOOP"

@@ -13,8 +13,6 @@ from areal_actors.errors import ConfigError
 from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import is_trio
 
-__all__ = ["Startable", "format_table", "require_no_event_loop"]
-
 T = TypeVar("T")
 
 

@@ -18,8 +18,6 @@ import os
 from functools import cache
 from pathlib import Path
 
-__all__ = ["end_team", "settle_team"]
-
 _PAUSE_SOFT = 1
 
 

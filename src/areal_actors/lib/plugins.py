@@ -31,17 +31,6 @@ from attrs import field, fields
 
 from areal_actors.errors import ConfigError
 
-__all__ = [
-    "KNOWN_PLUGINS",
-    "PluginGroup",
-    "forget_plugins",
-    "group_of",
-    "install_advice",
-    "load_plugin",
-    "plugin_names",
-    "plugin_settings",
-]
-
 
 class PluginGroup(StrEnum):
     """The kinds of objects that plug-ins add."""

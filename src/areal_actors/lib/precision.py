@@ -13,8 +13,6 @@ import torch
 
 from areal_actors.errors import ConfigError
 
-__all__ = ["AUTO_VARIABLE", "choose_dtype", "has_fast_bfloat16"]
-
 AUTO_VARIABLE = "AREAL_AUTO_DTYPE"
 """The environment variable that replaces the check of the hardware."""
 _DTYPES = ("float32", "bfloat16")

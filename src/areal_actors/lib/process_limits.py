@@ -10,8 +10,6 @@ import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["open_files_limit", "raise_open_files_limit", "relax_gc", "tuned_gc"]
-
 _OPEN_MAX = 10_240
 """The limit that macOS grants: its hard limit reads as infinite, but is refused as a soft limit."""
 

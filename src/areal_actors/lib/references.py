@@ -22,16 +22,6 @@ from attrs import field, frozen
 
 from areal_actors.errors import ArealError, CustomFunctionError, WorkflowError
 
-__all__ = [
-    "CustomFunction",
-    "FunctionReference",
-    "builtin_or_reference",
-    "import_reference",
-    "is_reference",
-    "load_function",
-    "shorten",
-]
-
 FunctionReference = NewType("FunctionReference", str)
 """The name of a built-in function, or ``/absolute/file.py:name``, ``module:name`` or ``package.module.name``."""
 

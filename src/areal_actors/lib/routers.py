@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["find_routers"]
-
 
 def find_routers(model: Any) -> tuple[Any, ...]:
     """Return the routers of ``model`` in the order of its layers; none for a dense model.

@@ -19,8 +19,6 @@ from pathlib import Path
 from areal_actors.errors import ConfigError
 from areal_actors.lib.locks import NO_LOCKS, take
 
-__all__ = ["process_directory", "remove_empty", "scratch_directory"]
-
 _LOCK = "lock"
 _UNLOCKED_SECONDS = 60.0
 

@@ -11,8 +11,6 @@ from typing import Any, TypeVar
 
 import attrs
 
-__all__ = ["COMMON", "constant", "is_common", "is_constant"]
-
 T = TypeVar("T")
 
 COMMON: Mapping[str, Any] = {"areal_actors.setting": "common"}

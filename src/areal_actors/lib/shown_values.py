@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["show_value"]
-
 
 def show_value(value: Any, *, limit: int, mapping: str = "an object") -> str:
     """Return a short form of a JSON or YAML value: ``limit`` characters of it, or ``mapping`` for one."""

@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 import anyio
 from anyio.abc import TaskGroup
 
-__all__ = ["leaves", "open_tasks"]
-
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
     """Iterate over the plain exceptions inside ``error``, at any depth, in order; a plain exception is its own leaf."""

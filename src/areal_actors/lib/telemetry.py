@@ -29,16 +29,6 @@ if TYPE_CHECKING:
     from structlog.stdlib import BoundLogger
     from structlog.typing import EventDict, WrappedLogger
 
-__all__ = [
-    "get_logger",
-    "load_logging",
-    "logging_to_file",
-    "logging_to_stream",
-    "quiet_transformers",
-    "redact",
-    "redact_settings",
-]
-
 _QUIET = (
     "hypercorn",
     "uvicorn",

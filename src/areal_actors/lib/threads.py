@@ -22,8 +22,6 @@ from anyio.lowlevel import EventLoopToken, current_token
 
 from areal_actors.lib.task_groups import open_tasks
 
-__all__ = ["NUM_CHECKS", "OwnThread", "ThreadHangs", "describe_place"]
-
 R = TypeVar("R")
 Work = Callable[[], None]
 

@@ -33,17 +33,6 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as SdkTracerProvider
     from opentelemetry.trace import Span, Tracer, TracerProvider
 
-__all__ = [
-    "CompletionTrace",
-    "RequestSpan",
-    "SampledChoice",
-    "TraceContext",
-    "open_tracing",
-    "start_request",
-    "tracer",
-    "tracing_with",
-]
-
 _log = get_logger(__name__)
 
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")

@@ -8,8 +8,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-__all__ = ["to_device"]
-
 
 def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Return ``array`` as a tensor on ``device``; on the CPU it shares the array's memory.

@@ -7,17 +7,6 @@ from attrs import field, frozen
 from areal_actors.domain import IssuedKey, KeyId, Quotas
 from areal_actors.kernel import Message
 
-__all__ = [
-    "Accounts",
-    "AdmitUser",
-    "CreateKey",
-    "HasKeys",
-    "IdentifyUser",
-    "ListKeys",
-    "RevokeKey",
-    "TokensSampled",
-]
-
 
 class Accounts:
     """Address of the account keeper: users, their keys, their quotas and their usage."""

@@ -6,21 +6,6 @@ from attrs import frozen
 
 from areal_actors.kernel import Message
 
-__all__ = [
-    "AcquirePermit",
-    "Capacity",
-    "CapacityView",
-    "ClaimPermit",
-    "DescribeCapacity",
-    "LiftStalenessLimit",
-    "Permit",
-    "RefundGroup",
-    "ReservePermit",
-    "RestorePermit",
-    "SettlePermit",
-    "VersionAdvanced",
-]
-
 
 class Capacity:
     """Address of the capacity granter: how many episode groups may be live."""

@@ -12,31 +12,6 @@ from areal_actors.domain import DataPosition, Role
 from areal_actors.kernel import Message
 from areal_actors.messages.serving import Endpoint
 
-__all__ = [
-    "AwaitEndpoint",
-    "AwaitGang",
-    "AwaitLapse",
-    "AwaitProxies",
-    "AwaitReady",
-    "AwaitWeights",
-    "CountLostProxies",
-    "Directory",
-    "DismissWorker",
-    "EndpointChanged",
-    "ExpectWorker",
-    "FetchRoleSpec",
-    "KeepLease",
-    "ProxyLost",
-    "Report",
-    "ReportFailure",
-    "ReportGang",
-    "ReportReady",
-    "RoleSpec",
-    "ServiceProcess",
-    "TakeFailure",
-    "WeightsPublished",
-]
-
 
 class Directory:
     """Address of the directory in the controller process: each worker's spec, and the present address of its actors.

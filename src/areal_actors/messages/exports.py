@@ -9,22 +9,6 @@ from attrs import field, frozen
 from areal_actors.domain import DataPosition, Episode, Group, PoolSizes, SessionId
 from areal_actors.kernel import Message
 
-__all__ = [
-    "AcknowledgeLease",
-    "BeginGroup",
-    "DeliverGroup",
-    "DiscardLease",
-    "Draw",
-    "Drawn",
-    "ExportSession",
-    "Exports",
-    "Lease",
-    "LeaseGroups",
-    "SaveVersion",
-    "StoreEpisodes",
-    "UntrainedGroup",
-]
-
 
 class Exports:
     """Address of the exporter: from ended sessions to training rows, and the queue of finished groups."""

@@ -9,22 +9,6 @@ from attrs import frozen
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.kernel import Message, Ref, StreamMessage
 
-__all__ = [
-    "AddReplica",
-    "DescribeEngine",
-    "DescribeReplicas",
-    "EngineView",
-    "Generate",
-    "Generation",
-    "PauseGeneration",
-    "PublishWeights",
-    "RemoveReplica",
-    "ReplicaState",
-    "ReplicaView",
-    "Replicas",
-    "ResumeGeneration",
-]
-
 
 class Generation:
     """Address of an actor that generates: the owner of one engine, or a replica set in front of several such actors."""

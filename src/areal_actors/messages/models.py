@@ -10,13 +10,6 @@ from areal_actors.domain import Credential, TrainedModel
 from areal_actors.kernel import Message, Ref, StreamMessage
 from areal_actors.messages.sessions import Sessions
 
-__all__ = [
-    "ListModels",
-    "ModelInUse",
-    "Models",
-    "UseModel",
-]
-
 
 class Models:
     """Address of the host of trained models, which answers requests for weights other than the policy's."""

@@ -9,19 +9,6 @@ from attrs import field, frozen
 from areal_actors.domain import Episode, Problem, RunStatus, SessionRecord, TrainedRow
 from areal_actors.kernel import Message
 
-__all__ = [
-    "EpisodeFinished",
-    "EvaluationFinished",
-    "GroupsTrained",
-    "PhaseChanged",
-    "Progress",
-    "RowAdvantage",
-    "RowsTrained",
-    "RunEnded",
-    "SessionArchived",
-    "StepFinished",
-]
-
 
 class Progress:
     """Address of the reporter: metrics, dumps, display."""

@@ -9,12 +9,6 @@ from attrs import field, frozen
 from areal_actors.domain import Group, Problem
 from areal_actors.kernel import Message
 
-__all__ = [
-    "Evaluate",
-    "Rollouts",
-    "RunProblem",
-]
-
 
 class Rollouts:
     """Address of the rollout runner, which runs agents in groups, each episode in a separate scope."""

@@ -7,12 +7,6 @@ from attrs import field, frozen
 from areal_actors.domain import SessionId
 from areal_actors.kernel import Message
 
-__all__ = [
-    "DescribeEndpoint",
-    "Endpoint",
-    "Serving",
-]
-
 
 class Serving:
     """Address of the HTTP proxy."""

@@ -29,44 +29,6 @@ from areal_actors.domain import (
 from areal_actors.kernel import Message, Ref, StreamMessage
 from areal_actors.lib.tracing import TraceContext
 
-__all__ = [
-    "CheckCredential",
-    "CollectSession",
-    "Complete",
-    "CountTokens",
-    "DescribeAnswer",
-    "DescribeOwner",
-    "DescribeSessions",
-    "EndSession",
-    "ForgetEpisodes",
-    "ForgetSession",
-    "HideAnswer",
-    "Intake",
-    "LogNumbers",
-    "NoteRefusal",
-    "OpenEpisode",
-    "OpenSession",
-    "OpenedEpisode",
-    "RecordTurn",
-    "SessionClosed",
-    "SessionFinished",
-    "SessionOpened",
-    "SessionOwner",
-    "Sessions",
-    "SessionsView",
-    "SetReward",
-    "SettleTaken",
-    "ShardOpened",
-    "Shards",
-    "StartSession",
-    "StoredAnswer",
-    "StreamComplete",
-    "TakeSession",
-    "TakenSession",
-    "TrainingEnded",
-    "WatchSessions",
-]
-
 
 class Sessions:
     """Address of the session manager: sessions, their keys, their interaction trees, their rewards."""

@@ -9,20 +9,6 @@ from attrs import field, frozen
 from areal_actors.domain import Group
 from areal_actors.kernel import Message, Ref
 
-__all__ = [
-    "AwaitTraining",
-    "GangMembers",
-    "GatherWeights",
-    "JoinGang",
-    "Ranks",
-    "RequestStop",
-    "SaveShards",
-    "SaveWeights",
-    "TrainAlong",
-    "Training",
-    "TrainingSummary",
-]
-
 
 class Training:
     """Address of the trainer."""

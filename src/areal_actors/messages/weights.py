@@ -21,16 +21,6 @@ from attrs import frozen
 
 from areal_actors.kernel import Message, StreamMessage
 
-__all__ = [
-    "DescribeWeights",
-    "GroupPlace",
-    "Receiver",
-    "SendWeights",
-    "TensorBucket",
-    "Weights",
-    "WriteWeights",
-]
-
 
 class Weights:
     """Address of the owner of the published weights, in the trainer's process, which sends them to servers."""

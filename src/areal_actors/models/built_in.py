@@ -29,16 +29,6 @@ from areal_actors.lib.telemetry import get_logger, quiet_transformers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-__all__ = [
-    "CHATML",
-    "INSTALL",
-    "SPECIAL_TOKENS",
-    "convert_smollm2",
-    "create_tiny",
-    "create_tiny_tokenizer",
-    "make_once",
-]
-
 _log = get_logger(__name__)
 
 

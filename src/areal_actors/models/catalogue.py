@@ -24,8 +24,6 @@ from attrs import field, frozen
 from areal_actors.domain import TrainedModel, is_model_identifier
 from areal_actors.errors import ModelError
 
-__all__ = ["TRAINED_DOCUMENT", "WEIGHTS_DIRECTORY", "Catalogue", "format_models"]
-
 WEIGHTS_DIRECTORY = "weights"
 """Name of the directory of a run's weights. It appears only when it is complete."""
 

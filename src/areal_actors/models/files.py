@@ -25,18 +25,6 @@ from areal_actors.errors import ModelError
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.models.built_in import convert_smollm2, create_tiny
 
-__all__ = [
-    "BUILT_IN",
-    "ModelFiles",
-    "cache_directory",
-    "create_empty_policy",
-    "fetch_snapshot",
-    "is_hub_id",
-    "load_policy",
-    "resolve_model",
-    "resolve_tokenizer",
-]
-
 BUILT_IN: Mapping[str, Callable[[Path], Path]] = {"smollm2-135m-instruct": convert_smollm2, "tiny": create_tiny}
 """Names that require no files from the user, with the function that creates a model in a cache directory."""
 

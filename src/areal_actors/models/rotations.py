@@ -18,8 +18,6 @@ from typing import Any
 from areal_actors.errors import ConfigError
 from areal_actors.models.shapes import model_shape
 
-__all__ = ["require_fixed_rotation", "rotation_limit"]
-
 _NUM_TOKENS = 3
 _TOLERANCE = 1e-3
 _UNKNOWN_LENGTH = 1 << 20

@@ -13,8 +13,6 @@ from attrs import frozen
 
 from areal_actors.errors import ModelError
 
-__all__ = ["ModelShape", "model_shape"]
-
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "d_ff", "inner_hidden_size")
 _DEFAULT_WIDTH = 4
 """The width of a feed-forward part by that of the layer, where a configuration leaves it to the model, as GPT-2's."""

@@ -62,8 +62,6 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.failures import PATIENCE_SECONDS
 
-__all__ = ["Authenticator", "ModelSelection", "RequestUsage", "UserAccess", "create_admin_key", "read_key"]
-
 _FORGET_SECONDS = 5.0
 _NO_KEYS_SECONDS = 1.0
 """How long the answer that no keys exist is trusted: the time that accounts need to notice a new key in their file."""

@@ -31,8 +31,6 @@ from areal_actors.proxy.metrics import ReadRun
 from areal_actors.proxy.router import listen_as
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
-__all__ = ["ProxyServer"]
-
 
 class ProxyServer(Actor[Serving]):
     """An actor that serves the HTTP application and forwards requests as messages.

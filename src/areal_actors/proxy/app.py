@@ -73,16 +73,6 @@ from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
 from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_document, describe_routes
 from areal_actors.proxy.stored_responses import StoredResponses
 
-__all__ = [
-    "AGENT_HEADER",
-    "LEFT_OUT_HEADER",
-    "NOT_OFFERED",
-    "CompletionEndpoint",
-    "TokenCountEndpoint",
-    "create_app",
-    "read_attempt",
-]
-
 AGENT_HEADER = b"x-areal-agent"
 """A header that names the requesting agent of a multi-agent episode."""
 LEFT_OUT_HEADER = b"x-areal-left-out"

@@ -11,8 +11,6 @@ from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy.dialects.blocks import UnsupportedBlocks
 from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS
 
-__all__ = ["HonourStore", "HttpServer", "ProxyConfig", "UnsupportedBlocks"]
-
 
 class HttpServer(StrEnum):
     """The library that serves HTTP on asyncio. On trio it is Hypercorn."""

@@ -57,8 +57,6 @@ from areal_actors.proxy.dialects.fields import OBJECT, TEXT, Schema, integer, nu
 from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.metrics import try_ask
 
-__all__ = ["ARGUMENTS", "CONTEXT_NAMES", "ControlEndpoints"]
-
 CONTEXT_NAMES = ("max_model_len", "context_length", "context_window", "max_input_tokens")
 """The names under which clients of vLLM, OpenRouter, Groq and Anthropic read how many tokens a model takes."""
 _SETTLE_SECONDS = 5.0

@@ -34,19 +34,6 @@ from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 
-__all__ = [
-    "READ",
-    "ClientDisconnected",
-    "Exchange",
-    "Meter",
-    "Operation",
-    "Operations",
-    "Receive",
-    "Send",
-    "Traffic",
-    "path_of",
-]
-
 _log = get_logger(__name__)
 
 T = TypeVar("T")

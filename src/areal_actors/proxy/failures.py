@@ -30,8 +30,6 @@ from areal_actors.errors import (
     Unreachable,
 )
 
-__all__ = ["PATIENCE_SECONDS", "Failure", "describe_failure", "format_anthropic_failure", "format_openai_failure"]
-
 _BUSY = "A part of the service is starting, stopping or busy; the request may be repeated."
 _MEANINGS: tuple[tuple[type[ArealError], Callable[[str], RequestError]], ...] = (
     (RewardError, partial(InvalidRequest, param="reward")),

@@ -32,15 +32,6 @@ from areal_actors.proxy.failures import (
     format_openai_failure,
 )
 
-__all__ = [
-    "FORWARDED_FOR",
-    "Backend",
-    "EveryPath",
-    "forward",
-    "names_in",
-    "segments_of",
-]
-
 _HOP_BY_HOP = frozenset(
     {
         b"connection",

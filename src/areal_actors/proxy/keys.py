@@ -18,8 +18,6 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.fields import TEXT, Schema, integer, read, wrong
 from areal_actors.proxy.exchange import Exchange
 
-__all__ = ["KEY_ARGUMENTS", "KeysEndpoint", "format_key", "parse_key_request"]
-
 _LIMITS = ("max_sessions", "max_requests_per_minute", "max_tokens_per_day")
 _LIMIT = integer(0, 2**53)
 KEY_ARGUMENTS: Mapping[str, Schema] = {

@@ -19,8 +19,6 @@ from uvicorn import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
-__all__ = ["MAX_HEAD_BYTES", "SERVER_LOG", "LimitedProtocol", "reading_bodies"]
-
 SERVER_LOG = "areal_actors.proxy.server"
 MAX_HEAD_BYTES = 64 * 1024
 _DISCARD_SECONDS = 2.0

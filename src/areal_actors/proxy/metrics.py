@@ -38,17 +38,6 @@ from areal_actors.messages import (
 from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.exchange import Exchange, Meter, Traffic
 
-__all__ = [
-    "MetricsEndpoint",
-    "ReadRun",
-    "Values",
-    "gauge",
-    "process_families",
-    "read_users",
-    "send_families",
-    "try_ask",
-]
-
 P = TypeVar("P")
 R = TypeVar("R")
 

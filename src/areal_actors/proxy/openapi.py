@@ -24,8 +24,6 @@ from areal_actors.proxy.dialects.responses.stored import STORED_ANSWERS
 from areal_actors.proxy.exchange import Exchange
 from areal_actors.proxy.keys import KEY_ARGUMENTS
 
-__all__ = ["OpenAPIEndpoint", "Route", "RoutesPage", "create_document", "describe_routes"]
-
 _SESSION_FAILURES = (400, 401, 404, 408, 410, 413, 500, 503)
 _CONTROL_FAILURES = tuple(sorted({*_SESSION_FAILURES, 403}))
 _COMPLETION_FAILURES = tuple(sorted({*_SESSION_FAILURES, 422, 429}))

@@ -40,8 +40,6 @@ from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.forwarding import FORWARDED_FOR, Backend, EveryPath, forward, names_in
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
-__all__ = ["listen_as", "main", "open_router"]
-
 _log = get_logger(__name__)
 
 _BACKLOG = 4096

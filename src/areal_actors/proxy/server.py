@@ -28,8 +28,6 @@ from areal_actors.proxy.config import HttpServer, ProxyConfig
 from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.limits import MAX_HEAD_BYTES, SERVER_LOG, LimitedProtocol, reading_bodies
 
-__all__ = ["bind", "check_access", "listen", "serve", "serve_shielded", "serve_until_cancelled", "url_of"]
-
 _BACKLOG = 4096
 _CLOSE_SECONDS = 3.0
 """How long a server may take to end."""

@@ -6,8 +6,6 @@ from typing import Any
 
 from areal_actors.lib.exact_json import dump_json
 
-__all__ = ["DONE", "KEEP_ALIVE", "SSE_HEADERS", "format_event", "format_named_event"]
-
 DONE = b"data: [DONE]\n\n"
 KEEP_ALIVE = b": keep-alive\n\n"
 """A comment: clients skip it, and intermediate proxies see that the connection is alive."""

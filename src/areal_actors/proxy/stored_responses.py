@@ -26,8 +26,6 @@ from areal_actors.proxy.dialects.responses.stored import (
 )
 from areal_actors.proxy.exchange import Exchange
 
-__all__ = ["StoredResponses"]
-
 _MAX_ITEMS = 100
 _DEFAULT_ITEMS = 20
 

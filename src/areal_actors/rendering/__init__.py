@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from areal_actors.rendering.base import (
-    Delta,
-    HasTokenizer,
-    ReasoningDelta,
-    Renderer,
-    StreamParser,
-    TextDelta,
-    ToolArgumentsDelta,
-    ToolCallStarted,
-)
+from areal_actors.domain import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
+from areal_actors.rendering.base import HasTokenizer, Renderer, StreamParser
 from areal_actors.rendering.loading import RendererConfig, create_renderer, load_renderer
 from areal_actors.rendering.parsers import join_deltas
 from areal_actors.rendering.renderer import TemplateRenderer

@@ -16,27 +16,12 @@ from areal_actors.domain import (
     ForkReason,
     Grammar,
     Ints,
-    ReasoningDelta,
-    TextDelta,
     Tool,
-    ToolArgumentsDelta,
-    ToolCallStarted,
     ToolChoice,
 )
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-__all__ = [
-    "Delta",
-    "HasTokenizer",
-    "ReasoningDelta",
-    "Renderer",
-    "StreamParser",
-    "TextDelta",
-    "ToolArgumentsDelta",
-    "ToolCallStarted",
-]
 
 
 class StreamParser(Protocol):

@@ -33,23 +33,6 @@ from areal_actors.errors import RenderError
 from areal_actors.rendering.template import PromptFormatter
 from areal_actors.rendering.tokens import Vocabulary
 
-__all__ = [
-    "PROBE_TOOLS",
-    "ParityProbe",
-    "Reasoning",
-    "Shape",
-    "SuffixRenderer",
-    "ThoughtAt",
-    "Trait",
-    "Verdict",
-    "canonical_json",
-    "create_contexts",
-    "find_end_of_turn",
-    "find_left_out",
-    "find_thought",
-    "shape_of",
-]
-
 
 @frozen(kw_only=True)
 class Verdict:

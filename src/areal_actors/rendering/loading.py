@@ -35,8 +35,6 @@ if TYPE_CHECKING:
     from tokenizers import AddedToken
     from transformers import PreTrainedTokenizerFast
 
-__all__ = ["RendererConfig", "create_renderer", "load_renderer", "probe_adaptation"]
-
 
 @frozen(kw_only=True)
 class RendererConfig:

@@ -16,9 +16,19 @@ from collections.abc import Set as AbstractSet
 from itertools import filterfalse
 from typing import Protocol, TypeVar
 
-from areal_actors.domain import ChatMessage, Grammar, Ints, Tool, ToolCall
+from areal_actors.domain import (
+    ChatMessage,
+    Delta,
+    Grammar,
+    Ints,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolArgumentsDelta,
+    ToolCall,
+    ToolCallStarted,
+)
 from areal_actors.errors import ConfigError
-from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.rendering.formats.deepseek import DeepSeek
 from areal_actors.rendering.formats.glm import Glm
 from areal_actors.rendering.formats.harmony import HarmonyCalls, HarmonyChannels
@@ -30,18 +40,6 @@ from areal_actors.rendering.formats.qwen_coder import QwenCoder
 from areal_actors.rendering.formats.reading import num_held_back
 from areal_actors.rendering.formats.think import ThinkTags
 from areal_actors.rendering.tokens import Detokenizer, as_list
-
-__all__ = [
-    "REASONING_FORMATS",
-    "TOOL_FORMATS",
-    "AnswerParser",
-    "AnswerStream",
-    "PlainText",
-    "ReasoningFormat",
-    "ToolFormat",
-    "choose_format",
-    "join_deltas",
-]
 
 
 class AnswerParser(Protocol):

@@ -39,8 +39,6 @@ from areal_actors.rendering.parsers import (
 from areal_actors.rendering.template import PromptFormatter
 from areal_actors.rendering.tokens import Vocabulary
 
-__all__ = ["TemplateRenderer"]
-
 _NO_OPTIONS: Mapping[str, Any] = {}
 _MAX_KEPT = 4096
 """Number of cached verdicts, bounded because a client may send any number of shapes."""

@@ -38,18 +38,6 @@ from areal_actors.errors import ModelError, RenderError
 from areal_actors.rendering.parsers import ToolFormat
 from areal_actors.rendering.tokens import Vocabulary
 
-__all__ = [
-    "Adaptation",
-    "ChatTemplate",
-    "Guard",
-    "PlainMessage",
-    "PromptFormatter",
-    "Spelling",
-    "guard_all",
-    "to_plain_message",
-    "to_plain_tool",
-]
-
 
 @frozen(kw_only=True)
 class PromptFormatter:

@@ -38,8 +38,6 @@ from tokenizers import Tokenizer, decoders
 
 from areal_actors.domain import Ints, as_ints
 
-__all__ = ["Detokenizer", "LongText", "Vocabulary", "as_list", "deferring_long_texts"]
-
 _BREAK = "\udc00"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"

@@ -34,8 +34,6 @@ from areal_actors.messages import (
 )
 from areal_actors.rollouts.staleness import CapacityState
 
-__all__ = ["CapacityConfig", "CapacityGranter"]
-
 _log = get_logger(__name__)
 
 

@@ -18,8 +18,6 @@ from attrs.validators import gt
 from areal_actors.datasets.difficulty import DifficultyConfig, ProblemPools
 from areal_actors.domain import DataPosition, Group, PoolSizes, Problem, SourcePosition
 
-__all__ = ["ConsumedPositions", "DrawConfig", "HighestPosition", "ProblemDraws", "positions_from"]
-
 
 @frozen(kw_only=True)
 class DrawConfig:

@@ -59,8 +59,6 @@ from areal_actors.rollouts.group_journal import GroupJournal, RecordedStep, Rest
 from areal_actors.rollouts.staleness import StaleGroups, is_too_stale, leaves_time
 from areal_actors.training.metrics import measure_episodes
 
-__all__ = ["ExportConfig", "Exporter", "QueueConfig"]
-
 _log = get_logger(__name__)
 
 _NO_MORE_REPLACED = (

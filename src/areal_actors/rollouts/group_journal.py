@@ -39,8 +39,6 @@ from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Drawn
 
-__all__ = ["GroupJournal", "RecordedStep", "RestoredQueue", "StoredGroup", "restore_queue"]
-
 _log = get_logger(__name__)
 
 

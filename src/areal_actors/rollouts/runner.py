@@ -87,17 +87,6 @@ from areal_actors.workflows import (
 from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
-__all__ = [
-    "NEVER_REACHED",
-    "Agents",
-    "Peers",
-    "ProxyProbe",
-    "ResumeEpisodes",
-    "RolloutRunner",
-    "RolloutsConfig",
-    "WorkflowEpisode",
-]
-
 _log = get_logger(__name__)
 
 _FORGET_SECONDS = 5.0

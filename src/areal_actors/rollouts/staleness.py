@@ -23,8 +23,6 @@ from enum import StrEnum
 from attrs import evolve, field, frozen
 from attrs.validators import ge, optional
 
-__all__ = ["CapacityLimits", "CapacityState", "StaleGroups", "is_too_stale", "leaves_time"]
-
 
 class StaleGroups(StrEnum):
     """The treatment of groups that take so long that they would be too old when they are trained."""

@@ -16,9 +16,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from areal_actors.dashboard import RunSummary
     from areal_actors.run.inference import EmbeddedSession, Inference, open_inference
     from areal_actors.run.serving import Server, serve
-    from areal_actors.run.training import RunSummary, Trainer, TrainingRun, train
+    from areal_actors.run.training import Trainer, TrainingRun, train
 
 __all__ = [
     "EmbeddedSession",

@@ -37,16 +37,6 @@ from areal_actors.training.config import (
 )
 from areal_actors.training.phases import PhaseName
 
-__all__ = [
-    "advise",
-    "compares_members",
-    "doubtful_settings",
-    "inert_settings",
-    "log_advice",
-    "warn_of_length",
-    "warn_of_singletons",
-]
-
 _log = get_logger(__name__)
 
 

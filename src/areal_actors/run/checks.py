@@ -47,8 +47,6 @@ from areal_actors.training.phases import PhaseName
 if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["TriedFunction", "check_capture_of", "check_teacher", "log_functions", "require_config", "try_functions"]
-
 _log = get_logger(__name__)
 
 

@@ -72,17 +72,6 @@ from areal_actors.schedulers.config import (
     open_scheduler,
 )
 
-__all__ = [
-    "ControlPlane",
-    "DirectoryActor",
-    "Proxies",
-    "connect_to_worker",
-    "controller_address",
-    "open_control_plane",
-    "open_proxies",
-]
-
-
 _UNLIMITED = 1_000_000
 """The restart limit of additional proxies: one that dies repeatedly does not affect the rest of the service."""
 

@@ -32,8 +32,8 @@ from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
 from areal_actors.dashboard.report import write_report
-from areal_actors.dashboard.run_record import RunRecord, RunStatus, follow_record, read_record, write_record
-from areal_actors.domain import DataPosition, Role
+from areal_actors.dashboard.run_record import RunRecord, follow_record, read_record, write_record
+from areal_actors.domain import DataPosition, Role, RunStatus
 from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
 from areal_actors.journal import count_waiting_groups
@@ -76,8 +76,6 @@ from areal_actors.run.reporting import create_reporter
 from areal_actors.run.signals import Interrupts, open_interrupts
 from areal_actors.run.supervise import Restarts, find_final
 from areal_actors.viewer import open_page, view_run
-
-__all__ = ["run_plan"]
 
 _log = get_logger(__name__)
 

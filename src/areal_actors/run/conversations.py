@@ -44,14 +44,6 @@ from areal_actors.proxy.dialects.messages.request import parse_anthropic_convers
 from areal_actors.rendering import HasTokenizer, Renderer
 from areal_actors.training.phases import supervised_group
 
-__all__ = [
-    "AnswerRenderer",
-    "SupervisedData",
-    "conversations_to_rows",
-    "load_conversations",
-    "load_rollouts",
-]
-
 _MAX_NAMED = 3
 
 Vocabulary = Mapping[int, str]

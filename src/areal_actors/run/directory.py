@@ -39,15 +39,6 @@ from areal_actors.lib.locks import NO_LOCKS, HeldLock, LockHeld, hold
 from areal_actors.lib.scratch import remove_empty
 from areal_actors.lib.telemetry import get_logger, redact_settings
 
-__all__ = [
-    "directory_of",
-    "find_changes",
-    "no_checkpoint",
-    "prepared_directory",
-    "require_packages",
-    "sampling_digest",
-]
-
 _log = get_logger(__name__)
 
 _BAD_INPUT = (ConfigError, ModelError, DatasetError, WorkflowError, SandboxError, CustomFunctionError)

@@ -16,8 +16,6 @@ from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.models import TRAINED_DOCUMENT, resolve_model, resolve_tokenizer
 from areal_actors.run.exporting import load_trained, save_weights
 
-__all__ = ["EvaluatedModel", "find_model"]
-
 _EDGE_BYTES = 1 << 20
 
 

@@ -51,8 +51,6 @@ from areal_actors.run.rollouts import create_runner
 from areal_actors.run.upstream import Upstream, find_upstream, open_upstream
 from areal_actors.workflows import EpisodeEngine, PluginWorkflow, RolloutWorkflow
 
-__all__ = ["EvaluationSummary", "evaluate", "format_evaluation", "run_evaluation"]
-
 _log = get_logger(__name__)
 
 _KEEP_ALL = sys.maxsize - 2

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from areal_actors.training.lora import Adapter
     from areal_actors.training.stored_checkpoints import Checkpoint
 
-__all__ = ["export_run", "export_run_rows", "load_trained", "parse_steps", "save_weights"]
-
 
 def save_weights(
     model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, step: int, adapter: Adapter | None = None

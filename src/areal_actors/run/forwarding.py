@@ -24,8 +24,6 @@ from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward
 from areal_actors.proxy.server import serve_until_cancelled
 
-__all__ = ["forwarding"]
-
 _PATIENCE_SECONDS = 600.0
 """How long a request waits for a proxy: a cluster may take minutes to start one."""
 

@@ -97,22 +97,6 @@ from areal_actors.workflows import GenerationConfig
 if TYPE_CHECKING:
     from areal_actors.generation.servers.broadcasting import FindWeights
 
-__all__ = [
-    "EmbeddedSession",
-    "Inference",
-    "InferenceConfig",
-    "SessionActors",
-    "open_actors",
-    "open_engine",
-    "open_inference",
-    "open_model",
-    "settings_of",
-    "spawn_generation",
-    "spawn_proxy",
-    "spawn_session_actors",
-    "spawn_shard",
-]
-
 FORGET_SECONDS = 5.0
 
 UNLIMITED = 1_000_000

@@ -60,23 +60,6 @@ if TYPE_CHECKING:
     from areal_actors.training.config import TrainerConfig
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = [
-    "Job",
-    "ProblemSets",
-    "create_policy",
-    "load_held_out",
-    "load_problem_sets",
-    "load_rendering",
-    "load_set",
-    "load_supervised",
-    "load_training_problems",
-    "local_teacher",
-    "open_group_teacher",
-    "open_policy",
-    "prepare_agent",
-    "prepare_agents",
-]
-
 _log = get_logger(__name__)
 
 

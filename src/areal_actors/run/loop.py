@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     # torch takes seconds to import, and the controller of placed roles does not need it.
     from areal_actors.training.actor import TrainerActor
 
-__all__ = ["train"]
-
 
 async def train(trainer: TrainerActor) -> bool:
     """Train until the plan is carried out or a stop is requested; return whether the plan is carried out.

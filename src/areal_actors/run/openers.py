@@ -88,8 +88,6 @@ if TYPE_CHECKING:
     from areal_actors.training.trainer import PolicyTrainer
     from areal_actors.training.weight_store import WeightStore
 
-__all__ = ["OpenRole", "RoleContext", "import_role", "open_role"]
-
 _log = get_logger(__name__)
 
 _MIB = 1 << 20

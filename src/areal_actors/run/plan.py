@@ -23,19 +23,6 @@ from areal_actors.run.signals import RunControl
 from areal_actors.schedulers.config import RoleConfig
 from areal_actors.training.config import PublishBy
 
-__all__ = [
-    "ACTOR_ROLES",
-    "DEPENDENCIES",
-    "PREEMPTED",
-    "REPLICA",
-    "Finder",
-    "PlacedRole",
-    "RunPlan",
-    "dependencies_of",
-    "has_rollouts",
-    "needs_weights",
-]
-
 P = TypeVar("P")
 
 ACTOR_ROLES: Mapping[str, Role | None] = {

@@ -47,8 +47,6 @@ if TYPE_CHECKING:
     from areal_actors.config import RunConfig
     from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["SPEC_SECONDS", "RankOpener", "expect_ranks", "open_ranks", "serve_rank", "serve_task"]
-
 RankOpener = Callable[[Job], AbstractAsyncContextManager[GangMembers]]
 """A function that has ``trainer.gang.num_processes - 1`` ranks running while the block lasts."""
 

@@ -30,8 +30,6 @@ from areal_actors.proxy.dialects.completions import parse_completions_request
 from areal_actors.run.inference import InferenceConfig, open_model
 from areal_actors.workflows.engine import GenerationConfig, ModelRequest
 
-__all__ = ["GeneratedText", "RemoteSGLangEngine"]
-
 _URL_VARIABLES = ("AREAL_BASE_URL", "OPENAI_BASE_URL")
 _KEY_VARIABLES = ("AREAL_API_KEY", "OPENAI_API_KEY")
 _FORGET_SECONDS = 5.0

@@ -23,8 +23,6 @@ from areal_actors.dashboard.dumps import Decode
 from areal_actors.dashboard.reporter import Listener, ProgressReporter
 from areal_actors.rollouts.staleness import StaleGroups
 
-__all__ = ["create_reporter"]
-
 
 def create_reporter(
     config: RunConfig,

@@ -34,9 +34,6 @@ from areal_actors.workflows import (
     resolve_workflow,
 )
 
-__all__ = ["RolloutEngine", "RolloutHandle", "create_runner", "open_rollouts"]
-
-
 _STOP_SECONDS = 5.0
 
 

@@ -35,8 +35,6 @@ from areal_actors.run.job import prepare_agents
 from areal_actors.run.plan import RunPlan, has_rollouts
 from areal_actors.training.phases import PhaseName
 
-__all__ = ["Server", "describe_service", "format_service", "serve"]
-
 Announce = Callable[[Endpoint, RunDirectory], None]
 
 

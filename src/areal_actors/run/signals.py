@@ -25,8 +25,6 @@ from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import RequestStop, Training
 
-__all__ = ["Interrupts", "RunControl", "open_interrupts", "until_orphaned", "until_signalled"]
-
 EXIT_INTERRUPTED = 130
 
 _log = get_logger(__name__)

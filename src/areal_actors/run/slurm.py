@@ -16,8 +16,6 @@ from areal_actors.errors import SchedulerError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.slurm import JobRecord, SlurmCommands, cancel_records, find_slurm_files
 
-__all__ = ["cancel_jobs", "reap_jobs"]
-
 _log = get_logger(__name__)
 
 _CANCEL_SECONDS = 120.0

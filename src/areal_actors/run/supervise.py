@@ -30,9 +30,10 @@ from areal_actors.errors import (
     SchedulerError,
 )
 from areal_actors.kernel import Ref
-from areal_actors.kernel.failure import error_from_data, leaves
+from areal_actors.kernel.failure import error_from_data
 from areal_actors.lib import loops
 from areal_actors.lib.backoff import Backoff
+from areal_actors.lib.task_groups import leaves
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import (
     AwaitLapse,
@@ -47,17 +48,6 @@ from areal_actors.messages import (
 from areal_actors.run.plan import PlacedRole
 from areal_actors.schedulers.base import ControllerAddress, Placement, PlacementState, Scheduler, WorkerSpec
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
-
-__all__ = [
-    "PlacementBarrier",
-    "Restarts",
-    "WhileReady",
-    "WorkerExit",
-    "WorkerSupervisor",
-    "find_final",
-    "first_spec",
-    "first_specs",
-]
 
 _log = get_logger(__name__)
 

@@ -33,8 +33,6 @@ from areal_actors.run.job import load_supervised, prepare_agents
 from areal_actors.run.plan import RunPlan
 from areal_actors.run.signals import RunControl
 
-__all__ = ["RunSummary", "Trainer", "TrainingRun", "train"]
-
 
 def train(config: RunConfig, *, resume: bool = False, run_dir: Path | None = None) -> RunSummary:
     """Run a configuration to its end in a new event loop. Raises the ``ArealError`` that ended the run."""

@@ -39,8 +39,6 @@ from areal_actors.run.evaluation import run_evaluation
 from areal_actors.run.job import load_set
 from areal_actors.training.metrics import describe_untrained
 
-__all__ = ["TrialGroup", "TrialSummary", "format_trial", "try_agent"]
-
 _LOOP_CHECK_SECONDS = 0.05
 _BLOCKED_SECONDS = 0.5
 """Delays of the event loop that are reported. Loading of modules and Python's lock cause shorter ones."""

@@ -56,8 +56,6 @@ from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
-__all__ = ["Upstream", "UpstreamActors", "find_upstream", "open_upstream"]
-
 _ROUTES = ("chat/completions", "completions", "responses", "messages")
 """The ends of the paths at which models answer, on the routes of OpenAI and Anthropic."""
 _SEEDED = ("chat/completions", "completions")

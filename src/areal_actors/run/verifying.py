@@ -43,8 +43,6 @@ from areal_actors.journal.tables import decode_row
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import redact
 
-__all__ = ["Difference", "Verification", "format_verification", "verify_rows", "verify_run", "verify_turns"]
-
 
 @frozen(kw_only=True)
 class Difference:

@@ -18,8 +18,6 @@ from attrs import frozen
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.base import Resources
 
-__all__ = ["Inventory", "Machine", "Share", "find_machine"]
-
 _MIB = 1 << 20
 
 

@@ -20,19 +20,6 @@ from typing import Protocol
 from attrs import field, frozen
 from attrs.validators import ge, matches_re, optional
 
-__all__ = [
-    "CONTROLLER_LOST",
-    "NOT_BEGUN",
-    "RUN_AGAIN",
-    "ControllerAddress",
-    "Placement",
-    "PlacementState",
-    "PlacementStatus",
-    "Resources",
-    "Scheduler",
-    "WorkerSpec",
-]
-
 WORKER_NAME = r"[a-z][a-z0-9-]{0,62}"
 """Pattern for worker names, which become parts of file names, job names and node names."""
 

@@ -18,8 +18,6 @@ from attrs import evolve, field, frozen
 from areal_actors.errors import ConfigError
 from areal_actors.schedulers.base import ControllerAddress, WorkerSpec
 
-__all__ = ["BOOTSTRAP_VARIABLE", "Bootstrap", "read_bootstrap"]
-
 BOOTSTRAP_VARIABLE = "AREAL_BOOTSTRAP"
 _RESTARTS_VARIABLE = "SLURM_RESTART_COUNT"
 """Variable with the number of times that the cluster has restarted the job; each restart is another incarnation."""

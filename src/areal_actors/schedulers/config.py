@@ -22,16 +22,6 @@ from areal_actors.lib.settings import COMMON, constant
 from areal_actors.schedulers.base import Resources, Scheduler
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
-__all__ = [
-    "LocalConfig",
-    "RestartsConfig",
-    "RoleConfig",
-    "RolesConfig",
-    "SchedulerConfig",
-    "SchedulerType",
-    "open_scheduler",
-]
-
 
 class SchedulerType(StrEnum):
     """The scheduler that starts workers."""

@@ -24,8 +24,6 @@ from areal_actors.schedulers.base import PlacementState, PlacementStatus, Worker
 from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, Bootstrap
 from areal_actors.schedulers.config import LocalConfig
 
-__all__ = ["LocalPlacement", "LocalScheduler", "worker_command"]
-
 _GRACE_SECONDS = 5.0
 """How long a worker may take to exit after its block was left."""
 

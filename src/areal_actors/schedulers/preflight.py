@@ -21,8 +21,6 @@ from areal_actors.kernel.remote import connect
 from areal_actors.schedulers.base import NOT_BEGUN, ControllerAddress
 from areal_actors.schedulers.bootstrap import BOOTSTRAP_VARIABLE, read_bootstrap
 
-__all__ = ["check", "check_directory", "main"]
-
 _RETRY_SECONDS = 1.0
 
 

@@ -31,8 +31,6 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import RecordTurn, Sessions
 from areal_actors.sessions.journal import answer_of
 
-__all__ = ["EpisodeRecord", "EpisodeRecords", "RecordedJournal", "answer_again", "digest_request"]
-
 _log = get_logger(__name__)
 
 _WRITE_SECONDS = 10.0

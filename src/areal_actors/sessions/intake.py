@@ -77,19 +77,6 @@ from areal_actors.messages import (
 )
 from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
-__all__ = [
-    "IntakeConfig",
-    "IntakeKeeper",
-    "IntakePeers",
-    "OpenGroup",
-    "OpenGroups",
-    "Seat",
-    "SessionLeaseQueue",
-    "describe_session",
-    "restore_group",
-]
-
-
 _log = get_logger(__name__)
 
 _SETTLE_SECONDS = 5.0

@@ -39,8 +39,6 @@ from areal_actors.journal import Journal, RecoveredSession
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.sessions.retries import RetryCache
 
-__all__ = ["SessionJournal", "answer_of", "restore_retry_cache", "restore_session"]
-
 _log = get_logger(__name__)
 
 WRITE_SECONDS = 30.0

@@ -103,8 +103,6 @@ from areal_actors.sessions.request import (
 )
 from areal_actors.sessions.retries import CachedRequest, RetryCache
 
-__all__ = ["SessionManager", "SessionsConfig"]
-
 _log = get_logger(__name__)
 
 _OPENING = "areal.opening"

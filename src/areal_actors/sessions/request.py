@@ -61,20 +61,6 @@ from areal_actors.rendering import Renderer, StreamParser, join_deltas
 from areal_actors.sessions.journal import SessionJournal
 from areal_actors.sessions.retries import CachedRequest, RetryCache
 
-__all__ = [
-    "Choice",
-    "PendingRequest",
-    "RequestPlanner",
-    "SampleKeys",
-    "answer",
-    "asked_of",
-    "check_complete",
-    "find_grammar",
-    "replay",
-    "sampling",
-]
-
-
 Streams = list[AsyncIterator[Chunk]]
 
 

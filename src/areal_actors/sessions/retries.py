@@ -30,8 +30,6 @@ from attrs import define, field
 from areal_actors.domain import Answer, Attempt, InteractionId
 from areal_actors.errors import Unprocessable
 
-__all__ = ["CachedRequest", "RetryCache"]
-
 W = TypeVar("W")
 
 MAX_REMEMBERED = 256

@@ -67,8 +67,6 @@ from areal_actors.messages import (
     WatchSessions,
 )
 
-__all__ = ["SessionRouter", "open_shard_journals", "shard_journal"]
-
 _log = get_logger(__name__)
 
 F = TypeVar("F", bound=Callable[..., Any])

@@ -14,12 +14,19 @@ import anyio
 import anyio.lowlevel
 from attrs import define, evolve
 
-from areal_actors.domain import FinishReason, Ints, TopLogprob
+from areal_actors.domain import (
+    Chunk,
+    EngineInfo,
+    EngineRequest,
+    EngineStatistics,
+    FinishReason,
+    Ints,
+    PauseMode,
+    Snapshot,
+    TopLogprob,
+)
 from areal_actors.errors import ContextLengthExceeded, EngineError, InvalidRequest, ModelError, UnsupportedParameter
-from areal_actors.generation.base import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.lib.change_signal import ChangeSignal
-
-__all__ = ["EchoEngine", "Script", "echo_logprob", "script_answers"]
 
 Script = Callable[[Ints], Sequence[int]]
 """Maps prompt ids to the ids to be sampled; the generation ends with ``STOP`` after the last of them."""

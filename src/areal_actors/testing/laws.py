@@ -21,11 +21,9 @@ from attrs import frozen
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.cache.laws import LAWS, Law, chain, is_close
+from areal_actors.cache.laws import LAWS, Law, chain
 from areal_actors.cache.rewards import RewardTree, Rule
 from areal_actors.testing.strategies import reward_trees
-
-__all__ = ["REWARD_LAWS", "RewardLaw", "chain", "is_close"]
 
 
 @frozen

@@ -29,18 +29,6 @@ from areal_actors.domain import (
     ToolCall,
 )
 
-__all__ = [
-    "ECHO_STYLES",
-    "chat_messages",
-    "completions",
-    "conversations",
-    "echo_styles",
-    "reward_trees",
-    "sampling_distributions",
-    "session_records",
-    "tool_calls",
-]
-
 _MAX_TOKEN = 200
 
 # ----------------------------------------------------------------------------------------------- conversations

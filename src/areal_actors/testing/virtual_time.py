@@ -17,8 +17,6 @@ import asyncio
 import selectors
 from typing import Any
 
-__all__ = ["AutojumpLoop", "virtual_backend"]
-
 
 class AutojumpLoop(asyncio.SelectorEventLoop):
     """An asyncio loop whose clock starts at zero and jumps to the next timer whenever nothing else can happen."""

@@ -58,7 +58,7 @@ from areal_actors.messages import (
     TrainingSummary,
     VersionAdvanced,
 )
-from areal_actors.training.config import CheckpointConfig, EvaluationConfig, StopConfig, TrainingPlan
+from areal_actors.training.config import TrainingPlan
 from areal_actors.training.gang_actors import GangPolicy
 from areal_actors.training.metrics import (
     describe_evaluation,
@@ -69,8 +69,6 @@ from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
 from areal_actors.training.stored_checkpoints import parse_position
 from areal_actors.training.trainer import PolicyTrainer
-
-__all__ = ["CheckpointConfig", "EvaluationConfig", "StopConfig", "TrainerActor", "TrainingPeers", "TrainingPlan"]
 
 _log = get_logger(__name__)
 

@@ -58,17 +58,6 @@ from attrs import field, frozen
 from areal_actors.domain import Episode, Floats, Group, InteractionId, SessionId, Trajectory, as_floats, unfold_group
 from areal_actors.training.config import AdvantageConfig, Normalisation, StatisticsUnit
 
-__all__ = [
-    "FORMULAS",
-    "Formula",
-    "GroupAdvantages",
-    "compute_advantages",
-    "formula_of",
-    "has_signal",
-    "has_zero_variance",
-    "supervised_advantages",
-]
-
 Doubles = npt.NDArray[np.float64]
 
 _EQUAL = 1e-9

@@ -41,14 +41,6 @@ from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.config import Aggregation, TrainerConfig
 from areal_actors.training.distributions import Distributions, is_comparable, is_recomputed, tokens_of
 
-__all__ = [
-    "Batch",
-    "TrainingRow",
-    "create_rows",
-    "split_updates",
-    "token_weights",
-]
-
 _array = cmp_using(eq=np.array_equal, class_name="array")
 
 _LOGPROB_SLACK = 1e-3

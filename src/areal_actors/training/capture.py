@@ -69,8 +69,6 @@ from areal_actors.errors import CaptureViolation
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.config import CaptureConfig
 
-__all__ = ["CaptureGate", "CaptureWatch", "Comparison", "NoiseModel"]
-
 Doubles = npt.NDArray[np.float64]
 
 _MIN_TOKENS = 4

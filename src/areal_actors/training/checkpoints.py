@@ -53,14 +53,6 @@ from areal_actors.training.stored_checkpoints import (
     find_lineage,
 )
 
-__all__ = [
-    "Contents",
-    "agreed",
-    "generator_states",
-    "save_checkpoint",
-    "set_generator_states",
-]
-
 
 @frozen(kw_only=True)
 class Contents:

@@ -18,41 +18,6 @@ from attrs.validators import and_, deep_iterable, ge, gt, instance_of, le, lt, o
 from areal_actors.lib.references import FunctionReference, builtin_or_reference
 from areal_actors.lib.settings import COMMON, constant
 
-__all__ = [
-    "ROUNDING_NATS",
-    "Activations",
-    "AdvantageConfig",
-    "Aggregation",
-    "BehaviourConfig",
-    "CaptureConfig",
-    "Centre",
-    "CheckpointConfig",
-    "ComputeDtype",
-    "Decay",
-    "EvaluationConfig",
-    "GangBackend",
-    "GangConfig",
-    "KlConfig",
-    "KlEstimator",
-    "KlPlace",
-    "Layout",
-    "Level",
-    "LoraConfig",
-    "LoraServing",
-    "Normalisation",
-    "ObjectiveConfig",
-    "OffloadTo",
-    "OptimizerConfig",
-    "OptimizerName",
-    "OutOfRange",
-    "OverlongConfig",
-    "StatisticsUnit",
-    "StopConfig",
-    "Surrogate",
-    "TrainerConfig",
-    "TrainingPlan",
-]
-
 _positive: Any = gt(0)
 _finite: Any = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
 _not_negative: Any = ge(0)

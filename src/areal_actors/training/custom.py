@@ -27,22 +27,6 @@ if TYPE_CHECKING:
     from areal_actors.training.batch import TrainingRow
     from areal_actors.training.surrogates import LossInputs, PolicyLoss
 
-__all__ = [
-    "AdvantageEstimator",
-    "CustomSurrogate",
-    "Metric",
-    "StepInputs",
-    "estimate_advantages",
-    "example_groups",
-    "load_estimator",
-    "load_metrics",
-    "load_surrogate",
-    "measure",
-    "try_estimator",
-    "try_metric",
-    "try_surrogate",
-]
-
 _MAX_METRICS = 64
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.-]+(/[A-Za-z0-9_.-]+)*")
 

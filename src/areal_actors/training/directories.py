@@ -24,14 +24,6 @@ from torch import Tensor
 from areal_actors.errors import CheckpointError
 from areal_actors.lib.atomic_write import partial_path, sync_path
 
-__all__ = [
-    "REPLACED",
-    "atomic_directory",
-    "sweep",
-    "write_buckets",
-    "write_tensors",
-]
-
 REPLACED = ".replaced"
 """Suffix of a directory that was moved aside: complete, and valid until its replacement is in place."""
 

@@ -24,16 +24,6 @@ from torch import Tensor
 from areal_actors.domain import Group, SamplingDistribution, Trajectory
 from areal_actors.errors import ExportError
 
-__all__ = [
-    "Distributions",
-    "is_comparable",
-    "is_recomputed",
-    "num_greedy_tokens",
-    "tokens_of",
-    "truncation_bounds",
-    "withhold_greedy",
-]
-
 _NUM_CANDIDATES = 1024
 """Number of most probable tokens examined before the whole vocabulary is sorted, as in the torch engine."""
 

@@ -23,8 +23,6 @@ from areal_actors.training.packing import Pack
 from areal_actors.training.router_replay import replay_experts
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
 
-__all__ = ["TokenScores", "head_chunk_bytes", "score_pack", "score_tokens"]
-
 _CHUNK_BYTES = 64 << 20
 """Size of the float32 logits held at a time. Larger chunks were not faster on CPU."""
 _GPU_CHUNK_BYTES = 1 << 30

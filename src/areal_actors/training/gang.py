@@ -38,15 +38,6 @@ from areal_actors.errors import ArealError, ConfigError, GangError
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.packing import Pack
 
-__all__ = [
-    "Gang",
-    "assign_passes",
-    "connect_store",
-    "guarded",
-    "interface_to",
-    "open_store",
-]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 Doubles = npt.NDArray[np.float64]

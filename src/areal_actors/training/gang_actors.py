@@ -28,8 +28,6 @@ from areal_actors.training.statistics import RowRecorder, StepStatistics
 from areal_actors.training.stored_checkpoints import Checkpoint
 from areal_actors.training.trainer import PolicyTrainer
 
-__all__ = ["GangPolicy", "RankActor"]
-
 _log = get_logger(__name__)
 
 R = TypeVar("R")

@@ -37,15 +37,6 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.config import Activations
 from areal_actors.training.tree_attention import BLOCK_ATTENTION, SEGMENT_ATTENTION
 
-__all__ = [
-    "cast_weights",
-    "compiled_forward",
-    "decoder_layers",
-    "decoder_of",
-    "has_compiled",
-    "layer_memory",
-]
-
 _log = get_logger(__name__)
 
 _MEMORY_BUDGET = 0.8

@@ -26,19 +26,6 @@ from areal_actors.training.lora import WEIGHT_SOURCE, plain_name
 from areal_actors.training.sharding import first_row, gather, local_part
 from areal_actors.training.weights import tied_names
 
-__all__ = [
-    "GatheredWeights",
-    "UnreadWeights",
-    "WeightSource",
-    "attach_source",
-    "first_layers",
-    "is_stored",
-    "read_shards",
-    "source_of",
-    "streamed",
-    "unread_weights",
-]
-
 
 class WeightSource(Protocol):
     """Tensors in files, by their names in the state dict of a model without an adapter."""

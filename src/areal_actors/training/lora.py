@@ -36,8 +36,6 @@ from areal_actors.training.config import LoraConfig
 from areal_actors.training.directories import atomic_directory, write_tensors
 from areal_actors.training.sharding import scatter
 
-__all__ = ["ADAPTER_PART", "Adapter", "find_adapted", "load_adapter_tensors", "write_adapter"]
-
 _log = get_logger(__name__)
 
 ADAPTER_PART = "adapter_model"

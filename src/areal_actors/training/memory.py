@@ -29,20 +29,6 @@ from areal_actors.training.layers import decoder_layers
 from areal_actors.training.lora import find_adapted
 from areal_actors.training.optimizer import state_bytes
 
-__all__ = [
-    "TrainerPlan",
-    "activation_bytes",
-    "count_kept_layers",
-    "device_bytes",
-    "num_kept_layers",
-    "plan_trainer",
-    "release_free_memory",
-    "require_room",
-    "resolve_activations",
-    "sketch_model",
-    "temporary_bytes",
-]
-
 _SHARE_OF_ACTIVATIONS = 1 / 3
 """Share of the memory that weights, gradients and moments leave, up to which activations are kept.
 

@@ -31,18 +31,6 @@ from areal_actors.messages import EvaluationFinished, Lease, UntrainedGroup
 if TYPE_CHECKING:
     from areal_actors.training.statistics import StepStatistics
 
-__all__ = [
-    "Lengths",
-    "count_truncated",
-    "describe_evaluation",
-    "describe_lengths",
-    "describe_untrained",
-    "mean_reward",
-    "measure_episodes",
-    "step_metrics",
-    "supervised_metrics",
-]
-
 
 @frozen(kw_only=True)
 class Lengths:

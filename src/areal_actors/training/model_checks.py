@@ -26,15 +26,6 @@ from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.router_replay import require_replayable
 from areal_actors.training.tree_attention import PackMask, create_mask, has_planned_attention, planned_attention
 
-__all__ = [
-    "attention_window",
-    "plan_attention",
-    "require_chunk_support",
-    "require_plain_head",
-    "require_supported",
-    "require_tree_support",
-]
-
 _log = get_logger(__name__)
 
 _TOLERANCE = 1e-3

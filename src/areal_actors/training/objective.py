@@ -30,20 +30,6 @@ from areal_actors.training.surrogates import (
     estimate_kl,
 )
 
-__all__ = [
-    "MAXIMA",
-    "DistillationObjective",
-    "LikelihoodObjective",
-    "Objective",
-    "ObjectiveLoss",
-    "PolicyObjective",
-    "TokenSums",
-    "create_objective",
-    "create_phase_objective",
-    "required_scores",
-]
-
-
 MAXIMA = ("importance_max", "behaviour_gap_max")
 """Fields of ``TokenSums`` that combine by maximum instead of sum."""
 

@@ -22,8 +22,6 @@ from areal_actors.errors import CheckpointError, ConfigError, TrainingDiverged
 from areal_actors.training.config import Decay, OffloadTo, OptimizerConfig, OptimizerName
 from areal_actors.training.sharding import Rows, gather, local_part, scatter, scatter_from_first, with_local_part
 
-__all__ = ["Optimizer", "learning_rate", "state_bytes"]
-
 _CLIP_EPSILON = 1e-6
 """torch divides the largest norm by the norm plus this."""
 _TORCHAO = {

@@ -29,19 +29,6 @@ from areal_actors.domain import Ints
 from areal_actors.training.batch import Indices, TrainingRow
 from areal_actors.training.distributions import Distributions
 
-__all__ = [
-    "Pack",
-    "Segment",
-    "Trie",
-    "build_trie",
-    "node_depths",
-    "pack_flat",
-    "pack_padded",
-    "pack_tree",
-    "subtree_ends",
-    "visible",
-]
-
 _PAD = 0
 """Token id that pads short rows. Any id would do: no real token attends to it, and its predictions are not read."""
 

@@ -55,8 +55,6 @@ from areal_actors.training.sharding import free_gathered
 from areal_actors.training.surrogates import LossInputs
 from areal_actors.training.tree_attention import Layers, PackMask, chunk_length
 
-__all__ = ["Accumulated", "PassScores", "Passes", "Scorer", "split_pack"]
-
 _MAX_NAMED = 2
 _NOTHING = np.zeros(0, dtype=np.int64)
 _DUMMY_PACK = Pack(

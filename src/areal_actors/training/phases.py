@@ -24,21 +24,6 @@ from areal_actors.domain import Episode, Floats, Group, GroupId, Ints, Problem, 
 from areal_actors.errors import CheckpointError, ConfigError
 from areal_actors.training.config import Aggregation, KlPlace, ObjectiveConfig, OptimizerConfig, TrainerConfig
 
-__all__ = [
-    "GroupTeacher",
-    "Phase",
-    "PhaseName",
-    "Score",
-    "check_phases",
-    "count_steps",
-    "distillation_phase",
-    "phase_of",
-    "require_same_phases",
-    "sft_phase",
-    "supervised_group",
-    "teach_group",
-]
-
 _SHARED = ("lora", "dtype", "device", "gang", "publish")
 """Settings of the whole run: what they decide is made once, before the first phase."""
 

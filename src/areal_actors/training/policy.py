@@ -51,8 +51,6 @@ from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint
 from areal_actors.training.tree_attention import attention_number, set_attention_number
 from areal_actors.training.weights import digest, distinct_tensors, load_weights, stored_weights, tied_names
 
-__all__ = ["TrainedPolicy"]
-
 _log = get_logger(__name__)
 
 

@@ -33,16 +33,6 @@ from areal_actors.training.lora import write_adapter
 from areal_actors.training.policy import TrainedPolicy
 from areal_actors.training.weights import write_config
 
-__all__ = [
-    "AdapterPublisher",
-    "DiskPublisher",
-    "MemoryPublisher",
-    "Publishable",
-    "Publisher",
-    "create_publisher",
-    "weights_of",
-]
-
 _NAME = re.compile(r"(?:version|adapter)-(\d{8,})")
 
 

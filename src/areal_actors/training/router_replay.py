@@ -26,8 +26,6 @@ from areal_actors.lib.routers import find_routers
 from areal_actors.models import model_shape
 from areal_actors.training.layers import decoder_of
 
-__all__ = ["record_experts", "replay_experts", "require_replayable"]
-
 _TOLERANCE = 1e-4
 
 # By module instead of as an attribute of it: a copy of a model, such as the engine's, must not replay.

@@ -19,18 +19,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from areal_actors.training.gang import Gang
 from areal_actors.training.layers import decoder_layers
 
-__all__ = [
-    "Rows",
-    "first_row",
-    "free_gathered",
-    "gather",
-    "local_part",
-    "scatter",
-    "scatter_from_first",
-    "shard",
-    "with_local_part",
-]
-
 
 def shard(
     scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype, is_stored: Callable[[str], bool] = lambda _: False

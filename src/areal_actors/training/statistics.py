@@ -15,13 +15,6 @@ from areal_actors.training.batch import TrainingRow
 from areal_actors.training.distributions import tokens_of
 from areal_actors.training.objective import TokenSums
 
-__all__ = [
-    "DataStatistics",
-    "RowRecorder",
-    "StepStatistics",
-    "describe_data",
-]
-
 
 @frozen(kw_only=True)
 class DataStatistics:

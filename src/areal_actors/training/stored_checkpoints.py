@@ -33,21 +33,6 @@ from areal_actors.lib.file_digests import find_damage
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.directories import REPLACED
 
-__all__ = [
-    "DOCUMENT",
-    "FORMAT",
-    "OFFSET",
-    "OFFSETS",
-    "Checkpoint",
-    "StoredTensors",
-    "digest_document",
-    "find_checkpoint",
-    "find_checkpoints",
-    "find_latest",
-    "find_lineage",
-    "parse_position",
-]
-
 DOCUMENT = "checkpoint.json"
 FORMAT = 1
 OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"

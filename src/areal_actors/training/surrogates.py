@@ -48,26 +48,6 @@ from areal_actors.training.config import (
     Surrogate,
 )
 
-__all__ = [
-    "BehaviourCorrection",
-    "ClippedRatio",
-    "ClippedSequenceRatio",
-    "ClippedWeight",
-    "LossInputs",
-    "PolicyLoss",
-    "ProbabilityRegion",
-    "Reinforce",
-    "SurrogateLoss",
-    "bounded_exp",
-    "create_surrogate",
-    "estimate_kl",
-    "kl_costs",
-    "overlong_penalty",
-    "penalise_overlong",
-    "sequence_mean",
-    "sequence_sum",
-]
-
 _MAX_EXPONENT = 20.0
 """Bound on the exponent of a ratio: e^20 is far beyond any clip, and its square is still a float32 number."""
 

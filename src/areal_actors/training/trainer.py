@@ -43,8 +43,6 @@ from areal_actors.training.statistics import RowRecorder, StepStatistics, descri
 from areal_actors.training.surrogates import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.tree_attention import has_planned_attention
 
-__all__ = ["PolicyTrainer"]
-
 
 @frozen(kw_only=True)
 class _Update:

@@ -36,21 +36,6 @@ from areal_actors.lib.transfers import to_device
 from areal_actors.models import model_shape
 from areal_actors.training.packing import Segment, node_depths, subtree_ends
 
-__all__ = [
-    "BLOCK_ATTENTION",
-    "SEGMENT_ATTENTION",
-    "BlockLists",
-    "Layers",
-    "PackMask",
-    "SegmentPlan",
-    "chunk_length",
-    "create_mask",
-    "has_planned_attention",
-    "padded_length",
-    "plan_blocks",
-    "planned_attention",
-]
-
 SEGMENT_ATTENTION = "areal_segments"
 """Name of the attention by segments, which is fastest on a CPU."""
 BLOCK_ATTENTION = "areal_blocks"

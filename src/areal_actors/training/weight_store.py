@@ -59,16 +59,6 @@ from areal_actors.training.config import GangConfig
 from areal_actors.training.gang import open_store
 from areal_actors.training.publication import DiskPublisher, Publishable, weights_of
 
-__all__ = [
-    "BroadcastGroup",
-    "StorePublisher",
-    "StoredWeights",
-    "WeightStore",
-    "WeightStoreActor",
-    "address_towards",
-    "pack_buckets",
-]
-
 _POLL_SECONDS = 0.0005
 _MAX_POLL_SECONDS = 0.01
 _LEAVING_POLL_SECONDS = 0.05

@@ -24,8 +24,6 @@ from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, checkpoint_l
 from areal_actors.training.directories import atomic_directory, write_buckets
 from areal_actors.training.stored_checkpoints import Checkpoint, StoredTensors
 
-__all__ = ["digest", "distinct_tensors", "export_model", "load_weights", "stored_weights", "tied_names", "write_config"]
-
 _MAX_FILE_BYTES = 5 * 10**9
 """Size of the files that a larger model is divided into."""
 

@@ -33,20 +33,6 @@ from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve_shielded, url_of
 from areal_actors.viewer.runs import Access, FailureFilter, GroupFilter, ViewedRun, find_runs
 
-__all__ = [
-    "DEFAULT_INTERVALS",
-    "PAGE_HEADERS",
-    "STATIC",
-    "PollIntervals",
-    "create_app",
-    "create_page",
-    "open_page",
-    "read_cookie",
-    "run_viewer",
-    "set_cookie",
-    "with_headers",
-]
-
 STATIC = Path(__file__).parent / "static"
 _TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 PAGE_HEADERS = {

@@ -18,22 +18,10 @@ from attrs import asdict, evolve, frozen
 from areal_actors.dashboard import RunDirectory, summarize_run
 from areal_actors.dashboard.metrics import read_new_records
 from areal_actors.dashboard.records import read_records
-from areal_actors.dashboard.run_record import RunStatus, read_record
+from areal_actors.dashboard.run_record import read_record
+from areal_actors.domain import RunStatus
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact, redact_settings
-
-__all__ = [
-    "Access",
-    "FailureFilter",
-    "GroupFilter",
-    "Status",
-    "ViewedRun",
-    "describe_runs",
-    "find_runs",
-    "format_runs",
-    "is_run",
-    "view_run",
-]
 
 Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from areal_actors.cache.interactions import InteractionWithTokenLogpReward, ModelResponse
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import (
     Agent,
@@ -23,7 +24,7 @@ from areal_actors.workflows.commands import (
 )
 from areal_actors.workflows.context import EpisodeContext
 from areal_actors.workflows.engine import EpisodeEngine, GenerationConfig, GenerationHyperparameters, ModelRequest
-from areal_actors.workflows.interactions import InteractionWithTokenLogpReward, ModelResponse, Sample, parse_rollout
+from areal_actors.workflows.interactions import Sample, parse_rollout
 from areal_actors.workflows.plugins import PluginWorkflow, WorkflowPlugin
 from areal_actors.workflows.pool import AgentPool, PoolConfig, serialize_agent
 from areal_actors.workflows.recording import RecordedGeneration

@@ -30,23 +30,6 @@ import areal_actors
 from areal_actors.domain import InteractionId
 from areal_actors.errors import ArealError, EpisodeError
 
-__all__ = [
-    "PLACEHOLDER",
-    "Agent",
-    "Injected",
-    "LimitedAgent",
-    "Reward",
-    "acquire_agent",
-    "describe_error",
-    "failure_of",
-    "format_agent_traceback",
-    "is_failure",
-    "name_of",
-    "parse_result",
-    "placeholder_keys",
-    "run_agent",
-]
-
 _PACKAGE = Path(areal_actors.__file__).parent
 _MAX_TRACEBACK = 8000
 _RAISE = dis.opmap["RAISE_VARARGS"]

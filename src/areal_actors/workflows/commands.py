@@ -44,8 +44,6 @@ from areal_actors.workflows.agents import Agent, LimitedAgent, parse_result
 from areal_actors.workflows.pool import PoolConfig
 from areal_actors.workflows.processes import check_problem, episode_environment, inherited_environment
 
-__all__ = ["BoxedCommand", "CommandAgent", "CommandConfig", "CommandWord", "ProblemEnvironment", "find_environment"]
-
 CommandWord = NewType("CommandWord", str)
 """A word of a command: a file next to the configuration if there is one with that name, and text otherwise."""
 

@@ -14,8 +14,6 @@ from attrs import frozen
 from areal_actors.domain import EVAL_SCOPE, SCOPE, merge_numbers
 from areal_actors.errors import InvalidRequest
 
-__all__ = ["EpisodeContext", "enter", "get", "log", "logged", "reached_limit", "stat_scope"]
-
 
 @frozen(kw_only=True)
 class EpisodeContext:

@@ -16,6 +16,7 @@ import numpy as np
 from attrs import evolve, field, frozen
 from attrs.validators import ge, gt, le
 
+from areal_actors.cache.interactions import ModelResponse
 from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.domain import (
     Chunk,
@@ -34,9 +35,6 @@ from areal_actors.kernel import Ref
 from areal_actors.lib.settings import constant
 from areal_actors.messages import DescribeEngine, Generate, Generation
 from areal_actors.rendering import Renderer
-from areal_actors.workflows.interactions import ModelResponse
-
-__all__ = ["EpisodeEngine", "GenerationConfig", "GenerationHyperparameters", "ModelRequest"]
 
 
 class EpisodeEngine:

@@ -12,18 +12,9 @@ from typing import Any
 from attrs import evolve, frozen
 
 from areal_actors.cache import from_tensors, parse_reward
-from areal_actors.cache.interactions import InteractionViews, InteractionWithTokenLogpReward, ModelResponse
+from areal_actors.cache.interactions import InteractionWithTokenLogpReward
 from areal_actors.domain import Ints, SamplingDistribution, SessionId, Trajectory
 from areal_actors.errors import EpisodeError, ExportError, RewardError
-
-__all__ = [
-    "InteractionViews",
-    "InteractionWithTokenLogpReward",
-    "ModelResponse",
-    "Sample",
-    "is_interactions",
-    "parse_rollout",
-]
 
 
 @frozen(kw_only=True)

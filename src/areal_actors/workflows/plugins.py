@@ -14,8 +14,6 @@ from areal_actors.sandbox import SandboxConfig
 from areal_actors.workflows.agents import Agent
 from areal_actors.workflows.pool import PoolConfig
 
-__all__ = ["PluginWorkflow", "WorkflowPlugin"]
-
 
 class WorkflowPlugin(Protocol):
     """An agent that a plug-in adds: an attrs class with its settings."""

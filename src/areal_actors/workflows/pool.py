@@ -33,8 +33,6 @@ from areal_actors.workflows.agents import Agent, LimitedAgent
 from areal_actors.workflows.processes import check_problem, inherited_environment
 from areal_actors.workflows.rollout import resolve_agent
 
-__all__ = ["AgentPool", "PoolConfig", "deserialize_agent", "serialize_agent"]
-
 _MAX_REPLY_BYTES = 16 * 1024 * 1024
 _MAX_STARTS = 3
 """Number of times to start a process if each one is killed from outside while it starts."""

@@ -11,8 +11,6 @@ from typing import Any
 
 from areal_actors.errors import EpisodeError
 
-__all__ = ["check_problem", "episode_environment", "inherited_environment"]
-
 _SECRETS = frozenset({"AREAL_ADMIN_KEY", "AREAL_API_KEY", "AREAL_BOOTSTRAP"})
 """Variables of the run that authorise more than an agent may do: access to any session, and the run's own workers."""
 

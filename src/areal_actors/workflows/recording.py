@@ -32,8 +32,6 @@ from areal_actors.kernel import ActorStatistics, Address, Message, Ref, StreamMe
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import Generate, Generation, OpenedEpisode, RecordTurn, Sessions
 
-__all__ = ["RecordedGeneration"]
-
 _log = get_logger(__name__)
 
 R = TypeVar("R")

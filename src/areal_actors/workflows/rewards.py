@@ -20,8 +20,6 @@ from areal_actors.errors import ConfigError, EpisodeError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.workflows.agents import describe_error
 
-__all__ = ["AsyncRewardWrapper"]
-
 _log = get_logger(__name__)
 
 _numbers = count()

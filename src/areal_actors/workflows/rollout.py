@@ -22,6 +22,7 @@ import anyio
 from attrs import evolve
 
 from areal_actors.cache import pad_together
+from areal_actors.cache.interactions import InteractionViews, InteractionWithTokenLogpReward
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
 from areal_actors.domain import Episode
 from areal_actors.errors import ActorStopped, ConfigError, EpisodeError, WorkflowError
@@ -32,19 +33,7 @@ from areal_actors.messages import Intake, SettleTaken, TakeSession
 from areal_actors.workflows import context as workflow_context
 from areal_actors.workflows.agents import Agent, Injected, describe_error, placeholder_keys, run_agent
 from areal_actors.workflows.engine import EpisodeEngine
-from areal_actors.workflows.interactions import InteractionViews, InteractionWithTokenLogpReward, is_interactions
-
-__all__ = [
-    "GroupedRolloutWorkflow",
-    "MemberOutcome",
-    "OpenAIProxyWorkflow",
-    "ProxyWorkflow",
-    "RolloutResult",
-    "RolloutWorkflow",
-    "fail_together",
-    "resolve_agent",
-    "resolve_workflow",
-]
+from areal_actors.workflows.interactions import is_interactions
 
 _log = get_logger(__name__)
 

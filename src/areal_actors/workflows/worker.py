@@ -31,8 +31,6 @@ from areal_actors.workflows.context import EpisodeContext
 from areal_actors.workflows.pool import deserialize_agent
 from areal_actors.workflows.processes import episode_environment
 
-__all__ = ["serve"]
-
 
 def serve(lifeline: int) -> None:
     """Run a worker until its parent closes the channel."""

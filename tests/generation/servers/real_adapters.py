@@ -21,8 +21,7 @@ from attrs import evolve
 from tests.generation.servers.real_server_stack import TOLERANCE, create_config
 from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 
-from areal_actors.domain import EngineRequest, SampleKey, Sampling
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models import load_policy, resolve_model

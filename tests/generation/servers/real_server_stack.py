@@ -15,8 +15,7 @@ from attrs import evolve, frozen
 from tests.generation.servers.gateways import open_gateway
 from tests.generation.servers.server_stack import ReplicatedServers, Trainer, open_replicated, open_trainer
 
-from areal_actors.domain import EngineRequest, SampleKey, Sampling, as_floats
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot, as_floats
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.models import resolve_model

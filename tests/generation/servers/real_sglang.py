@@ -37,8 +37,7 @@ from tests.generation.servers.real_server_stack import (
 )
 from tests.moe import save_moe
 
-from areal_actors.domain import FinishReason
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import FinishReason, Snapshot
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors_testing.engine_contract import ENGINE_CHECKS, collect, join_ids
 

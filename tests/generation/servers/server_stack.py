@@ -12,9 +12,17 @@ import torch
 from attrs import asdict, define
 from tests.generation.servers.fake_process import script
 
-from areal_actors.domain import Chunk, EngineInfo, EngineStatistics, PauseMode, SampleKey, Sampling
+from areal_actors.domain import (
+    Chunk,
+    EngineInfo,
+    EngineRequest,
+    EngineStatistics,
+    PauseMode,
+    SampleKey,
+    Sampling,
+    Snapshot,
+)
 from areal_actors.errors import CheckpointError
-from areal_actors.generation.base import EngineRequest, Snapshot
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.engine import ServerEngine, open_server_engines
 from areal_actors.generation.servers.sglang import SGLangDialect

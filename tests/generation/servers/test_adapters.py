@@ -11,9 +11,9 @@ from attrs import evolve
 from safetensors.torch import save_file
 from tests.generation.servers.server_stack import CONFIG, WHOLE, ask, open_replicated, script
 
+from areal_actors.domain import Snapshot
 from areal_actors.domain.grammar import FreeText
 from areal_actors.errors import EngineError, ModelError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import AdapterSlots, Backend
 from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.testing.engines import EchoEngine

@@ -29,9 +29,8 @@ from tests.generation.servers.server_stack import (
 )
 
 import areal_actors
-from areal_actors.domain import as_floats
+from areal_actors.domain import Snapshot, as_floats
 from areal_actors.errors import ConfigError, EngineError, ModelError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.broadcasting import create_weight_receiver
 from areal_actors.generation.servers.server import open_server
 from areal_actors.generation.servers.vllm import VllmDialect

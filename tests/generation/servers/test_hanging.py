@@ -23,7 +23,7 @@ from tests.generation.servers.server_stack import (
     open_server_stack,
 )
 
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
 from areal_actors.generation.servers.sglang import SGLangDialect

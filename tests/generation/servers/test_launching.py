@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.generation.servers.server_stack import open_replicated
 
+from areal_actors.domain import Snapshot
 from areal_actors.errors import EngineError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import (
     count_devices,

@@ -19,9 +19,8 @@ from tests.generation.servers.server_stack import (
     open_server_stack,
 )
 
-from areal_actors.domain import FinishReason, as_floats
+from areal_actors.domain import FinishReason, PauseMode, Snapshot, as_floats
 from areal_actors.errors import EngineError, InvalidRequest
-from areal_actors.generation.base import PauseMode, Snapshot
 from areal_actors.generation.servers.sglang import SGLangDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.models import load_policy

@@ -9,8 +9,8 @@ import pytest
 from attrs import evolve
 from tests.generation.servers.server_stack import CONFIG, WHOLE, ask, ids_of, open_engine, open_server_stack
 
+from areal_actors.domain import Snapshot
 from areal_actors.errors import EngineError, ModelError
-from areal_actors.generation.base import Snapshot
 from areal_actors.models import load_policy
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.engine_contract import collect

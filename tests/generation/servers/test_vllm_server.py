@@ -13,9 +13,8 @@ from tests.generation.llamas import create_llama
 from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 from transformers import LlamaForCausalLM
 
-from areal_actors.domain import SampleKey, Sampling, as_floats
+from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot, as_floats
 from areal_actors.errors import EngineError
-from areal_actors.generation.base import EngineRequest, Snapshot
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.vllm import VllmDialect
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig

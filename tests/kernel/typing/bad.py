@@ -66,7 +66,5 @@ async def use(system: ActorSystem, capacity: Ref[Capacity]) -> None:
     capacity.stream(Grant())  # type: ignore[arg-type]
     text: str = await capacity.ask(Grant())  # type: ignore[arg-type]
     both: Ref[Capacity | Sessions] = capacity  # type: ignore[assignment]
-    with system.portal() as portal:
-        portal.ask(capacity, EndSession())  # type: ignore[misc]
     await both.ask(EndSession())
     text.upper()

@@ -74,8 +74,6 @@ async def use(system: ActorSystem, both: Ref[Capacity | Sessions], context: Cont
     assert_type(await both.ask(EndSession()), bool)
     narrower: Ref[Capacity] = both
     await narrower.tell(Grant())
-    with system.portal() as portal:
-        assert_type(portal.ask(ref, Grant()), Granted)
     assert_type(await Granter(limit=1).grant(Grant()), Granted)
     context.tasks.start_soon(ref.tell, VersionAdvanced(version=2))
     context.watch(ref)

@@ -8,8 +8,7 @@ import pytest
 from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
-from areal_actors.domain import Tool, ToolCall
-from areal_actors.rendering.base import TextDelta
+from areal_actors.domain import TextDelta, Tool, ToolCall
 from areal_actors.rendering.formats.deepseek import DeepSeek
 
 FENCED, BARE = DeepSeek(has_fences=True), DeepSeek(has_fences=False)

@@ -8,7 +8,7 @@ from itertools import count
 import pytest
 from tests.rendering.conversations import TOOL
 
-from areal_actors.rendering.base import TextDelta, ToolArgumentsDelta, ToolCallStarted
+from areal_actors.domain import TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.rendering.formats.hermes import Hermes
 from areal_actors.rendering.formats.json_calls import parse_call
 from areal_actors.rendering.parsers import join_deltas

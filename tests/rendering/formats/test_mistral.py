@@ -6,8 +6,7 @@ import pytest
 from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
-from areal_actors.domain import Tool, ToolCall
-from areal_actors.rendering.base import TextDelta
+from areal_actors.domain import TextDelta, Tool, ToolCall
 from areal_actors.rendering.formats.mistral import Mistral
 
 LIST, NAMED = Mistral(), Mistral(has_names=True)

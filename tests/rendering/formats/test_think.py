@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.rendering.base import ReasoningDelta, TextDelta
+from areal_actors.domain import ReasoningDelta, TextDelta
 from areal_actors.rendering.formats.think import ThinkTags
 from areal_actors.rendering.parsers import join_deltas
 

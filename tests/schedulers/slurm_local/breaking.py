@@ -14,7 +14,7 @@ from anyio import to_thread
 from click.testing import CliRunner, Result
 from tests.schedulers.slurm_local.cluster import Cluster, why_no_namespaces
 
-from areal_actors.__main__ import cli
+from areal_actors.cli import cli
 from areal_actors.kernel.remote import Listener
 from areal_actors.schedulers.base import PlacementState, Resources
 from areal_actors.schedulers.slurm import SlurmPlacement

@@ -22,16 +22,6 @@ from attrs import frozen
 from areal_actors.datasets import DataPath, DatasetConfig, Rows, plain_row, read_json_lines
 from areal_actors.errors import DatasetError
 
-__all__ = [
-    "BfclFile",
-    "FunctionCall",
-    "FunctionCaller",
-    "convert_function",
-    "create_problem",
-    "find_answers",
-    "find_fault",
-]
-
 _TYPES = {
     "any": "string",
     "bool": "boolean",

@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from areal_actors.sandbox import SandboxConfig
     from areal_actors_environments.harbor import TaskDirectory
 
-__all__ = ["tasks"]
-
 _sandbox = click.option(
     "--sandbox",
     "backend",

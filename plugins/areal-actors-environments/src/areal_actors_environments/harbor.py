@@ -29,8 +29,6 @@ from attrs import field, frozen
 from areal_actors.datasets import DataPath, DatasetConfig, Rows, plain_row
 from areal_actors.errors import DatasetError
 
-__all__ = ["Copied", "HarborTasks", "TaskDirectory", "find_task_directories", "load_task", "resolve_variables"]
-
 INSTRUCTION, SETTINGS = "instruction.md", "task.toml"
 _WORK_DIRECTORY = "/app"
 _VERIFIER_SECONDS = 600.0

@@ -21,8 +21,6 @@ from attrs import field, frozen
 from areal_actors.errors import EpisodeError, InvalidRequest, WorkflowError
 from areal_actors.workflows import context as workflow_context
 
-__all__ = ["Actions", "Form", "OpenEnvAgent", "choose_form", "describe", "parse_call", "seeds"]
-
 INSTALL = "pip install 'areal-actors-environments[openenv]'"
 
 _STEP = "step"

@@ -34,18 +34,6 @@ from areal_actors.sandbox import (
 from areal_actors.workflows import BoxedCommand
 from areal_actors_environments.harbor import TaskDirectory, load_task, resolve_variables
 
-__all__ = [
-    "TaskBox",
-    "TaskEnvironment",
-    "Verdict",
-    "check_task",
-    "environment",
-    "grade_files",
-    "grade_solution",
-    "open_task_box",
-    "take_files",
-]
-
 _LOGS, _TESTS, _SOLUTION = "/logs", "/tests", "/solution"
 _REWARD = "reward"
 _MAX_REWARD_BYTES = 1024 * 1024

@@ -23,15 +23,6 @@ from areal_actors.datasets import DatasetConfig, ProblemsReference, Rows, plain_
 from areal_actors.errors import ArealError, DatasetError
 from areal_actors.lib.references import import_reference
 
-__all__ = [
-    "VerifiersPlugin",
-    "check_options",
-    "import_verifiers",
-    "load_taskset",
-    "plugin_id",
-    "task_rows",
-]
-
 INSTALL = "pip install 'areal-actors-environments[verifiers]'"
 
 

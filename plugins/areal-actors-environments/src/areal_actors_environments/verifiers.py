@@ -29,8 +29,6 @@ from areal_actors.workflows import Agent, AgentPool, PoolConfig, serialize_agent
 from areal_actors.workflows import context as workflow_context
 from areal_actors_environments.tasksets import VerifiersPlugin, check_options, import_verifiers, plugin_id
 
-__all__ = ["BlockingVerifiersAgent", "VerifiersAgent", "VerifiersConfig", "create_environment"]
-
 _DEFAULT = "default"
 _CHAT = "chat"
 _MAX_TRACEBACK = 8000

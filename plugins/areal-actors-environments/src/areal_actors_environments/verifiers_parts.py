@@ -33,8 +33,6 @@ from verifiers.v1.dialects.chat import message_to_wire
 from areal_actors.errors import SandboxError
 from areal_actors.sandbox import BoxRequest, Network, Output, Sandbox, SandboxConfig, create_sandbox
 
-__all__ = ["BoxProcess", "BoxRuntime", "ChatHarness", "Play", "attached", "create_http_client"]
-
 _MAX_SAID = 4096
 _KILLED = 137
 _ID = re.compile(rb'"id": ?"([^"]+)"')

@@ -29,8 +29,6 @@ from areal_actors.lib.task_groups import open_tasks
 from areal_actors.sandbox import BoxRequest, Completed, Network, Output, Tail
 from areal_actors_sandbox import inside
 
-__all__ = ["Box", "Start", "code", "create_memory_file", "linux_version", "memory_file", "program"]
-
 START_SECONDS = 60.0
 """How long a box may take to start: a container's image may have to be unpacked."""
 COPY_SECONDS = 300.0

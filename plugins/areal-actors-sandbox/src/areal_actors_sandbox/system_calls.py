@@ -14,8 +14,6 @@ from pathlib import Path
 
 from areal_actors.lib.scratch import process_directory
 
-__all__ = ["create_filter", "create_profile"]
-
 _REFUSED_CALLS = {
     # Memory that belongs to no process, for which an unprivileged user has no limit.
     "memfd_create": (319, 279),

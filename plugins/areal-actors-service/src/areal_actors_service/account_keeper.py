@@ -35,8 +35,6 @@ from areal_actors.messages import (
 from areal_actors_service.accounts import AccountBook, AccountStore, Claim
 from areal_actors_service.config import UsersConfig, users_of
 
-__all__ = ["AccountKeeper", "create_account_keeper"]
-
 _log = get_logger(__name__)
 
 

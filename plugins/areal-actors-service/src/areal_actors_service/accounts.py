@@ -37,16 +37,6 @@ from areal_actors.domain import IssuedKey, KeyId, Quotas, User, UserKey
 from areal_actors.domain.accounts import KEY_PREFIX, digest_of
 from areal_actors.errors import ConfigError, InvalidRequest, NotFound, QuotaExceeded, Unauthorized, Unavailable
 
-__all__ = [
-    "AccountBook",
-    "AccountStore",
-    "Claim",
-    "Contents",
-    "RateWindow",
-    "day_of",
-    "seconds_to_midnight",
-]
-
 _DAY_SECONDS = 86_400
 _MAX_NAME = 200
 

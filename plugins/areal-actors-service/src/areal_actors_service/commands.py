@@ -16,8 +16,6 @@ from areal_actors.cli.explaining import config_argument, explains_errors, overri
 if TYPE_CHECKING:
     from areal_actors_service.key_access import KeyClient
 
-__all__ = ["entry", "host", "keys"]
-
 
 @click.command()
 @config_argument

@@ -10,8 +10,6 @@ from attrs.validators import ge, gt, le
 from areal_actors.config import RunConfig
 from areal_actors_service.launcher import LauncherConfig
 
-__all__ = ["HostConfig", "UsersConfig", "host_of", "users_of"]
-
 
 @frozen(kw_only=True)
 class UsersConfig:

@@ -15,7 +15,8 @@ from attrs import evolve, field, frozen
 
 from areal_actors.config import RunConfig, save_config
 from areal_actors.dashboard import RunDirectory, summarize_run
-from areal_actors.dashboard.run_record import RunStatus, read_record
+from areal_actors.dashboard.run_record import read_record
+from areal_actors.domain import RunStatus
 from areal_actors.errors import ConfigError, InvalidRequest
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.remote.sockets import is_loopback
@@ -33,8 +34,6 @@ from areal_actors_service.launcher import Launcher, ServiceProvider
 from areal_actors_service.messages import Hosting, ListServices, ServiceView, StopServices, TrialId
 from areal_actors_service.page import HostPage, Visitor
 from areal_actors_service.processes import ServiceProcesses
-
-__all__ = ["Host", "open_host", "run_host"]
 
 _log = get_logger(__name__)
 

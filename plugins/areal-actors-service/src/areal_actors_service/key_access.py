@@ -23,8 +23,6 @@ from areal_actors.errors import ConfigError, Unavailable
 from areal_actors.proxy.keys import format_key, parse_key_request
 from areal_actors_service.accounts import AccountBook, AccountStore, Claim
 
-__all__ = ["FileKeys", "KeyClient", "ServiceKeys", "format_keys", "open_keys"]
-
 Shown = Mapping[str, Any]
 """A key as ``GET /keys`` returns it."""
 

@@ -41,8 +41,6 @@ from areal_actors_service.messages import (
     UseServiceOfSession,
 )
 
-__all__ = ["Launcher", "LauncherConfig", "RunningService", "ServiceProvider"]
-
 _log = get_logger(__name__)
 
 _HEALTHY_SECONDS = 60.0

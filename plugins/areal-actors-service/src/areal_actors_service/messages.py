@@ -11,18 +11,6 @@ from attrs import Attribute, field, frozen
 from areal_actors.domain import is_model_identifier
 from areal_actors.kernel import Message, StreamMessage
 
-__all__ = [
-    "Hosting",
-    "ListServices",
-    "ServiceInUse",
-    "ServiceState",
-    "ServiceView",
-    "StopServices",
-    "TrialId",
-    "UseService",
-    "UseServiceOfSession",
-]
-
 
 class ServiceState(StrEnum):
     """State of a service."""

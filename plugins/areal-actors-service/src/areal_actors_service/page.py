@@ -37,8 +37,6 @@ from areal_actors.viewer.app import (
 from areal_actors.viewer.runs import Access, ViewedRun, is_run, view_run
 from areal_actors_service.messages import ServiceView
 
-__all__ = ["HostPage", "Visitor"]
-
 _MAX_VISITORS = 1000
 _MAX_FORM_BYTES = 4096
 _LOGIN_HEADERS = PAGE_HEADERS | {

@@ -29,8 +29,6 @@ from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors_service.messages import TrialId
 
-__all__ = ["ServiceProcess", "ServiceProcesses"]
-
 _log = get_logger(__name__)
 
 _LINE_BYTES = 64 * 1024

@@ -22,6 +22,8 @@ import numpy as np
 from attrs import field, frozen
 
 from areal_actors.domain import (
+    Chunk,
+    EngineRequest,
     Exactly,
     FinishReason,
     Floats,
@@ -30,14 +32,14 @@ from areal_actors.domain import (
     Ints,
     JsonText,
     MatchingRegex,
+    PauseMode,
     SampleKey,
     Sampling,
+    Snapshot,
     as_ints,
 )
 from areal_actors.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
-from areal_actors.generation.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
-
-__all__ = ["ENGINE_CHECKS", "Check", "Subject", "collect", "create_request", "join_ids"]
+from areal_actors.generation.base import Engine
 
 _ids = count()
 

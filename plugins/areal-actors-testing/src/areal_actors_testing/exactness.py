@@ -22,8 +22,6 @@ from areal_actors.domain import (
     as_ints,
 )
 
-__all__ = ["Recorded", "find_prompt_violations", "find_return_violations", "find_row_violations"]
-
 _SHOWN = 8
 """Number of ids to show around the first difference."""
 

@@ -20,8 +20,6 @@ from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import TemplateRenderer, create_renderer
 from areal_actors.rendering.parsers import TOOL_FORMATS
 
-__all__ = ["FAMILIES", "Family"]
-
 
 @frozen(kw_only=True)
 class Family:

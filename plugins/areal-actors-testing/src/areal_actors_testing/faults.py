@@ -13,8 +13,6 @@ from attrs import define, evolve, field
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.generation.base import Engine
 
-__all__ = ["Fault", "FaultyEngine"]
-
 Retokenise = Callable[[Sequence[int]], Sequence[int]]
 """Maps ids to those that their text is tokenised to."""
 

@@ -42,8 +42,6 @@ from areal_actors.domain import (
 )
 from areal_actors.journal import Journal
 
-__all__ = ["JOURNAL_CHECKS", "Check", "OpenJournal", "create_session", "create_start", "create_turn", "restorable"]
-
 OpenJournal: TypeAlias = Callable[[], AbstractAsyncContextManager[Journal]]
 Check: TypeAlias = Callable[[OpenJournal], Awaitable[None]]
 

@@ -35,8 +35,6 @@ from areal_actors.domain import (
 )
 from areal_actors.testing.strategies import sampling_distributions
 
-__all__ = ["any_texts", "events", "json_values", "sessions_started", "turns_ended"]
-
 _FLOAT32 = st.floats(width=32)
 
 

@@ -18,8 +18,6 @@ from areal_actors.kernel import Ref
 from areal_actors.kernel.remote import Limits, Listener, Peer, connect_stream, listen
 from areal_actors.lib.task_groups import open_tasks
 
-__all__ = ["MemoryStream", "OnSend", "memory_pair", "pretend_remote"]
-
 _SECRET = b"a secret between two tests"
 
 OnSend = Callable[[bytes], bytes | Awaitable[bytes]]

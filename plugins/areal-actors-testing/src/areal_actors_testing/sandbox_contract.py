@@ -23,8 +23,6 @@ import anyio
 from areal_actors.errors import SandboxError, SandboxLimit
 from areal_actors.sandbox import Completed, Sandbox
 
-__all__ = ["ISOLATION_CHECKS", "SANDBOX_CHECKS", "Check", "OpenBox"]
-
 OpenBox: TypeAlias = Callable[..., AbstractAsyncContextManager[Sandbox]]
 """Opens a box; keyword arguments change settings of ``SandboxConfig``, ``proxy_url`` the reachable address."""
 Check: TypeAlias = Callable[[OpenBox], Awaitable[None]]

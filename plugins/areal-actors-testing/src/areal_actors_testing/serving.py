@@ -82,8 +82,6 @@ from areal_actors.rollouts.capacity import CapacityGranter
 from areal_actors.rollouts.exporter import Exporter
 from areal_actors.rollouts.staleness import CapacityLimits, CapacityState
 
-__all__ = ["Script", "ScriptedProxy", "ScriptedSessions", "echo_script", "open_scripted_proxy"]
-
 Script = Callable[[CompletionRequest], AsyncGenerator[Delta, None]]
 """Yields the deltas of an answer. Cancelled, or closed, when the client disconnects."""
 

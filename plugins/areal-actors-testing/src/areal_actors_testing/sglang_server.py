@@ -34,23 +34,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from areal_actors.domain import SampleKey, Sampling
+from areal_actors.domain import Chunk, EngineRequest, PauseMode, SampleKey, Sampling, Snapshot
 from areal_actors.errors import InvalidRequest, ModelError
-from areal_actors.generation.base import Chunk, Engine, EngineRequest, PauseMode, Snapshot
+from areal_actors.generation.base import Engine
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve
-
-__all__ = [
-    "FakeSGLang",
-    "Fault",
-    "UpdateFault",
-    "join_group",
-    "leave_group",
-    "open_sglang_server",
-    "read_rank",
-    "receive_tensors",
-]
 
 _GROUP_PATHS = (
     "/init_weights_update_group",

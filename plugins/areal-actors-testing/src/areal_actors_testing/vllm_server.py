@@ -38,9 +38,6 @@ from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve, url_of
 from areal_actors_testing.sglang_server import read_rank
 
-__all__ = ["Failure", "VllmServer", "open_vllm_server"]
-
-
 _FACTS = ("/version", "/v1/models", "/weight_info", "/server_info", "/health")
 _ADAPTER_PATHS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 

@@ -22,8 +22,6 @@ from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import ServerDialect, ServerFacts
 from areal_actors.generation.servers.http import ask, describe_failure, get_document
 
-__all__ = ["AdapterDialect", "Adapters", "PublishedAdapter", "list_models", "post_adapter"]
-
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 

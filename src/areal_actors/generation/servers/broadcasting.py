@@ -36,8 +36,6 @@ from areal_actors.messages import (
     WriteWeights,
 )
 
-__all__ = ["FindWeights", "WeightReceiver", "create_weight_receiver"]
-
 FindWeights = Callable[[], Awaitable[Ref[Weights]]]
 """Finds the weight store; called when there is something to send for the first time."""
 

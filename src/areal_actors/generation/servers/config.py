@@ -15,8 +15,6 @@ from attrs.validators import ge, gt, le
 
 from areal_actors.lib.settings import constant
 
-__all__ = ["AdapterSlots", "Backend", "ServedEngine", "ServerConfig", "ServerSections"]
-
 
 class Backend(StrEnum):
     """The engine that generates."""

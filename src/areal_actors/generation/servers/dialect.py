@@ -44,20 +44,6 @@ from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.http import Answer, address_of, as_answer, failure_of, open_events
 from areal_actors.messages import GroupPlace, TensorBucket
 
-__all__ = [
-    "LOGITS_SETTINGS",
-    "Attribution",
-    "BroadcastDialect",
-    "Delta",
-    "RoutedLayers",
-    "ServerDialect",
-    "ServerFacts",
-    "ServerKind",
-    "VersionSpan",
-    "are_defaults",
-    "open_deltas",
-]
-
 
 @frozen(kw_only=True)
 class ServerFacts:

@@ -25,7 +25,17 @@ import anyio.lowlevel
 from anyio import to_thread
 from attrs import define, evolve
 
-from areal_actors.domain import FinishReason, SampleKey, Sampling
+from areal_actors.domain import (
+    Chunk,
+    EngineInfo,
+    EngineRequest,
+    EngineStatistics,
+    FinishReason,
+    PauseMode,
+    SampleKey,
+    Sampling,
+    Snapshot,
+)
 from areal_actors.errors import (
     ArealError,
     ConfigError,
@@ -37,18 +47,7 @@ from areal_actors.errors import (
     RequestError,
     UnsupportedParameter,
 )
-from areal_actors.generation.base import (
-    Chunk,
-    Decode,
-    EngineInfo,
-    EngineRequest,
-    EngineStatistics,
-    PauseMode,
-    Snapshot,
-    StopScanner,
-    find_stop_ids,
-    validate_request,
-)
+from areal_actors.generation.base import Decode, StopScanner, find_stop_ids, validate_request
 from areal_actors.generation.replicas import EngineSet, ReplicaSetConfig
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
 from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
@@ -59,8 +58,6 @@ from areal_actors.generation.servers.server import Server, ServerProcesses, open
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
-
-__all__ = ["ServerEngine", "open_server_engines"]
 
 _log = get_logger(__name__)
 

@@ -14,21 +14,6 @@ from attrs import define, field, frozen
 
 from areal_actors.errors import EngineError, InvalidRequest
 
-__all__ = [
-    "Answer",
-    "Lines",
-    "address_of",
-    "as_answer",
-    "ask",
-    "create_client",
-    "describe_failure",
-    "failure_of",
-    "get_document",
-    "open_events",
-    "parse_version",
-    "post_command",
-]
-
 _CONNECT_SECONDS = 10.0
 _MAX_SAID = 400
 """Maximum number of characters of an answer that an error repeats."""

@@ -27,18 +27,6 @@ from areal_actors.lib.child_process import BoundedLog, Child
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = [
-    "PYTHON_VARIABLES",
-    "LaunchedServers",
-    "choose_ports",
-    "count_devices",
-    "find_kind",
-    "format_command",
-    "launch_servers",
-    "split_devices",
-]
-
-
 _log = get_logger(__name__)
 
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")

@@ -28,8 +28,6 @@ from areal_actors.generation.servers.broadcasting import WeightReceiver
 from areal_actors.lib.locks import take
 from areal_actors.messages import TensorBucket
 
-__all__ = ["Publisher", "ServerAdmission", "Weights", "read_shapes"]
-
 _FILE = "model.safetensors"
 _PREFIX, _LOCKED = "weights-", ".lock"
 _COPIED = ("config.json", "generation_config.json")

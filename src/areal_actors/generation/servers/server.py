@@ -24,8 +24,6 @@ from areal_actors.generation.servers.http import create_client
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Server", "ServerProcesses", "open_server", "read_key"]
-
 _log = get_logger(__name__)
 
 _NUM_SILENT_CHECKS = 2

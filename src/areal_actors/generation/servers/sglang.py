@@ -44,8 +44,6 @@ from areal_actors.generation.servers.http import (
 )
 from areal_actors.messages import GroupPlace, TensorBucket
 
-__all__ = ["KIND", "OLDEST", "SGLangDialect"]
-
 OLDEST = (0, 5, 21)
 """The first version that reports version spans, and whose health can be checked while it is paused."""
 

@@ -27,8 +27,6 @@ from areal_actors.generation.servers.http import Answer, ask, create_client, des
 from areal_actors.lib.backoff import backoff_seconds
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Probe", "ServedTeacher", "open_teacher"]
-
 _log = get_logger(__name__)
 
 _NUM_TRIES = 6

@@ -57,8 +57,6 @@ from areal_actors.generation.servers.http import (
 )
 from areal_actors.generation.servers.publishing import read_shapes
 
-__all__ = ["ABORT_PREFIX", "KIND", "OLDEST", "SESSION_HEADER", "VllmDialect"]
-
 OLDEST = (0, 32, 0)
 """The first version that reports spans of weight versions."""
 

@@ -32,19 +32,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from areal_actors.domain import Ints
 
-__all__ = [
-    "DecodeLayout",
-    "KeyValues",
-    "LayerKeyValues",
-    "Segment",
-    "SharingPlan",
-    "Span",
-    "StepAttention",
-    "common_prefix",
-    "plan_alone",
-    "plan_sharing",
-]
-
 
 @frozen
 class Span:

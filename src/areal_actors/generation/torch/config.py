@@ -8,9 +8,6 @@ from attrs import field, frozen, validators
 
 from areal_actors.lib.settings import COMMON, constant
 
-__all__ = ["TorchEngineConfig"]
-
-
 # ``Any``: mypy infers the field's type from its default, and would accept a validator of ``float`` only.
 _positive_or_none: Any = validators.optional(validators.gt(0))
 

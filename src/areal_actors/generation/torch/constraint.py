@@ -26,8 +26,6 @@ from areal_actors.generation.lark import format_lark
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-__all__ = ["Constraint", "GrammarCompiler"]
-
 _MAX_KEPT = 256
 """Maximum number of compiled grammars to keep.
 

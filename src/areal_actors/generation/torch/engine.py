@@ -22,18 +22,9 @@ import torch
 from attrs import define, evolve, field, frozen
 from safetensors import SafetensorError
 
+from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
-from areal_actors.generation.base import (
-    Chunk,
-    Decode,
-    EngineInfo,
-    EngineRequest,
-    EngineStatistics,
-    PauseMode,
-    Snapshot,
-    find_stop_ids,
-    validate_request,
-)
+from areal_actors.generation.base import Decode, find_stop_ids, validate_request
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
 from areal_actors.generation.torch.forward import Forward, LlamaForward, create_forward
@@ -58,9 +49,6 @@ from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.lib.threads import NUM_CHECKS, describe_place
 from areal_actors.models import model_shape
-
-__all__ = ["EnginePlan", "TorchEngine", "plan_engine"]
-
 
 CLOSE_SECONDS = 60.0
 """How long closing waits for a step or a weight load in progress. The thread is a daemon and never blocks the exit."""

@@ -24,25 +24,13 @@ import torch
 from attrs import define, frozen
 from torch.nn.functional import linear, silu
 
-from areal_actors.domain import Experts
+from areal_actors.domain import Experts, Snapshot
 from areal_actors.errors import ArealError, ModelError
-from areal_actors.generation.base import Snapshot
 from areal_actors.generation.torch.attention import DecodeLayout, KeyValues, Span, StepAttention, plan_alone
 from areal_actors.lib.checkpoint_tensors import LazyTensors, read_checkpoint
 from areal_actors.lib.routers import find_routers
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import model_shape, require_fixed_rotation
-
-__all__ = [
-    "FlatBatch",
-    "Forward",
-    "GenericForward",
-    "LlamaForward",
-    "LlamaLayer",
-    "LlamaShape",
-    "create_forward",
-    "load_snapshot",
-]
 
 _log = get_logger(__name__)
 

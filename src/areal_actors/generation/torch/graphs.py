@@ -38,8 +38,6 @@ from areal_actors.generation.torch.scheduler import Admission, Generation, Prefi
 from areal_actors.generation.torch.worker import Runner, Step, StepRunner, create_rows
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["GraphRunner", "SlotDecoder", "check_room", "choose_sizes", "create_runner"]
-
 _log = get_logger(__name__)
 
 _ROUNDING = 0.25

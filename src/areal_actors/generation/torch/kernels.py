@@ -16,8 +16,6 @@ import triton.language as tl
 
 from areal_actors.generation.torch.operations import Cells, HeadNorms, SlotCache, SpanLayout
 
-__all__ = ["TritonOperations"]
-
 _LOG2_E = 1.4426950408889634
 _MIN_DOT = 16
 """The smallest dimension of a matrix product on tensor cores."""

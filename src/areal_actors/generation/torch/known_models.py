@@ -31,8 +31,6 @@ from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.checkpoint_tensors import weight_files
 from areal_actors.models import cache_directory
 
-__all__ = ["find_shape", "keep_shape", "open_known"]
-
 _SOURCES = ("forward.py", "attention.py", "known_models.py")
 """The files whose code the outcome depends on."""
 

@@ -16,8 +16,6 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 
 from areal_actors.generation.torch.attention import Span
 
-__all__ = ["Cells", "HeadNorms", "Operations", "SlotCache", "SpanLayout", "TorchOperations"]
-
 
 @define(eq=False)
 class SlotCache:

@@ -21,18 +21,6 @@ from attrs import define, field, frozen
 
 from areal_actors.domain import Ints, Sampling, TopLogprob
 
-__all__ = [
-    "Draw",
-    "RowSampling",
-    "Sample",
-    "has_penalties",
-    "is_neutral",
-    "sample",
-    "sample_neutral",
-    "start_sampling",
-    "to_device",
-]
-
 _BLOCK = 256
 _NUM_CANDIDATES = 1024
 """Truncated rows consider this many most probable tokens before they sort the whole vocabulary."""

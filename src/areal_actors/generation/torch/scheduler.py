@@ -18,23 +18,13 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from areal_actors.domain import Experts, FinishReason, Ints, SampleKey, Sampling, TopLogprob
-from areal_actors.generation.base import Decode, EngineRequest, StopScanner, find_stop_ids
+from areal_actors.domain import EngineRequest, Experts, FinishReason, Ints, SampleKey, Sampling, TopLogprob
+from areal_actors.generation.base import Decode, StopScanner, find_stop_ids
 from areal_actors.generation.torch.attention import common_prefix
 from areal_actors.generation.torch.sampler import has_penalties, is_neutral
 
 if TYPE_CHECKING:
     from areal_actors.generation.torch.constraint import Constraint
-
-__all__ = [
-    "Admission",
-    "Generation",
-    "Prefill",
-    "Scheduler",
-    "Slot",
-    "Tokens",
-    "create_uniforms",
-]
 
 
 @define(eq=False)

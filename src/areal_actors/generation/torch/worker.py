@@ -23,9 +23,8 @@ import numpy as np
 import torch
 from attrs import define, evolve, field, frozen
 
-from areal_actors.domain import Experts, FinishReason
+from areal_actors.domain import EngineStatistics, Experts, FinishReason, PauseMode, Snapshot
 from areal_actors.errors import ArealError, EngineError, ModelError, UnsupportedParameter
-from areal_actors.generation.base import EngineStatistics, PauseMode, Snapshot
 from areal_actors.generation.torch.attention import (
     DecodeLayout,
     KeyValues,
@@ -39,26 +38,6 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.forward import FlatBatch, Forward, GenericForward, load_snapshot
 from areal_actors.generation.torch.sampler import RowSampling, Sample, start_sampling
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill, Scheduler, Tokens
-
-__all__ = [
-    "Abort",
-    "Close",
-    "Command",
-    "CreateRunner",
-    "Delivery",
-    "Load",
-    "Pause",
-    "Reply",
-    "Report",
-    "Resume",
-    "Runner",
-    "Step",
-    "StepRunner",
-    "Submit",
-    "Worker",
-    "create_rows",
-]
-
 
 CPU_PREFILL_CHUNK = 512
 """Prompt tokens between two decode steps. Products of 512 columns run a tenth faster than those of 256."""

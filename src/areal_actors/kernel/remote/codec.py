@@ -30,8 +30,6 @@ from areal_actors.kernel.message import Address
 from areal_actors.kernel.ref import Ref
 from areal_actors.kernel.remote.frames import Buffer
 
-__all__ = ["Codec"]
-
 _INLINE_BYTES = 8 * 1024
 """Smaller arrays are copied into the msgpack data: a separate buffer costs more than the copy."""
 

@@ -18,8 +18,6 @@ from areal_actors.kernel.remote.frames import CHUNK_BYTES, Assembler, Frame, Kin
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Loop, running_loop
 
-__all__ = ["LOST", "Connection", "Owner"]
-
 LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 """Errors of a byte stream whose other end is gone."""
 

@@ -27,18 +27,6 @@ from attrs import define, field, frozen, validators
 
 from areal_actors.errors import ProtocolError
 
-__all__ = [
-    "CHUNK_BYTES",
-    "DEFAULT_MESSAGE_BYTES",
-    "Assembler",
-    "Buffer",
-    "Frame",
-    "Kind",
-    "Limits",
-    "Outbox",
-    "Outgoing",
-]
-
 CHUNK_BYTES = 256 * 1024
 """Largest piece of a buffer in one frame; control frames pass between two of them."""
 

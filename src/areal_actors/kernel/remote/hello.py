@@ -30,8 +30,6 @@ from attrs import asdict, frozen
 from areal_actors.errors import ConfigError, ProtocolError, Unreachable
 from areal_actors.kernel.remote.frames import DEFAULT_MESSAGE_BYTES, Limits
 
-__all__ = ["Hello", "check_secret", "greet", "read_packet", "receive_hello", "send_hello", "send_packet"]
-
 _MAGIC = b"areal-actors\n"
 _PREFIX = struct.Struct("<13sI")
 _MAX_BYTES = 64 * 1024

@@ -47,8 +47,6 @@ from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.loops import Signal, running_loop
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Call", "Exposed", "Peer", "RemoteRef", "Server", "Source", "check_free", "expose"]
-
 _log = get_logger(__name__)
 
 P = TypeVar("P")

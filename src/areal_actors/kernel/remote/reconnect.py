@@ -35,8 +35,6 @@ from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Locate", "ReconnectingConnection", "reconnecting"]
-
 _log = get_logger(__name__)
 
 P = TypeVar("P")

@@ -24,17 +24,6 @@ from areal_actors.errors import ConfigError
 from areal_actors.lib.loops import Signal, is_trio, running_loop
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = [
-    "SocketStream",
-    "accept",
-    "check_directory",
-    "dial_tcp",
-    "dial_unix",
-    "is_loopback",
-    "own_address",
-    "parse_address",
-]
-
 _DISCARD = 9
 """The discard port (RFC 863), used for a look-up that sends nothing."""
 # The size of ``sun_path`` without the terminating zero byte.

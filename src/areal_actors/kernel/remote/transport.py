@@ -28,8 +28,6 @@ from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 
-__all__ = ["Listener", "connect", "connect_stream", "listen"]
-
 _log = get_logger(__name__)
 
 _MAX_STRANGERS = 64

@@ -34,27 +34,6 @@ from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, one_o
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE
 
-__all__ = [
-    "COUNT_SCHEMA",
-    "ENVELOPE_SCHEMA",
-    "FINISH_SCHEMA",
-    "MAYBE_TEXT_SCHEMA",
-    "OBJECT_SCHEMA",
-    "TEXT_SCHEMA",
-    "USAGE_SCHEMA",
-    "AnswerStream",
-    "BaseDialect",
-    "Dialect",
-    "Parsed",
-    "TokenBytes",
-    "count_reasoning",
-    "create_abort_error",
-    "format_logprobs",
-    "has_cut_call",
-    "join_items",
-    "split_begun",
-]
-
 
 class TokenBytes(Protocol):
     """A function that returns the bytes of each token of an answer, such as a renderer's ``token_bytes``."""

@@ -19,8 +19,6 @@ from areal_actors.errors import InvalidRequest
 from areal_actors.lib.settings import constant
 from areal_actors.proxy.dialects.fields import wrong
 
-__all__ = ["BlockPolicy", "ToolPolicy", "UnsupportedBlocks", "replace_blocks"]
-
 
 class BlockPolicy(StrEnum):
     """How a content block that the model cannot read is handled."""

@@ -23,26 +23,6 @@ from areal_actors.errors import UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json, load_json
 from areal_actors.proxy.dialects.fields import Schema, one_object, shown, without_nulls, wrong
 
-__all__ = [
-    "ANTHROPIC_TOOLS",
-    "CALL_ITEMS",
-    "CUSTOM_TOOL",
-    "NEEDED",
-    "OPENAI_TOOLS",
-    "CallForm",
-    "FreeformInput",
-    "Offer",
-    "TypedTool",
-    "find_typed_tool",
-    "format_freeform",
-    "is_offer",
-    "parse_custom_tool",
-    "read_freeform",
-    "refuse_tool",
-    "with_additional_tools",
-    "without_server_tools",
-]
-
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer"}
 _COUNTS: Schema = {"type": "array", "items": _COUNT}

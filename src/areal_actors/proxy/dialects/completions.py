@@ -59,13 +59,6 @@ from areal_actors.proxy.dialects.fields import (
 )
 from areal_actors.proxy.sse import format_event
 
-__all__ = [
-    "ANSWERS",
-    "COMPLETIONS_FIELDS",
-    "CompletionsDialect",
-    "parse_completions_request",
-]
-
 ID_PREFIX = "cmpl-"
 _DEFAULT_MAX_TOKENS = 16
 _ONE_BY_ONE = "tokens are sampled one by one"

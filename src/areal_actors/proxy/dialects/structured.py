@@ -18,17 +18,6 @@ from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.dialects.client_tools import OPENAI_TOOLS
 from areal_actors.proxy.dialects.fields import OBJECT, Field, Kind, honoured, parse_json, shown, wrong
 
-__all__ = [
-    "EXTENSIONS",
-    "RESPONSE_FORMAT",
-    "TOOL_CHOICE",
-    "ToolSelection",
-    "parse_response_format",
-    "parse_tool",
-    "parse_tool_choice",
-    "parse_tool_list",
-]
-
 _MAX_CHOICES = 4096
 _NAMED = ("function", "tool", "custom")
 """The types of a tool choice that names a tool."""

@@ -35,8 +35,6 @@ from areal_actors.rendering.formats.reading import (
     drop,
 )
 
-__all__ = ["DeepSeek"]
-
 _CALLS_BEGIN = "<｜tool▁calls▁begin｜>"
 _CALLS_END = "<｜tool▁calls▁end｜>"
 _CALL_BEGIN = "<｜tool▁call▁begin｜>"

@@ -22,8 +22,18 @@ import re
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, OneOf, Tool, ToolCall
-from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
+from areal_actors.domain import (
+    Delta,
+    Exactly,
+    FreeText,
+    Grammar,
+    InOrder,
+    OneOf,
+    ReasoningDelta,
+    TextDelta,
+    Tool,
+    ToolCall,
+)
 from areal_actors.rendering.formats.json_calls import decode_object, grammar_of_arguments, read_object
 from areal_actors.rendering.formats.reading import (
     Call,
@@ -35,8 +45,6 @@ from areal_actors.rendering.formats.reading import (
     check_name,
     num_held_back,
 )
-
-__all__ = ["HarmonyCalls", "HarmonyChannels"]
 
 _START = "<|start|>"
 _CHANNEL = "<|channel|>"

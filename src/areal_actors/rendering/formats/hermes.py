@@ -19,8 +19,6 @@ from areal_actors.rendering.formats.json_calls import (
 )
 from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source
 
-__all__ = ["Hermes"]
-
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _OTHER_FAMILIES = ("<function=", "<arg_key>")

@@ -19,19 +19,6 @@ from areal_actors.domain import Grammar, JsonText, OneOf, Repeated, Tool
 from areal_actors.lib.json_prefix import MAX_DEPTH, MAX_DIGITS, mend_surrogates
 from areal_actors.rendering.formats.reading import ARGUMENT_KEYS, Call, NoCall, Reading, Source, check_name
 
-__all__ = [
-    "MAX_DEPTH",
-    "decode_json",
-    "decode_object",
-    "encode_arguments",
-    "format_signatures",
-    "grammar_of_arguments",
-    "grammar_of_calls",
-    "is_json",
-    "parse_call",
-    "read_object",
-]
-
 _OTHER_KEYS = frozenset({"name", "id", "type", "index"})
 """Keys of a call that has no arguments."""
 _BETWEEN = re.compile(r"[\s\d.,:+\-eEtrufalsn]*")

@@ -22,8 +22,6 @@ from areal_actors.rendering.formats.json_calls import (
 )
 from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, Reading, Source, drop
 
-__all__ = ["LlamaJson"]
-
 _TAG = "<|python_tag|>"
 _START = "<|python_start|>"
 _END = "<|python_end|>"

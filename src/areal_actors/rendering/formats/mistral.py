@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from attrs import evolve, frozen
 
 from areal_actors.domain import Exactly, Grammar, InOrder, Tool, ToolCall
+from areal_actors.lib.json_prefix import MAX_DEPTH
 from areal_actors.rendering.formats.json_calls import (
-    MAX_DEPTH,
     decode_object,
     format_signatures,
     grammar_of_arguments,
@@ -28,8 +28,6 @@ from areal_actors.rendering.formats.json_calls import (
     read_object,
 )
 from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source, check_name
-
-__all__ = ["Mistral"]
 
 _CALLS = "[TOOL_CALLS]"
 _CALL_ID = "[CALL_ID]"

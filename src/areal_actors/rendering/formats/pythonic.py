@@ -17,7 +17,8 @@ from functools import partial
 from typing import Any
 
 from areal_actors.domain import Exactly, Grammar, InOrder, OneOf, Repeated, Tool, ToolCall
-from areal_actors.rendering.formats.json_calls import MAX_DEPTH, encode_arguments, format_signatures, grammar_of_calls
+from areal_actors.lib.json_prefix import MAX_DEPTH
+from areal_actors.rendering.formats.json_calls import encode_arguments, format_signatures, grammar_of_calls
 from areal_actors.rendering.formats.reading import (
     Call,
     CallParser,
@@ -30,8 +31,6 @@ from areal_actors.rendering.formats.reading import (
     drop,
 )
 from areal_actors.rendering.formats.schemas import Parameter, parameters_of, values_of
-
-__all__ = ["Pythonic"]
 
 _TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 _SIGNS = ("(params_name1=", "<|tool_call_start|>", "<|tool_list_start|>")

@@ -16,8 +16,6 @@ from areal_actors.rendering.formats.json_calls import encode_arguments
 from areal_actors.rendering.formats.reading import Call, NoCall, Reading, Source, check_name
 from areal_actors.rendering.formats.schemas import TaggedFormat, parameters_of, read_value
 
-__all__ = ["QwenCoder"]
-
 _OPEN = "<tool_call>"
 _CLOSE = "</tool_call>"
 _FUNCTION = "<function="

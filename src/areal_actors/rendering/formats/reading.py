@@ -15,22 +15,8 @@ from typing import TypeAlias, TypeVar
 
 from attrs import evolve, field, frozen
 
+from areal_actors.domain import Delta, TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.lib.json_prefix import JsonPrefix, mend_surrogates
-from areal_actors.rendering.base import Delta, TextDelta, ToolArgumentsDelta, ToolCallStarted
-
-__all__ = [
-    "ARGUMENT_KEYS",
-    "Call",
-    "CallParser",
-    "CallSyntax",
-    "NoCall",
-    "Reader",
-    "Reading",
-    "Source",
-    "check_name",
-    "drop",
-    "num_held_back",
-]
 
 T = TypeVar("T")
 Reading: TypeAlias = Generator[None, None, T]

@@ -17,8 +17,6 @@ from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, O
 from areal_actors.rendering.formats.json_calls import decode_json, decode_object, format_signatures, grammar_of_calls
 from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source
 
-__all__ = ["Parameter", "TaggedFormat", "format_value", "parameters_of", "read_value", "values_of"]
-
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _PYTHON_NAMES = {"True": True, "False": False, "None": None}
 _TYPES: Mapping[type, frozenset[str]] = {

@@ -11,11 +11,8 @@ from collections.abc import Callable
 
 from attrs import frozen
 
-from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, OneOf
-from areal_actors.rendering.base import Delta, ReasoningDelta, TextDelta
+from areal_actors.domain import Delta, Exactly, FreeText, Grammar, InOrder, OneOf, ReasoningDelta, TextDelta
 from areal_actors.rendering.formats.reading import num_held_back
-
-__all__ = ["ThinkTags"]
 
 
 @frozen(kw_only=True)

@@ -11,8 +11,6 @@ from attrs import asdict, frozen
 
 from areal_actors.errors import ArealError
 
-__all__ = ["Examination", "Finding", "Verdict", "format_finding"]
-
 
 class Verdict(StrEnum):
     """The result of a check."""

@@ -32,8 +32,6 @@ from areal_actors.sandbox import create_sandbox
 from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
 from areal_actors.workflows import CommandConfig, PluginWorkflow
 
-__all__ = ["examine_machine", "examine_memory"]
-
 _PACKAGES = ("torch", "transformers", "anyio", "starlette", "uvicorn", "hypercorn")
 _OPTIMIZER_BYTES_PER_WEIGHT_BYTE = 3
 """A checkpoint holds the weights, and two moments of each."""

@@ -23,8 +23,6 @@ from areal_actors.schedulers.config import SchedulerType
 from areal_actors.schedulers.slurm import SlurmCommands, SlurmScheduler
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 
-__all__ = ["examine_places"]
-
 _HARMLESS = "platform"
 """The Python module that a trial job runs when it has started. It prints one line."""
 

@@ -20,8 +20,6 @@ from areal_actors.generation.servers.server import read_key
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 from areal_actors.schedulers.config import SchedulerType
 
-__all__ = ["examine_servers"]
-
 _ASK_SECONDS = 15.0
 _IMPORT_SECONDS = 180.0
 """A server's package takes long to import, on a cold disk even longer."""

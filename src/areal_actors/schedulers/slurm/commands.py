@@ -27,8 +27,6 @@ from areal_actors.schedulers.slurm.queue import (
     parse_submitted,
 )
 
-__all__ = ["RETRY_SECONDS", "Refused", "SlurmCommands", "Submitted", "Unconfirmed", "clean_environment"]
-
 _log = get_logger(__name__)
 
 # Variables that act as options, variables of the job in which the controller runs, and our own secrets.

@@ -31,8 +31,6 @@ from areal_actors.lib.locks import NO_LOCKS, LockHeld, hold, is_held
 from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.slurm.queue import ExitStatus, parse_exit_record
 
-__all__ = ["JobRecord", "SlurmFiles", "find_slurm_files"]
-
 _DIRECTORIES = ("jobs", "bootstrap", "stop", "exit", "scripts")
 
 

@@ -29,8 +29,6 @@ from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.queue import JobPhase, JobRow, JobView, observe, to_status
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
-__all__ = ["SlurmPlacement"]
-
 _log = get_logger(__name__)
 
 _TAIL_BYTES = 4096

@@ -17,22 +17,6 @@ from attrs import evolve, frozen
 
 from areal_actors.schedulers.base import PlacementState, PlacementStatus
 
-__all__ = [
-    "QUEUE_FORMAT",
-    "ExitStatus",
-    "JobPhase",
-    "JobReport",
-    "JobRow",
-    "JobView",
-    "observe",
-    "parse_exit_record",
-    "parse_job",
-    "parse_queue",
-    "parse_submitted",
-    "phase_of_state",
-    "to_status",
-]
-
 QUEUE_FORMAT = "%i|%j|%T|%N|%S|%e|%L|%r"
 """Job, name, state, nodes, start, end, time left, reason. The reason comes last because it may contain separators."""
 

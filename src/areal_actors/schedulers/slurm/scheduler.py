@@ -38,8 +38,6 @@ from areal_actors.schedulers.slurm.queue import JobPhase, JobRow
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 from areal_actors.schedulers.slurm.settings import SlurmConfig
 
-__all__ = ["SlurmScheduler", "cancel_records"]
-
 _log = get_logger(__name__)
 
 _RUN_BYTES = 8

@@ -21,8 +21,6 @@ from attrs.validators import matches_re
 from areal_actors.schedulers.base import RUN_AGAIN, WORKER_NAME, Resources
 from areal_actors.schedulers.slurm.settings import ApptainerConfig, GpuOption, PyxisConfig, SlurmConfig
 
-__all__ = ["JobRequest", "create_arguments", "render_script"]
-
 _GANG_WAIT_SECONDS = 30
 """Seconds after the end of a gang's first process at which the remaining processes are killed."""
 

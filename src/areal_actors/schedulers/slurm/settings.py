@@ -15,8 +15,6 @@ from attrs.validators import and_, deep_iterable, ge, gt, le, optional
 
 from areal_actors.lib.settings import constant
 
-__all__ = ["ALLOWED_ARGUMENTS", "ApptainerConfig", "GpuOption", "PyxisConfig", "SlurmConfig"]
-
 ALLOWED_ARGUMENTS = frozenset({
     "acctg-freq", "batch", "bb", "begin", "constraint", "contiguous", "core-spec", "cores-per-socket", "cpu-freq",
     "deadline", "delay-boot", "distribution", "exclusive", "extra-node-info", "gpu-bind", "gpu-freq", "gres-flags",

@@ -21,8 +21,7 @@ from attrs import evolve, field, frozen
 from tests.generation.servers.server_stack import open_replicated
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from areal_actors.domain import Floats, Ints, as_floats
-from areal_actors.generation.base import Snapshot
+from areal_actors.domain import Floats, Ints, Snapshot, as_floats
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import find_kind, format_command
 from areal_actors.models.built_in import create_tiny_tokenizer

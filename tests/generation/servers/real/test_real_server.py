@@ -15,10 +15,9 @@ from attrs import evolve
 from click.testing import CliRunner
 from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 
-from areal_actors.__main__ import cli
-from areal_actors.domain import FinishReason, SampleKey, Sampling
+from areal_actors.cli import cli
+from areal_actors.domain import Chunk, EngineRequest, FinishReason, PauseMode, SampleKey, Sampling
 from areal_actors.errors import InvalidRequest
-from areal_actors.generation.base import Chunk, EngineRequest, PauseMode
 from areal_actors.generation.servers.http import create_client
 from areal_actors.generation.servers.launching import find_kind, launch_servers
 from areal_actors.models.built_in import create_tiny_tokenizer

@@ -23,12 +23,6 @@ from areal_actors.proxy.access import read_key
 from areal_actors.proxy.exchange import Exchange, Traffic
 from areal_actors.proxy.forwarding import Backend, EveryPath, forward, names_in, segments_of
 
-__all__ = [
-    "EntryConfig",
-    "Targets",
-    "create_entry_app",
-]
-
 
 def _check_backends(_: Any, attribute: Attribute[Any], value: Mapping[str, str]) -> None:
     if not value:

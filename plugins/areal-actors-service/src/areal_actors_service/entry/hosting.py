@@ -44,8 +44,6 @@ from areal_actors_service.messages import (
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
 
-__all__ = ["HostPeers", "create_host_app"]
-
 
 @frozen(kw_only=True)
 class HostPeers:

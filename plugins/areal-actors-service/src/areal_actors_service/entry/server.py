@@ -22,13 +22,6 @@ from areal_actors.proxy.server import listen, serve_until_cancelled, url_of
 from areal_actors_service.entry.app import EntryConfig, create_entry_app
 from areal_actors_service.entry.hosting import HostPeers, create_host_app
 
-__all__ = [
-    "EntryServer",
-    "HostServer",
-    "parse_backends",
-    "run_entry",
-]
-
 
 class EntryServer(Actor[Serving]):
     """Forwards requests to several proxies. It has no keys; the proxies check theirs.

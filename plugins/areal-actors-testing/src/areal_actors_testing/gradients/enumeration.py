@@ -31,8 +31,6 @@ from areal_actors.domain import (
     SessionRecord,
 )
 
-__all__ = ["Doubles", "Play", "Played", "Shape", "Turn", "enumerate_episodes"]
-
 Doubles = npt.NDArray[np.float64]
 
 _PROMPT = 2

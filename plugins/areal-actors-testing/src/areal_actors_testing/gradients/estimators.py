@@ -35,9 +35,6 @@ from areal_actors.domain.rows import mask_truncated, unfold_group
 from areal_actors.training.advantages import compute_advantages, formula_of
 from areal_actors.training.batch import Batch, TrainingRow
 from areal_actors.training.config import AdvantageConfig, Aggregation, ObjectiveConfig
-
-__all__ = ["EXACT", "Bias", "Enumeration", "Estimator", "Rule", "measure"]
-
 from areal_actors_testing.gradients.enumeration import Doubles, Played, Shape
 
 Rule = Callable[[Group], Sequence[npt.NDArray[Any]]]

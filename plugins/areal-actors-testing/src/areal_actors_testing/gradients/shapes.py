@@ -6,9 +6,6 @@ from collections.abc import Callable, Mapping
 
 from areal_actors_testing.gradients.enumeration import Play, Script, Shape, Turn
 
-__all__ = ["SHAPES"]
-
-
 SHAPES: dict[str, Shape] = {}
 """The shapes of the table, by name."""
 

@@ -46,17 +46,6 @@ from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import DONE, format_event
 
-__all__ = [
-    "ANSWERS",
-    "CHOICE_SCHEMA",
-    "ChatDialect",
-    "ChatStream",
-    "OpenAIStream",
-    "format_chat_answer",
-    "format_finish",
-    "format_usage",
-]
-
 
 @frozen(kw_only=True)
 class ChatDialect(BaseDialect):

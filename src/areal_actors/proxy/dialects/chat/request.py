@@ -77,19 +77,6 @@ from areal_actors.proxy.dialects.structured import (
     parse_tool_list,
 )
 
-__all__ = [
-    "CHAT_FIELDS",
-    "TOOLS",
-    "ParsedChat",
-    "join_parts",
-    "optional_text",
-    "parse_call",
-    "parse_chat_request",
-    "parse_freeform_call",
-    "parse_messages",
-    "parse_tools",
-]
-
 # ----------------------------------------------------------------------------------------------------- messages
 
 _ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})

@@ -46,8 +46,6 @@ from areal_actors.proxy.dialects.messages.request import (
 from areal_actors.proxy.failures import Failure, format_anthropic_failure
 from areal_actors.proxy.sse import format_named_event
 
-__all__ = ["ANSWERS", "PING", "MessageStream", "MessagesDialect", "format_anthropic_answer", "format_blocks"]
-
 PING = format_named_event("ping", {"type": "ping"})
 """The event with which Anthropic keeps silent streams alive; clients skip it."""
 

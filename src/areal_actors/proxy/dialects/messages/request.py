@@ -72,16 +72,6 @@ from areal_actors.proxy.dialects.structured import (
     parse_tool_list,
 )
 
-__all__ = [
-    "MESSAGES_FIELDS",
-    "ParsedMessages",
-    "format_input",
-    "parse_anthropic_conversation",
-    "parse_anthropic_request",
-    "parse_anthropic_tools",
-    "sign_thought",
-]
-
 ID_PREFIX = "msg_"
 _BILLING = "x-anthropic-billing-header:"
 """Start of a line that Claude Code adds for Anthropic's billing.

@@ -42,8 +42,6 @@ from areal_actors.proxy.dialects.responses.request import ParsedResponse, format
 from areal_actors.proxy.failures import Failure
 from areal_actors.proxy.sse import format_named_event
 
-__all__ = ["ANSWERS", "ResponseStream", "ResponsesDialect", "format_output", "format_usage"]
-
 _REFUSED = range(400, 500)
 _TOO_MANY = 429
 

@@ -87,18 +87,6 @@ from areal_actors.proxy.dialects.structured import (
     parse_tool_list,
 )
 
-__all__ = [
-    "ECHO",
-    "ITEM_ID",
-    "RESPONSES_FIELDS",
-    "RESPONSE_PREFIX",
-    "ParsedResponse",
-    "format_item_id",
-    "is_reference",
-    "parse_input",
-    "parse_response_request",
-]
-
 _LOGPROBS = "message.output_text.logprobs"
 _SUMMARIES = ("auto", "concise", "detailed")
 RESPONSE_PREFIX = "resp_"

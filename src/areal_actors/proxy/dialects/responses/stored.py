@@ -17,15 +17,6 @@ from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
 from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
 from areal_actors.proxy.dialects.responses.request import ECHO, ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
 
-__all__ = [
-    "STORED_ANSWERS",
-    "find_references",
-    "format_input_items",
-    "format_stored_response",
-    "page_of",
-    "replace_references",
-]
-
 
 def find_references(body: Mapping[str, Any]) -> frozenset[InteractionId]:
     """Return the interactions whose items the input refers to. An id of another form is left to the parser."""

@@ -30,7 +30,8 @@ NUMBER = {"title": "Guess", "properties": {"metadata": {}, "number": {"type": "i
 TOOL = {"name": "look", "description": "Look.", "input_schema": {"type": "object", "properties": {"at": {}}}}
 
 installed = pytest.mark.skipif(
-    find_spec("openenv") is None, reason="needs openenv: pip install 'areal-actors-environments[openenv]', or nox -s openenv"
+    find_spec("openenv") is None,
+    reason="needs openenv: pip install 'areal-actors-environments[openenv]', or nox -s openenv",
 )
 
 # ------------------------------------------------------------------------------------------------- forms of actions

@@ -70,7 +70,9 @@ def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
     if issubclass(cls, Enum):
         return f"one of {', '.join(str(member.value) for member in cls)}"
     if attrs.has(cls):
-        return f"a section ({', '.join(settings_of(cls))})" if settings_of(cls) else "a section of a plug-in"
+        # The same words whatever is installed, since the documentation has them.
+        own = settings_of(cls, with_plugins=False)
+        return f"a section ({', '.join(own)})" if own else "a section of a plug-in"
     if issubclass(cls, Mapping):
         return "a mapping"
     if cls is tuple and arguments and arguments[-1] is not ...:

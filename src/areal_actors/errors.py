@@ -267,7 +267,7 @@ class CapacityExhausted(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "capacity_exhausted"
-    retry_after_seconds: float = 1.0
+    retry_after_seconds = 1.0
 
 
 class QuotaExceeded(RequestError):
@@ -276,7 +276,7 @@ class QuotaExceeded(RequestError):
     status = 429
     type = "rate_limit_error"
     code = "quota_exceeded"
-    retry_after_seconds: float = 1.0
+    retry_after_seconds = 1.0
 
 
 class Unavailable(RequestError):
@@ -285,7 +285,7 @@ class Unavailable(RequestError):
     status = 503
     type = "server_error"
     code = "unavailable"
-    retry_after_seconds: float = 1.0
+    retry_after_seconds = 1.0
 
 
 # ----------------------------------------------------------------------------------------- sessions, tokens

@@ -60,7 +60,7 @@ class RoleSpec:
     attempt: int = 1
     local_roles: tuple[Role, ...] = ()
     has_intake: bool = False
-    has_accounts: bool = True
+    has_accounts: bool = False
     has_rollouts: bool = True
     checkpoint: int | None = None
     start: DataPosition = field(factory=DataPosition)

@@ -41,6 +41,7 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
 from areal_actors.lib.change_signal import ChangeSignal
+from areal_actors.lib.plugins import PluginGroup, plugin_names
 from areal_actors.lib.process_limits import tuned_gc
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
@@ -166,6 +167,7 @@ class RunController:
             hang_seconds=None if self.control_plane.sockets is None else plan.config.scheduler.hang_seconds,
             local_roles=plan.local_roles,
             has_intake=plan.is_service,
+            has_accounts=bool(plugin_names(PluginGroup.ACCOUNTS)),
             has_rollouts=plan.has_rollouts,
             has_begun=self._has_begun_before,
             listen=self.control_plane.worker_address(name),

@@ -63,9 +63,9 @@ MISTAKES = [
     ((*TRAIN, "rollout.openai.reward_rule=median"), "must be one of mean, sum, max, creation-order, or a function"),
     ((*TRAIN, "phases=[sft, rl]"), "there is no section sft; add it, or leave the phase out"),
     ((*TRAIN, "gconfig.temperature=-1"), "gconfig.temperature must be >= 0.0, not -1.0"),
-    ((*TRAIN, "rollout.group_size=1000000000"), "4 groups of 1,000,000,000 episodes, which need at least 16,384 GB"),
-    (("try", "tiny.yaml", "rollout.group_size=1000000000"), "more than this machine has"),
-    ((*TRAIN, "proxy.num_processes=1000000"), "1,000,000 processes, which need at least 16,777 GB, more than this"),
+    ((*TRAIN, "rollout.group_size=1000000000"), "rollout.group_size must be <= 65536, not 1000000000"),
+    (("try", "tiny.yaml", "rollout.group_size=1000000000"), "rollout.group_size must be <= 65536"),
+    ((*TRAIN, "proxy.num_processes=1000000"), "proxy.num_processes must be <= 1024, not 1000000"),
     # Files
     (("train", "nothere.yaml"), "There is no file nothere.yaml; . has broken.yaml, empty.yaml, tiny.yaml."),
     (("train", "empty.yaml"), "experiment_name is missing; it must be text"),

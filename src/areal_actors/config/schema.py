@@ -101,7 +101,7 @@ class AgentConfig(ExportConfig):
 
     mode: AgentMode = field(default=AgentMode.INLINE, metadata=COMMON)
     """inline runs agents in the event loop of the run; in a subprocess, agents may block."""
-    subproc_max_workers: int = field(default=4, validator=ge(1))
+    subproc_max_workers: int = field(default=4, validator=[ge(1), le(4_096)])
     """Agent processes that run at the same time, in mode subprocess and for commands."""
     subproc_start_timeout_seconds: float = constant(60.0)
     """How long an agent process may take to import the agent's module and create the agent."""
@@ -166,7 +166,7 @@ class SourceConfig:
     """Its agent; by default rollout.workflow."""
     workflow_kwargs: Mapping[str, Any] = field(factory=dict)
     """Arguments of its class."""
-    group_size: int | None = field(default=None, validator=optional(ge(1)))
+    group_size: int | None = field(default=None, validator=optional(and_(ge(1), le(65_536))))
     """By default rollout.group_size."""
     episode_timeout_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """By default rollout.episode_timeout_seconds."""

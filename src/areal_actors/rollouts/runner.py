@@ -19,7 +19,7 @@ from typing import Any
 import anyio
 import httpx
 from attrs import define, evolve, field, frozen
-from attrs.validators import ge, gt, optional
+from attrs.validators import ge, gt, le, optional
 
 from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import (
@@ -117,7 +117,7 @@ def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
 class RolloutsConfig:
     """Settings of episodes."""
 
-    group_size: int = field(default=8, validator=ge(1), metadata=COMMON)
+    group_size: int = field(default=8, validator=[ge(1), le(65_536)], metadata=COMMON)
     """Episodes per problem."""
     train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
     """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its

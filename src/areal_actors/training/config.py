@@ -558,7 +558,7 @@ class EvaluationConfig:
     """
 
     every_steps: int = field(default=0, validator=ge(0), metadata=COMMON)
-    num_samples: int = field(default=1, validator=ge(1))
+    num_samples: int = field(default=1, validator=[ge(1), le(65_536)])
     """Episodes per problem, over which the reward is averaged: the k of avg@k."""
     solved_reward: float = field(default=1.0, validator=and_(gt(-math.inf), lt(math.inf)))  # no NaN
     """An episode with at least this reward has solved its problem, for pass@k."""

@@ -1,9 +1,8 @@
 """HTTP requests from their path to the end of their answer: routed, admitted, counted, answered, cut short.
 
 ``Operations`` finds the handler of a path, ``Exchange`` is one request with its response over ASGI, ``Traffic`` knows
-the requests in flight, and ``Meter`` counts. Starlette only routes requests to ``Operations``: its request and response
-objects support neither a body limit whose error is in the client's dialect nor the detection of a client that
-disconnects while an answer is being sampled.
+the requests in flight, and ``Meter`` counts. Starlette only routes requests to ``Operations``: its request object has
+no body limit whose error is in the client's dialect, and notices a disconnect only when asked.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout,
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.exact_json import dump_json
-from areal_actors.lib.task_groups import open_tasks
+from areal_actors.lib.task_groups import companion_task
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
@@ -380,11 +379,8 @@ class Exchange:
         Raises:
             Exception: what ``work`` raises.
         """
-        async with open_tasks() as tasks:
-            tasks.start_soon(self._watch, quiet_seconds)
-            result = await work()
-            tasks.cancel_scope.cancel()
-        return result
+        async with companion_task(self._watch, quiet_seconds):
+            return await work()
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""

@@ -13,9 +13,10 @@ import secrets
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import anyio
@@ -35,7 +36,6 @@ from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 
 _log = get_logger(__name__)
 
-T = TypeVar("T")
 Header = tuple[bytes, bytes]
 ROLE_SEPARATOR = "@"
 """Separates session and role in a path; no session's id contains it."""
@@ -371,16 +371,13 @@ class Exchange:
         self.lifetime.deadline = self.body_seconds = math.inf
         return b"".join(parts)
 
-    async def until_disconnect(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
-        """Do ``work``, or raise ``ClientDisconnected`` once the client disconnects. The body must have been read.
+    def cut_on_disconnect(self, *, quiet_seconds: float | None = None) -> AbstractAsyncContextManager[None]:
+        """Cut the request with ``ClientDisconnected`` if its client disconnects within the block.
 
-        With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent for that long.
-
-        Raises:
-            Exception: what ``work`` raises.
+        The body must have been read. With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent
+        for that long.
         """
-        async with companion_task(self._watch, quiet_seconds):
-            return await work()
+        return companion_task(self._watch, quiet_seconds)
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""

@@ -1,15 +1,16 @@
-"""Task groups behind blocks: the error of the block comes out as it is, wherever a package opens such a group."""
+"""Tasks behind blocks: they end with the block, whose error comes out as it is."""
 
 from __future__ import annotations
 
 import ast
+from contextlib import nullcontext
 from pathlib import Path
 
 import anyio
 import pytest
 
 import areal_actors
-from areal_actors.lib.task_groups import open_tasks
+from areal_actors.lib.task_groups import companion_task, open_tasks
 
 pytestmark = pytest.mark.anyio
 
@@ -74,3 +75,25 @@ async def test_open_tasks_raises_errors_of_tasks_in_a_group():
             tasks.start_soon(fail)
             await anyio.sleep_forever()
     assert raised.group_contains(KeyError)
+
+
+@pytest.mark.parametrize("is_failing", [False, True], ids=["returns", "raises"])
+async def test_companion_task_runs_while_the_block_lasts(is_failing):
+    """The block ends as it would without the companion."""
+    started, cancelled = anyio.Event(), anyio.Event()
+
+    async def wait() -> None:
+        started.set()
+        try:
+            await anyio.sleep_forever()
+        finally:
+            cancelled.set()
+
+    with anyio.fail_after(10):
+        with pytest.raises(KeyError, match="mine") if is_failing else nullcontext():
+            async with companion_task(wait):
+                await started.wait()
+                assert not cancelled.is_set()
+                if is_failing:
+                    raise KeyError("mine")
+        await cancelled.wait()

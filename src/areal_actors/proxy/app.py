@@ -140,8 +140,8 @@ class CompletionEndpoint:
             await self.serve(exchange, credential, attempt, parsed, usage)
             return
         async with AsyncExitStack() as stack:
-            selected = self.selection.select(model, credential)
-            chosen = await exchange.until_disconnect(lambda: stack.enter_async_context(selected))
+            async with exchange.cut_on_disconnect():
+                chosen = await stack.enter_async_context(self.selection.select(model, credential))
             if chosen is None:
                 await self.serve(exchange, credential, attempt, parsed, usage)
                 return
@@ -167,7 +167,8 @@ class CompletionEndpoint:
             asked = Complete(
                 credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
             )
-            answers = await exchange.until_disconnect(lambda: self.sessions.ask(asked))
+            async with exchange.cut_on_disconnect():
+                answers = await self.sessions.ask(asked)
             if usage is not None:
                 usage.count_all(answers)
             try:
@@ -222,7 +223,8 @@ class CompletionEndpoint:
                         await exchange.send_events(events)
 
         try:
-            await exchange.until_disconnect(pump, quiet_seconds=self.config.keep_alive_seconds)
+            async with exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds):
+                await pump()
             last = formatter.finish()
         except Exception:
             # The session may be ahead of the proxy, and have completed the answer.
@@ -362,7 +364,8 @@ class TokenCountEndpoint:
                 await self._count(exchange, CountTokens(credential=usage.credential, request=request), model)
 
     async def _count(self, exchange: Exchange, message: CountTokens, model: str | None) -> None:
-        num_tokens = await exchange.until_disconnect(lambda: self._ask(message, model))
+        async with exchange.cut_on_disconnect():
+            num_tokens = await self._ask(message, model)
         await exchange.send_json(200, {**self.envelope, "input_tokens": num_tokens})
 
     async def _ask(self, message: CountTokens, model: str | None) -> int:

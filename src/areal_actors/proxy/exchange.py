@@ -1,9 +1,8 @@
 """HTTP requests from their path to the end of their answer: routed, admitted, counted, answered, cut short.
 
 ``Operations`` finds the handler of a path, ``Exchange`` is one request with its response over ASGI, ``Traffic`` knows
-the requests in flight, and ``Meter`` counts. Starlette only routes requests to ``Operations``: its request and response
-objects support neither a body limit whose error is in the client's dialect nor the detection of a client that
-disconnects while an answer is being sampled.
+the requests in flight, and ``Meter`` counts. Starlette only routes requests to ``Operations``: its request object has
+no body limit whose error is in the client's dialect, and notices a disconnect only when asked.
 """
 
 from __future__ import annotations
@@ -14,9 +13,10 @@ import secrets
 import time
 import zlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 import anyio
@@ -28,7 +28,7 @@ from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout,
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.exact_json import dump_json
-from areal_actors.lib.task_groups import open_tasks
+from areal_actors.lib.task_groups import companion_task
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
@@ -36,7 +36,6 @@ from areal_actors.proxy.sse import KEEP_ALIVE, SSE_HEADERS
 
 _log = get_logger(__name__)
 
-T = TypeVar("T")
 Header = tuple[bytes, bytes]
 ROLE_SEPARATOR = "@"
 """Separates session and role in a path; no session's id contains it."""
@@ -372,19 +371,13 @@ class Exchange:
         self.lifetime.deadline = self.body_seconds = math.inf
         return b"".join(parts)
 
-    async def until_disconnect(self, work: Callable[[], Awaitable[T]], *, quiet_seconds: float | None = None) -> T:
-        """Do ``work``, or raise ``ClientDisconnected`` once the client disconnects. The body must have been read.
+    def cut_on_disconnect(self, *, quiet_seconds: float | None = None) -> AbstractAsyncContextManager[None]:
+        """Cut the request with ``ClientDisconnected`` if its client disconnects within the block.
 
-        With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent for that long.
-
-        Raises:
-            Exception: what ``work`` raises.
+        The body must have been read. With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent
+        for that long.
         """
-        async with open_tasks() as tasks:
-            tasks.start_soon(self._watch, quiet_seconds)
-            result = await work()
-            tasks.cancel_scope.cancel()
-        return result
+        return companion_task(self._watch, quiet_seconds)
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""

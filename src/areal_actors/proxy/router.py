@@ -20,7 +20,6 @@ import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from functools import partial
 from pathlib import Path
 
 import anyio
@@ -154,15 +153,14 @@ class _Router(EveryPath):
         client = exchange.scope.get("client")
         headers = [header for header in exchange.scope["headers"] if header[0] != FORWARDED_FOR]
         exchange.scope["headers"] = [*headers, (FORWARDED_FOR, str(client[0]).encode())] if client else headers
-        work = partial(
-            forward,
-            exchange,
-            body=body,
-            backends=lambda: (backend,),
-            client=self._client,
-            patience_seconds=_PATIENCE_SECONDS,
-        )
-        await exchange.until_disconnect(work)
+        async with exchange.cut_on_disconnect():
+            await forward(
+                exchange,
+                body=body,
+                backends=lambda: (backend,),
+                client=self._client,
+                patience_seconds=_PATIENCE_SECONDS,
+            )
 
 
 def _url_of(number: int) -> str:

@@ -75,16 +75,15 @@ class _Forwarder(EveryPath):
         """Forward one request."""
         config = self._config
         body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
-        work = partial(
-            forward,
-            exchange,
-            body=body,
-            backends=partial(self._choose, exchange),
-            client=self._client,
-            patience_seconds=_PATIENCE_SECONDS,
-        )
         try:
-            await exchange.until_disconnect(work)
+            async with exchange.cut_on_disconnect():
+                await forward(
+                    exchange,
+                    body=body,
+                    backends=partial(self._choose, exchange),
+                    client=self._client,
+                    patience_seconds=_PATIENCE_SECONDS,
+                )
         finally:
             self._places.pop(exchange, None)
 

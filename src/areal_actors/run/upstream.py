@@ -197,7 +197,8 @@ class _Forwarder(EveryPath):
                 # Servers take 31 bits at least.
                 request.setdefault("seed", int.from_bytes(sha256(turn).digest()[:4], "big") >> 1)
             body = json.dumps(request).encode()
-        await exchange.until_disconnect(partial(self._forward, exchange, session, route, request, body))
+        async with exchange.cut_on_disconnect():
+            await self._forward(exchange, session, route, request, body)
 
     async def _forward(
         self, exchange: Exchange, session: _Session, route: str, request: dict[str, Any] | None, body: bytes

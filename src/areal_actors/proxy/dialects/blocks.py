@@ -81,13 +81,13 @@ def replace_blocks(body: Mapping[str, Any], policy: UnsupportedBlocks) -> Mappin
         InvalidRequest: an image to be replaced is malformed; the error names the field.
     """
     changed: dict[str, Any] = {}
-    talking, acting = policy.for_message(is_acting=False), policy.for_message(is_acting=True)
     for name in ("messages", "input"):
         if isinstance(messages := body.get(name), list):
-            is_acting, replaced = False, list[Any]()
+            is_acting, chosen, replaced = False, policy.for_message(is_acting=False), list[Any]()
             for index, message in enumerate(messages):
-                is_acting = is_acting or _has_call(message)
-                replaced.append(_replace_in_message(message, acting if is_acting else talking, f"{name}[{index}]"))
+                if not is_acting and _has_call(message):
+                    is_acting, chosen = True, policy.for_message(is_acting=True)
+                replaced.append(_replace_in_message(message, chosen, f"{name}[{index}]"))
             changed[name] = replaced
     return {**body, **changed}
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from functools import partial
 from hashlib import blake2b
 from typing import Any
 
@@ -115,7 +114,8 @@ class _Entry(EveryPath):
         config = self._config
         body = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
         if segments_of(exchange)[-1:] == ["health"]:
-            await exchange.until_disconnect(lambda: self._report_health(exchange))
+            async with exchange.cut_on_disconnect():
+                await self._report_health(exchange)
         else:
             # The proxy of the session that the request names, else the proxies that may serve it, in order.
             key, home = read_key(exchange.headers), self._targets.home(*names_in(exchange, body))
@@ -125,15 +125,14 @@ class _Entry(EveryPath):
                 backends = self._targets.in_turn(anyio.current_time())
             else:
                 backends = self._targets.by_key(key, anyio.current_time())
-            work = partial(
-                forward,
-                exchange,
-                body=body,
-                backends=lambda: backends,
-                client=self._client,
-                on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
-            )
-            await exchange.until_disconnect(work)
+            async with exchange.cut_on_disconnect():
+                await forward(
+                    exchange,
+                    body=body,
+                    backends=lambda: backends,
+                    client=self._client,
+                    on_unreachable=lambda backend: self._targets.note_down(backend, anyio.current_time()),
+                )
 
     async def _report_health(self, exchange: Exchange) -> None:
         """Answer 200 while at least one proxy can serve, 503 otherwise."""

@@ -109,7 +109,8 @@ class _Host(EveryPath):
                 body = await exchange.read_body(
                     max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds
                 )
-                await exchange.until_disconnect(lambda: self._forward(exchange, body))
+                async with exchange.cut_on_disconnect():
+                    await self._forward(exchange, body)
 
     # ---------------------------------------------------------------------------------------------- own routes
 

@@ -25,7 +25,6 @@ from areal_actors.domain import (
     ToolArgumentsDelta,
     ToolCall,
     ToolCallStarted,
-    TopLogprob,
     Usage,
 )
 from areal_actors.errors import CapacityExhausted, Unavailable
@@ -234,22 +233,6 @@ def test_cut_response_is_incomplete():
 
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
-
-
-def test_response_logprobs():
-    """One entry per sampled token; a part of a character has the bytes of that part."""
-    tops = ((TopLogprob(token_id=1, logprob=-2.0),), ())
-    response = _response_of(_answer(ChatMessage(role="assistant", content="é"), tops=tops), top_logprobs=1)
-
-    assert response["output"][0]["content"][0]["logprobs"] == [
-        {
-            "token": "é",
-            "logprob": -0.5,
-            "bytes": [195, 169],
-            "top_logprobs": [{"token": "�", "logprob": -2.0, "bytes": [195]}],
-        },
-        {"token": "�", "logprob": -0.5, "bytes": [195], "top_logprobs": []},
-    ]
 
 
 def test_response_counts_reasoning_tokens():

@@ -54,9 +54,12 @@ async def test_an_app_gets_its_rows():
 
 @pytest.mark.parametrize(
     ("name", "anyio_backend"),
-    zip(
-        ["open_inference", "rollouts", "session", "agent_session", "client", "system", "sqlite"],
-        cycle(["asyncio", "trio"]),
+    list(
+        zip(
+            ["open_inference", "rollouts", "session", "agent_session", "client", "system", "sqlite"],
+            cycle(["asyncio", "trio"]),
+            strict=False,
+        )
     ),
 )
 async def test_each_public_block_raises_the_error_of_its_body(name, tmp_path):

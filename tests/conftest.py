@@ -17,7 +17,7 @@ os.environ.setdefault("AREAL_AUTO_DTYPE", "float32")
 # the suite. Tests ask this machine alone, so they trust one certificate, whose key was thrown away.
 os.environ["SSL_CERT_FILE"] = str(Path(__file__).with_name("certificate.pem"))
 
-settings.register_profile("ci", max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("ci", max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", max_examples=10, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("fuzz", max_examples=3_000, deadline=None, suppress_health_check=list(HealthCheck))
 settings.register_profile("nightly", max_examples=100_000, deadline=None, suppress_health_check=list(HealthCheck))

@@ -7,12 +7,6 @@ import sys
 
 import numpy as np
 from benchmarks.gpu.groups import create_branching
-from benchmarks.gpu.pages import (
-    HARDWARE_PAGE,
-    format_hardware,
-    format_page,
-    read_reports,
-)
 from benchmarks.machine import ROOT
 from benchmarks.report import Report, compare
 from hypothesis import given
@@ -72,17 +66,3 @@ def test_gpu_benchmark_counts_the_tokens_that_layouts_compute(num_tokens: int, p
     assert work.num_tree_tokens <= num_tokens < work.num_tree_tokens + 12
     assert work.num_row_trained == sum(len(row.positions) for row in rows)
     assert work.num_tree_trained == len(set(zip(tree.sources.tolist(), tree.targets.tolist(), strict=True)))
-
-
-def test_hardware_page_shows_the_results():
-    """The page is generated: nothing on it was written by hand."""
-    text = format_hardware(read_reports())
-    assert text == HARDWARE_PAGE.read_text(encoding="utf-8"), "run `python -m benchmarks.gpu page`"
-
-
-def test_gpu_pages_show_their_reports():
-    """Each page has the figures of its report."""
-    for name, report in read_reports().items():
-        if report.facts.get("gpu"):
-            page = (ROOT / "benchmarks" / "results" / name).with_suffix(".md")
-            assert page.read_text(encoding="utf-8") == format_page(report), name

@@ -6,11 +6,7 @@ import json
 import subprocess
 from pathlib import Path
 
-import pytest
-from click.testing import CliRunner
 from tests.stacks.commands import start_command
-
-from areal_actors.cli import cli
 
 AGENT = """\
 from openai import AsyncOpenAI
@@ -90,26 +86,3 @@ def broken(batch):
     assert "failed" == record["status"]
     assert "the meter is gone" in record["reason"]
     assert "the meter is gone" in (tmp_path / "run" / "report.html").read_text()
-
-
-@pytest.mark.parametrize("staleness", [0, 4])
-def test_every_episode_is_trained_or_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, staleness: int):
-    """No episode begins for a step that never comes, however far rollouts may run ahead of training."""
-    begun = tmp_path / "begun"
-    counts = f"        with open({str(begun)!r}, 'a') as file:\n            file.write('1')\n"
-    (tmp_path / "careless.py").write_text(AGENT.replace("**extra_kwargs):\n", f"**extra_kwargs):\n{counts}"))
-    (tmp_path / "job.yaml").write_text(CONFIG)
-    problems = [{"reward": 1.0}] * 3 + [{"question": "without a reward"}]
-    (tmp_path / "problems.jsonl").write_text("\n".join(json.dumps(problem) for problem in problems))
-    monkeypatch.chdir(tmp_path)
-
-    words = ("train", "job.yaml", "--run-dir", "run", "logging.page=false")
-    done = CliRunner().invoke(cli, [*words, f"rollout.max_head_offpolicyness={staleness}"])
-    assert 0 == done.exit_code, done.stderr
-
-    assert done.stderr.startswith("careless: loading tiny to train it\n")
-    steps = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    failed = (tmp_path / "run" / "failures.jsonl").read_text().splitlines()
-    assert 16 == sum(step["trained_episodes"] for step in steps)
-    assert all("KeyError: 'reward'" in json.loads(line)["failure"] for line in failed)
-    assert 16 + len(failed) == len(begun.read_text())

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
-from areal_actors.dashboard.display import format_seconds, render, sparkline
+from areal_actors.dashboard.display import render, sparkline
 from areal_actors.dashboard.report import LearningCurve, draw_curve
 from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
 
@@ -176,11 +176,6 @@ def test_rich_display_leaves_its_last_frame(heard):
     assert "step 3/3" in stream.getvalue()
 
 
-def test_display_none_prints_nothing():
-    """And needs no stream."""
-    assert create_display(DisplayStyle.NONE, RunState(total_steps=1)) is None
-
-
 def test_plain_display_replaces_unencodable_characters(news):
     """A terminal in the C locale does not end a run."""
     stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
@@ -199,22 +194,6 @@ def test_sparkline_fits_its_width(values, width):
 
     assert len(line) == min(width, len(values))
     assert set(line) <= set("▁▂▃▄▅▆▇█")
-
-
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=48))
-def test_sparkline_keeps_order(values):
-    """A higher reward has no lower bar."""
-    line = sparkline(tuple(values), width=48)
-
-    assert all(line[a] <= line[b] for a in range(len(line)) for b in range(len(line)) if values[a] <= values[b])
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "-"), (0.4, "0 s"), (59.6, "1:00"), (245, "4:05"), (3723, "1:02:03")]
-)
-def test_durations_are_formatted(seconds, text):
-    """Seconds, minutes, hours."""
-    assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -202,16 +202,6 @@ def test_session_sample_is_bounded_and_spread_over_versions(tmp_path, news, deco
     assert 0 in versions
 
 
-def test_session_sample_of_one_version_is_bounded(tmp_path, news, decode):
-    """A run that never gets beyond its first version."""
-    path = tmp_path / "sessions.jsonl"
-    heard = [news.session(position, failure="no" if position % 2 else None) for position in range(50)]
-
-    on_event(SessionSampler(path, decode=decode, max_sessions=3), *heard)
-
-    assert len(list(read_records(path))) <= 3
-
-
 def test_sampled_session_is_cut_to_its_limits(tmp_path, news, decode):
     """A record says how much it leaves out."""
     path = tmp_path / "sessions.jsonl"

@@ -113,7 +113,7 @@ def test_report_is_bounded_in_size(tmp_path, news, decode):
     metrics, sampler = MetricsWriter(directory.metrics), SessionSampler(directory.sessions, decode=decode)
     metrics.open()
     sampler.open()
-    for index in range(1000):
+    for index in range(300):
         metrics.on_event(news.step(index + 1))
         sampler.on_event(news.session(index, version=index // 4, text="long " * 5000))
     metrics.close()

@@ -99,16 +99,15 @@ def test_the_tiny_job_trains(tmp_path):
         assert (tmp_path / file).is_file(), file
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
 @pytest.mark.parametrize(
-    ("name", "program"),
+    ("name", "program", "backend"),
     [
-        ("anthropic", "sh"),
-        ("blocking", "sh"),
-        ("frameworks/requests", "sh"),
-        ("shell", "curl"),
-        pytest.param("sandbox", "sh", marks=IN_BOXES),
-        pytest.param("tasks", "sh", marks=[IN_BOXES, needs_plugin(PluginGroup.DATASETS, "harbor")]),
+        ("anthropic", "sh", "trio"),
+        ("blocking", "sh", "asyncio"),
+        ("frameworks/requests", "sh", "trio"),
+        ("shell", "curl", "asyncio"),
+        pytest.param("sandbox", "sh", "trio", marks=IN_BOXES),
+        pytest.param("tasks", "sh", "asyncio", marks=[IN_BOXES, needs_plugin(PluginGroup.DATASETS, "harbor")]),
     ],
 )
 def test_the_tiny_job_trains_agents_of_any_kind(tmp_path, name, program, backend):

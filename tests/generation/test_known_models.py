@@ -26,6 +26,13 @@ from areal_actors_testing.engine_contract import collect, join_ids
 
 pytestmark = pytest.mark.anyio
 
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: models are opened in a thread."""
+    return "asyncio"
+
+
 SIZES = {"vocab_size": 96, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2}
 HEADS = {"num_attention_heads": 6, "num_key_value_heads": 2, "initializer_range": 0.3}
 SCALED = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import Any
@@ -15,7 +14,7 @@ from anyio import wait_all_tasks_blocked
 from attrs import frozen
 
 from areal_actors.domain import Ints
-from areal_actors.errors import CapacityExhausted, DeadlineExceeded, RemoteError
+from areal_actors.errors import CapacityExhausted, RemoteError
 from areal_actors.kernel import Actor, ActorSystem, Message, Ref, StreamMessage
 from areal_actors.testing import virtual_backend
 from areal_actors_testing.remote import pretend_remote
@@ -79,23 +78,12 @@ class Wait(Message[Stores, Ints]):
 
     array: Ints
     seconds: float = 0.0
-    patience: float = math.inf
-
-
-@frozen(kw_only=True)
-class Drop(Message[Stores, None]):
-    array: Ints
 
 
 @frozen(kw_only=True)
 class Fail(Message[Stores, None]):
     array: Ints
     is_on_purpose: bool
-
-
-@frozen(kw_only=True)
-class Repeat(StreamMessage[Stores, Ints]):
-    array: Ints
 
 
 @frozen(kw_only=True)
@@ -112,24 +100,13 @@ class Store(Actor[Stores]):
     @Wait.handler(concurrency=8)
     async def wait(self, message: Wait) -> Ints:
         watched(message.array)
-        with anyio.move_on_after(message.patience):
-            await anyio.sleep(message.seconds)
+        await anyio.sleep(message.seconds)
         return fresh()
-
-    @Drop.handler
-    async def drop(self, message: Drop) -> None:
-        watched(message.array)
 
     @Fail.handler
     async def fail(self, message: Fail) -> None:
         watched(message.array)
         raise CapacityExhausted("full") if message.is_on_purpose else ValueError("broken")
-
-    @Repeat.handler
-    async def repeat(self, message: Repeat) -> AsyncIterator[Ints]:
-        watched(message.array)
-        while True:
-            yield fresh()
 
     @Break.handler
     async def break_off(self, message: Break) -> AsyncIterator[Ints]:
@@ -143,38 +120,15 @@ async def ask(ref: Ref[Stores]) -> None:
         await ref.ask(Give(array=fresh()))
 
 
-async def ask_with_timeout(ref: Ref[Stores]) -> None:
-    for _ in range(3):
-        await ref.ask(Give(array=fresh()), timeout=3600.0)
-
-
 async def ask_in_a_task(ref: Ref[Stores]) -> None:
     async with anyio.create_task_group() as tasks:
         for _ in range(10):
             tasks.start_soon(ref.ask, Wait(array=fresh(), seconds=1.0))
 
 
-async def ask_in_a_visit(ref: Ref[Stores]) -> None:
-    await ref.ask(Wait(array=fresh(), patience=3600.0))
-    await ref.ask(Wait(array=fresh(), patience=3600.0), timeout=3600.0)
-
-
-async def ask_too_long(ref: Ref[Stores]) -> None:
-    try:
-        await ref.ask(Wait(array=fresh(), seconds=3600.0), timeout=1.0)
-    except DeadlineExceeded:
-        return
-    pytest.fail("nothing was raised")
-
-
 async def leave(ref: Ref[Stores]) -> None:
     with anyio.move_on_after(1.0):
         await ref.ask(Wait(array=fresh(), seconds=3600.0))
-
-
-async def tell(ref: Ref[Stores]) -> None:
-    for _ in range(3):
-        await ref.tell(Drop(array=fresh()))
 
 
 async def fail(ref: Ref[Stores]) -> None:
@@ -184,12 +138,6 @@ async def fail(ref: Ref[Stores]) -> None:
         except (CapacityExhausted, RemoteError):
             continue
         pytest.fail("nothing was raised")
-
-
-async def stream(ref: Ref[Stores]) -> None:
-    async with ref.stream(Repeat(array=fresh()), buffer_size=4) as items:
-        for _ in range(6):
-            await anext(items)
 
 
 async def stream_until_it_fails(ref: Ref[Stores]) -> None:
@@ -202,18 +150,7 @@ async def stream_until_it_fails(ref: Ref[Stores]) -> None:
     pytest.fail("nothing was raised")
 
 
-WAYS = (
-    ask,
-    ask_with_timeout,
-    ask_in_a_task,
-    ask_in_a_visit,
-    ask_too_long,
-    leave,
-    tell,
-    fail,
-    stream,
-    stream_until_it_fails,
-)
+WAYS = (ask, ask_in_a_task, leave, fail, stream_until_it_fails)
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)

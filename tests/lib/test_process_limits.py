@@ -29,13 +29,6 @@ def test_command_raises_the_limit_of_open_files():
     assert run(f"{LOWER}\n{raising}\n{SHOW}") == open_files_limit()
 
 
-def test_import_changes_no_limit():
-    """A program that embeds it has its own."""
-    embedding = "import areal_actors.run, areal_actors.proxy, areal_actors.lib.process_limits"
-
-    assert run(f"{LOWER}\n{embedding}\n{SHOW}") == 128
-
-
 def test_tuned_gc_restores_the_collector():
     """What was there is permanent within, and new objects are looked at less often; an error changes nothing."""
     kept, before = gc.get_threshold(), (700, 10, 10)

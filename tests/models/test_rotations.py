@@ -125,6 +125,7 @@ async def test_longer_rows_are_refused_by_name(kind):
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("anyio_backend", ["trio"])  # the engine computes in a thread
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "by layer"])
 async def test_engine_samples_requests_together_as_the_trainer_scores_them_alone(kind):
     """Short and long prompts in one batch; Gemma's windows are refused by the engine."""

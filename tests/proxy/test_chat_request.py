@@ -267,16 +267,3 @@ def test_chat_tools_are_parsed():
     assert not parsed.request.parallel_tool_calls
     assert parsed.is_stream
     assert parsed.include_usage
-
-
-@given(role=roles, content=st.none() | st.text(max_size=8))
-def test_plain_chat_message_is_parsed(role: str, content: str | None) -> None:
-    """Whether it is a role and a text alone, or has a key more that says nothing."""
-
-    def read(raw: dict[str, object]) -> object:
-        try:
-            return parse_chat_request({"messages": [raw]}).request.messages
-        except RequestError as error:
-            return str(error)
-
-    assert read({"role": role, "content": content}) == read({"role": role, "content": content, "name": None})

@@ -509,37 +509,6 @@ def test_a_shell_in_a_container_of_the_vendor_is_a_server_tool():
     assert ResponsesDialect().parse({"input": "hi", "tools": [{"type": "shell", "environment": {"type": "local"}}]})
 
 
-BODIES = {
-    "chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
-    "responses": {"input": "hi"},
-    "messages": {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 64},
-}
-OWN = {
-    "chat/completions": {"type": "function", "function": {"name": "f", "parameters": {}}},
-    "responses": FUNCTION,
-    "messages": {"name": "f", "input_schema": {"type": "object"}},
-}
-AGENTS = ["claude-cli/2.1.330", "codex_exec/0.169.0", "GitHubCopilotCLI/1.0", "OpenAI/Python 3.52.0", "curl/8", ""]
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("route", BODIES)
-async def test_no_user_agent_and_no_model_name_changes_what_tools_become(route):
-    """The same answers for every client; a header says what was left out."""
-    seen = set()
-    async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
-        for agent in AGENTS:
-            for model in ("gpt-5.4-codex", "claude-opus-5", "policy"):
-                body = BODIES[route] | {"model": model}
-                beside = body | {"tools": [OWN[route], {"type": "web_search", "name": "web_search"}]}
-                alone = body | {"tools": [{"type": "web_search", "name": "web_search"}]}
-                for asked in (beside, alone):
-                    answer = await http.post(f"{session.base_url}/{route}", json=asked, headers={"user-agent": agent})
-                    seen.add((asked is alone, answer.status_code, answer.headers.get("x-areal-left-out")))
-
-    assert seen == {(False, 200, "web_search"), (True, 400, None)}
-
-
 @pytest.mark.anyio
 @pytest.mark.parametrize(("policy", "status"), [(ToolPolicy.REFUSE, [400, 400]), (ToolPolicy.DROP, [200, 200])])
 async def test_the_setting_decides_about_server_tools(policy, status):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from areal_actors import errors
-from areal_actors.proxy.failures import describe_failure, format_openai_failure
+from areal_actors.proxy.failures import describe_failure
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,3 @@ def test_unforeseen_failure_hides_its_cause():
 
     assert "secret" not in message
     assert "req_1" in message
-
-
-def test_context_overflow_wording():
-    """Some clients recognise the code, some the wording; both are there."""
-    body = format_openai_failure(
-        describe_failure(errors.ContextLengthExceeded(num_tokens=9000, max_tokens=8192), "req_1")
-    )
-
-    assert body["error"]["code"] == "context_length_exceeded"
-    assert body["error"]["param"] == "messages"
-    assert "prompt is too long" in body["error"]["message"]
-    assert "maximum context length is 8192 tokens" in body["error"]["message"]

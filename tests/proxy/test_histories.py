@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -119,8 +120,7 @@ async def test_messages_agent_continues_after_odd_samples(family: str) -> None:
 # ------------------------------------------------------------------------------- answers that the client begins
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("is_streaming", [False, True])
+@pytest.mark.parametrize(("family", "is_streaming"), list(zip(sorted(FAMILIES), cycle([False, True]))))
 async def test_begun_answer_is_continued(family: str, *, is_streaming: bool) -> None:
     """The client gets the rest; what it sends back is the whole answer, whose exact tokens the next prompt extends."""
     begun = {"role": "assistant", "content": "The answer <|im_end|> is "}

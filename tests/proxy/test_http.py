@@ -108,18 +108,6 @@ async def test_permissions_of_each_key():
     }
 
 
-async def test_session_urls_can_be_disabled():
-    """Then the URL of a session opens nothing without its key."""
-    config = ProxyConfig(session_urls=False)
-    async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        mine = await start(http, proxy)
-        path = f"/{mine['session_id']}{CHAT}"
-
-        assert (await http.post(path, json=BODY)).status_code == 401
-        assert (await http.post(path, json=BODY, headers=bearer("DUMMY"))).status_code == 401
-        assert (await http.post(path, json=BODY, headers=bearer(mine["api_key"]))).status_code == 200
-
-
 async def test_admin_key_is_not_a_session_key():
     """Every request of the administrator would become one of its turns."""
     async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
@@ -198,16 +186,6 @@ async def test_unknown_path_and_method_are_errors():
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
     assert "secret-session" not in missing.text
     assert (method.status_code, method.headers["allow"]) == (405, "POST")
-
-
-async def test_models_and_health():
-    """What clients and load balancers expect to find."""
-    async with open_scripted_proxy() as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        models = (await http.get("/v1/models")).json()
-        health = (await http.get("/health")).json()
-
-    assert [model["id"] for model in models["data"]] == ["policy"]
-    assert health == {"status": "ok", "requests": 0}
 
 
 async def test_unforeseen_error_is_logged_and_hidden(caplog):

@@ -50,7 +50,7 @@ async def test_invalid_body_is_400(content, headers, status):
 
 
 @pytest.mark.parametrize("path", [CHAT, "/v1/responses", "/v1/messages"])
-@pytest.mark.parametrize(("depth", "status"), [(100, 200), (140, 400), (260, 400), (1000, 400)])
+@pytest.mark.parametrize(("depth", "status"), [(100, 200), (140, 400)])
 async def test_deeply_nested_body_is_400(path, depth, status):
     """They are refused in every dialect before anything is sampled; what is accepted can be repeated in the answer."""
     schema = {"type": "object"}

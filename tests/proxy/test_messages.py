@@ -14,7 +14,6 @@ from anthropic.types import (
     RawMessageStartEvent,
     RawMessageStopEvent,
 )
-from anthropic.types.shared import ErrorResponse
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -32,11 +31,10 @@ from areal_actors.domain import (
     ToolCallStarted,
     Usage,
 )
-from areal_actors.errors import ContextLengthExceeded, Unavailable
+from areal_actors.errors import Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 from areal_actors.proxy.dialects.messages.request import parse_anthropic_conversation, sign_thought
-from areal_actors.proxy.failures import describe_failure, format_anthropic_failure
 from areal_actors.rendering import join_deltas
 
 DIALECT = MessagesDialect(model="policy")
@@ -221,17 +219,6 @@ def test_echoed_messages_answer_is_parsed_unchanged(deltas):
             assert theirs.arguments == ours.arguments or orjson.loads(theirs.arguments) == orjson.loads(
                 ours.arguments or "{}"
             )
-
-
-def test_messages_context_overflow_wording():
-    """Type, both vendors' wordings, and the request's id."""
-    failure = describe_failure(ContextLengthExceeded(num_tokens=9000, max_tokens=8192), "req_1")
-    body = format_anthropic_failure(failure)
-    ErrorResponse.model_validate(body)
-
-    assert (body["type"], body["error"]["type"], body["request_id"]) == ("error", "invalid_request_error", "req_1")
-    assert "prompt is too long" in body["error"]["message"]
-    assert "maximum context length is 8192 tokens" in body["error"]["message"]
 
 
 @given(arguments)

@@ -16,7 +16,6 @@ from tests.stacks.inference_stack import encode, open_inference_stack
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.messages import DescribeEndpoint, OpenSession
 from areal_actors.proxy import ProxyConfig, ProxyServer
-from areal_actors.proxy.exchange import Meter
 from areal_actors.testing.engines import EchoEngine
 
 pytestmark = pytest.mark.anyio
@@ -142,16 +141,6 @@ async def test_metrics_are_documented_and_have_no_secret():
     assert set(re.findall(r"^# TYPE (areal_\w+) (\w+)", text, re.MULTILINE)) == documented
     assert "canary" not in text
     assert session.api_key not in text
-
-
-def test_meters_share_no_numbers():
-    """Two applications in one process do not share a number."""
-    one, other = Meter(), Meter()
-    one.note_answer("health", 200, 0.1)
-
-    labels = {"operation": "health", "status": "200"}
-    values = [meter.registry.get_sample_value("areal_http_requests_total", labels) for meter in (one, other)]
-    assert values == [1.0, None]
 
 
 @pytest.mark.parametrize("is_on", [False, True])

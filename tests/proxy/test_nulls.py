@@ -5,8 +5,6 @@ from __future__ import annotations
 from copy import deepcopy
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from areal_actors.errors import RequestError
 from areal_actors.proxy.dialects.chat.answer import ChatDialect
@@ -203,15 +201,6 @@ def test_null_equals_absence_at_one_place(dialect):
         null, absent = (outcome(dialect, changed(BODIES[dialect], [path], keep=keep)) for keep in (True, False))
 
         assert null == absent, path
-
-
-@given(data=st.data(), dialect=st.sampled_from([*BODIES]))
-def test_null_equals_absence_at_any_places(data, dialect):
-    """Several at once."""
-    paths = data.draw(st.sets(st.sampled_from([*places_of(BODIES[dialect])]), max_size=6))
-    null, absent = (outcome(dialect, changed(BODIES[dialect], paths, keep=keep)) for keep in (True, False))
-
-    assert null == absent
 
 
 def test_nulls_in_user_data_are_kept():

@@ -25,7 +25,6 @@ from areal_actors.domain import (
     ToolArgumentsDelta,
     ToolCall,
     ToolCallStarted,
-    TopLogprob,
     Usage,
 )
 from areal_actors.errors import CapacityExhausted, Unavailable
@@ -195,78 +194,6 @@ def test_responses_events_of_an_answer():
     ]
 
 
-def test_response_document():
-    """Every key that the SDK's model has and that clients read; what was asked for is repeated."""
-    call = ToolCall(id="c", name="add", arguments="{}")
-    message = ChatMessage(role="assistant", content="a", reasoning="hm", tool_calls=(call,))
-    fields = {"instructions": "Be kind.", "tools": [TOOL], "metadata": {"k": "v"}, "max_output_tokens": 9, "top_p": 0.5}
-
-    assert _response_of(_answer(message), model="m", **fields) == {
-        "id": "resp_1",
-        "object": "response",
-        "created_at": 1700000000,
-        "status": "completed",
-        "completed_at": 1700000000,
-        "error": None,
-        "incomplete_details": None,
-        "model": "m",
-        "output": [
-            {
-                "id": "rs_0_1",
-                "type": "reasoning",
-                "summary": [],
-                "content": [{"type": "reasoning_text", "text": "hm"}],
-                "encrypted_content": None,
-                "status": "completed",
-            },
-            {
-                "id": "msg_0_1",
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "a", "annotations": [], "logprobs": []}],
-                "status": "completed",
-            },
-            {
-                "id": "fc_0_1",
-                "type": "function_call",
-                "call_id": "c",
-                "name": "add",
-                "arguments": "{}",
-                "status": "completed",
-            },
-        ],
-        "usage": {
-            "input_tokens": 5,
-            "input_tokens_details": {"cached_tokens": 4, "cache_write_tokens": 0},
-            "output_tokens": 2,
-            "output_tokens_details": {"reasoning_tokens": 0},
-            "total_tokens": 7,
-        },
-        "background": False,
-        "instructions": "Be kind.",
-        "max_output_tokens": 9,
-        "max_tool_calls": None,
-        "frequency_penalty": 0.0,
-        "presence_penalty": 0.0,
-        "prompt_cache_key": None,
-        "safety_identifier": None,
-        "user": None,
-        "metadata": {"k": "v"},
-        "parallel_tool_calls": True,
-        "previous_response_id": None,
-        "reasoning": {"effort": None, "summary": None},
-        "service_tier": "default",
-        "store": True,
-        "temperature": 1.0,
-        "text": {"format": {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": "auto",
-        "tools": [TOOL],
-        "top_logprobs": 0,
-        "top_p": 0.5,
-        "truncation": "disabled",
-    }
-
-
 @pytest.mark.parametrize(
     ("fields", "name", "expected"),
     [
@@ -306,22 +233,6 @@ def test_cut_response_is_incomplete():
 
     assert (response["status"], response["incomplete_details"]) == ("incomplete", {"reason": "max_output_tokens"})
     assert [item["status"] for item in response["output"]] == ["completed", "incomplete"]
-
-
-def test_response_logprobs():
-    """One entry per sampled token; a part of a character has the bytes of that part."""
-    tops = ((TopLogprob(token_id=1, logprob=-2.0),), ())
-    response = _response_of(_answer(ChatMessage(role="assistant", content="é"), tops=tops), top_logprobs=1)
-
-    assert response["output"][0]["content"][0]["logprobs"] == [
-        {
-            "token": "é",
-            "logprob": -0.5,
-            "bytes": [195, 169],
-            "top_logprobs": [{"token": "�", "logprob": -2.0, "bytes": [195]}],
-        },
-        {"token": "�", "logprob": -0.5, "bytes": [195], "top_logprobs": []},
-    ]
 
 
 def test_response_counts_reasoning_tokens():

@@ -228,30 +228,6 @@ async def test_delayed_text_does_not_wait_for_the_next_one(operation, interval):
 
 
 @pytest.mark.anyio
-async def test_concurrent_streams_are_sent_less_often():
-    """By default, each further stream adds to the interval; what one stream says is the same."""
-    async with open_stack(*[sampled(TEXT * 20)] * 20, is_gated=True) as stack, httpx.AsyncClient() as http:
-        url = f"{stack.session.base_url}/chat/completions"
-        headers, pieces = {"authorization": f"Bearer {stack.session.api_key}"}, []
-
-        async def read(number):
-            body = BODIES["chat/completions"] | {"user": str(number)}
-            async with http.stream("POST", url, json=body, headers=headers) as response:
-                reader = Reader("chat/completions", response)
-                await reader.read(1)
-                stack.engine.release(300)
-                await reader.read(9_999)
-                pieces.append(reader.pieces)
-
-        async with anyio.create_task_group() as tasks:
-            for number in range(20):
-                tasks.start_soon(read, number)
-            stack.engine.release(20)
-
-    assert {"".join(each) for each in pieces} == {TEXT * 20}
-
-
-@pytest.mark.anyio
 async def test_cancelled_stream_records_delayed_text():
     """The client leaves while sampled tokens wait to be sent: they are in the record of the session."""
     async with open_stack(sampled(TEXT), is_gated=True, proxy=NEVER) as stack:

@@ -113,13 +113,6 @@ async def test_tensors_are_rows_of_their_group():
     assert (0, 0, len(encode("42"))) == (rows[0].head_version, rows[0].tail_version, rows[0].num_trained_tokens)
 
 
-async def test_interactions_are_rows():
-    """One sample of as many rows."""
-    (episode,) = await play(lambda engine, _: interactions(engine, 0.25))
-
-    assert (0.25, 1, None) == (episode.reward, len(episode.trajectories), episode.failure)
-
-
 async def interrupt(engine: EpisodeEngine) -> Any:
     """Not a Ctrl-C: no signal was received."""
     raise KeyboardInterrupt("enough")

@@ -139,16 +139,21 @@ def test_self_test_finds_faults_before_the_first_agent_runs(tmp_path: Path, spoi
 
 
 @pytest.mark.parametrize(
-    ("options", "settings"),
+    ("auto_dtype", "options", "settings"),
     [
-        ({}, {"eta": 0}),
-        ({}, {"eta": 2, "num_minibatches": 2, "num_epochs": 2}),
-        ({"n": 3}, {"eta": 0}),
-        ({"temperature": 0}, {"eta": 0}),
-        ({"top_p": 0.3, "temperature": 0.7, "logit_bias": {"65": 3}}, {"eta": 0, "temperature": 0.7}),
-        ({"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}}, {"eta": 0}),
+        ("float32", {}, {"eta": 0}),
+        ("bfloat16", {}, {"eta": 2, "num_minibatches": 2, "num_epochs": 2}),
+        ("float32", {"n": 3}, {"eta": 0}),
+        ("bfloat16", {"temperature": 0}, {"eta": 0}),
+        ("bfloat16", {"top_p": 0.3, "temperature": 0.7, "logit_bias": {"65": 3}}, {"eta": 0, "temperature": 0.7}),
+        (
+            "float32",
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": _SCHEMA}}},
+            {"eta": 0},
+        ),
     ],
     ids=["eta 0", "eta 2, several updates", "n", "greedy", "truncated", "grammar"],
+    indirect=["auto_dtype"],
 )
 def test_honest_engines_raise_no_alarm(
     tmp_path: Path, auto_dtype: str, options: dict[str, Any], settings: dict[str, Any]

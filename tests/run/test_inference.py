@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from contextlib import suppress
+from itertools import cycle
 
 import anyio
 import pytest
@@ -52,7 +53,14 @@ async def test_an_app_gets_its_rows():
 
 
 @pytest.mark.parametrize(
-    "name", ["open_inference", "rollouts", "session", "agent_session", "client", "system", "sqlite"]
+    ("name", "anyio_backend"),
+    list(
+        zip(
+            ["open_inference", "rollouts", "session", "agent_session", "client", "system", "sqlite"],
+            cycle(["asyncio", "trio"]),
+            strict=False,
+        )
+    ),
 )
 async def test_each_public_block_raises_the_error_of_its_body(name, tmp_path):
     """As it is, in no exception group: ``except KeyError`` works around all of them."""
@@ -95,6 +103,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the app is another process
 async def test_the_crash_of_an_app_is_told_alone():
     """The end of ``asyncio.run`` cancels all tasks, those of the actors and of the server included."""
     ended = await anyio.run_process([sys.executable, "-c", CRASH], check=False)

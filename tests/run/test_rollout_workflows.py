@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import json
 import uuid
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import anyio
 import pytest
 import torch
-from tests.run.scoring import share_of_letters
 from transformers import AutoTokenizer
 
 from areal_actors import (
     ArealOpenAI,
-    AsyncRewardWrapper,
     GenerationConfig,
     GroupedRolloutWorkflow,
     ModelRequest,
@@ -93,46 +90,6 @@ class RejectingWorkflow(MyWorkflow):
         return -1.0 if is_first else super().compute_reward(resp, data)
 
 
-class MultiTurnWorkflow(RolloutWorkflow):
-    """Interactions, by the SDK's client, in the deprecated form; the reward is computed elsewhere."""
-
-    def __init__(self, reward_fn: Any, gconfig: Any, tokenizer: Any, max_turns: int = 2) -> None:
-        self.gconfig = gconfig
-        self.tokenizer = tokenizer
-        self.max_turns = max_turns
-        self.turn_discount = 0.9
-        self.reflection_msg = {"role": "user", "content": "again"}
-        self.async_reward_fn = AsyncRewardWrapper(reward_fn)
-
-    async def _run_one_episode(self, engine: Any, data: dict[str, Any], rid: str) -> Any:
-        client = ArealOpenAI(engine=engine, tokenizer=self.tokenizer)
-        messages = deepcopy(data["messages"])
-        t = reward = 0
-        discount = 1.0
-        while reward == 0 and t < self.max_turns:
-            completion = await client.chat.completions.create(
-                messages=messages,
-                temperature=self.gconfig.temperature,
-                max_completion_tokens=self.gconfig.max_new_tokens,
-                store=True,
-                model="default",
-            )
-            comp_data = client.get_completions(completion.id)
-            response = completion.choices[0].message.content
-            model_response = comp_data.model_response
-            score = await self.async_reward_fn(
-                data["prompt"], response, model_response.input_tokens, model_response.output_tokens
-            )
-            reward = score if t else 0  # the first answer is never good enough
-            t += 1
-            if reward == 0 and t < self.max_turns:
-                messages.append({"role": "assistant", "content": completion.choices[0].message.content})
-                messages.append(self.reflection_msg)
-                discount *= self.turn_discount
-        client.set_reward(completion.id, reward * discount)
-        return client.export_completions(), comp_data
-
-
 class ToolWorkflow(RolloutWorkflow):
     """A call that the model is made to make, rewarded by the place that it names."""
 
@@ -205,7 +162,9 @@ def dumped(directory: RunDirectory) -> list[dict[str, Any]]:
     return [row for path in sorted((directory.rollouts / "0").glob("*.jsonl")) for row in read(path)]
 
 
-@pytest.mark.parametrize("backend", ["asyncio", "trio"])
+@pytest.mark.parametrize(
+    ("auto_dtype", "backend"), [("float32", "asyncio"), ("bfloat16", "trio")], indirect=["auto_dtype"]
+)
 def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str, max_gap: float) -> None:
     """A class with arguments: one step, with evaluations beside it, and a dump in the documented layout."""
     scopes: set[Any] = set()
@@ -230,35 +189,6 @@ def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str, ma
     assert {0, 1, 2} == {row["sample_idx"] for row in rows}
     assert {(0, 0)} == {(row["head_version"], row["tail_version"]) for row in rows}
     assert all(row["prompt_len"] == len(tokenizer.encode(row["prompt"])) < row["seqlen"] for row in rows)
-
-
-def test_interactions_are_trained_on(tmp_path: Path, tokenizer: Any, max_gap: float) -> None:
-    """An instance, in the deprecated form, with several turns: each is a row, and an episode weighs its reward once."""
-    gconfig = GenerationConfig(max_new_tokens=6)
-    _, directory = train(tmp_path, MultiTurnWorkflow(share_of_letters, gconfig, tokenizer))
-    _, step = read(directory.metrics)
-    rows = dumped(directory)
-    first, second = [row for row in rows if (row["task_id"], row["sample_idx"]) == (rows[0]["task_id"], 0)]
-
-    assert (6, 0) == (step["episodes"], step["failed_episodes"])
-    assert step["behaviour_gap_max"] < max_gap
-    assert 12 == len(rows)
-    assert second["prompt_len"] > first["seqlen"]
-    assert second["prompt"].startswith(first["prompt"])
-    assert step["reward"] <= 0.9
-
-
-def test_rejected_members_train_nothing(tmp_path: Path, tokenizer: Any) -> None:
-    """``None`` is recorded with its reason; the siblings are trained."""
-    _, directory = train(
-        tmp_path, RejectingWorkflow, {"tokenizer": tokenizer, "gconfig": GenerationConfig(max_new_tokens=6)}
-    )
-    _, step = read(directory.metrics)
-    failures = read(directory.failures)
-
-    assert (6, 2, 2) == (step["episodes"], step["failed_episodes"], step["rejected_episodes"])
-    assert {"rejected"} == {failure["outcome"] for failure in failures}
-    assert {1, 2} == {row["sample_idx"] for row in dumped(directory)}
 
 
 def test_a_workflow_of_the_configuration_is_trained_on(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ def via_document(episode: Episode) -> Episode:
     return parse_episode(format_episode(episode))
 
 
-@pytest.mark.parametrize("layout", ["flat", "tree"])
+@pytest.mark.parametrize(("layout", "anyio_backend"), [("flat", "asyncio"), ("tree", "trio")])
 async def test_the_trainer_recomputes_what_was_sampled_at_any_settings(layout: str) -> None:
     """All settings in one session, in every style and in one batch: each token has the engine's log-probability."""
     found = await sample([MIXED, MIXED, MIXED], layout=layout)

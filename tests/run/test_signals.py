@@ -15,16 +15,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import anyio
 import httpx
 import psutil
 import pytest
 from anyio.abc import TaskStatus
-from click.testing import CliRunner
 
-from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
@@ -115,26 +112,6 @@ def test_an_interrupt_while_loading_leaves_nothing(tmp_path: Path, command: str)
         assert "Interrupted." in log_of(run_dir)
         assert "Traceback" not in log_of(run_dir)
         assert [] == marked(run_dir)
-
-
-def test_an_interrupt_before_anything_is_imported_is_one_too(monkeypatch: pytest.MonkeyPatch):
-    """Imports take a while, and Ctrl-C meets them as well."""
-
-    class Interrupted:
-        """A module that is being imported when Ctrl-C comes."""
-
-        interrupts = iter([KeyboardInterrupt()])
-
-        def __getattr__(self, name: str) -> Any:
-            for interrupt in self.interrupts if name == "logging_to_stream" else ():
-                raise interrupt
-            return getattr(telemetry, name)
-
-    telemetry = sys.modules["areal_actors.lib.telemetry"]
-    monkeypatch.setitem(sys.modules, "areal_actors.lib.telemetry", Interrupted())
-    result = CliRunner().invoke(cli, ["settings"])
-
-    assert (130, "Interrupted.\n") == (result.exit_code, result.stderr)
 
 
 # ------------------------------------------------------------------------------------------- agents in processes

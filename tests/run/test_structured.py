@@ -118,7 +118,10 @@ async def test_a_named_function_is_called():
     assert {"stop"} == {_check_call(call) for call in answer.choices[0].message.tool_calls}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0}, {"temperature": 2, "top_p": 0.5, "n": 2}])
+@pytest.mark.parametrize(
+    ("options", "anyio_backend"),
+    [({}, "trio"), ({"temperature": 0}, "asyncio"), ({"temperature": 2, "top_p": 0.5, "n": 2}, "trio")],
+)
 async def test_a_schema_of_the_sdk_is_parsed_by_the_sdk(options):
     """The SDK derives a strict schema from a class, and parses what comes back into it."""
     async with _open() as (client, _):
@@ -169,6 +172,7 @@ async def test_an_answer_with_tools_and_schema_is_a_call_or_matches():
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "divide"}}}, "divide"),
     ],
 )
+@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # what is refused depends on no loop
 async def test_an_unsupported_schema_is_a_bad_request(options, words):
     """The reason is in the message; the engine lives on, and the next request is answered."""
     async with _open() as (client, _):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import resource
 import signal
-import socket
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -253,40 +252,6 @@ def episode_of(session: str) -> str:
     return "-".join(session.split("-")[:3])
 
 
-def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):
-    """Ctrl-C: a checkpoint, a summary as the last line, exit code 0, and no process left."""
-    run_dir = tmp_path / "run"
-    with run_elsewhere(run_dir, "total_steps=1000") as process:
-        wait_for_step(process, run_dir, 1)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=MAX_SECONDS)
-    summary = json.loads(output.splitlines()[-1])
-    saved = [checkpoint.step for checkpoint in find_checkpoints(RunDirectory(path=run_dir).checkpoints)]
-
-    assert 0 == process.returncode
-    assert summary["steps"] == read_metrics(run_dir)[-1]["step"] == saved[-1]
-    assert 1000 > summary["steps"] >= 1
-    assert [] == [child for child in children if child.is_running()]
-
-
-def test_a_second_interrupt_leaves_at_once(tmp_path: Path):
-    """A second Ctrl-C does not wait for the step; written files are complete."""
-    run_dir = tmp_path / "run"
-    with run_elsewhere(run_dir, "total_steps=1000", "checkpoint.every_steps=1") as process:
-        wait_for_step(process, run_dir, 1)
-        process.send_signal(signal.SIGINT)
-        # One at a time: a process that is signalled without a pause does nothing but take signals.
-        log = run_dir.parent / f"{run_dir.name}.log"
-        wait_until(lambda: process.poll() is not None or "stopping" in log.read_text())
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=MAX_SECONDS)
-
-    assert 130 == process.returncode
-    assert "" == output
-    assert all(row["reward"] is not None for row in read_metrics(run_dir)[1:])
-
-
 # ------------------------------------------------------------------------------------------------- what is wrong
 
 
@@ -300,41 +265,6 @@ def complaint(result: Result, exit_code: int) -> str:
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert 1 == len(lines), result.output
     return result.stderr[result.stderr.index("Error: ") :]
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("model=/no/such/model", ["no model '/no/such/model'", "smollm2-135m-instruct", "tiny"]),
-        ("modell=tiny", ["modell", "model"]),
-        ("rollout.grop_size=3", ["rollout.grop_size", "group_size"]),
-        ("total_steps=many", ["total_steps", "many"]),
-        ("rollout.workflow=tiny_agnet.py:TinyAgent", ["tiny_agnet.py"]),
-        ("dataset.python=no_such_module:problems", ["no_such_module"]),
-    ],
-)
-def test_a_mistake_in_the_configuration_is_one_clear_message(tmp_path: Path, override: str, words: list[str]):
-    """Its path and the nearest valid name, and nothing was started."""
-    message = complaint(run_here(tmp_path / "run", override), exit_code=2)
-
-    assert [] == [word for word in words if word not in message], message
-
-
-def test_there_must_be_a_run_to_resume(tmp_path: Path):
-    """A typo in the directory does not start a run of its own."""
-    message = complaint(run_here(tmp_path / "run", "--resume"), exit_code=2)
-
-    assert "no run in" in message
-
-
-def test_a_port_in_use_is_one_clear_message(tmp_path: Path):
-    """Which address, and what to change."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-        message = complaint(run_here(tmp_path / "run", f"proxy.port={port}"), exit_code=2)
-
-    assert str(port) in message
-    assert "in use" in message
 
 
 def test_an_agent_that_always_fails_ends_the_run_with_its_error(tmp_path: Path):

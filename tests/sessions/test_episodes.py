@@ -253,18 +253,6 @@ async def test_restarted_agent_gets_the_same_answers():
     assert 1 == len(export_trajectories(record, style="concat", discount=1.0).trajectories)
 
 
-async def test_diverging_agent_drops_the_later_recorded_turns():
-    """They are not in its session, so they are not trained."""
-    journal = MemoryJournal()
-    async with open_process(journal) as inference:
-        await Agent((Talk(("a", "b", "c")),), is_parallel=False).run(inference)
-    async with open_process(journal, first=100) as inference:
-        record = await Agent((Talk(("a", "x", "c")),), is_parallel=False).run(inference)
-
-    assert ["0", "100", "101"] == [turn.output.content for turn in record.interactions if turn.output]
-    assert (1, 2) == (record.num_replayed, record.num_dropped)
-
-
 @pytest.mark.parametrize(
     "change",
     [
@@ -286,19 +274,6 @@ async def test_request_with_other_settings_is_sampled(change: dict[str, Any]):
             session = await begin(inference)
             await inference.sessions.ask(Complete(credential=Credential(session=session), request=asked))
             assert (1, 1, 0)[life] == bool(inference.engine.requests)
-
-
-async def test_equal_requests_are_answered_in_order():
-    journal = MemoryJournal()
-    async with open_process(journal) as inference:
-        session = await begin(inference)
-        before = [await inference.complete(session, say("a")) for _ in range(2)]
-    async with open_process(journal, first=100) as inference:
-        session = await begin(inference)
-        after = [await inference.complete(session, say("a")) for _ in range(3)]
-
-    assert before == after[:2]
-    assert "100" == after[2][0].message.content
 
 
 async def test_recorded_answer_is_streamed():

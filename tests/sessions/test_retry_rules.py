@@ -80,13 +80,6 @@ def test_retries_of_three_cut_requests_among_twenty_are_sampled():
     assert 3 == len(set(map(id, retries)))
 
 
-def test_each_retry_repeats_a_different_answer():
-    client = Client()
-    calls = [client.answered() for _ in range(20)]
-
-    assert calls[:-4:-1] == [client.send(1) for _ in range(3)]
-
-
 def test_retry_of_a_refused_request_is_sampled():
     client = Client()
     pending = client.send()
@@ -104,14 +97,6 @@ def test_second_retry_is_given_the_request_of_the_first():
 
     assert first is calls[-1]
     assert client.send(2) is first
-
-
-def test_retry_of_two_equal_requests_belongs_to_the_second():
-    client = Client()
-    client.answered()
-    second = client.send()
-
-    assert client.send(1) is second
 
 
 @pytest.mark.parametrize("choices", [1, 3])

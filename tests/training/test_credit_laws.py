@@ -12,7 +12,7 @@ from tests.training.episode_shapes import DrawnShape, episode_shapes
 from areal_actors.cache import STYLES
 from areal_actors_testing.gradients import EXACT, Estimator, Play, Shape, measure
 
-_NUM_SHAPES = {60: 250}.get(settings().max_examples, min(settings().max_examples, 10_000))
+_NUM_SHAPES = {40: 250}.get(settings().max_examples, min(settings().max_examples, 10_000))
 """A few hundred where every change is tested, ten thousand each night."""
 
 

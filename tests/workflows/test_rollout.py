@@ -180,17 +180,6 @@ async def test_the_sdk_works_on_an_episodes_engine() -> None:
 # --------------------------------------------------------------------------------------------------------- groups
 
 
-async def test_four_rows_are_padded_to_one_batch() -> None:
-    """[1, T] times four is [4, longest T], in the order of the members."""
-    async with open_engine() as engine:
-        result = await GroupedRolloutWorkflow(Acting(lambda m: row_of(m + 2, m)), group_size=4).arun_episode(engine, {})
-
-    assert result is not None
-    assert (4, 5) == tuple(result["input_ids"].shape)
-    assert [1, 2, 3, 4] == result["input_ids"][:, 0].tolist()
-    assert [2, 3, 4, 5] == result["attention_mask"].sum(1).tolist()
-
-
 async def test_rejected_and_failed_members_cost_no_sibling() -> None:
     """A ``None`` is dropped, an exception too; the others are joined."""
 

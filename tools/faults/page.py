@@ -69,8 +69,8 @@ episode or the run ends with an error that names the fault. *·* means that the 
 run* that its test exists but has not been run to its end, **not tested** that there is no test. The tests are listed
 below each table.
 
-`python -m tools.faults` writes this page from `tools/faults/matrix.toml`, and the suite fails if they differ, or if a
-test that is named here does not exist. `nox -s slurm` runs the tests of `tests/schedulers/slurm_local` but those of
+`python -m tools.faults` writes this page from `tools/faults/matrix.toml`, and fails if a test that is named here does
+not exist. `nox -s slurm` runs the tests of `tests/schedulers/slurm_local` but those of
 `faults.py`, of which `nox -s slurm -- faults` runs all or some (`--sample 3 --seed 7`); `nox -s placement` injects
 faults [on one machine](../placement.md#faults-and-the-time-they-cost). All others are in the suite.
 [Durability](durability.md#how-it-is-tested) is about kills at random times. Of this table, the suite contains one fault

@@ -1,16 +1,12 @@
-"""Tasks behind a block of a caller, who sees the exception of the block as it is and not in a group."""
+"""Task groups behind a block of a caller, who sees the exception of the block as it is and not in a group."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
-
-from areal_actors.lib.loops import is_trio
 
 
 def leaves(error: BaseException) -> Iterator[BaseException]:
@@ -45,25 +41,3 @@ async def open_tasks() -> AsyncIterator[TaskGroup]:
     finally:
         # Its traceback refers to this frame, which would make a reference cycle.
         del body
-
-
-@asynccontextmanager
-async def companion_task(function: Callable[..., Coroutine[Any, Any, None]], *args: Any) -> AsyncIterator[None]:
-    """Run ``function(*args)`` in a task while the block lasts, and cancel it at the end of the block.
-
-    ``function`` must not raise. On asyncio, its cancellation is delivered in the next pass of the event loop, which the
-    end of the block does not wait for.
-    """
-    if is_trio():
-        async with open_tasks() as tasks:
-            tasks.start_soon(function, *args)
-            yield
-            tasks.cancel_scope.cancel()
-        return
-    # A task group of anyio costs 70 µs here and this task 10: leaving the group formats the task that cancels it, and
-    # takes one more pass of the event loop. Every request of the proxy has a companion that detects a disconnect.
-    task = asyncio.get_running_loop().create_task(function(*args))
-    try:
-        yield
-    finally:
-        task.cancel()

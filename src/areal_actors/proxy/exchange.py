@@ -12,8 +12,8 @@ import math
 import secrets
 import time
 import zlib
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -28,7 +28,7 @@ from areal_actors.errors import InvalidRequest, PayloadTooLarge, RequestTimeout,
 from areal_actors.kernel import root_cause
 from areal_actors.lib import tracing
 from areal_actors.lib.exact_json import dump_json
-from areal_actors.lib.task_groups import companion_task
+from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.failures import Failure, describe_failure, format_openai_failure
@@ -371,13 +371,17 @@ class Exchange:
         self.lifetime.deadline = self.body_seconds = math.inf
         return b"".join(parts)
 
-    def cut_on_disconnect(self, *, quiet_seconds: float | None = None) -> AbstractAsyncContextManager[None]:
+    @asynccontextmanager
+    async def cut_on_disconnect(self, *, quiet_seconds: float | None = None) -> AsyncIterator[None]:
         """Cut the request with ``ClientDisconnected`` if its client disconnects within the block.
 
         The body must have been read. With ``quiet_seconds``, ``self.keep_alive`` is sent whenever nothing else was sent
         for that long.
         """
-        return companion_task(self._watch, quiet_seconds)
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._watch, quiet_seconds)
+            yield
+            tasks.cancel_scope.cancel()
 
     def cut(self, reason: Exception) -> None:
         """End the handling of the request at whatever point it has reached, for this ``reason``."""

@@ -28,6 +28,12 @@ SERVERS = {Backend.SGLANG: open_sglang_server, Backend.VLLM: open_vllm_server}
 ECHO = {"vocab_size": 384, "context_length": 256}
 
 
+@pytest.fixture
+def anyio_backend() -> str:
+    """Use one event loop: adapters change nothing that depends on it."""
+    return "asyncio"
+
+
 @pytest.fixture(params=list(SERVERS))
 def backend(request) -> Backend:
     """Each kind of server."""

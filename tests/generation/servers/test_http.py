@@ -12,8 +12,7 @@ from areal_actors.generation.servers.http import ask, create_client
 pytestmark = pytest.mark.anyio
 
 
-@pytest.mark.parametrize("suffix", ["", "/", "/models/one", "/models/one/"])
-@pytest.mark.parametrize("path", ["health", "/health"])
+@pytest.mark.parametrize(("suffix", "path"), [("", "health"), ("/", "/health"), ("/models/one/", "/health")])
 async def test_error_names_the_address_that_was_asked(suffix, path):
     """As one would type it into a browser, whatever the slashes."""
     with socket.socket() as unused:  # bound, and not listening

@@ -30,12 +30,14 @@ from areal_actors_testing.sglang_server import Fault, open_sglang_server
 
 pytestmark = pytest.mark.anyio
 
+ON_A_LOOP_EACH = pytest.mark.parametrize(("is_streamed", "anyio_backend"), [(True, "trio"), (False, "asyncio")])
 PROMPT = np.random.default_rng(3).integers(3, 384, 40)
 
 
 # -------------------------------------------------------------------------------------------------- the contract
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio"])  # on asyncio, vLLM's dialect passes the same contract
 @pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
 async def test_servers_keep_the_engine_contract(model: Path, tmp_path: Path, check: Check) -> None:
     """A real model behind the fake: everything that holds for an engine holds through HTTP."""
@@ -67,7 +69,7 @@ async def test_servers_keep_the_engine_contract(model: Path, tmp_path: Path, che
 # ------------------------------------------------------------------------------------------------------ failures
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
+@ON_A_LOOP_EACH
 @pytest.mark.parametrize("fault", [*Fault])
 async def test_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fault, *, is_streamed: bool) -> None:
     """Whatever happens to the server, the answer is whole, without a gap and without a token twice."""
@@ -87,7 +89,7 @@ async def test_answer_survives_its_server(model: Path, tmp_path: Path, fault: Fa
         assert engine.statistics().running == engine.statistics().waiting == 0
 
 
-@pytest.mark.parametrize("is_incremental", [True, False])
+@pytest.mark.parametrize(("is_incremental", "anyio_backend"), [(True, "trio"), (False, "asyncio")])
 async def test_answers_that_no_client_streams_come_in_large_events(
     model: Path, tmp_path: Path, *, is_incremental: bool
 ) -> None:
@@ -166,6 +168,7 @@ async def test_unnoticed_restart_of_a_server_is_detected(model: Path, tmp_path: 
         assert server.label == "0"
 
 
+@pytest.mark.parametrize("anyio_backend", ["trio"])  # it takes seconds
 async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> None:
     """Requests of one session go to one server, by a name that does not open it; when it is gone, they move."""
     async with open_server_stack(model, tmp_path, num_servers=2) as (engine, servers):
@@ -181,7 +184,7 @@ async def test_sessions_stay_with_their_server(model: Path, tmp_path: Path) -> N
             assert ids_of(await collect(engine, ask(number, routing_key=f"session-{number}"))) == WHOLE
 
 
-@pytest.mark.parametrize("is_streamed", [True, False])
+@ON_A_LOOP_EACH
 async def test_stop_string_that_begins_before_a_move_ends_the_answer(
     model: Path, tmp_path: Path, *, is_streamed: bool
 ) -> None:

@@ -45,23 +45,6 @@ async def test_gateway_requests_wait_until_all_servers_have_the_weights(model: P
         assert not servers[1].bodies
 
 
-async def test_versions_are_exact_to_the_token(model: Path, tmp_path: Path) -> None:
-    """Tokens sampled before a load have the old version, those after it the new one, however they were streamed."""
-    async with open_server_stack(model, tmp_path, is_gated=True) as (engine, (server,)):
-        server.engine.release(5)
-        async with engine.generate(ask()) as chunks:
-            seen = [await anext(aiter(chunks)) for _ in range(2)]
-            while server.engine.statistics().sampled_tokens < 5:
-                await anyio.lowlevel.checkpoint()
-            await engine.load(Snapshot(version=1, path=model))
-            server.engine.release(100)
-            seen += [chunk async for chunk in chunks]
-        versions = [chunk.version for chunk in seen for _ in chunk.token_ids]
-
-        assert ids_of(seen) == WHOLE
-        assert versions == [0] * 5 + [1] * 35
-
-
 async def test_weights_that_do_not_fit_are_not_sent(model: Path, tmp_path: Path) -> None:
     """Servers keep in silence what a snapshot lacks; so it is looked at before, and the old weights stay."""
     state = load_policy(model).state_dict()

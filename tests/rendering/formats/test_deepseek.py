@@ -8,7 +8,7 @@ import pytest
 from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
-from areal_actors.domain import TextDelta, Tool, ToolCall
+from areal_actors.domain import TextDelta
 from areal_actors.rendering.formats.deepseek import DeepSeek
 
 FENCED, BARE = DeepSeek(has_fences=True), DeepSeek(has_fences=False)
@@ -87,27 +87,3 @@ def test_deltas_are_emitted_as_soon_as_they_are_certain():
     assert 2 == len(parser.feed(CALL_END))
     assert () == parser.feed(END)
     assert () == parser.finish()
-
-
-@pytest.mark.parametrize("form", [FENCED, BARE])
-def test_block_of_tools_shows_a_call(form):
-    """For templates that know no tools, as V3's."""
-    assert all(part in form.format_tools([TOOL]) for part in (TOOL.name, BEGIN, CALL_END))
-    assert "<｜tool▁output▁begin｜>12<｜tool▁output▁end｜>" == form.format_result("12")
-
-
-@pytest.mark.parametrize("form", [FENCED, BARE])
-def test_grammar_is_written_as_calls_are(form):
-    """The literal parts, with the arguments between them, are what the format writes."""
-    begin, calls, end = form.constrain([Tool(name="a", parameters={"properties": {}})], is_parallel=False).parts
-    before, _, after = calls.part.parts[0].parts
-
-    assert 1 == calls.at_most
-    call = ToolCall(id="", name="a", arguments="{}")
-    assert form.format_call(call) == begin.text + before.text + "{}" + after.text + end.text
-
-
-@pytest.mark.parametrize(("template", "recognised"), [(f"{BEGIN}```json", [FENCED]), (BEGIN, [BARE]), ("```json", [])])
-def test_family_is_recognised(template, recognised):
-    """By its tags, and by the fence."""
-    assert recognised == [form for form in (FENCED, BARE) if form.matches_template(template)]

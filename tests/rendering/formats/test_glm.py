@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.rendering.formats.test_laws import parse, said
 
-from areal_actors.domain import Tool, ToolCall
+from areal_actors.domain import Tool
 from areal_actors.rendering.formats.glm import Glm
 
 TOOL = Tool(
@@ -96,13 +96,3 @@ def test_tags_within_a_value_are_its_text():
     text = f"<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>{value}</arg_value>\n</tool_call>"
 
     assert [("get_weather", json.dumps({"city": value}))] == said(read(text))
-
-
-def test_call_is_written_as_the_family_does():
-    """Text raw, everything else as JSON."""
-    written = Glm().format_call(ToolCall(id="", name="f", arguments='{"a": "x", "b": [1, "é"]}'))
-
-    assert (
-        "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>x</arg_value>\n"
-        '<arg_key>b</arg_key>\n<arg_value>[1, "é"]</arg_value>\n</tool_call>'
-    ) == written

@@ -198,9 +198,3 @@ def test_family_is_recognised():
     assert CHANNELS.matches_template(template)
     assert not CALLS.matches_template("<|start|>")
     assert not CHANNELS.is_opened_by("<|start|>assistant")
-
-
-def test_block_of_tools():
-    """For templates that know no tools."""
-    assert TOOL.name in CALLS.format_tools([TOOL])
-    assert "12" == CALLS.format_result("12")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from itertools import count
 
 import pytest
@@ -131,25 +130,3 @@ def test_slices_keep_the_model_s_spelling():
     parsed = parse_call(' { "arguments" :{ "b":"\\u00e9" , "name" :[1.50,{}]} ,\n"name":"a" , "id": { "d" : 1 } } ')
 
     assert ("a", '{ "b":"\\u00e9" , "name" :[1.50,{}]}') == (parsed.name, parsed.arguments)
-
-
-def test_block_of_tools_is_short():
-    """A model of 135 M parameters has to read it: one line a tool, and the form of a call."""
-    block = Hermes().format_tools([TOOL])
-
-    assert json.dumps({"name": TOOL.name, "description": TOOL.description, "parameters": TOOL.parameters}) in block
-    assert len(block) < 400
-
-
-@pytest.mark.parametrize(
-    ("template", "is_spoken"),
-    [
-        ("<tool_call>{{ x }}", True),
-        ("nothing", False),
-        ("<tool_call><function=", False),
-        ("<tool_call><arg_key>", False),
-    ],
-)
-def test_family_is_recognised(template, is_spoken):
-    """By its tags, unless the template shows another format between them."""
-    assert is_spoken == Hermes().matches_template(template)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.rendering.formats.test_laws import parse, read, said
 
-from areal_actors.domain import TextDelta, ToolCall
+from areal_actors.domain import TextDelta
 from areal_actors.rendering.formats.llama_json import LlamaJson
 
 LLAMA = LlamaJson()
@@ -93,13 +93,6 @@ def test_call_is_emitted_before_the_answer_ends():
 
     assert () == parser.feed('{"name": "f", "parameters": {}')
     assert 2 == len(parser.feed("}"))
-
-
-def test_call_is_written_as_the_family_does():
-    """The arguments are the call's own text."""
-    written = LLAMA.format_call(ToolCall(id="", name="f", arguments='{"x":1}'))
-
-    assert '{"name": "f", "parameters": {"x":1}}' == written
 
 
 def test_one_call_is_enforced_at_most():

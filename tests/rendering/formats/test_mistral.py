@@ -6,7 +6,7 @@ import pytest
 from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
-from areal_actors.domain import TextDelta, Tool, ToolCall
+from areal_actors.domain import TextDelta, ToolCall
 from areal_actors.rendering.formats.mistral import Mistral
 
 LIST, NAMED = Mistral(), Mistral(has_names=True)
@@ -98,29 +98,3 @@ def test_deltas_are_emitted_as_soon_as_they_are_certain():
     assert "[TOOL_CALLS]one two" == "".join(delta.text for delta in parser.feed(" two"))
     assert () == parser.feed('[TOOL_CALLS][{"name": "a"}')
     assert 2 == len(parser.feed("]"))
-
-
-@pytest.mark.parametrize("form", [LIST, NAMED])
-def test_block_of_tools_shows_a_call(form):
-    """For templates that know no tools."""
-    assert all(part in form.format_tools([TOOL]) for part in (TOOL.name, "[AVAILABLE_TOOLS]", "[TOOL_CALLS]"))
-    assert "[TOOL_RESULTS]12[/TOOL_RESULTS]" == form.format_result("12")
-
-
-def test_grammar_is_written_as_calls_are():
-    """The literal parts join to what the format writes."""
-    tool = Tool(name="a", parameters={"properties": {}})
-
-    assert "[TOOL_CALLS]a[ARGS]" == NAMED.constrain([tool], is_parallel=True).part.parts[0].parts[0].text
-    opening, calls, closing = LIST.constrain([tool], is_parallel=False).parts
-    assert ("[TOOL_CALLS][", 1, "]") == (opening.text, calls.at_most, closing.text)
-    assert '{"name": "a", "arguments": ' == calls.part.parts[0].parts[0].text
-
-
-@pytest.mark.parametrize(
-    ("template", "recognised"),
-    [("[TOOL_CALLS][", LIST), ("[TOOL_CALLS] ~ name ~ [ARGS]", NAMED), ("nothing", None)],
-)
-def test_family_is_recognised(template, recognised):
-    """By its markers."""
-    assert [recognised] == [form for form in (LIST, NAMED) if form.matches_template(template)] or recognised is None

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.rendering.formats.test_laws import parse, said
 
-from areal_actors.domain import ToolCall
 from areal_actors.rendering.formats.pythonic import Pythonic
 
 PYTHONIC = Pythonic()
@@ -129,10 +128,3 @@ def test_literals_have_the_values_of_python(written, value):
 def test_strings_are_read_as_python_reads_them(text):
     """The literal that Python itself would write is the text."""
     assert {"x": ast.literal_eval(repr(text))} == {"x": text} == values(f"[f(x={text!r})]")
-
-
-def test_call_is_written_as_the_family_does():
-    """Python's literals; names that are not a word come out of a dictionary."""
-    call = ToolCall(id="", name="f", arguments='{"a": "it\'s", "b c": [true, null, 1.5], "d": {}}')
-
-    assert """[f(a="it's", d={}, **{'b c': [True, None, 1.5]})]""" == PYTHONIC.format_call(call)

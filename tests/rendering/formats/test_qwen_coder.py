@@ -7,7 +7,7 @@ import json
 import pytest
 from tests.rendering.formats.test_laws import parse, said
 
-from areal_actors.domain import Tool, ToolCall
+from areal_actors.domain import Tool
 from areal_actors.rendering.formats.qwen_coder import QwenCoder
 
 TOOL = Tool(
@@ -177,12 +177,3 @@ def test_last_closing_tag_may_be_missing():
 def test_line_breaks_around_values_are_not_needed():
     """All on one line is the same call."""
     assert said(read(call(text="a", line=1))) == said(read(call(text="a", line=1).replace("\n", "")))
-
-
-def test_call_is_written_as_the_family_does():
-    """Text raw, everything else as JSON."""
-    written = QwenCoder().format_call(
-        ToolCall(id="", name="edit", arguments='{"text": "a\\nb", "line": 1, "all": true}')
-    )
-
-    assert call(text="a\nb", line=1, all="true") == written

@@ -61,7 +61,7 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind, url_of
 from areal_actors.run.forwarding import forwarding
 from areal_actors.run.plan import PlacedRole
-from areal_actors.run.supervise import WorkerSupervisor, first_specs
+from areal_actors.run.supervise import WorkerSupervisor, worker_spec
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
 from areal_actors.schedulers.config import (
     LocalConfig,
@@ -199,7 +199,11 @@ async def _open_scheduler(
     placed: Mapping[Role, PlacedRole],
     controller: ControllerAddress,
 ) -> AsyncIterator[Scheduler]:
-    wanted = first_specs(placed, controller=controller)
+    wanted = [
+        worker_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
+        for role, one in placed.items()
+        for index in range(one.config.replicas)
+    ]
     async with open_scheduler(config, directory=directory, logs=logs) as scheduler:
         if wanted:
             # All roles have to fit at the same time, since each waits for the others.

@@ -49,7 +49,7 @@ def test_default_settings_give_no_advice():
         (ObjectiveConfig(aggregation=Aggregation.TOKEN_MEAN, fixed_length=7), "fixed_length"),
     ],
 )
-def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting):
+def test_advice_names_objective_settings_without_effect(objective, setting):
     """One sentence each, that begins with the name."""
     (sentence,) = inert_settings(TrainerConfig(objective=objective))
 
@@ -67,7 +67,7 @@ def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting)
         (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations"),
     ],
 )
-def test_other_settings_that_cannot_act_are_named(config, setting):
+def test_advice_names_other_settings_without_effect(config, setting):
     """Those that need another setting to act."""
     (sentence,) = inert_settings(config)
 
@@ -84,12 +84,12 @@ def test_other_settings_that_cannot_act_are_named(config, setting):
         TrainerConfig(objective=ObjectiveConfig(aggregation=Aggregation.FIXED_LENGTH, fixed_length=7)),
     ],
 )
-def test_settings_that_act_are_not_named(config):
+def test_advice_ignores_settings_with_effect(config):
     """Nothing is said about them."""
     assert inert_settings(config) == []
 
 
-def test_the_form_of_an_adapter_matters_to_servers_alone():
+def test_lora_serving_has_no_effect_without_servers():
     """The embedded engine gets merged weights in any case."""
     merged = TrainerConfig(lora=LoraConfig(serving=LoraServing.MERGED))
     (sentence,) = inert_settings(merged, has_servers=False)
@@ -98,7 +98,7 @@ def test_the_form_of_an_adapter_matters_to_servers_alone():
     assert inert_settings(merged) == inert_settings(TrainerConfig(lora=LoraConfig()), has_servers=False) == []
 
 
-def test_a_rate_of_full_training_is_named():
+def test_advice_names_low_learning_rate_of_adapter():
     """An adapter hardly learns with it."""
     (sentence,) = doubtful_settings(TrainerConfig(lora=LoraConfig()))
     assert sentence.startswith("optimizer.learning_rate 2e-05 ")
@@ -115,7 +115,7 @@ def test_a_rate_of_full_training_is_named():
         (ObjectiveConfig(surrogate=Surrogate.GSPO), "aggregation episode_sum"),
     ],
 )
-def test_biased_settings_are_named(objective, setting):
+def test_advice_names_biased_settings(objective, setting):
     """They do what they say, which is not what a user means by them."""
     (sentence,) = doubtful_settings(TrainerConfig(objective=objective))
 

@@ -45,7 +45,7 @@ async def fail(interrupts: Interrupts) -> None:
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-async def test_a_training_is_told_once(*, is_over: bool) -> None:
+async def test_interrupt_is_sent_to_training_once(*, is_over: bool) -> None:
     """Also one that has just ended, and cannot be told any more: then nothing fails for it."""
     told = training(is_over=is_over)
     async with open_interrupts() as interrupts, interrupts.telling(told):
@@ -53,7 +53,7 @@ async def test_a_training_is_told_once(*, is_over: bool) -> None:
         await told.told.wait()
 
 
-async def test_between_two_attempts_the_run_is_ended() -> None:
+async def test_interrupt_between_attempts_ends_run() -> None:
     """There is no trainer to ask; open resources are closed in order."""
     closed = []
     with pytest.raises(KeyboardInterrupt):
@@ -68,7 +68,7 @@ async def test_between_two_attempts_the_run_is_ended() -> None:
     assert ["premises"] == closed
 
 
-async def test_the_next_attempt_is_told_of_the_signal_that_the_last_one_heard() -> None:
+async def test_interrupt_is_sent_to_next_attempt() -> None:
     """The signal reached a trainer that is gone; it counts for the next one."""
     first, second = training(), training()
     async with open_interrupts() as interrupts:

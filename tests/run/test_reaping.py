@@ -15,7 +15,7 @@ SQUEUE = 'case "$*" in *stubborn*) echo "7|stubborn|RUNNING|n1|x|x|x|None";; esa
 
 
 @pytest.mark.parametrize("spares_running", [False, True])
-def test_a_job_that_does_not_end_keeps_no_other_run_waiting(tmp_path, monkeypatch, spares_running):
+def test_job_that_does_not_end_delays_no_other_run(tmp_path, monkeypatch, spares_running):
     """The others are ended nevertheless, and the error names what is left."""
     programs = tmp_path / "bin"
     programs.mkdir()

@@ -206,7 +206,7 @@ def dumped(directory: RunDirectory) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str, max_gap: float) -> None:
+def test_workflow_tensors_are_trained(tmp_path: Path, tokenizer: Any, backend: str, max_gap: float) -> None:
     """A class with arguments: one step, with evaluations beside it, and a dump in the documented layout."""
     scopes: set[Any] = set()
     summary, directory = train(
@@ -232,7 +232,7 @@ def test_tensors_are_trained_on(tmp_path: Path, tokenizer: Any, backend: str, ma
     assert all(row["prompt_len"] == len(tokenizer.encode(row["prompt"])) < row["seqlen"] for row in rows)
 
 
-def test_interactions_are_trained_on(tmp_path: Path, tokenizer: Any, max_gap: float) -> None:
+def test_workflow_interactions_are_trained(tmp_path: Path, tokenizer: Any, max_gap: float) -> None:
     """An instance, in the deprecated form, with several turns: each is a row, and an episode weighs its reward once."""
     gconfig = GenerationConfig(max_new_tokens=6)
     _, directory = train(tmp_path, MultiTurnWorkflow(share_of_letters, gconfig, tokenizer))
@@ -248,7 +248,7 @@ def test_interactions_are_trained_on(tmp_path: Path, tokenizer: Any, max_gap: fl
     assert step["reward"] <= 0.9
 
 
-def test_rejected_members_train_nothing(tmp_path: Path, tokenizer: Any) -> None:
+def test_rejected_members_are_not_trained(tmp_path: Path, tokenizer: Any) -> None:
     """``None`` is recorded with its reason; the siblings are trained."""
     _, directory = train(
         tmp_path, RejectingWorkflow, {"tokenizer": tokenizer, "gconfig": GenerationConfig(max_new_tokens=6)}
@@ -261,7 +261,7 @@ def test_rejected_members_train_nothing(tmp_path: Path, tokenizer: Any) -> None:
     assert {1, 2} == {row["sample_idx"] for row in dumped(directory)}
 
 
-def test_a_workflow_of_the_configuration_is_trained_on(tmp_path: Path) -> None:
+def test_configured_workflow_is_trained(tmp_path: Path) -> None:
     """By a file and a name, as YAML has it; the engine brings what the client needs. Tools are called."""
     _, directory = train(tmp_path)
     _, step = read(directory.metrics)
@@ -270,7 +270,7 @@ def test_a_workflow_of_the_configuration_is_trained_on(tmp_path: Path) -> None:
     assert any("get_weather" in row["completion"] for row in dumped(directory))
 
 
-def test_an_object_that_is_no_workflow_is_refused_by_name(tmp_path: Path) -> None:
+def test_object_without_workflow_methods_is_refused(tmp_path: Path) -> None:
     """Before anything is started."""
     with pytest.raises(WorkflowError, match="a rollout workflow is a subclass of RolloutWorkflow"):
         train(tmp_path, GenerationConfig)
@@ -280,7 +280,7 @@ def test_an_object_that_is_no_workflow_is_refused_by_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.anyio
-async def test_rollouts_by_hand_in_any_order(tokenizer: Any) -> None:
+async def test_submitted_rollouts_are_awaited_in_any_order(tokenizer: Any) -> None:
     """Workflows and agents, in groups; results are awaited as one likes, twice if need be."""
     kwargs = {"tokenizer": tokenizer, "gconfig": GenerationConfig(max_new_tokens=4)}
     one, two, three = problems(3, 0)

@@ -101,7 +101,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_service_learns_what_a_run_over_the_dataset_learns(tmp_path: Path, backend: str):
+def test_service_learns_like_run_over_dataset(tmp_path: Path, backend: str):
     """The same problems, seed and agent, synchronously: every dumped row and every figure of every step is equal."""
     settings = ("total_steps=2", "batch_size=3", "rollout.group_size=4", "engine.deterministic=true")
     more = ("trainer.dtype=float32", "eval_dataset=null", "engine.max_concurrent=12", *QUICK)
@@ -130,7 +130,7 @@ def test_a_service_learns_what_a_run_over_the_dataset_learns(tmp_path: Path, bac
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_a_restarted_service_answers_before_its_trainer_is_open(
+def test_restarted_service_answers_before_trainer_is_open(
     tmp_path: Path, backend: str, monkeypatch: pytest.MonkeyPatch
 ):
     """With the weights of its checkpoint: the tokens are those that it sampled before. Only then is the trainer loaded.
@@ -263,7 +263,7 @@ def agents(tmp_path: Path, num: int, variables: dict[str, str]) -> Any:
     return process([str(EXAMPLES / "serve_agent.py"), str(num)], tmp_path / "agent.log", **variables)
 
 
-def test_an_agent_elsewhere_is_trained(tmp_path: Path):
+def test_service_trains_external_agent(tmp_path: Path):
     """The example, both sides as processes of their own: two steps, a summary as the last line, and the weights."""
     run_dir = tmp_path / "run"
     with service(run_dir, "total_steps=2", "batch_size=12") as (running, variables), agents(tmp_path, 60, variables):
@@ -278,7 +278,7 @@ def test_an_agent_elsewhere_is_trained(tmp_path: Path):
     assert 0o600 == directory.admin_key.stat().st_mode & 0o777
 
 
-def test_a_trained_service_goes_on_answering(tmp_path: Path):
+def test_trained_service_continues_to_answer(tmp_path: Path):
     """After the last step: any number of sessions get answers of the trained weights, and are forgotten at their end.
 
     Resumed, it answers at once. Ctrl-C ends it with the summary of the run.
@@ -313,7 +313,7 @@ def test_a_trained_service_goes_on_answering(tmp_path: Path):
         assert 1 == finish(running)["version"]
 
 
-def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
+def test_interrupted_service_resumes(tmp_path: Path):
     """Ctrl-C: a checkpoint, a summary, exit code 0, no process left; resumed, it knows its agents' key."""
     run_dir = tmp_path / "run"
     with service(run_dir) as (running, variables), agents(tmp_path, 400, variables):
@@ -341,7 +341,7 @@ def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
 BARE = {"experiment_name": "bare", "total_steps": 1, "model": "tiny"}
 
 
-def test_train_without_problems_and_agent_names_both(tmp_path: Path):
+def test_train_names_missing_problems_and_agent(tmp_path: Path):
     """``train`` without problems and an agent says both at once, and what to use instead; nothing is left behind."""
     path = tmp_path / "bare.yaml"
     path.write_text(json.dumps(BARE))

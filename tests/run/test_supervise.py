@@ -24,7 +24,7 @@ from areal_actors.schedulers.config import RestartsConfig
 
 
 @given(st.lists(st.floats(0, 20), max_size=30), st.integers(0, 4))
-def test_no_window_has_more_restarts_than_allowed(times, most):
+def test_restarts_are_limited_in_every_window(times, most):
     """Whenever they come; and one is refused only when the window before it is full."""
     restarts = Restarts(RestartsConfig(max=most, window_seconds=5.0))
     allowed = []
@@ -54,14 +54,14 @@ def test_no_window_has_more_restarts_than_allowed(times, most):
         (RuntimeError("what"), False),
     ],
 )
-def test_errors_that_need_a_person_end_the_run(error, is_final):
+def test_find_final_returns_errors_that_user_must_fix(error, is_final):
     """However deep it is grouped; the loss of another actor does not."""
     group = ExceptionGroup("all", [ActorStopped("a"), ExceptionGroup("some", [error])])
 
     assert (error if is_final else None) is find_final(group)
 
 
-def test_tokens_that_cannot_be_true_end_a_run():
+def test_find_final_returns_invalid_tokens():
     """They are not a failure of an engine that another one would mend."""
     violation = CaptureViolation.__new__(CaptureViolation)
 

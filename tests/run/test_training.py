@@ -97,7 +97,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return run_dir, run_here(run_dir, "total_steps=6", "checkpoint.every_steps=2")
 
 
-def test_the_tiny_job_rises(whole_run: tuple[Path, Result]):
+def test_tiny_job_learns(whole_run: tuple[Path, Result]):
     """From nothing to something in a few steps; the last line sums it up, and the weights load as they are."""
     run_dir, result = whole_run
     assert result.exit_code == 0, result.output
@@ -115,7 +115,7 @@ def test_the_tiny_job_rises(whole_run: tuple[Path, Result]):
     assert RunDirectory(path=run_dir).report.stat().st_size > 1000
 
 
-def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, Result], tmp_path: Path):
+def test_killed_run_resumes_with_equal_numbers(whole_run: tuple[Path, Result], tmp_path: Path):
     """``kill -9`` between two checkpoints: the resumed run equals the uninterrupted one, number by number."""
     expected, _ = whole_run
     run_dir = tmp_path / "run"
@@ -135,7 +135,7 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, 
     assert (6, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
-def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tuple[Path, Result], tmp_path: Path):
+def test_run_killed_before_checkpoint_samples_no_group_again(whole_run: tuple[Path, Result], tmp_path: Path):
     """Its steps are repeated with the same groups, and lead to the same numbers."""
     expected, _ = whole_run
     run_dir = tmp_path / "run"
@@ -152,9 +152,7 @@ def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tupl
     assert essence(expected)[:3] == essence(run_dir)[:3]
 
 
-def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_killed_within_episodes_samples_no_turn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its agents start over, and are given the turns that they had: by their ids, and token by token in the rows."""
     run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
     # No episode ends before the kill, however late the poll below sees its turns.
@@ -188,7 +186,7 @@ def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
     assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
-def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
+def test_killed_process_of_run_loses_no_turn(tmp_path: Path):
     """Its sessions continue in its successor; the trained rows have the turns from before the kill."""
     run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
     options = (
@@ -253,40 +251,6 @@ def episode_of(session: str) -> str:
     return "-".join(session.split("-")[:3])
 
 
-def test_an_interrupt_finishes_the_step_and_saves(tmp_path: Path):
-    """Ctrl-C: a checkpoint, a summary as the last line, exit code 0, and no process left."""
-    run_dir = tmp_path / "run"
-    with run_elsewhere(run_dir, "total_steps=1000") as process:
-        wait_for_step(process, run_dir, 1)
-        children = psutil.Process(process.pid).children(recursive=True)
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=MAX_SECONDS)
-    summary = json.loads(output.splitlines()[-1])
-    saved = [checkpoint.step for checkpoint in find_checkpoints(RunDirectory(path=run_dir).checkpoints)]
-
-    assert 0 == process.returncode
-    assert summary["steps"] == read_metrics(run_dir)[-1]["step"] == saved[-1]
-    assert 1000 > summary["steps"] >= 1
-    assert [] == [child for child in children if child.is_running()]
-
-
-def test_a_second_interrupt_leaves_at_once(tmp_path: Path):
-    """A second Ctrl-C does not wait for the step; written files are complete."""
-    run_dir = tmp_path / "run"
-    with run_elsewhere(run_dir, "total_steps=1000", "checkpoint.every_steps=1") as process:
-        wait_for_step(process, run_dir, 1)
-        process.send_signal(signal.SIGINT)
-        # One at a time: a process that is signalled without a pause does nothing but take signals.
-        log = run_dir.parent / f"{run_dir.name}.log"
-        wait_until(lambda: process.poll() is not None or "stopping" in log.read_text())
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=MAX_SECONDS)
-
-    assert 130 == process.returncode
-    assert "" == output
-    assert all(row["reward"] is not None for row in read_metrics(run_dir)[1:])
-
-
 # ------------------------------------------------------------------------------------------------- what is wrong
 
 
@@ -313,21 +277,21 @@ def complaint(result: Result, exit_code: int) -> str:
         ("dataset.python=no_such_module:problems", ["no_such_module"]),
     ],
 )
-def test_a_mistake_in_the_configuration_is_one_clear_message(tmp_path: Path, override: str, words: list[str]):
+def test_configuration_mistake_is_one_message(tmp_path: Path, override: str, words: list[str]):
     """Its path and the nearest valid name, and nothing was started."""
     message = complaint(run_here(tmp_path / "run", override), exit_code=2)
 
     assert [] == [word for word in words if word not in message], message
 
 
-def test_there_must_be_a_run_to_resume(tmp_path: Path):
+def test_resume_without_run_is_refused(tmp_path: Path):
     """A typo in the directory does not start a run of its own."""
     message = complaint(run_here(tmp_path / "run", "--resume"), exit_code=2)
 
     assert "no run in" in message
 
 
-def test_a_port_in_use_is_one_clear_message(tmp_path: Path):
+def test_port_in_use_is_one_message(tmp_path: Path):
     """Which address, and what to change."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -337,7 +301,7 @@ def test_a_port_in_use_is_one_clear_message(tmp_path: Path):
     assert "in use" in message
 
 
-def test_an_agent_that_always_fails_ends_the_run_with_its_error(tmp_path: Path):
+def test_failing_agent_ends_run_with_its_error(tmp_path: Path):
     """The user reads what their agent raised, and not only that nothing was learnt."""
     agent = tmp_path / "failing_agent.py"
     agent.write_text("class Agent:\n    async def run(self, data, **extra): raise KeyError('my_field')\n")
@@ -348,7 +312,7 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_error(tmp_path: Path):
     assert "KeyError: 'my_field'" in message
 
 
-def test_a_full_disk_ends_the_run_with_what_to_do(tmp_path: Path):
+def test_full_disk_ends_run_with_advice(tmp_path: Path):
     """A checkpoint that cannot be written whole is not written; the earlier files are untouched."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # Python sees EFBIG where a full disk says ENOSPC

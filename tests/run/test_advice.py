@@ -30,7 +30,7 @@ IN_REWARD = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
 
 
 def test_default_settings_give_no_advice():
-    """A run that sets nothing is told nothing."""
+    """A run with default settings gets no advice."""
     assert inert_settings(TrainerConfig()) == doubtful_settings(TrainerConfig()) == []
 
 
@@ -50,7 +50,7 @@ def test_default_settings_give_no_advice():
     ],
 )
 def test_advice_names_objective_settings_without_effect(objective, setting):
-    """One sentence each, that begins with the name."""
+    """Each sentence begins with the name of the setting."""
     (sentence,) = inert_settings(TrainerConfig(objective=objective))
 
     assert sentence.startswith(f"objective.{setting} has no effect: ")
@@ -68,7 +68,7 @@ def test_advice_names_objective_settings_without_effect(objective, setting):
     ],
 )
 def test_advice_names_other_settings_without_effect(config, setting):
-    """Those that need another setting to act."""
+    """They need another setting to have an effect."""
     (sentence,) = inert_settings(config)
 
     assert sentence.startswith(f"{setting} has no effect: ")
@@ -85,12 +85,12 @@ def test_advice_names_other_settings_without_effect(config, setting):
     ],
 )
 def test_advice_ignores_settings_with_effect(config):
-    """Nothing is said about them."""
+    """The list of advice is empty."""
     assert inert_settings(config) == []
 
 
 def test_lora_serving_has_no_effect_without_servers():
-    """The embedded engine gets merged weights in any case."""
+    """The embedded engine always gets merged weights."""
     merged = TrainerConfig(lora=LoraConfig(serving=LoraServing.MERGED))
     (sentence,) = inert_settings(merged, has_servers=False)
 
@@ -99,7 +99,7 @@ def test_lora_serving_has_no_effect_without_servers():
 
 
 def test_advice_names_low_learning_rate_of_adapter():
-    """An adapter hardly learns with it."""
+    """An adapter hardly learns with the rate of full training."""
     (sentence,) = doubtful_settings(TrainerConfig(lora=LoraConfig()))
     assert sentence.startswith("optimizer.learning_rate 2e-05 ")
     assert not doubtful_settings(TrainerConfig(lora=LoraConfig(), optimizer=OptimizerConfig(learning_rate=2e-4)))
@@ -116,7 +116,7 @@ def test_advice_names_low_learning_rate_of_adapter():
     ],
 )
 def test_advice_names_biased_settings(objective, setting):
-    """They do what they say, which is not what a user means by them."""
+    """They have an effect, but not the one that users expect."""
     (sentence,) = doubtful_settings(TrainerConfig(objective=objective))
 
     assert sentence.startswith(f"objective.{setting} ")

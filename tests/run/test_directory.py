@@ -1,4 +1,4 @@
-"""The directory believes the latest life of each worker alone."""
+"""The directory accepts messages of the latest incarnation of each worker only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ REPORT = Report(address="unix:/a", endpoint=Endpoint(url="http://h:1", admin_key
 
 @pytest.mark.anyio
 async def test_directory_refuses_older_incarnation():
-    """Whatever it says; and a life that the cluster has begun by itself takes its place."""
+    """An incarnation that the cluster started by itself replaces it."""
     async with ActorSystem.open() as system:
         directory = await system.spawn(DirectoryActor())
         with pytest.raises(NotFound):
@@ -68,7 +68,7 @@ async def test_directory_refuses_older_incarnation():
 
 @pytest.mark.anyio
 async def test_directory_waits_until_worker_serves():
-    """And for the next life, once this one is dismissed."""
+    """After it is dismissed, the directory waits for the next incarnation."""
     found = []
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
         directory = await system.spawn(DirectoryActor())
@@ -165,7 +165,7 @@ async def test_directory_waits_for_weights_of_attempt():
 
 @pytest.mark.anyio
 async def test_directory_returns_address_of_gang():
-    """Others of its processes are told what it is to be, which is not a sign of its life; an older life is refused."""
+    """Specs fetched by other processes of the gang do not renew its lease; an older incarnation is refused."""
     spec = evolve(SPEC, role=Role.TRAINER)
     found = []
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:

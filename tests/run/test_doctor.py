@@ -1,4 +1,4 @@
-"""The doctor: what a job needs is looked at, each thing by itself, and every complaint says what to do."""
+"""`areal-actors doctor` checks everything that a job needs, and says what to do about each problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 
 
 def look(directory: Path, *overrides: str) -> dict[str, Finding]:
-    """What is found of the example, by check."""
+    """Return the findings about the example by check."""
     config: RunConfig = load_config(EXAMPLE, [f"fileroot={directory}", *overrides])
     return {finding.check: finding for finding in examine(config)}
 
@@ -39,7 +39,7 @@ def test_doctor_finds_no_problem_in_working_job(tmp_path):
 
 
 def test_doctor_reports_all_problems_at_once(tmp_path):
-    """A failed check keeps no other from being made; the exit code is 1."""
+    """All checks run although one fails; the exit code is 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run(
@@ -62,7 +62,7 @@ def test_doctor_reports_all_problems_at_once(tmp_path):
 
 
 def test_doctor_names_install_line_of_missing_tracker(tmp_path, monkeypatch):
-    """And a run refuses to begin, before its directory is made."""
+    """A run is refused before its directory is created."""
     absent = evolve(TRACKERS["wandb"], package="absent_tracker")
     monkeypatch.setitem(TRACKERS, "wandb", absent)
     tracked = "logging.trackers=[wandb]"
@@ -77,7 +77,7 @@ def test_doctor_names_install_line_of_missing_tracker(tmp_path, monkeypatch):
 
 
 def test_doctor_warns_of_held_out_problems_that_are_trained_on(tmp_path):
-    """The job can run, and its evaluation would mean little."""
+    """The job can run, but its evaluation would not be held out."""
     finding = look(tmp_path, "eval_dataset.seed=0")["held-out problems"]
 
     assert finding.verdict is Verdict.WARNING
@@ -85,7 +85,7 @@ def test_doctor_warns_of_held_out_problems_that_are_trained_on(tmp_path):
 
 
 def test_doctor_refuses_roles_that_exceed_machine(tmp_path):
-    """The machine is counted as the run would count it."""
+    """Resources are counted as the run counts them."""
     fits = look(tmp_path, "scheduler.roles={trainer: {cpus: 1}}", "scheduler.local.cpus=1")
     found = look(tmp_path, "scheduler.roles={trainer: {cpus: 3}, proxy: {}}", "scheduler.local.cpus=3")
 
@@ -95,20 +95,20 @@ def test_doctor_refuses_roles_that_exceed_machine(tmp_path):
 
 
 def test_doctor_counts_all_processes_of_gang(tmp_path):
-    """Every process needs what the role asks for. Several nodes need a trainer that is a job of a cluster."""
+    """Each process needs the resources of the role. Several nodes need a trainer that is a cluster job."""
     gang, trainer = "trainer.gang.num_processes=3", "scheduler.roles={trainer: {cpus: 2}}"
     fits = look(tmp_path, gang, trainer, "scheduler.local.cpus=6")
     found = look(tmp_path, gang, trainer, "scheduler.local.cpus=5", "scheduler.slurm.ranks_per_node=1")
-    at_home = look(tmp_path, gang)
+    here = look(tmp_path, gang)
 
-    assert fits["workers"].verdict is fits["gang"].verdict is at_home["gang"].verdict is Verdict.OK
+    assert fits["workers"].verdict is fits["gang"].verdict is here["gang"].verdict is Verdict.OK
     assert found["workers"].verdict is Verdict.FAILED
     assert found["gang"].verdict is Verdict.WARNING
     assert "all 3 processes" in found["gang"].detail
 
 
 def test_doctor_reports_missing_cluster(tmp_path, monkeypatch):
-    """Without Slurm's commands, or an address that nodes reach, no job would ever reach the controller."""
+    """Slurm's commands are missing, and nodes cannot reach the controller's address."""
     monkeypatch.setenv("PATH", str(tmp_path))
     found = look(tmp_path, "scheduler={type: slurm, address: 'tcp://127.0.0.1:0', roles: {trainer: {}}}")
 
@@ -118,7 +118,7 @@ def test_doctor_reports_missing_cluster(tmp_path, monkeypatch):
 
 
 def test_doctor_names_server_that_does_not_answer(tmp_path):
-    """By its URL; and one that answers as something else, too."""
+    """The finding names its URL."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         dead = f"http://127.0.0.1:{silent.getsockname()[1]}"
     found = look(tmp_path, "rollout.backend=sglang", f"sglang.urls=[{dead}]")
@@ -128,9 +128,9 @@ def test_doctor_names_server_that_does_not_answer(tmp_path):
 
 
 def test_doctor_reports_taken_server_port(tmp_path):
-    """Where servers are to be started; who listens there would be taken for one of them."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
+    """A program that listens there would be taken for a server of the run."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
         found = look(tmp_path, "rollout.backend=sglang", f"sglang={{command: [start], port: {port}}}")
 
     assert found["sglang port"].verdict is Verdict.FAILED
@@ -139,7 +139,7 @@ def test_doctor_reports_taken_server_port(tmp_path):
 
 @pytest.mark.parametrize(("python", "word"), [("python", "does not find"), ("/no/such/python", "cannot be run")])
 def test_doctor_reports_server_that_cannot_be_started(tmp_path, python, word):
-    """Its package is looked for in the environment that would run it."""
+    """The package is searched in the environment that would run the server."""
     finding = look(tmp_path, "rollout.backend=vllm", f"vllm.python={python}")["vllm server"]
 
     assert finding.verdict is Verdict.FAILED
@@ -159,7 +159,7 @@ def test_doctor_reports_server_that_cannot_be_started(tmp_path, python, word):
     ids=["good", "old", "broken", "crashes", "hangs"],
 )
 def test_doctor_imports_package_of_server(tmp_path, code, verdict, word):
-    """As the server will import it: an environment that only has its files is not ok."""
+    """The check imports it as the server would, so that broken installations are found."""
     (tmp_path / "vllm.py").write_text(code)
     overrides = [f"vllm.python={sys.executable}", f"vllm.environment={{PYTHONPATH: {tmp_path}}}"]
     overrides += ["vllm.start_timeout_seconds=1"] if "sleep" in code else []
@@ -171,7 +171,7 @@ def test_doctor_imports_package_of_server(tmp_path, code, verdict, word):
 
 
 def test_doctor_warns_of_settings_without_effect(tmp_path):
-    """They do not keep a job from running; each is named with the reason."""
+    """The job can run; each setting is named with the reason."""
     result = run(EXAMPLE, "--json", f"fileroot={tmp_path}", "trainer.objective.kl.estimator=k2")
     found = {each["check"]: each for each in map(json.loads, result.output.splitlines())}
 
@@ -181,7 +181,7 @@ def test_doctor_warns_of_settings_without_effect(tmp_path):
 
 
 def test_doctor_predicts_memory_of_devices(tmp_path):
-    """A GPU that this machine does not have is elsewhere; a teacher that the trainer loads is a part of it."""
+    """A GPU that this machine lacks is reported as elsewhere; a teacher counts with the trainer that loads it."""
     distillation = ["phases=[distillation]", "distillation={teacher: {model: tiny}}"]
     result = run(EXAMPLE, f"fileroot={tmp_path}", "trainer.device=cuda:1", "engine.device=cpu", *distillation)
     here, elsewhere = [line for line in result.output.splitlines() if " predicted" in line]
@@ -193,7 +193,7 @@ def test_doctor_predicts_memory_of_devices(tmp_path):
 
 
 def test_doctor_predicts_insufficient_memory(tmp_path):
-    """The numbers say which part is too large, and the advice which settings shrink it."""
+    """The finding names the part that is too large, and settings that reduce it."""
     result = run(EXAMPLE, f"fileroot={tmp_path}", "engine.max_concurrent=1000000", "engine.max_length=100000")
 
     (line,) = [line for line in result.output.splitlines() if line.startswith("failed") and "memory" in line]

@@ -77,7 +77,7 @@ async def test_sessions_of_both_processes_are_answered_rewarded_and_trained(tmp_
 
 @pytest.mark.anyio
 async def test_one_connection_reaches_both_processes(tmp_path):
-    """A reverse proxy keeps connections: each request on them is answered, wherever its session is."""
+    """A reverse proxy keeps connections; each request is answered by the process of its session."""
     async with open_first(tmp_path) as service, service.second():
         async with service.client("a") as first, service.client("b") as second, httpx.AsyncClient(timeout=60) as http:
             for number in range(3):
@@ -125,7 +125,7 @@ async def test_restarted_service_trains_each_session_once(tmp_path):
 
 @pytest.mark.anyio
 async def test_replaced_process_keeps_session_limits(tmp_path):
-    """The session of an episode is answered as often as its limits allow, wherever its process was killed."""
+    """A session is answered as often as its limits allow, also after its process was replaced."""
     limits = EpisodeLimits(max_turns=2)
     async with open_first(tmp_path) as service:
         async with service.second():
@@ -157,7 +157,7 @@ async def test_sessions_open_in_first_process_while_others_start(tmp_path):
 
 @pytest.mark.anyio
 async def test_fewer_processes_are_refused_while_sessions_exist(tmp_path):
-    """Sessions of a process that there is no more would be lost; the error says which number keeps them."""
+    """Sessions of the missing process would be lost; the error names the number of processes that keeps them."""
     path = tmp_path / "journal.sqlite"
     async with open_first(tmp_path) as service, service.second():
         for _ in range(2):

@@ -111,7 +111,7 @@ async def test_task_joins_and_leaves_with_worker(directory, config):
 
 
 async def test_missing_task_is_named(directory, config):
-    """After the time that a worker has to start."""
+    """The error comes after the time that a worker has to start."""
     config = evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05))
     async with controller(directory) as listener:
         first = first_of(listener)
@@ -127,7 +127,7 @@ async def test_missing_task_is_named(directory, config):
 
 
 async def test_task_gives_up_on_silent_worker(directory, config):
-    """It knows that its life is over, or leaves after the time that a worker has to start."""
+    """It exits if its incarnation is over, or after the time that a worker has to start."""
     save_config(evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05)), directory.config)
     problems: list[Exception] = []
     async with controller(directory) as listener:

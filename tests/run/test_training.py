@@ -98,7 +98,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
 
 
 def test_tiny_job_learns(whole_run: tuple[Path, Result]):
-    """From nothing to something in a few steps; the last line sums it up, and the weights load as they are."""
+    """The reward rises in a few steps, the last line is a summary, and transformers loads the weights."""
     run_dir, result = whole_run
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.splitlines()[-1])
@@ -136,7 +136,7 @@ def test_killed_run_resumes_with_equal_numbers(whole_run: tuple[Path, Result], t
 
 
 def test_run_killed_before_checkpoint_samples_no_group_again(whole_run: tuple[Path, Result], tmp_path: Path):
-    """Its steps are repeated with the same groups, and lead to the same numbers."""
+    """Its steps are repeated with the same groups and give the same numbers."""
     expected, _ = whole_run
     run_dir = tmp_path / "run"
     options = ("total_steps=3", "checkpoint.every_steps=100")
@@ -278,21 +278,21 @@ def complaint(result: Result, exit_code: int) -> str:
     ],
 )
 def test_configuration_mistake_is_one_message(tmp_path: Path, override: str, words: list[str]):
-    """Its path and the nearest valid name, and nothing was started."""
+    """The message has the path and the nearest valid name, and nothing is started."""
     message = complaint(run_here(tmp_path / "run", override), exit_code=2)
 
     assert [] == [word for word in words if word not in message], message
 
 
 def test_resume_without_run_is_refused(tmp_path: Path):
-    """A typo in the directory does not start a run of its own."""
+    """A typo in the directory does not start a new run."""
     message = complaint(run_here(tmp_path / "run", "--resume"), exit_code=2)
 
     assert "no run in" in message
 
 
 def test_port_in_use_is_one_message(tmp_path: Path):
-    """Which address, and what to change."""
+    """The message has the address and the setting to change."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         message = complaint(run_here(tmp_path / "run", f"proxy.port={port}"), exit_code=2)
@@ -302,7 +302,7 @@ def test_port_in_use_is_one_message(tmp_path: Path):
 
 
 def test_failing_agent_ends_run_with_its_error(tmp_path: Path):
-    """The user reads what their agent raised, and not only that nothing was learnt."""
+    """The error of the agent is shown to the user."""
     agent = tmp_path / "failing_agent.py"
     agent.write_text("class Agent:\n    async def run(self, data, **extra): raise KeyError('my_field')\n")
     message = complaint(
@@ -313,7 +313,7 @@ def test_failing_agent_ends_run_with_its_error(tmp_path: Path):
 
 
 def test_full_disk_ends_run_with_advice(tmp_path: Path):
-    """A checkpoint that cannot be written whole is not written; the earlier files are untouched."""
+    """An incomplete checkpoint is not kept, and the earlier files are untouched."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # Python sees EFBIG where a full disk says ENOSPC
     try:

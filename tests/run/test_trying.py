@@ -82,7 +82,7 @@ def test_try_names_problems_that_prevent_learning(tmp_path: Path, monkeypatch: p
 
 
 def test_try_approves_agent_that_can_learn(tmp_path: Path):
-    """With its conversation, the rewards of its groups, and their files where they are wanted."""
+    """The output has a conversation and the rewards of the groups; --output keeps the files."""
     result = tried(tmp_path, "fine", "fine", "fine", words=("-n", "2", "--output", str(tmp_path / "kept"), "--json"))
     found = json.loads(result.stdout)
 
@@ -96,7 +96,7 @@ def test_try_approves_agent_that_can_learn(tmp_path: Path):
 
 
 def test_try_fails_if_every_episode_fails(tmp_path: Path):
-    """After everything was printed."""
+    """The summary is printed before the error."""
     result = tried(tmp_path, "broken")
 
     assert 1 == result.exit_code
@@ -104,7 +104,7 @@ def test_try_fails_if_every_episode_fails(tmp_path: Path):
 
 
 def test_try_names_groups_of_one(tmp_path: Path):
-    """Their rewards are compared with nothing; they are not said to be equal."""
+    """Their rewards are not reported as equal."""
     result = tried(tmp_path, "fine", "fine", words=("rollout.group_size=1",))
 
     assert 0 == result.exit_code
@@ -114,7 +114,7 @@ def test_try_names_groups_of_one(tmp_path: Path):
 
 
 def test_try_names_untrained_tokens_once(tmp_path: Path):
-    """With the reason: agents that send temperature 0 are answered and rewarded, and learn nothing."""
+    """The reason is named: agents that send temperature 0 are answered and rewarded, but not trained."""
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "job.yaml").write_text(CONFIG)
     (tmp_path / "problems.jsonl").write_text('{"kind": "greedy"}\n')
@@ -128,7 +128,7 @@ def test_try_names_untrained_tokens_once(tmp_path: Path):
 
 
 def test_try_names_answers_that_are_not_stored(tmp_path: Path):
-    """Some agents send store: false by habit; their episodes succeed, and train nothing."""
+    """Some agents send store: false by habit; their episodes succeed, but train nothing."""
     result = tried(tmp_path, "unstored")
 
     assert "4 answers are not trained because the agent sends store: false" in result.stdout
@@ -137,7 +137,7 @@ def test_try_names_answers_that_are_not_stored(tmp_path: Path):
 
 @pytest.mark.parametrize("missing", ["dataset", "workflow"])
 def test_try_refuses_configuration_without_agent_or_problems(tmp_path: Path, missing: str):
-    """Before the model is loaded."""
+    """The error comes before the model is loaded."""
     config = CONFIG.replace("dataset: {jsonl: problems.jsonl}\n", "") if missing == "dataset" else CONFIG
     config = config.replace('workflow: "agent.py:Agent", ', "") if missing == "workflow" else config
     (tmp_path / "problems.jsonl").write_text('{"kind": "fine"}\n')

@@ -76,7 +76,7 @@ def other(value: Any, data: st.DataObject) -> Any:
 @given(rows=row_batches(), data=st.data())
 @settings(max_examples=80, deadline=None)
 def test_seal_detects_change_of_any_field(rows: list[DumpedRow], data: st.DataObject):
-    """It names the changed column, and nothing else."""
+    """The changed column is named, and no other."""
     assume(rows)
     rows = sealed(rows)
     row = data.draw(st.sampled_from(rows))
@@ -183,7 +183,7 @@ def test_verify_finds_removed_repeated_and_unsealed_rows(trained_run: Path):
 
 
 def test_verify_names_directory_without_run(tmp_path: Path):
-    """There is nothing to verify."""
+    """The error names the directory."""
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
 
     assert result.exit_code == 1
@@ -232,7 +232,7 @@ def told(new_talk: Any, version: int | None = None) -> list[JournalEvent]:
 
 @pytest.mark.parametrize("version", [None, -1])
 def test_verify_compares_rows_with_journal(tmp_path: Path, new_talk: Any, version: int | None):
-    """Also after a resume from older weights; versions before it are bound by the chain."""
+    """This also holds after a resume from older weights, whose earlier versions the digest chain binds."""
     reward = RewardSet(session=SessionId("s"), interaction=InteractionId("t1"), reward=1.0)
     write_run(tmp_path / "run", [*told(new_talk, version), reward])
     code, found = verify(tmp_path / "run", "--strict")
@@ -287,7 +287,7 @@ def test_verify_finds_changed_turn_of_journal(tmp_path: Path, new_talk: Any, col
 
 
 def test_verify_finds_damaged_turn_of_journal(tmp_path: Path, new_talk: Any):
-    """The others are verified."""
+    """The other turns are verified."""
     write_run(tmp_path / "run", told(new_talk))
     with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection, connection:
         connection.execute("UPDATE turns SET record = x'05' WHERE interaction = 't0'")
@@ -298,7 +298,7 @@ def test_verify_finds_damaged_turn_of_journal(tmp_path: Path, new_talk: Any):
 
 
 def test_verify_finds_reward_missing_in_journal(tmp_path: Path, new_talk: Any):
-    """The rows of the session have 1.0, and its turns nothing."""
+    """The rows of the session have the reward 1.0, and its turns have none."""
     write_run(tmp_path / "run", told(new_talk))
     code, found = verify(tmp_path / "run")
 

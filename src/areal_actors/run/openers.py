@@ -312,7 +312,8 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
 @asynccontextmanager
 async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
     config, spec, find = context.config, context.spec, context.find
-    problems = await to_thread.run_sync(lambda: load_problem_sets(config, is_external=spec.has_intake))
+    load = partial(load_problem_sets, config, is_external=spec.has_intake)
+    problems, held_out = await to_thread.run_sync(load)
     if context.agents is not None:
         opening: AbstractAsyncContextManager[Agents] = nullcontext(context.agents)
     else:
@@ -325,7 +326,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
     ):
         sizes = {
             f"sources.{name}.group_size" if name else "rollout.group_size": config.agents[name].group_size
-            for name in problems.train or ()
+            for name in problems or ()
             # A workflow may make several episodes of each member, and a grouped one has its own size.
             if not isinstance(agents[name if name in agents else ""], RolloutWorkflow)
         }
@@ -344,8 +345,8 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
             engine=EpisodeEngine(await find(Generation, "generation"), context.renderer, gconfig=config.gconfig),
             configs=config.runners,
             seed=config.seed,
-            train=problems.train,
-            held_out=problems.held_out,
+            train=problems,
+            held_out=held_out,
             teacher=teacher,
             max_staleness=config.rollout.max_head_offpolicyness,
         )

@@ -30,7 +30,7 @@ IN_REWARD = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
 
 
 def test_default_settings_give_no_advice():
-    """A run that sets nothing is told nothing."""
+    """A run with default settings gets no advice."""
     assert inert_settings(TrainerConfig()) == doubtful_settings(TrainerConfig()) == []
 
 
@@ -49,8 +49,8 @@ def test_default_settings_give_no_advice():
         (ObjectiveConfig(aggregation=Aggregation.TOKEN_MEAN, fixed_length=7), "fixed_length"),
     ],
 )
-def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting):
-    """One sentence each, that begins with the name."""
+def test_advice_names_objective_settings_without_effect(objective, setting):
+    """Each sentence begins with the name of the setting."""
     (sentence,) = inert_settings(TrainerConfig(objective=objective))
 
     assert sentence.startswith(f"objective.{setting} has no effect: ")
@@ -67,8 +67,8 @@ def test_a_setting_of_the_objective_that_cannot_act_is_named(objective, setting)
         (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations"),
     ],
 )
-def test_other_settings_that_cannot_act_are_named(config, setting):
-    """Those that need another setting to act."""
+def test_advice_names_other_settings_without_effect(config, setting):
+    """They need another setting to have an effect."""
     (sentence,) = inert_settings(config)
 
     assert sentence.startswith(f"{setting} has no effect: ")
@@ -84,13 +84,13 @@ def test_other_settings_that_cannot_act_are_named(config, setting):
         TrainerConfig(objective=ObjectiveConfig(aggregation=Aggregation.FIXED_LENGTH, fixed_length=7)),
     ],
 )
-def test_settings_that_act_are_not_named(config):
-    """Nothing is said about them."""
+def test_advice_ignores_settings_with_effect(config):
+    """The list of advice is empty."""
     assert inert_settings(config) == []
 
 
-def test_the_form_of_an_adapter_matters_to_servers_alone():
-    """The embedded engine gets merged weights in any case."""
+def test_lora_serving_has_no_effect_without_servers():
+    """The embedded engine always gets merged weights."""
     merged = TrainerConfig(lora=LoraConfig(serving=LoraServing.MERGED))
     (sentence,) = inert_settings(merged, has_servers=False)
 
@@ -98,8 +98,8 @@ def test_the_form_of_an_adapter_matters_to_servers_alone():
     assert inert_settings(merged) == inert_settings(TrainerConfig(lora=LoraConfig()), has_servers=False) == []
 
 
-def test_a_rate_of_full_training_is_named():
-    """An adapter hardly learns with it."""
+def test_advice_names_low_learning_rate_of_adapter():
+    """An adapter hardly learns with the rate of full training."""
     (sentence,) = doubtful_settings(TrainerConfig(lora=LoraConfig()))
     assert sentence.startswith("optimizer.learning_rate 2e-05 ")
     assert not doubtful_settings(TrainerConfig(lora=LoraConfig(), optimizer=OptimizerConfig(learning_rate=2e-4)))
@@ -115,8 +115,8 @@ def test_a_rate_of_full_training_is_named():
         (ObjectiveConfig(surrogate=Surrogate.GSPO), "aggregation episode_sum"),
     ],
 )
-def test_biased_settings_are_named(objective, setting):
-    """They do what they say, which is not what a user means by them."""
+def test_advice_names_biased_settings(objective, setting):
+    """They have an effect, but not the one that users expect."""
     (sentence,) = doubtful_settings(TrainerConfig(objective=objective))
 
     assert sentence.startswith(f"objective.{setting} ")

@@ -31,8 +31,8 @@ def configure(**rollout: Any):
 
 
 @pytest.mark.anyio
-async def test_the_configuration_says_where_the_agent_runs(tmp_path: Path):
-    """As a command whatever the mode, in child processes, or here; the caller's own takes its place."""
+async def test_agent_runs_where_configured(tmp_path: Path):
+    """Commands, child processes, or this process; an agent of the caller replaces the configured one."""
     own = configure(openai={"mode": "subproc", "subproc_max_workers": 1})
     async with prepare_agent(
         own.rollout, workflow=f"{CHILDREN}:Sync", workflow_kwargs={"start": 1}, logs=tmp_path
@@ -45,15 +45,15 @@ async def test_the_configuration_says_where_the_agent_runs(tmp_path: Path):
         assert ("sh", 2.0) == (agent.agent_name, await agent.run({}, base_url="u/v1", api_key="k"))
 
 
-def test_a_plain_def_is_told_where_it_may_block(tmp_path: Path):
-    """Inline it would hold up everything."""
+def test_synchronous_agent_error_names_subprocess_mode(tmp_path: Path):
+    """Inline it would block the event loop."""
     with pytest.raises(WorkflowError, match="one that blocks needs rollout"):
         prepare_agent(configure().rollout, workflow=f"{CHILDREN}:Sync", logs=tmp_path)
 
 
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
-def test_a_sandbox_is_for_commands_and_tried_before_the_run(tmp_path: Path):
-    """An agent in a Python process is refused, and so is a sandbox that cannot be opened here."""
+def test_sandbox_is_refused_for_python_agents(tmp_path: Path):
+    """So is a sandbox that cannot be opened on this machine."""
     with pytest.raises(WorkflowError, match=r"isolates agents that are commands.*Sync runs in a Python process"):
         prepare_agent(configure(openai={"sandbox": "bubblewrap"}).rollout, workflow=f"{CHILDREN}:Sync", logs=tmp_path)
     missing = {"backend": "bubblewrap", "readable": [str(tmp_path / "missing")]}
@@ -62,8 +62,8 @@ def test_a_sandbox_is_for_commands_and_tried_before_the_run(tmp_path: Path):
 
 
 @pytest.mark.parametrize("backend", ["asyncio", "trio"])
-def test_an_agent_that_cannot_be_made_ends_the_run_at_once(tmp_path: Path, backend: str):
-    """With the error itself, and before a model is loaded: there is none of this name."""
+def test_agent_that_cannot_be_created_ends_run(tmp_path: Path, backend: str):
+    """The error is raised before a model is loaded: no model has this name."""
     config = configure(openai={"mode": "subprocess"})
     with pytest.raises(WorkflowError, match="No module named 'nowhere'"):
         Trainer(config).train(run_dir=tmp_path / "run", backend=backend)

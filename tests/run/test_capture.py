@@ -110,7 +110,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("fault", list(Fault))
-def test_capture_gate_stops_the_run_within_a_step(tmp_path: Path, spoil: Any, fault: Fault):
+def test_capture_gate_stops_run_within_a_step(tmp_path: Path, spoil: Any, fault: Fault):
     """An engine that turns wrong after the self-test: no step was taken, a checkpoint and the rows are there."""
     spoil(fault, num_honest=1)
     violation = violation_of(lambda: train(tmp_path, steps=3))
@@ -129,7 +129,7 @@ def test_capture_gate_stops_the_run_within_a_step(tmp_path: Path, spoil: Any, fa
 @pytest.mark.parametrize(
     "fault", [Fault.DROPPED_TOKEN, Fault.SHIFTED_LOGPROBS, Fault.WRONG_VERSION, Fault.EMPTY_CAPTURE]
 )
-def test_self_test_finds_faults_before_the_first_agent_runs(tmp_path: Path, spoil: Any, fault: Fault):
+def test_engine_self_test_finds_faults_before_first_agent_runs(tmp_path: Path, spoil: Any, fault: Fault):
     """An engine that is wrong from the beginning does not pass its self-test."""
     spoil(fault, num_honest=0)
     violation = violation_of(lambda: train(tmp_path))
@@ -155,7 +155,7 @@ def test_self_test_finds_faults_before_the_first_agent_runs(tmp_path: Path, spoi
     ids=["eta 0", "eta 2, several updates", "n", "greedy", "truncated", "grammar"],
     indirect=["auto_dtype"],
 )
-def test_honest_engines_raise_no_alarm(
+def test_capture_gate_accepts_exact_engines(
     tmp_path: Path, auto_dtype: str, options: dict[str, Any], settings: dict[str, Any]
 ):
     """However tokens were sampled, and however old they are."""
@@ -164,7 +164,7 @@ def test_honest_engines_raise_no_alarm(
     assert not directory.captures.exists()
 
 
-def test_the_gate_can_be_switched_off(tmp_path: Path, spoil: Any):
+def test_capture_gate_can_be_disabled(tmp_path: Path, spoil: Any):
     """Any log-probabilities are then accepted."""
     spoil(Fault.SHIFTED_LOGPROBS, num_honest=0)
 
@@ -172,7 +172,7 @@ def test_the_gate_can_be_switched_off(tmp_path: Path, spoil: Any):
 
 
 @pytest.mark.parametrize("style", ["concat", "tree"])
-def test_sessions_are_trained_in_every_style(tmp_path: Path, style: str, max_gap: float):
+def test_capture_gate_accepts_every_export_style(tmp_path: Path, style: str, max_gap: float):
     """Several answers to one prompt, as rows of their own or in one; their log-probabilities are the trainer's."""
     settings = {
         "experiment_name": "styles",

@@ -22,7 +22,7 @@ class Agent:
 
 
 @pytest.mark.anyio
-async def test_a_finished_run_does_not_wait_for_a_role_that_never_opens(tmp_path: Path):
+async def test_controller_does_not_wait_for_role_that_never_opens(tmp_path: Path):
     """The runner of agents waits for a proxy whose worker never becomes ready, as one in the queue of a cluster."""
     python, conversations = tmp_path / "python", tmp_path / "conversations.jsonl"
     python.write_text("#!/bin/sh\nexec sleep 600\n")

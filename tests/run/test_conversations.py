@@ -45,7 +45,7 @@ def trained_texts(row, renderer):
     return [renderer.decode(row.input_ids[start:stop]) for start, stop in edges]
 
 
-def test_answers_are_trained_and_prompts_are_not():
+def test_conversation_trains_answers_only():
     """One row, whose text is the template's of the whole conversation; each answer ends with its end of turn."""
     renderer = renderer_of()
 
@@ -63,7 +63,7 @@ def test_answers_are_trained_and_prompts_are_not():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("name", ["qwen2.5", "qwen3", "llama-3.1", "mistral-v7", "gemma-3", "gpt-oss"])
-async def test_the_rows_are_those_that_the_proxy_records(name):
+async def test_conversation_rows_equal_those_of_proxy(name):
     """An agent that holds this conversation with a model that gives these answers: same ids, same mask."""
     renderer, has_tools = renderer_of(name), name != "gemma-3"
     messages = TURNS if has_tools else [turn for turn in PLAIN if turn["role"] != "system"]
@@ -92,7 +92,7 @@ async def test_the_rows_are_those_that_the_proxy_records(name):
     assert [row.loss_mask.tolist() for row in rows] == [row.loss_mask.tolist() for row in recorded]
 
 
-def test_both_forms_give_the_same_rows():
+def test_conversation_forms_give_equal_rows():
     """Anthropic's blocks of the same conversation."""
     anthropic = {
         "system": "Be brief.",
@@ -116,7 +116,7 @@ def test_both_forms_give_the_same_rows():
     assert first.loss_mask.tolist() == second.loss_mask.tolist()
 
 
-def test_a_weight_of_zero_makes_an_answer_context():
+def test_answer_with_weight_zero_is_context():
     """As in OpenAI's files: the other answers are trained."""
     renderer = renderer_of()
     messages = [turn | {"weight": 0} if turn["content"] == "It is 2." else turn for turn in PLAIN]
@@ -153,7 +153,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("what", MISTAKES)
-def test_mistakes_are_named_with_their_line(tmp_path, what):
+def test_conversation_errors_name_lines(tmp_path, what):
     """Nothing is skipped silently."""
     line, message = MISTAKES[what]
     path = tmp_path / "data.jsonl"
@@ -163,7 +163,7 @@ def test_mistakes_are_named_with_their_line(tmp_path, what):
         load_conversations(path, renderer_of())
 
 
-def test_long_conversations_are_refused_with_their_lengths(tmp_path):
+def test_long_conversations_are_refused(tmp_path):
     """With the limit, and the lines."""
     path = tmp_path / "data.jsonl"
     path.write_text("".join(f"{json.dumps({'messages': PLAIN[: 3 + 2 * n]})}\n" for n in (0, 1)))
@@ -176,7 +176,7 @@ def test_long_conversations_are_refused_with_their_lengths(tmp_path):
         load_conversations(path, renderer, max_tokens=short)
 
 
-def test_missing_and_empty_files_are_named(tmp_path):
+def test_conversation_errors_name_missing_and_empty_files(tmp_path):
     """With their paths."""
     (tmp_path / "empty.jsonl").write_text("\n")
 
@@ -190,7 +190,7 @@ def test_missing_and_empty_files_are_named(tmp_path):
 
 
 @given(num=st.integers(1, 7), size=st.integers(1, 7), seed=st.integers(0, 3))
-def test_every_epoch_has_every_conversation_once(num, size, seed):
+def test_supervised_epoch_has_every_conversation_once(num, size, seed):
     """In another order each time; a batch follows from its step alone."""
     groups = tuple(range(num))
     data = SupervisedData(groups=groups, batch_size=size, seed=seed)
@@ -223,7 +223,7 @@ def tiny():
     return load_renderer(resolve_model("tiny").path)
 
 
-def test_rollouts_keep_their_ids_and_are_chosen_by_reward(tmp_path, tiny):
+def test_rollouts_keep_ids_and_are_chosen_by_reward(tmp_path, tiny):
     """The exact ids that were sampled, trained where they were."""
     records = [
         {"reward": 0.0, "token_ids": [1, 5, 6], "trained": [[1, 3]]},
@@ -241,7 +241,7 @@ def test_rollouts_keep_their_ids_and_are_chosen_by_reward(tmp_path, tiny):
         load_rollouts(path, tiny, min_reward=2.0)
 
 
-def test_weights_of_answers_are_refused_in_the_form_that_has_none(tiny):
+def test_answer_weights_are_refused_in_anthropic_form(tiny):
     """An answer that should be context only is not trained without a word."""
     answer = {"role": "assistant", "content": "4", "weight": 0}
     with pytest.raises(DatasetError, match="weight is of OpenAI's form"):

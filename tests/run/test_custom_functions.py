@@ -56,7 +56,7 @@ def write(tmp_path):
 # ------------------------------------------------------------------------------------------------- reward rule
 
 
-def test_the_rule_of_the_property_test_is_trained_with(tmp_path):
+def test_custom_reward_rule_is_trained_with(tmp_path):
     """The example that Hypothesis attacks is named in the configuration; the run logs which laws it keeps."""
     result = train(tmp_path / "run", f"rollout.openai.reward_rule={RULE}")
 
@@ -67,7 +67,7 @@ def test_the_rule_of_the_property_test_is_trained_with(tmp_path):
     assert "; keeps leaves keep their own" in log
 
 
-def test_a_worker_finds_the_rule(tmp_path):
+def test_worker_loads_custom_reward_rule(tmp_path):
     """Sessions that live in a process of their own import the file that the configuration of the run names."""
     play = Play(roles=("sessions",), steps=1, settings=(f"rollout.openai.reward_rule={RULE}",))
     outcome = perform(play, tmp_path)
@@ -76,7 +76,7 @@ def test_a_worker_finds_the_rule(tmp_path):
     assert [1] == [record["step"] for record in outcome.metrics]
 
 
-def test_a_reference_is_relative_to_the_configuration_and_survives_saving(tmp_path, write):
+def test_function_reference_is_relative_to_configuration_file(tmp_path, write):
     """What is saved names the same file from any directory."""
     reference = write("def f(tree, discount):\n    return tree.rewards\n")
     path = tmp_path / "run.yaml"
@@ -89,7 +89,7 @@ def test_a_reference_is_relative_to_the_configuration_and_survives_saving(tmp_pa
     assert ["rollout.openai.reward_rule"] == [found.setting for found in try_functions(config)]
 
 
-def test_an_unknown_name_lists_the_known_ones(tmp_path):
+def test_unknown_reward_rule_lists_known_ones(tmp_path):
     """The nearest one, and the form that a function has."""
     with pytest.raises(
         ConfigError, match=r"must be one of mean, sum, max, creation-order, or a function as file.py:n"
@@ -112,7 +112,7 @@ WRONG_RULES = {
 
 
 @pytest.mark.parametrize("body", WRONG_RULES)
-def test_a_wrong_rule_fails_by_name_before_anything_is_written(tmp_path, write, body):
+def test_wrong_reward_rule_fails_before_anything_is_written(tmp_path, write, body):
     """The run of the same name that is there already is untouched."""
     earlier = tmp_path / "run" / "metrics.jsonl"
     earlier.parent.mkdir()
@@ -127,7 +127,7 @@ def test_a_wrong_rule_fails_by_name_before_anything_is_written(tmp_path, write, 
     assert "kept" == earlier.read_text()
 
 
-def test_a_rule_that_fails_on_a_session_ends_the_run_before_the_step(tmp_path, write):
+def test_failing_reward_rule_ends_run_before_step(tmp_path, write):
     """The message names the function, what it returned and the session; nothing was trained."""
     body = "def f(tree, discount):\n    return None if 'chatcmpl' in tree.ids[0] else tree.rewards\n"
     result = train(tmp_path / "run", f"rollout.openai.reward_rule={write(body)}", "eval_dataset=null")
@@ -170,7 +170,7 @@ def learnt(run_dir: Path) -> list[tuple]:
     return [(row["reward"], row["loss"], row["grad_norm"]) for row in metrics_of(run_dir)[1:]]
 
 
-def test_custom_functions_train_as_the_built_in_ones_that_they_copy(tmp_path):
+def test_custom_functions_train_like_equal_built_in_ones(tmp_path):
     """Dr. GRPO and the plain policy gradient, written anew: rewards, loss and gradient are the same."""
     path = tmp_path / "mine.py"
     path.write_text(MINE)
@@ -239,7 +239,7 @@ def test_custom_functions_are_tried_before_anything_is_written(tmp_path, write, 
         ),
     ],
 )
-def test_a_custom_function_that_fails_ends_the_run_before_the_step(tmp_path, write, setting, body, complaint):
+def test_failing_custom_function_ends_run_before_step(tmp_path, write, setting, body, complaint):
     """The step is not taken: the weights are those of the checkpoint that is left, and the run can be resumed."""
     options = (f"trainer.optimizer.learning_rate={0.01}", "eval_dataset=null")
     result = train(tmp_path / "run", setting.format(write(body)), *options)

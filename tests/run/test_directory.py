@@ -1,4 +1,4 @@
-"""The directory believes the latest life of each worker alone."""
+"""The directory accepts messages of the latest incarnation of each worker only."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ REPORT = Report(address="unix:/a", endpoint=Endpoint(url="http://h:1", admin_key
 
 
 @pytest.mark.anyio
-async def test_an_older_life_is_refused():
-    """Whatever it says; and a life that the cluster has begun by itself takes its place."""
+async def test_directory_refuses_older_incarnation():
+    """An incarnation that the cluster started by itself replaces it."""
     async with ActorSystem.open() as system:
         directory = await system.spawn(DirectoryActor())
         with pytest.raises(NotFound):
@@ -67,8 +67,8 @@ async def test_an_older_life_is_refused():
 
 
 @pytest.mark.anyio
-async def test_awaiting_a_worker_waits_until_it_serves():
-    """And for the next life, once this one is dismissed."""
+async def test_directory_waits_until_worker_serves():
+    """After it is dismissed, the directory waits for the next incarnation."""
     found = []
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
         directory = await system.spawn(DirectoryActor())
@@ -95,7 +95,7 @@ async def test_awaiting_a_worker_waits_until_it_serves():
 
 
 @pytest.mark.anyio
-async def test_the_endpoint_of_a_closed_proxy_is_withdrawn():
+async def test_directory_withdraws_endpoint_of_closed_proxy():
     """Agents of the next attempt wait for its proxy; connections to the port of the last one would be refused."""
     found = []
     first, second = (Endpoint(url=f"http://h:{port}", admin_key="k") for port in (1, 2))
@@ -116,7 +116,7 @@ async def test_the_endpoint_of_a_closed_proxy_is_withdrawn():
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_is_silent_is_given_up():
+async def test_directory_gives_up_silent_worker():
     """Not before it was heard of, and not before its lease is over. Its last words are kept."""
     async with ActorSystem.open() as system:
         directory = await system.spawn(DirectoryActor())
@@ -133,7 +133,7 @@ async def test_a_worker_that_is_silent_is_given_up():
 
 
 @pytest.mark.anyio
-async def test_a_worker_that_hangs_is_given_up_before_its_lease_is_over():
+async def test_directory_gives_up_hanging_worker_before_lease_ends():
     """But only once it serves: while it imports and loads, it may be silent for longer."""
     spec = evolve(SPEC, lease_seconds=600.0, hang_seconds=0.02)
     async with ActorSystem.open() as system:
@@ -151,7 +151,7 @@ async def test_a_worker_that_hangs_is_given_up_before_its_lease_is_over():
 
 
 @pytest.mark.anyio
-async def test_weights_are_awaited_by_attempt():
+async def test_directory_waits_for_weights_of_attempt():
     """Those of an earlier attempt are not meant."""
     async with ActorSystem.open() as system:
         directory = await system.spawn(DirectoryActor())
@@ -164,8 +164,8 @@ async def test_weights_are_awaited_by_attempt():
 
 
 @pytest.mark.anyio
-async def test_a_gang_is_joined_where_its_worker_says():
-    """Others of its processes are told what it is to be, which is not a sign of its life; an older life is refused."""
+async def test_directory_returns_address_of_gang():
+    """Specs fetched by other processes of the gang do not renew its lease; an older incarnation is refused."""
     spec = evolve(SPEC, role=Role.TRAINER)
     found = []
     async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
@@ -195,7 +195,7 @@ async def test_a_gang_is_joined_where_its_worker_says():
 
 
 @pytest.mark.anyio
-async def test_the_first_cause_is_kept():
+async def test_directory_keeps_first_failure():
     """What other processes of a gang say of its end came of that."""
     async with ActorSystem.open() as system:
         directory = await system.spawn(DirectoryActor())
@@ -207,7 +207,7 @@ async def test_the_first_cause_is_kept():
 
 
 @pytest.mark.anyio
-async def test_a_restart_by_the_cluster_ends_the_attempt_of_a_worker_that_shares_its_fate():
+async def test_restart_by_cluster_ends_attempt_of_dependent_worker():
     """Whatever its role: a proxy whose address changes takes everybody with it who was told the former one."""
     async with ActorSystem.open() as system:
         directory = await system.spawn(DirectoryActor())
@@ -223,7 +223,7 @@ async def test_a_restart_by_the_cluster_ends_the_attempt_of_a_worker_that_shares
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("ended", ["dismissed", "expected"])
-async def test_the_address_of_a_proxy_is_forgotten_with_its_life(ended: str):
+async def test_directory_forgets_proxy_of_ended_incarnation(ended: str):
     """A later attempt waits for its own proxy, however long that takes to start."""
     found = []
     later = Report(address="unix:/b", endpoint=Endpoint(url="http://h:2", admin_key="k"))

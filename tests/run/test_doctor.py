@@ -1,4 +1,4 @@
-"""The doctor: what a job needs is looked at, each thing by itself, and every complaint says what to do."""
+"""`areal-actors doctor` checks everything that a job needs, and says what to do about each problem."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "tiny.yaml"
 
 
 def look(directory: Path, *overrides: str) -> dict[str, Finding]:
-    """What is found of the example, by check."""
+    """Return the findings about the example by check."""
     config: RunConfig = load_config(EXAMPLE, [f"fileroot={directory}", *overrides])
     return {finding.check: finding for finding in examine(config)}
 
@@ -29,7 +29,7 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(cli, ["doctor", *map(str, arguments)])
 
 
-def test_a_job_that_can_run_has_nothing_wrong(tmp_path):
+def test_doctor_finds_no_problem_in_working_job(tmp_path):
     """Every line is ok, the exit code is 0, and nothing was written."""
     result = run(EXAMPLE, f"fileroot={tmp_path}")
 
@@ -39,7 +39,7 @@ def test_a_job_that_can_run_has_nothing_wrong(tmp_path):
 
 
 def test_doctor_reports_all_problems_at_once(tmp_path):
-    """A failed check keeps no other from being made; the exit code is 1."""
+    """All checks run although one fails; the exit code is 1."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run(
@@ -61,8 +61,8 @@ def test_doctor_reports_all_problems_at_once(tmp_path):
     assert found["packages"]["verdict"] == found["journal"]["verdict"] == "ok"
 
 
-def test_a_tracker_that_is_not_installed_has_its_install_line(tmp_path, monkeypatch):
-    """And a run refuses to begin, before its directory is made."""
+def test_doctor_names_install_line_of_missing_tracker(tmp_path, monkeypatch):
+    """A run is refused before its directory is created."""
     absent = evolve(TRACKERS["wandb"], package="absent_tracker")
     monkeypatch.setitem(TRACKERS, "wandb", absent)
     tracked = "logging.trackers=[wandb]"
@@ -76,16 +76,16 @@ def test_a_tracker_that_is_not_installed_has_its_install_line(tmp_path, monkeypa
     assert not (tmp_path / "runs").exists()
 
 
-def test_held_out_problems_that_are_trained_on_are_a_warning(tmp_path):
-    """The job can run, and its evaluation would mean little."""
+def test_doctor_warns_of_held_out_problems_that_are_trained_on(tmp_path):
+    """The job can run, but its evaluation would not be held out."""
     finding = look(tmp_path, "eval_dataset.seed=0")["held-out problems"]
 
     assert finding.verdict is Verdict.WARNING
     assert "16 of them are trained on" in finding.detail
 
 
-def test_roles_that_never_find_room_are_refused(tmp_path):
-    """The machine is counted as the run would count it."""
+def test_doctor_refuses_roles_that_exceed_machine(tmp_path):
+    """Resources are counted as the run counts them."""
     fits = look(tmp_path, "scheduler.roles={trainer: {cpus: 1}}", "scheduler.local.cpus=1")
     found = look(tmp_path, "scheduler.roles={trainer: {cpus: 3}, proxy: {}}", "scheduler.local.cpus=3")
 
@@ -94,21 +94,21 @@ def test_roles_that_never_find_room_are_refused(tmp_path):
     assert "4 CPUs" in found["workers"].detail
 
 
-def test_a_gang_is_counted_whole_and_stays_on_this_machine(tmp_path):
-    """Every process needs what the role asks for. Several nodes need a trainer that is a job of a cluster."""
+def test_doctor_counts_all_processes_of_gang(tmp_path):
+    """Each process needs the resources of the role. Several nodes need a trainer that is a cluster job."""
     gang, trainer = "trainer.gang.num_processes=3", "scheduler.roles={trainer: {cpus: 2}}"
     fits = look(tmp_path, gang, trainer, "scheduler.local.cpus=6")
     found = look(tmp_path, gang, trainer, "scheduler.local.cpus=5", "scheduler.slurm.ranks_per_node=1")
-    at_home = look(tmp_path, gang)
+    here = look(tmp_path, gang)
 
-    assert fits["workers"].verdict is fits["gang"].verdict is at_home["gang"].verdict is Verdict.OK
+    assert fits["workers"].verdict is fits["gang"].verdict is here["gang"].verdict is Verdict.OK
     assert found["workers"].verdict is Verdict.FAILED
     assert found["gang"].verdict is Verdict.WARNING
     assert "all 3 processes" in found["gang"].detail
 
 
-def test_a_cluster_that_is_not_there_is_said(tmp_path, monkeypatch):
-    """Without Slurm's commands, or an address that nodes reach, no job would ever reach the controller."""
+def test_doctor_reports_missing_cluster(tmp_path, monkeypatch):
+    """Slurm's commands are missing, and nodes cannot reach the controller's address."""
     monkeypatch.setenv("PATH", str(tmp_path))
     found = look(tmp_path, "scheduler={type: slurm, address: 'tcp://127.0.0.1:0', roles: {trainer: {}}}")
 
@@ -117,8 +117,8 @@ def test_a_cluster_that_is_not_there_is_said(tmp_path, monkeypatch):
     assert found["jobs"].verdict is Verdict.SKIPPED
 
 
-def test_a_server_that_does_not_answer_is_named(tmp_path):
-    """By its URL; and one that answers as something else, too."""
+def test_doctor_names_server_that_does_not_answer(tmp_path):
+    """The finding names its URL."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         dead = f"http://127.0.0.1:{silent.getsockname()[1]}"
     found = look(tmp_path, "rollout.backend=sglang", f"sglang.urls=[{dead}]")
@@ -127,10 +127,10 @@ def test_a_server_that_does_not_answer_is_named(tmp_path):
     assert dead in found["sglang server"].detail
 
 
-def test_a_port_of_a_server_that_is_taken_is_said(tmp_path):
-    """Where servers are to be started; who listens there would be taken for one of them."""
-    with socket.create_server(("127.0.0.1", 0)) as stranger:
-        port = stranger.getsockname()[1]
+def test_doctor_reports_taken_server_port(tmp_path):
+    """A program that listens there would be taken for a server of the run."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
         found = look(tmp_path, "rollout.backend=sglang", f"sglang={{command: [start], port: {port}}}")
 
     assert found["sglang port"].verdict is Verdict.FAILED
@@ -138,8 +138,8 @@ def test_a_port_of_a_server_that_is_taken_is_said(tmp_path):
 
 
 @pytest.mark.parametrize(("python", "word"), [("python", "does not find"), ("/no/such/python", "cannot be run")])
-def test_a_server_that_cannot_be_started_is_said(tmp_path, python, word):
-    """Its package is looked for in the environment that would run it."""
+def test_doctor_reports_server_that_cannot_be_started(tmp_path, python, word):
+    """The package is searched in the environment that would run the server."""
     finding = look(tmp_path, "rollout.backend=vllm", f"vllm.python={python}")["vllm server"]
 
     assert finding.verdict is Verdict.FAILED
@@ -158,8 +158,8 @@ def test_a_server_that_cannot_be_started_is_said(tmp_path, python, word):
     ],
     ids=["good", "old", "broken", "crashes", "hangs"],
 )
-def test_the_package_of_a_server_is_imported(tmp_path, code, verdict, word):
-    """As the server will import it: an environment that only has its files is not ok."""
+def test_doctor_imports_package_of_server(tmp_path, code, verdict, word):
+    """The check imports it as the server would, so that broken installations are found."""
     (tmp_path / "vllm.py").write_text(code)
     overrides = [f"vllm.python={sys.executable}", f"vllm.environment={{PYTHONPATH: {tmp_path}}}"]
     overrides += ["vllm.start_timeout_seconds=1"] if "sleep" in code else []
@@ -170,8 +170,8 @@ def test_the_package_of_a_server_is_imported(tmp_path, code, verdict, word):
     assert (verdict is Verdict.OK) != ("vllm.python" in finding.advice)
 
 
-def test_settings_that_cannot_act_are_warnings(tmp_path):
-    """They do not keep a job from running; each is named with the reason."""
+def test_doctor_warns_of_settings_without_effect(tmp_path):
+    """The job can run; each setting is named with the reason."""
     result = run(EXAMPLE, "--json", f"fileroot={tmp_path}", "trainer.objective.kl.estimator=k2")
     found = {each["check"]: each for each in map(json.loads, result.output.splitlines())}
 
@@ -180,8 +180,8 @@ def test_settings_that_cannot_act_are_warnings(tmp_path):
     assert found["settings"]["detail"].startswith("trainer.objective.kl.estimator has no effect: ")
 
 
-def test_memory_is_that_of_the_devices_of_trainer_and_engine(tmp_path):
-    """A GPU that this machine does not have is elsewhere; a teacher that the trainer loads is a part of it."""
+def test_doctor_predicts_memory_of_devices(tmp_path):
+    """A GPU that this machine lacks is reported as elsewhere; a teacher counts with the trainer that loads it."""
     distillation = ["phases=[distillation]", "distillation={teacher: {model: tiny}}"]
     result = run(EXAMPLE, f"fileroot={tmp_path}", "trainer.device=cuda:1", "engine.device=cpu", *distillation)
     here, elsewhere = [line for line in result.output.splitlines() if " predicted" in line]
@@ -192,8 +192,8 @@ def test_memory_is_that_of_the_devices_of_trainer_and_engine(tmp_path):
     assert "teacher" in elsewhere
 
 
-def test_memory_that_does_not_suffice_is_predicted_with_what_needs_less(tmp_path):
-    """The numbers say which part is too large, and the advice which settings shrink it."""
+def test_doctor_predicts_insufficient_memory(tmp_path):
+    """The finding names the part that is too large, and settings that reduce it."""
     result = run(EXAMPLE, f"fileroot={tmp_path}", "engine.max_concurrent=1000000", "engine.max_length=100000")
 
     (line,) = [line for line in result.output.splitlines() if line.startswith("failed") and "memory" in line]

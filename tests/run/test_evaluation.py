@@ -59,7 +59,7 @@ def samples(directory: Path) -> dict[tuple[str, int], tuple[object, ...]]:
     return {(one["task_id"], one["sample_idx"]): (one["reward"], one["ids_sha256"], one["tokens"]) for one in records}
 
 
-def test_two_evaluations_of_one_model_are_equal(tmp_path):
+def test_evaluation_is_repeatable(tmp_path):
     """Numbers, problems and sampled ids; a second set does not change the samples of the first."""
     agent = {"workflow": f"{AGENTS}:Noting", "workflow_kwargs": {"broken": 1}}
     several = write_config(tmp_path, eval_dataset=None, eval_datasets=SETS, rollout=agent)
@@ -91,7 +91,7 @@ def test_two_evaluations_of_one_model_are_equal(tmp_path):
     assert "95 % confidence" in page
 
 
-def test_after_a_kill_only_the_missing_episodes_are_run(tmp_path):
+def test_killed_evaluation_resumes_with_missing_episodes(tmp_path):
     """No recorded episode is sampled again, and the results are those of an evaluation that was not interrupted."""
     config, notes, output = write_config(tmp_path), tmp_path / "notes", tmp_path / "killed"
     arguments = ["eval", str(config), "--k", "4", "--output", str(output), "evaluation.max_concurrent=1"]
@@ -126,7 +126,7 @@ def test_after_a_kill_only_the_missing_episodes_are_run(tmp_path):
     assert 11 <= len(archived)  # the process may have been killed before the conversation was written
 
 
-def test_the_weights_of_a_run_are_found_by_step(tmp_path):
+def test_evaluation_finds_weights_by_step(tmp_path):
     """The newest, or those of a step that has a checkpoint; a finished run's are used as they are."""
     name = "measured/trial"
     trained = train(tmp_path, name, "total_steps=2", "checkpoint={every_steps: 1, keep: 2}")
@@ -148,7 +148,7 @@ def test_the_weights_of_a_run_are_found_by_step(tmp_path):
     assert untouched == sorted(path.relative_to(run) for path in run.rglob("*"))
 
 
-def test_an_evaluation_beside_a_step_is_sampled_by_one_version(tmp_path):
+def test_evaluation_during_training_samples_one_version(tmp_path):
     """Every token has the version of its report; each step reports its evaluation, in order."""
     more = ("total_steps=3", "evaluation={every_steps: 1, is_async: true, num_samples: 2}", "checkpoint.every_steps=1")
     sets = f"eval_datasets={json.dumps(SETS)}"
@@ -170,7 +170,7 @@ def test_an_evaluation_beside_a_step_is_sampled_by_one_version(tmp_path):
 
 
 @pytest.mark.parametrize("agent", ["Noting", "Anthropic"])
-async def test_a_model_at_a_url_is_asked_with_its_key_and_seeds(tmp_path, agent, anyio_backend_name, monkeypatch):
+async def test_evaluation_of_url_sends_key_and_seeds(tmp_path, agent, anyio_backend_name, monkeypatch):
     """Both protocols; the same code counts turns and failures, and the results say that tokens are unknown."""
     config = create_config(
         SETTINGS | {"fileroot": str(tmp_path), "rollout": {"workflow": f"{AGENTS}:{agent}"}}, directory=tmp_path
@@ -193,7 +193,7 @@ async def test_a_model_at_a_url_is_asked_with_its_key_and_seeds(tmp_path, agent,
     assert all(one["turns"][0]["messages"] for one in read(summary.directory.sessions))
 
 
-def test_every_episode_failed_is_an_error_with_results(tmp_path):
+def test_evaluation_without_success_is_an_error_with_results(tmp_path):
     """An agent that never calls the model is broken, not bad at the problems."""
     config = create_config(
         SETTINGS | {"fileroot": str(tmp_path), "rollout": {"workflow": f"{AGENTS}:Silent"}}, directory=tmp_path
@@ -223,7 +223,7 @@ def test_every_episode_failed_is_an_error_with_results(tmp_path):
         ),
     ],
 )
-def test_mistakes_are_told_before_anything_is_sampled(tmp_path, changes, arguments, complaint):
+def test_evaluation_reports_mistakes_before_sampling(tmp_path, changes, arguments, complaint):
     """And leave no directory behind."""
     result = run_eval(write_config(tmp_path, **changes), *arguments, "--output", tmp_path / "out")
 
@@ -232,7 +232,7 @@ def test_mistakes_are_told_before_anything_is_sampled(tmp_path, changes, argumen
     assert not (tmp_path / "out").exists()
 
 
-def test_another_evaluation_is_not_resumed(tmp_path):
+def test_different_evaluation_is_not_resumed(tmp_path):
     """The message says what differs; the record stays as it was."""
     config, output = write_config(tmp_path), tmp_path / "out"
     assert 0 == run_eval(config, "--output", output).exit_code

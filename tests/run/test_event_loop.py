@@ -34,7 +34,7 @@ class LoopAgent:
 @pytest.mark.parametrize(
     "placed", [(), ("scheduler.roles={proxy: {}, rollout: {}}", "scheduler.local.oversubscribe=true")]
 )
-def test_a_run_streams_and_trains_on_uvloop(tmp_path: Path, placed: tuple[str, ...]):
+def test_uvloop_streams_and_trains(tmp_path: Path, placed: tuple[str, ...]):
     """Its agents, which run where the rollout does, see the loop."""
     agent = f"rollout.workflow={__name__}.LoopAgent"
     result = train(tmp_path, NAME, "event_loop=uvloop", agent, *placed)
@@ -44,7 +44,7 @@ def test_a_run_streams_and_trains_on_uvloop(tmp_path: Path, placed: tuple[str, .
     assert [1.0] == [record["reward"] for record in records if record.get("reward") is not None]
 
 
-def test_children_run_on_the_loop_of_their_parent(monkeypatch: pytest.MonkeyPatch):
+def test_child_processes_use_event_loop_of_parent(monkeypatch: pytest.MonkeyPatch):
     """On uvloop by a variable, otherwise on asyncio."""
 
     async def look() -> dict[str, str]:

@@ -18,7 +18,7 @@ from areal_actors.messages import RowsTrained
 from areal_actors.models import resolve_model
 
 
-def test_a_checkpoint_becomes_weights(tmp_path: Path):
+def test_checkpoint_is_exported_as_weights(tmp_path: Path):
     """They equal those that the run would have written; listing shows them; nothing to export is said."""
     result = train(tmp_path, "early/one", "checkpoint.every_steps=1")
     assert result.exit_code == 0, result.output
@@ -41,7 +41,7 @@ def test_a_checkpoint_becomes_weights(tmp_path: Path):
     assert "There is no run" in nowhere.output
 
 
-def test_an_adapter_becomes_weights(tmp_path: Path):
+def test_adapter_is_exported_as_weights(tmp_path: Path):
     """A run with an adapter writes it and merged weights; a resumed run goes on, and an export writes both again."""
     settings = ("trainer.lora.rank=4", "trainer.optimizer.learning_rate=0.1", "checkpoint.every_steps=1")
     result = train(tmp_path, "adapted/one", *settings)
@@ -106,7 +106,7 @@ def test_rows_of_a_run_are_exported(tmp_path: Path):
     assert "logging.row_dumps.every_steps=1" in without.output
 
 
-def test_a_resumed_run_repeats_its_dumps(tmp_path: Path):
+def test_resumed_run_repeats_row_dumps(tmp_path: Path):
     """Files of steps after the checkpoint are removed first, and only the newest are kept if so configured."""
     directory = RunDirectory(path=tmp_path)
     for step in (1, 2, 3):

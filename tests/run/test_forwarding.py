@@ -133,7 +133,7 @@ async def test_forwarding_spreads_requests_over_proxies() -> None:
     assert seen <= {"1", "2"}
 
 
-async def test_agents_are_told_the_address_that_forwards() -> None:
+async def test_agents_receive_forwarding_address() -> None:
     """Once a proxy serves."""
     stable = Endpoint(url="http://front:1", admin_key="k")
     async with ActorSystem.open() as system:
@@ -184,7 +184,7 @@ class TwoTurns:
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio"])
-async def test_a_killed_proxy_fails_no_episode(tmp_path: Path) -> None:
+async def test_killed_proxy_fails_no_episode(tmp_path: Path) -> None:
     """In the middle of episodes of two turns: those of an SDK go on, and the others are run again."""
     settings = (
         *("total_steps=2", "batch_size=2", "rollout.group_size=2", "eval_dataset=null"),

@@ -63,7 +63,7 @@ async def in_a_cell(what) -> None:
         tasks.start_soon(what)
 
 
-async def test_a_run_is_held_over_cells_and_stops_with_a_checkpoint(tmp_path: Path):
+async def test_held_run_stops_with_checkpoint(tmp_path: Path):
     """Each call is made by another task; the run trains between them, and goes on where it was stopped."""
     agent = Constant()
     config = configure(tmp_path, total_steps=100_000)
@@ -102,7 +102,7 @@ async def test_a_run_is_held_over_cells_and_stops_with_a_checkpoint(tmp_path: Pa
             assert stopped.steps + 1 == (await run.wait()).steps
 
 
-async def test_a_run_that_ends_by_itself_returns_its_summary(tmp_path: Path):
+async def test_held_run_returns_summary(tmp_path: Path):
     """Leaving its block afterwards has nothing to stop."""
     with anyio.fail_after(120):
         async with Trainer(configure(tmp_path)).open(Constant(), run_dir=tmp_path / "run") as run:
@@ -115,7 +115,7 @@ async def test_a_run_that_ends_by_itself_returns_its_summary(tmp_path: Path):
     assert RunStatus.FINISHED == record.status
 
 
-async def test_a_start_that_is_refused_raises_its_own_error(tmp_path: Path):
+async def test_held_run_raises_error_of_refused_start(tmp_path: Path):
     """No file is left, and it can be closed."""
     training = Trainer(configure(tmp_path)).open(run_dir=tmp_path / "run")
 
@@ -126,7 +126,7 @@ async def test_a_start_that_is_refused_raises_its_own_error(tmp_path: Path):
     assert not (tmp_path / "run").exists()
 
 
-async def test_the_error_of_a_run_is_raised_where_it_is_waited_for(tmp_path: Path):
+async def test_held_run_raises_error_where_awaited(tmp_path: Path):
     """By ``wait``; by ``aclose`` only if nothing waited."""
     for is_waiting in (True, False):
         training = Trainer(configure(tmp_path)).open(Constant(fails=True), run_dir=tmp_path / f"run{is_waiting}")
@@ -150,7 +150,7 @@ async def test_the_error_of_a_run_is_raised_where_it_is_waited_for(tmp_path: Pat
     ("given", "hint"),
     [("job.yaml", "load_config('job.yaml')"), (Path("job.yaml"), "load_config"), ({}, "create_config")],
 )
-def test_a_run_of_something_else_than_a_configuration_is_refused(starts, given, hint):
+def test_trainer_refuses_other_types_than_configuration(starts, given, hint):
     """With what makes a configuration of it."""
     with pytest.raises(ConfigError, match="takes a RunConfig") as caught:
         starts(given)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.anyio
 CONFIG = InferenceConfig(engine=TorchEngineConfig(dtype="float32", max_concurrent=4, max_length=256))
 
 
-async def test_an_app_gets_its_rows():
+async def test_embedded_session_exports_rows():
     """A base URL and a key for any client, a reward, and the rows; the session is forgotten with its block."""
     async with open_inference("tiny", CONFIG) as inference:
         async with inference.session("my-app") as session:
@@ -62,7 +62,7 @@ async def test_an_app_gets_its_rows():
         )
     ),
 )
-async def test_each_public_block_raises_the_error_of_its_body(name, tmp_path):
+async def test_public_contexts_raise_error_of_body(name, tmp_path):
     """As it is, in no exception group: ``except KeyError`` works around all of them."""
     async with open_inference("tiny", CONFIG) as inference:
         url, key = inference.endpoint.url, inference.endpoint.admin_key
@@ -131,7 +131,7 @@ class Crashing(Actor[Engines]):
 
 
 @pytest.mark.parametrize("is_started", [False, True])
-async def test_the_crash_of_an_actor_is_one_error(*, is_started):
+async def test_actor_crash_is_one_error(*, is_started):
     """``except ArealError`` catches it: it is in no exception group, whichever way the actors are opened."""
     opening = open_inference("tiny", CONFIG)
     with pytest.raises(EngineError, match="the engine is lost"), anyio.fail_after(60):
@@ -145,7 +145,7 @@ async def test_the_crash_of_an_actor_is_one_error(*, is_started):
                 await anyio.sleep_forever()
 
 
-async def test_an_engine_that_hangs_ends_the_service(monkeypatch):
+async def test_hanging_engine_ends_service(monkeypatch):
     """Within the time limit of a step: the app sees the error, and its requests do not wait forever."""
     is_over = threading.Event()
     monkeypatch.setattr(StepRunner, "launch", lambda *_: is_over.wait())
@@ -178,7 +178,7 @@ async def test_inference_leaves_no_thread_behind():
     assert [] == [thread.name for thread in threads if thread.is_alive()]
 
 
-async def test_a_model_that_is_not_there_is_named():
+async def test_missing_model_is_named():
     """Before anything was opened."""
     with pytest.raises(ModelError, match="tinny"):
         async with open_inference("tinny"):

@@ -1,4 +1,4 @@
-"""Where the first signal goes, in each phase of a run. What whole runs make of it is in ``test_signals``."""
+"""The effect of the first signal in each phase of a run. ``test_signals`` interrupts whole runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from areal_actors.run.signals import Interrupts, open_interrupts
 pytestmark = pytest.mark.anyio
 
 
-class Ear:
-    """Hears what it is told."""
+class TrainingRef:
+    """Receives the message."""
 
     def __init__(self, *, is_over: bool = False) -> None:
         self.is_over = is_over
@@ -30,8 +30,8 @@ class Ear:
 
 
 def training(*, is_over: bool = False) -> Any:
-    """Stands in for a ref that is only told."""
-    return Ear(is_over=is_over)
+    """Return a stand-in for the ref of a training."""
+    return TrainingRef(is_over=is_over)
 
 
 def interrupt() -> None:
@@ -45,15 +45,15 @@ async def fail(interrupts: Interrupts) -> None:
 
 
 @pytest.mark.parametrize("is_over", [False, True])
-async def test_a_training_is_told_once(*, is_over: bool) -> None:
-    """Also one that has just ended, and cannot be told any more: then nothing fails for it."""
+async def test_interrupt_is_sent_to_training_once(*, is_over: bool) -> None:
+    """A training that has just ended raises no error."""
     told = training(is_over=is_over)
     async with open_interrupts() as interrupts, interrupts.telling(told):
         interrupt()
         await told.told.wait()
 
 
-async def test_between_two_attempts_the_run_is_ended() -> None:
+async def test_interrupt_between_attempts_ends_run() -> None:
     """There is no trainer to ask; open resources are closed in order."""
     closed = []
     with pytest.raises(KeyboardInterrupt):
@@ -68,7 +68,7 @@ async def test_between_two_attempts_the_run_is_ended() -> None:
     assert ["premises"] == closed
 
 
-async def test_the_next_attempt_is_told_of_the_signal_that_the_last_one_heard() -> None:
+async def test_interrupt_is_sent_to_next_attempt() -> None:
     """The signal reached a trainer that is gone; it counts for the next one."""
     first, second = training(), training()
     async with open_interrupts() as interrupts:

@@ -31,7 +31,7 @@ def create(device: str, **trainer):
     return create_policy(configure(device=device, **trainer), resolve_model("tiny"))
 
 
-def test_the_policy_lives_on_its_device():
+def test_policy_is_placed_on_device():
     """Named, it is that one; in a gang the ranks take theirs later, and until then weights stay in their files."""
     assert "cpu" == create("cpu").model.device.type
     policy = create("auto", gang={"num_processes": 2})
@@ -39,14 +39,14 @@ def test_the_policy_lives_on_its_device():
 
 
 @pytest.mark.parametrize("device", ["cuda:99", "abacus"])
-def test_a_device_that_is_not_there_is_named(device):
+def test_missing_device_is_named(device):
     """Before anything is sampled."""
     with pytest.raises(ConfigError, match=rf"trainer\.device.*{device}"):
         create(device)
 
 
 @pytest.mark.parametrize("resume", [False, True])
-def test_two_runs_of_one_name_do_not_run_at_once(tmp_path, resume):
+def test_run_directory_is_locked(tmp_path, resume):
     """The second one would move the first one's files away, and prune its checkpoints: it is told who is there."""
     config, directory = configure(), RunDirectory(path=tmp_path / "e" / "trial")
     with prepared_directory(config, directory, resume=False):
@@ -62,7 +62,7 @@ def test_two_runs_of_one_name_do_not_run_at_once(tmp_path, resume):
         assert resume == directory.metrics.exists()
 
 
-def test_a_run_that_could_not_begin_is_not_kept(tmp_path):
+def test_run_that_did_not_begin_is_removed(tmp_path):
     """Trying until the configuration is right leaves one directory, and moves no other away."""
     config, directory = configure(), RunDirectory(path=tmp_path / "e" / "trial")
     for _ in range(3):
@@ -74,7 +74,7 @@ def test_a_run_that_could_not_begin_is_not_kept(tmp_path):
 
 
 @pytest.mark.parametrize("has_earlier_run", [False, True])
-def test_a_start_that_fails_leaves_the_disk_as_it_was(tmp_path, has_earlier_run):
+def test_failed_start_leaves_disk_unchanged(tmp_path, has_earlier_run):
     """An adapter that does not fit the model shows when it is loaded; an earlier run is back in its place."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     if has_earlier_run:
@@ -91,7 +91,7 @@ def test_a_start_that_fails_leaves_the_disk_as_it_was(tmp_path, has_earlier_run)
 
 @pytest.mark.parametrize("resume", [False, True])
 @pytest.mark.parametrize("name", ["trial", "e/trial", "a/b/e/trial"])
-def test_a_start_that_is_refused_leaves_no_lock_and_no_directory(tmp_path, name, resume):
+def test_refused_start_leaves_no_lock_and_no_directory(tmp_path, name, resume):
     """Not even an empty one. A file that was in a directory above stays, with the directory."""
     (tmp_path / "a").mkdir()
     directory = RunDirectory(path=tmp_path / name)
@@ -103,7 +103,7 @@ def test_a_start_that_is_refused_leaves_no_lock_and_no_directory(tmp_path, name,
     assert [tmp_path / "a"] == list(tmp_path.rglob("*"))
 
 
-def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
+def test_missing_dataset_keeps_earlier_run(tmp_path, monkeypatch):
     """It is loaded while the engine gets its weights, when the record, the journal and the display exist already."""
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     directory = RunDirectory(path=tmp_path / "e" / "trial")
@@ -119,7 +119,7 @@ def test_a_dataset_that_is_not_there_moves_no_run_away(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("work", ["metrics.jsonl", "failures.jsonl", "checkpoints/step-1", "rollout/0/1.jsonl", None])
-def test_a_failed_run_keeps_samples_and_steps(tmp_path, work):
+def test_failed_run_keeps_samples_and_steps(tmp_path, work):
     """Bad input that shows later ends the run, and its results stay; files without content are not results."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     with pytest.raises(WorkflowError), prepared_directory(configure(), directory, resume=False):
@@ -133,7 +133,7 @@ def test_a_failed_run_keeps_samples_and_steps(tmp_path, work):
     assert directory.path.exists() == (work is not None)
 
 
-def test_a_resumption_that_is_refused_keeps_the_settings_of_the_run(tmp_path):
+def test_refused_resumption_keeps_settings(tmp_path):
     """Another model does not fit the checkpoint: exports of the healthy run still find its own settings."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     with prepared_directory(configure(), directory, resume=False):
@@ -148,7 +148,7 @@ def test_a_resumption_that_is_refused_keeps_the_settings_of_the_run(tmp_path):
     assert ["config.yaml"] == [path.name for path in directory.path.glob("config*")]
 
 
-def test_the_settings_of_earlier_steps_are_kept(tmp_path, caplog):
+def test_resumed_run_keeps_settings_of_earlier_steps(tmp_path, caplog):
     """Each resumption with other settings adds a file, and names what differs, without keys."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     with prepared_directory(configure(), directory, resume=False):
@@ -169,7 +169,7 @@ def test_the_settings_of_earlier_steps_are_kept(tmp_path, caplog):
     assert "of-an-admin" not in caplog.text
 
 
-def test_a_start_on_a_full_disk_may_be_repeated(tmp_path, monkeypatch):
+def test_start_on_full_disk_can_be_repeated(tmp_path, monkeypatch):
     """It is no mistake of the configuration, with which a service is not started again; the earlier run stays."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     directory.checkpoints.mkdir(parents=True)
@@ -189,7 +189,7 @@ def test_a_start_on_a_full_disk_may_be_repeated(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [ConfigError("wrong"), KeyboardInterrupt()])
-def test_files_that_were_in_the_directory_before_stay(tmp_path, error):
+def test_run_keeps_foreign_files_in_directory(tmp_path, error):
     """A start that fails or is interrupted removes what it has written there, and nothing else."""
     directory = RunDirectory(path=tmp_path / "e" / "trial")
     (directory.path / "mine").mkdir(parents=True)
@@ -231,7 +231,7 @@ def advise_on(settings, *, is_service: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(("settings", "is_service", "name"), SETTINGS_WITHOUT_EFFECT)
-def test_settings_without_effect_are_named_at_the_start(settings, is_service, name):
+def test_run_warns_of_settings_without_effect(settings, is_service, name):
     """With the reason; those with an effect are not."""
     (sentence,) = advise_on(settings, is_service=is_service)
 
@@ -239,7 +239,7 @@ def test_settings_without_effect_are_named_at_the_start(settings, is_service, na
 
 
 @pytest.mark.parametrize("is_service", [False, True])
-def test_settings_with_an_effect_are_not_named(is_service):
+def test_run_does_not_warn_of_settings_with_effect(is_service):
     """Those of journals depend on what runs."""
     effective = {"journal": {"sync": "full"} | ({"retention_days": 2} if is_service else {})}
 

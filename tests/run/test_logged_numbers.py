@@ -36,7 +36,7 @@ def read(path: Path) -> list[dict]:
 
 
 @pytest.mark.parametrize("mode", ["inline", "subprocess"])
-def test_numbers_of_episodes_stand_in_the_metrics(tmp_path, mode):
+def test_logged_numbers_are_in_metrics(tmp_path, mode):
     """Means and counts, failed episodes among them; evaluations have their own scope."""
     result = train(tmp_path / "run", f"rollout.workflow={AGENTS}:Logging", f"rollout.openai.mode={mode}")
     assert result.exit_code == 0, result.output
@@ -53,7 +53,7 @@ def test_numbers_of_episodes_stand_in_the_metrics(tmp_path, mode):
     assert "rollout/member" in directory.report.read_text()
 
 
-def test_numbers_come_over_http(tmp_path):
+def test_logged_numbers_are_accepted_over_http(tmp_path):
     """A name that is logged again has the new value, and what is not a number is refused by name."""
     result = train(tmp_path / "run", f"rollout.workflow={AGENTS}:OverHttp")
     assert result.exit_code == 0, result.output
@@ -62,7 +62,7 @@ def test_numbers_come_over_http(tmp_path):
     assert (1.5, 8, 0) == (step["rollout/member"], step["rollout/member/count"], step["failed_episodes"])
 
 
-def test_a_logged_value_that_is_no_number_fails_the_episode(tmp_path):
+def test_logged_value_that_is_not_a_number_fails_episode(tmp_path):
     """Every episode fails here, so the run ends with the reason."""
     result = train(tmp_path / "run", f"rollout.workflow={AGENTS}:Wrong", "eval_dataset=null")
 

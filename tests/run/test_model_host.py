@@ -74,7 +74,7 @@ async def hold(host: Ref[Models], name: str, until: anyio.Event, started: Callab
         await until.wait()
 
 
-async def test_ten_first_requests_load_once(tmp_path: Path):
+async def test_model_host_loads_once_for_concurrent_requests(tmp_path: Path):
     """They wait for the same loading, and each has a session of its own."""
     save(tmp_path, "a/1")
     sessions: list[object] = []
@@ -107,7 +107,7 @@ async def test_model_host_ignores_unknown_names(tmp_path: Path):
     assert ([], ["a/1"]) == (opener.log, [model.name for model in listed])
 
 
-async def test_the_least_recently_used_makes_room(tmp_path: Path):
+async def test_model_host_evicts_least_recently_used(tmp_path: Path):
     """Of two that are idle, the one that was used last stays."""
     save(tmp_path, "a/1", "b/1", "c/1")
     async with open_host(tmp_path, max_loaded=2) as (host, opener):
@@ -136,7 +136,7 @@ async def test_model_host_keeps_models_in_use(tmp_path: Path):
     assert ["open a/1", "close a/1", "open b/1", "close b/1"] == opener.log
 
 
-async def test_waiting_has_a_bound(tmp_path: Path):
+async def test_model_host_limits_waiting(tmp_path: Path):
     """A place that does not become free, or a loading that takes too long, is a 503 that may be tried again."""
     save(tmp_path, "a/1", "b/1")
     async with open_host(tmp_path, open_timeout_seconds=0.05) as (host, opener):
@@ -153,7 +153,7 @@ async def test_waiting_has_a_bound(tmp_path: Path):
     assert ["open a/1", "close a/1", "open b/1", "close b/1"] == opener.log
 
 
-async def test_a_model_that_fails_fails_alone(tmp_path: Path):
+async def test_model_host_isolates_failing_model(tmp_path: Path):
     """422 for files that cannot be read, 503 for anything else; others are served, and a mended one is, too."""
     save(tmp_path, "a/1", "b/1", "c/1")
     async with open_host(tmp_path, max_loaded=3) as (host, opener):
@@ -170,7 +170,7 @@ async def test_a_model_that_fails_fails_alone(tmp_path: Path):
             assert mended is not None
 
 
-async def test_new_weights_under_a_name_are_opened(tmp_path: Path):
+async def test_model_host_opens_new_weights(tmp_path: Path):
     """A model that was exported again is another one; who uses the former may finish."""
     save(tmp_path, "a/1")
     async with open_host(tmp_path, max_loaded=2) as (host, opener), borrow(host, "a/1") as former:
@@ -201,7 +201,7 @@ async def test_model_host_forgets_cancelled_requests(tmp_path: Path):
     assert ["open a/1", "close a/1", "open b/1"] == in_use
 
 
-async def test_none_is_a_bound_as_well(tmp_path: Path):
+async def test_model_host_may_load_no_model(tmp_path: Path):
     """Switched off: every name is the policy's."""
     save(tmp_path, "a/1")
     async with open_host(tmp_path, max_loaded=0) as (host, _), borrow(host, "a/1") as chosen:

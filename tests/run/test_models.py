@@ -35,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-async def test_a_name_selects_weights(root: Path):
+async def test_model_name_selects_weights(root: Path):
     """The real SDK, streamed and in one piece: greedy text is that of transformers; other names are the policy's."""
     expected = greedy_text(root / NAME / "weights")
     async with open_inference("tiny", serving(root)) as inference, inference.session() as session:
@@ -55,7 +55,7 @@ async def test_a_name_selects_weights(root: Path):
     assert [policy.id] == [interaction.id for interaction in record.interactions]
 
 
-async def test_keys_open_trained_models_too(root: Path):
+async def test_session_key_is_accepted_for_trained_models(root: Path):
     """A session's key and the admin key do, no key does not; models are not listed for strangers."""
     async with open_inference("tiny", serving(root)) as inference, inference.session() as session:
         url, admin = inference.endpoint.base_url, inference.endpoint.admin_key
@@ -78,7 +78,7 @@ async def test_keys_open_trained_models_too(root: Path):
     assert 1 == len(listed)
 
 
-async def test_weights_that_cannot_be_loaded_are_refused(root: Path, tmp_path: Path):
+async def test_unreadable_weights_are_refused(root: Path, tmp_path: Path):
     """422 with what is wrong, again at each request; the policy and the other models go on."""
     for name in (NAME, "broken/weights"):
         target = tmp_path / name / "weights"
@@ -106,7 +106,7 @@ async def test_weights_that_cannot_be_loaded_are_refused(root: Path, tmp_path: P
     assert 2 == len(good.choices) + len(policy.choices)
 
 
-async def test_a_client_that_leaves_gives_the_model_back(root: Path):
+async def test_disconnected_client_releases_model(root: Path):
     """Hanging up in the middle of a stream frees the place for another model."""
     async with (
         open_inference("tiny", serving(root)) as inference,

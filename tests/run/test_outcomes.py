@@ -59,7 +59,7 @@ def credits_of(episode: Episode) -> dict[str, tuple[float, Credit | None]]:
 
 
 @pytest.mark.parametrize("how", ["finalize", "set_reward", "end_session"])
-async def test_a_number_for_the_session_reaches_all_of_its_conversations(how: str):
+async def test_session_reward_reaches_all_conversations(how: str):
     """The sub-agent's turn, and the turns before the compaction, return what the episode earned; in every style."""
     async with open_sessions() as session:
         first, sub, second, last = await talk(session.base_url, session.api_key)
@@ -84,7 +84,7 @@ async def test_a_number_for_the_session_reaches_all_of_its_conversations(how: st
         assert 1.0 == episode.reward
 
 
-async def test_rewards_of_answers_stay_where_they_are():
+async def test_answer_rewards_stay_in_conversation():
     """A reward with an id is one of that answer, and so are several without one."""
     async with open_sessions() as session:
         first, sub, second, last = await talk(session.base_url, session.api_key)

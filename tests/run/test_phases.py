@@ -60,7 +60,7 @@ def whole(tmp_path_factory):
     return path
 
 
-def test_phases_share_one_axis(whole):
+def test_phases_share_step_numbers(whole):
     """Steps are counted on; each is named; no agent samples in a supervised one, which has no reward."""
     records = read_metrics(whole)
 
@@ -76,7 +76,7 @@ def test_phases_share_one_axis(whole):
     assert [record["learning_rate"] for record in records[3:]] == [0.004, 0.001, 0.001]
 
 
-def test_a_run_resumes_within_a_phase(whole, tmp_path):
+def test_run_resumes_within_phase(whole, tmp_path):
     """Ended in the warm start and resumed, it enters the next phase and has the weights of the one that was not."""
     path = tmp_path / "run"
     config = configure("sft.steps=3", "total_steps=5", "evaluation.every_steps=2")
@@ -91,7 +91,7 @@ def test_a_run_resumes_within_a_phase(whole, tmp_path):
         torch.testing.assert_close(weight, expected[name], rtol=0, atol=1e-6)
 
 
-def test_conversations_alone_need_no_agent(tmp_path):
+def test_sft_alone_needs_no_agent(tmp_path):
     """A file and a model are enough; the weights are exported."""
     settings = {
         "experiment_name": "sft",
@@ -110,7 +110,7 @@ def test_conversations_alone_need_no_agent(tmp_path):
     assert weights(tmp_path / "run")
 
 
-def test_rollouts_of_a_run_warm_up_another(whole, tmp_path):
+def test_sft_trains_on_rollouts_of_another_run(whole, tmp_path):
     """With the ids that were sampled; all of them here, as none has a reward."""
     data = f"sft={{run: {whole}, steps: 1, batch_size: 4}}"
 
@@ -122,7 +122,7 @@ def test_rollouts_of_a_run_warm_up_another(whole, tmp_path):
         Trainer(bad).train(run_dir=tmp_path / "bad")
 
 
-def test_a_service_has_no_phases(tmp_path):
+def test_service_refuses_phases(tmp_path):
     """It says how to use the others."""
     with pytest.raises(
         ConfigError, match=r"a service trains in the phase rl only, not \[sft, rl\]; run the others with"
@@ -147,7 +147,7 @@ def distil(whole):
     return configure_with
 
 
-def test_a_teacher_in_the_trainer_is_followed(distil, tmp_path):
+def test_policy_approaches_local_teacher(distil, tmp_path):
     """Steps of distillation report the distance to the teacher, with rewards; the next phase does not."""
     Trainer(distil()).train(run_dir=tmp_path / "run")
 
@@ -199,7 +199,7 @@ def serving(model, *, text) -> Iterator[str]:
         thread.join()
 
 
-def test_a_teacher_behind_a_url_gives_the_same_run(distil, whole, tmp_path):
+def test_teacher_at_url_gives_equal_run(distil, whole, tmp_path):
     """Scored by a server while groups are collected, the run has the weights of the one with the model inside."""
     path = RunDirectory(path=whole).weights
     renderer = load_renderer(path)
@@ -213,7 +213,7 @@ def test_a_teacher_behind_a_url_gives_the_same_run(distil, whole, tmp_path):
         torch.testing.assert_close(outside[name], weight, rtol=0, atol=1e-4)
 
 
-def test_a_teacher_with_another_tokenizer_is_refused(distil, whole, tmp_path):
+def test_teacher_with_another_tokenizer_is_refused(distil, whole, tmp_path):
     """A directory by its vocabulary, a server by the text of its tokens; nothing is written."""
     other = create_tiny_tokenizer()
     other.add_tokens(["another"])

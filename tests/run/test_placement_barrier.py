@@ -38,7 +38,7 @@ def barrier(*states, seconds=10.0, jitter=0.5):
     return one, placements
 
 
-def test_half_a_run_gives_back_what_it_holds_and_comes_again_later():
+def test_barrier_releases_partly_placed_run():
     """Not before its patience is over, which begins anew when the roles are together."""
     one, (_, _, proxy) = barrier(RUNNING, RUNNING, PENDING)
     for now in (0.0, 9.0):
@@ -55,7 +55,7 @@ def test_half_a_run_gives_back_what_it_holds_and_comes_again_later():
     assert 30.0 == one.opens_at
 
 
-def test_each_time_in_vain_makes_it_more_patient_up_to_a_bound():
+def test_barrier_waits_longer_after_each_release():
     """Together once, it is as it was."""
     one, (_, _, proxy) = barrier(RUNNING, RUNNING, PENDING)
     lengths = []
@@ -76,7 +76,7 @@ def test_each_time_in_vain_makes_it_more_patient_up_to_a_bound():
     assert 6 == one.num_releases
 
 
-def test_two_runs_are_not_impatient_alike():
+def test_barrier_pauses_are_randomized():
     """How long they hold on, and how long they stay away, is drawn."""
     ends = []
     for jitter in (0.0, 1.0):

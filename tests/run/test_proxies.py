@@ -16,6 +16,7 @@ from tests.proxy.stack import renderer, sampled
 from areal_actors.cache.session import process_of
 from areal_actors.client import OpenAIProxyClient
 from areal_actors.config import create_config, save_config
+from areal_actors.messages import AwaitProxies
 from areal_actors.proxy import ProxyConfig
 from areal_actors.run.control_plane import open_proxies
 from areal_actors.run.inference import InferenceConfig, open_actors
@@ -49,17 +50,17 @@ async def test_killed_process_continues_its_sessions(tmp_path, anyio_backend_nam
             config=tmp_path / "config.yaml",
             logs=tmp_path,
             first=inference.process,
-        ) as proxies,
+        ) as directory,
     ):
         url, key = inference.endpoint.url, inference.endpoint.admin_key
         with anyio.fail_after(60):
-            await proxies.wait_for(1)
+            ready = await directory.ask(AwaitProxies(known=()))
         async with OpenAIProxyClient(url, admin_key=key) as here, OpenAIProxyClient(url, admin_key=key) as there:
             messages = list(HELLO)
             for number in range(12):
                 if number == 6:
                     _kill_children()
-                    await proxies.wait_for(0)
+                    await directory.ask(AwaitProxies(known=ready))
                 # On trio, the killed process is not awaited: it takes seconds to start, and once is enough.
                 for session in (here, there) if number < 6 or anyio_backend_name == "asyncio" else (here,):
                     async with openai.AsyncOpenAI(base_url=session.base_url, api_key="none", max_retries=5) as client:

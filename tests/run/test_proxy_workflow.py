@@ -42,7 +42,7 @@ def last(interactions: dict[str, InteractionWithTokenLogpReward]) -> Interaction
     return list(interactions.values())[-1]
 
 
-async def test_an_episode_is_the_next_session_that_is_finished():
+async def test_proxy_workflow_returns_next_finished_session():
     """The waiting episode gets its tokens, messages and rewards; the next episode gets the next session."""
     async with open_service() as inference, anyio.create_task_group() as tasks:
         workflow = ProxyWorkflow(inference)
@@ -63,7 +63,7 @@ async def test_an_episode_is_the_next_session_that_is_finished():
     assert 0.5 == last(others).reward
 
 
-async def test_a_session_that_was_promised_to_a_cancelled_episode_goes_to_the_next():
+async def test_proxy_workflow_passes_session_of_cancelled_episode_on():
     """However many give up while they wait, and even as it comes: none is lost, none is given twice."""
     async with open_service() as inference:
         workflow = ProxyWorkflow(inference)

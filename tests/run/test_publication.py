@@ -22,7 +22,7 @@ SERVED = (
 )
 
 
-def test_a_run_publishes_by_disk(tmp_path: Path):
+def test_run_publishes_by_disk(tmp_path: Path):
     """The weights of its last step are there for engines elsewhere, and are those that the run exports."""
     outcome = train(tmp_path, NAME, "trainer.publish=disk", "engine.dtype=float32")
 
@@ -34,7 +34,7 @@ def test_a_run_publishes_by_disk(tmp_path: Path):
     assert all(torch.equal(tensor, exported[name].to(tensor.dtype)) for name, tensor in served.items())
 
 
-def test_a_run_sends_its_weights_to_servers(tmp_path: Path):
+def test_run_sends_weights_to_servers(tmp_path: Path):
     """Each version is sampled from, the disk has none of them, and what was sampled is what the trainer computes."""
     outcome = train(tmp_path, NAME, *SERVED, "trainer.publish=distributed", "trainer.dtype=float32")
 

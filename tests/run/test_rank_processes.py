@@ -66,7 +66,7 @@ def command(*modes: Any) -> list[str]:
     return [sys.executable, "-c", RANK, *map(str, modes)]
 
 
-async def test_a_rank_that_dies_while_others_start_is_missed_at_once(tmp_path):
+async def test_rank_that_dies_during_start_is_reported(tmp_path):
     """It had reported ready; waiting for the other ranks must end, too."""
     with anyio.fail_after(60), pytest.raises((ExceptionGroup, GangError)) as caught:
         async with open_ranks(job_in(tmp_path, 3), command=command("dies", "waits")):
@@ -77,7 +77,7 @@ async def test_a_rank_that_dies_while_others_start_is_missed_at_once(tmp_path):
     assert "out of memory, or so" in str(leaf(caught.value))
 
 
-async def test_a_rank_may_say_as_much_as_it_likes(tmp_path):
+async def test_rank_output_does_not_block(tmp_path):
     """What libraries print on standard output is read, and kept in the log; a full pipe blocks nothing."""
     said = tmp_path / "said"
     with anyio.fail_after(60):

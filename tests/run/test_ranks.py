@@ -62,7 +62,7 @@ def kill_after_the_first_checkpoint(run_dir: Path) -> None:
         rank.send_signal(signal.SIGKILL)
 
 
-def test_a_run_of_two_processes_loses_one_and_goes_on(tmp_path):
+def test_gang_continues_after_loss_of_process(tmp_path):
     """Two train as one does; a killed rank ends the run by name; resumed, it ends where one process would."""
     alone, gang = tmp_path / "alone", tmp_path / "gang"
     expected = run_here(alone, 1)

@@ -14,8 +14,8 @@ from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 SQUEUE = 'case "$*" in *stubborn*) echo "7|stubborn|RUNNING|n1|x|x|x|None";; esac'
 
 
-@pytest.mark.parametrize("end", [slurm.reap_jobs, slurm.cancel_jobs])
-def test_a_job_that_does_not_end_keeps_no_other_run_waiting(tmp_path, monkeypatch, end):
+@pytest.mark.parametrize("spares_running", [False, True])
+def test_job_that_does_not_end_delays_no_other_run(tmp_path, monkeypatch, spares_running):
     """The others are ended nevertheless, and the error names what is left."""
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -29,5 +29,5 @@ def test_a_job_that_does_not_end_keeps_no_other_run_waiting(tmp_path, monkeypatc
         runs[name].write_record(JobRecord(name=name, worker="x", life=0, created_at=0.0, job=number))
 
     with pytest.raises(SchedulerError, match=r"1 jobs may still run \(stubborn\)"):
-        end(tmp_path / "runs")
+        slurm.cancel_jobs(tmp_path / "runs", spares_running=spares_running)
     assert [None] != [record.ended for record in runs["other"].read_records()]

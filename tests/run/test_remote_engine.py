@@ -86,7 +86,7 @@ async def test_remote_engine_answers_alike_from_disk_and_service(root: Path):
 
 
 @pytest.mark.anyio
-async def test_many_questions_open_it_once(root: Path):
+async def test_remote_engine_opens_once_for_concurrent_requests(root: Path):
     """The first ones wait for one engine; a closed one opens again when it is asked again."""
     engine = RemoteSGLangEngine(AT_HOME).initialize(experiment_name=EXPERIMENT, fileroot=root)
     async with engine:
@@ -141,7 +141,7 @@ async def test_remote_engine_names_mistakes(root: Path):
 
 
 @pytest.mark.anyio
-async def test_a_service_that_needs_no_key_is_asked_without_one(root: Path):
+async def test_remote_engine_sends_no_key_without_one(root: Path):
     """With any placeholder, too; a service that needs one says so. The policy still needs a session."""
     settings = serving(root)
     opened = evolve(settings, proxy=evolve(settings.proxy, open_sessions=True))

@@ -132,7 +132,7 @@ class Episode:
 
 
 @pytest.mark.parametrize("loses", [False, True], ids=["after it was durable", "before it was durable"])
-async def test_an_episode_goes_on_when_the_service_is_killed(loses: bool):  # noqa: FBT001 - a parameter of the test
+async def test_episode_continues_when_service_is_killed(loses: bool):  # noqa: FBT001 - a parameter of the test
     """The second turn is killed on its way: its retry is answered once, from the journal or anew, and the rest follows.
 
     The session's key and URL, the parents and their exact tokens, and the reward outlive the process; the export has
@@ -185,7 +185,7 @@ def is_verified(journal: MemoryJournal, *, num_turns: int) -> bool:
     return not found.differences and not found.num_turns_without_digest
 
 
-async def test_a_streamed_episode_goes_on_after_a_restart():
+async def test_streamed_episode_continues_after_restart():
     """Killed between two turns: the next one is a turn like any other."""
     async with serving() as tasks, httpx.AsyncClient() as http:
         first = Service(MemoryJournal(), "one")
@@ -204,7 +204,7 @@ async def test_a_streamed_episode_goes_on_after_a_restart():
     assert is_verified(second.journal, num_turns=2)
 
 
-async def test_sessions_of_the_embedding_app_are_not_restored():
+async def test_embedded_sessions_are_not_restored():
     """Its code begins again, and opens new ones."""
     journal = MemoryJournal()
     async with serving() as tasks:

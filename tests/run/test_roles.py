@@ -43,7 +43,7 @@ def read(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_the_tokens_of_a_simulator_and_a_judge_are_never_trained(tmp_path):
+def test_untrained_roles_are_not_trained(tmp_path):
     """Each token of the agent is trained once, with the episode's reward; the report says why others are not."""
     result = train(tmp_path / "run", "rollout.train_roles=[agent]", "rollout.openai.export_style=tree")
     assert 0 == result.exit_code, result.output
@@ -68,7 +68,7 @@ def test_the_tokens_of_a_simulator_and_a_judge_are_never_trained(tmp_path):
     assert "other role" in page
 
 
-def test_an_episode_without_a_trained_role_says_so(tmp_path):
+def test_episode_without_trained_role_is_reported(tmp_path):
     """Otherwise, the run would wait for groups that have nothing to train."""
     result = train(tmp_path / "run", "rollout.train_roles=[solver]", "rollout.group_size=1", "batch_size=1")
 
@@ -86,7 +86,7 @@ def test_wrong_roles_are_refused(tmp_path, roles, complaint):
 
 
 @pytest.mark.anyio
-async def test_a_key_has_a_role_that_no_header_changes():
+async def test_role_of_key_ignores_headers():
     """It answers completions and rewards nothing; export lists the turns that are not trained, with the reason."""
     config = InferenceConfig(engine=ENGINE, export=ExportConfig(train_roles=("agent",)))
     async with open_inference("tiny", config) as inference, httpx.AsyncClient() as client:
@@ -120,7 +120,7 @@ async def test_a_key_has_a_role_that_no_header_changes():
 
 
 @pytest.mark.anyio
-async def test_the_client_hands_out_the_keys_of_roles():
+async def test_client_returns_role_keys():
     """A session that is started without roles has none."""
     async with open_inference("tiny", InferenceConfig(engine=ENGINE)) as inference:
         url, key = inference.endpoint.url, inference.endpoint.admin_key
@@ -132,7 +132,7 @@ async def test_the_client_hands_out_the_keys_of_roles():
             assert {} == plain.role_keys
 
 
-def test_the_url_of_a_role_is_that_of_its_session():
+def test_role_url_equals_session_url():
     """Wherever ``/v1`` stands; a role replaces another, and a URL without a session has none."""
     assert "http://h:1/task-x@judge/v1" == role_base_url("http://h:1/task-x/v1", "judge")
     assert "http://h:1/p/task-x@judge/v1" == role_base_url("http://h:1/p/task-x@user/v1", "judge")

@@ -200,7 +200,7 @@ def test_a_workflow_of_the_configuration_is_trained_on(tmp_path: Path) -> None:
     assert any("get_weather" in row["completion"] for row in dumped(directory))
 
 
-def test_an_object_that_is_no_workflow_is_refused_by_name(tmp_path: Path) -> None:
+def test_object_without_workflow_methods_is_refused(tmp_path: Path) -> None:
     """Before anything is started."""
     with pytest.raises(WorkflowError, match="a rollout workflow is a subclass of RolloutWorkflow"):
         train(tmp_path, GenerationConfig)
@@ -210,7 +210,7 @@ def test_an_object_that_is_no_workflow_is_refused_by_name(tmp_path: Path) -> Non
 
 
 @pytest.mark.anyio
-async def test_rollouts_by_hand_in_any_order(tokenizer: Any) -> None:
+async def test_submitted_rollouts_are_awaited_in_any_order(tokenizer: Any) -> None:
     """Workflows and agents, in groups; results are awaited as one likes, twice if need be."""
     kwargs = {"tokenizer": tokenizer, "gconfig": GenerationConfig(max_new_tokens=4)}
     one, two, three = problems(3, 0)

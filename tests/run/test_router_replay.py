@@ -110,7 +110,7 @@ def gap(trainer: PolicyTrainer, rows) -> float:
 
 @pytest.mark.parametrize("place", ["embedded", "sglang"])
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-async def test_recorded_experts_are_those_of_the_trainers_routers(tmp_path: Path, kind: str, place: str):
+async def test_recorded_experts_equal_those_of_trainer(tmp_path: Path, kind: str, place: str):
     """In float32, of every token that a prediction depends on, whichever turn and cache computed it."""
     path = save_moe(kind, tmp_path)
     episode = await sample(path, dtype="float32", is_served=place == "sglang")
@@ -149,7 +149,7 @@ async def test_replay_closes_the_gap_in_bfloat16(tmp_path: Path, kind: str):
 
 
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
-async def test_forced_experts_are_taken_and_train_the_router(tmp_path: Path, activations: str):
+async def test_forced_experts_train_router(tmp_path: Path, activations: str):
     """Other experts than the model's own change what is computed; the router has a gradient, the loss is the same."""
     path = save_moe("qwen3_moe", tmp_path)
     episode = await sample(path, dtype="float32", num_turns=1)
@@ -185,7 +185,7 @@ async def test_forced_experts_are_taken_and_train_the_router(tmp_path: Path, act
 
 
 @pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-def test_a_run_with_replay_is_published_and_resumed(tmp_path: Path, kind: str):
+def test_run_with_router_replay_is_published_and_resumed(tmp_path: Path, kind: str):
     """A mixture of experts, sampled in bfloat16: the resumed step trains with replay, too."""
     model = save_moe(kind, tmp_path / "model")
     settings = (f"model={model}", "engine.dtype=bfloat16", "trainer.router_replay=true")
@@ -218,7 +218,7 @@ class WithOtherExperts:
 
 
 @pytest.mark.parametrize("seed", range(8, 11))
-async def test_the_self_test_replays_experts(tmp_path: Path, seed: int):
+async def test_engine_self_test_replays_experts(tmp_path: Path, seed: int):
     """In bfloat16, routers of some of these models choose other experts than in float32; the engine is right."""
     path = save_moe("mixtral", tmp_path, seed=seed)
     renderer = load_renderer(path)
@@ -234,7 +234,7 @@ async def test_the_self_test_replays_experts(tmp_path: Path, seed: int):
                 await check_capture_of(inference.generation, policy=policy, renderer=renderer)
 
 
-def test_dense_models_and_servers_are_refused(tmp_path: Path):
+def test_router_replay_refuses_dense_models_and_servers(tmp_path: Path):
     """Before the first step, with what to change."""
     with pytest.raises(ConfigError, match="has no routers"):
         PolicyTrainer(load_policy(resolve_model("tiny").path), TrainerConfig(router_replay=True))
@@ -245,7 +245,7 @@ def test_dense_models_and_servers_are_refused(tmp_path: Path):
         RoutedLayers.of(resolve_model("tiny").path)
 
 
-async def test_a_server_that_records_no_experts_is_refused(tmp_path: Path):
+async def test_router_replay_refuses_server_without_experts(tmp_path: Path):
     """With the option that it needs."""
     path = save_moe("mixtral", tmp_path)
     model = await to_thread.run_sync(load_policy, path)
@@ -260,7 +260,7 @@ async def test_a_server_that_records_no_experts_is_refused(tmp_path: Path):
             await dialect.describe(client)
 
 
-def test_the_command_of_a_server_asks_for_experts(tmp_path: Path):
+def test_server_command_enables_expert_recording(tmp_path: Path):
     """Only where they are replayed."""
     kind = find_kind(Backend.SGLANG)
     commands = [

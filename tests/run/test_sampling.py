@@ -101,7 +101,7 @@ async def test_the_trainer_recomputes_what_was_sampled_at_any_settings(layout: s
 
 
 @pytest.mark.parametrize("layout", ["flat", "tree"])
-async def test_an_agent_that_samples_cold_is_trained_on_policy(layout: str) -> None:
+async def test_low_temperature_is_trained_on_policy(layout: str) -> None:
     """Temperature 0.3 everywhere and nothing said to the trainer: importance 1, no gap, and the metrics say 0.3."""
     found = await sample([[{"temperature": 0.3}] * 3] * 4, layout=layout)
     statistics = found.policy.train_step([found.group])

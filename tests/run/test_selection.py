@@ -91,7 +91,7 @@ def test_groups_without_signal_are_replaced_by_others(tmp_path: Path):
     assert len(agent.run_problems) == sum(step["drawn_episodes"] for step in records)
 
 
-def test_a_step_replaces_no_more_groups_than_it_may(tmp_path: Path):
+def test_step_limits_replaced_groups(tmp_path: Path):
     """No problem has a signal: each step gives up after as many groups as ``max_refills`` allows, and is made."""
 
     class Content:
@@ -107,7 +107,7 @@ def test_a_step_replaces_no_more_groups_than_it_may(tmp_path: Path):
 
 
 @pytest.mark.parametrize("style", ["individual", "concat", "tree"])
-def test_answers_that_were_cut_are_not_trained(tmp_path: Path, style: str):
+def test_truncated_answers_are_not_trained(tmp_path: Path, style: str):
     """With ``masks_truncated``, the second answers of all episodes are; the report says why the first are not."""
     directory = train(
         tmp_path,
@@ -125,7 +125,7 @@ def test_answers_that_were_cut_are_not_trained(tmp_path: Path, style: str):
     assert {"truncated"} == set(untrained)
 
 
-def test_draws_by_difficulty_are_the_same_after_a_resumption(tmp_path: Path):
+def test_difficulty_draws_are_equal_after_resumption(tmp_path: Path):
     """Four steps in one go and in two: the same problems, and the same numbers."""
     difficulty = {"difficulty": {"enabled": True, "easy_fraction": 0.0, "hard_fraction": 0.5}}
     options = {"rollout": difficulty, "checkpoint": {"every_steps": 2}}

@@ -261,7 +261,7 @@ def agents(tmp_path: Path, num: int, variables: dict[str, str]) -> Any:
     return process([str(EXAMPLES / "serve_agent.py"), str(num)], tmp_path / "agent.log", **variables)
 
 
-def test_an_agent_elsewhere_is_trained(tmp_path: Path):
+def test_service_trains_external_agent(tmp_path: Path):
     """The example, both sides as processes of their own: two steps, a summary as the last line, and the weights."""
     run_dir = tmp_path / "run"
     with service(run_dir, "total_steps=2", "batch_size=12") as (running, variables), agents(tmp_path, 60, variables):
@@ -276,7 +276,7 @@ def test_an_agent_elsewhere_is_trained(tmp_path: Path):
     assert 0o600 == directory.admin_key.stat().st_mode & 0o777
 
 
-def test_a_trained_service_goes_on_answering(tmp_path: Path):
+def test_trained_service_continues_to_answer(tmp_path: Path):
     """After the last step: any number of sessions get answers of the trained weights, and are forgotten at their end.
 
     Resumed, it answers at once. Ctrl-C ends it with the summary of the run.
@@ -311,7 +311,7 @@ def test_a_trained_service_goes_on_answering(tmp_path: Path):
         assert 1 == finish(running)["version"]
 
 
-def test_an_interrupted_service_goes_on_where_it_was(tmp_path: Path):
+def test_interrupted_service_resumes(tmp_path: Path):
     """Ctrl-C: a checkpoint, a summary, exit code 0, no process left; resumed, it knows its agents' key."""
     run_dir = tmp_path / "run"
     with service(run_dir) as (running, variables), agents(tmp_path, 400, variables):

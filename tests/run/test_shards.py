@@ -76,8 +76,8 @@ async def test_sessions_of_both_processes_are_answered_rewarded_and_trained(tmp_
 
 
 @pytest.mark.anyio
-async def test_requests_for_both_processes_over_one_connection_are_answered(tmp_path):
-    """A reverse proxy keeps connections: each request on them is answered, wherever its session is."""
+async def test_one_connection_reaches_both_processes(tmp_path):
+    """A reverse proxy keeps connections; each request is answered by the process of its session."""
     async with open_first(tmp_path) as service, service.second():
         async with service.client("a") as first, service.client("b") as second, httpx.AsyncClient(timeout=60) as http:
             for number in range(3):
@@ -96,29 +96,7 @@ async def test_requests_for_both_processes_over_one_connection_are_answered(tmp_
 
 
 @pytest.mark.anyio
-async def test_a_process_that_is_replaced_continues_its_sessions(tmp_path):
-    """Its successor has their turns, keys and rewards; what ended just before is trained, once."""
-    async with open_first(tmp_path) as service:
-        async with service.second():
-            first, live = service.client("a"), service.client("b")
-            await first.__aenter__()
-            await live.__aenter__()
-            messages = await talk(live.base_url, num_turns=2)
-        async with service.second():
-            await talk(live.base_url, messages=messages)
-            await live.set_last_reward(1.0)
-            await live.__aexit__(None, None, None)
-            lease = await service.inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=1))
-            episode = lease.groups[0].episodes[0]
-            whole = await live.export_episode(style="concat")
-            await first.__aexit__(None, None, None)
-
-    assert (live.session_id, 3, 1) == (episode.session, episode.num_turns, len(whole.trajectories))
-    assert 3 == len(set(turns_in(shard_journal(service.journal, 1))))
-
-
-@pytest.mark.anyio
-async def test_a_service_that_restarts_reads_all_journals_and_trains_each_session_once(tmp_path):
+async def test_restarted_service_trains_each_session_once(tmp_path):
     """Groups that no step had are delivered again; those whose weights are saved are forgotten in every journal."""
     async with open_first(tmp_path) as service, service.second():
         names = []
@@ -146,8 +124,8 @@ async def test_a_service_that_restarts_reads_all_journals_and_trains_each_sessio
 
 
 @pytest.mark.anyio
-async def test_a_replaced_process_keeps_the_limits_of_its_sessions(tmp_path):
-    """The session of an episode is answered as often as its limits allow, wherever its process was killed."""
+async def test_replaced_process_keeps_session_limits(tmp_path):
+    """A session is answered as often as its limits allow, also after its process was replaced."""
     limits = EpisodeLimits(max_turns=2)
     async with open_first(tmp_path) as service:
         async with service.second():
@@ -166,7 +144,7 @@ async def test_a_replaced_process_keeps_the_limits_of_its_sessions(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_while_a_process_starts_new_sessions_go_to_the_first(tmp_path):
+async def test_sessions_open_in_first_process_while_others_start(tmp_path):
     """Agents do not wait for a process that imports its libraries."""
     async with open_first(tmp_path) as service:
         processes = []
@@ -178,8 +156,8 @@ async def test_while_a_process_starts_new_sessions_go_to_the_first(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_fewer_processes_than_before_are_refused_while_there_are_sessions(tmp_path):
-    """Sessions of a process that there is no more would be lost; the error says which number keeps them."""
+async def test_fewer_processes_are_refused_while_sessions_exist(tmp_path):
+    """Sessions of the missing process would be lost; the error names the number of processes that keeps them."""
     path = tmp_path / "journal.sqlite"
     async with open_first(tmp_path) as service, service.second():
         for _ in range(2):

@@ -100,7 +100,7 @@ def log_of(run_dir: Path) -> str:
 
 
 @pytest.mark.parametrize("command", ["train", "serve"])
-def test_an_interrupt_while_loading_leaves_nothing(tmp_path: Path, command: str):
+def test_interrupt_while_loading_leaves_nothing(tmp_path: Path, command: str):
     """There is nothing to save yet: it says that it was interrupted, and leaves with 130."""
     run_dir = tmp_path / "run"
     with running(run_dir, command) as process:

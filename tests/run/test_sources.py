@@ -72,7 +72,7 @@ def train(
     return [row for row in map(json.loads, lines) if row["step"]]
 
 
-def test_each_source_has_its_agent_its_share_and_its_groups(tmp_path: Path) -> None:
+def test_sources_have_own_agent_share_and_groups(tmp_path: Path) -> None:
     """Two agents in this process and a command; a set of held-out problems is run by the agent of its name."""
     command = [sys.executable, "-c", SCRIPT]
     steps = train(
@@ -95,7 +95,7 @@ def test_each_source_has_its_agent_its_share_and_its_groups(tmp_path: Path) -> N
     assert steps[-1]["eval/scaled/reward"] >= 100.0
 
 
-def test_a_resumed_run_goes_on_with_the_same_problems(tmp_path: Path) -> None:
+def test_resumed_run_continues_sources(tmp_path: Path) -> None:
     """The numbers of each source are those of a run that was not interrupted."""
     sources = {"a": source(), "b": source(weight=3.0, workflow_kwargs={"factor": 2.0})}
     whole = train(tmp_path / "whole", sources, total_steps=3)
@@ -118,7 +118,7 @@ def drawn_problems(path: Path) -> dict[str, list[tuple[int, str]]]:
     return {name: sorted((at, text) for source, at, text in found if source == name) for name, _, _ in found}
 
 
-def test_each_source_goes_on_with_its_epochs_when_the_weights_change(tmp_path: Path) -> None:
+def test_source_epochs_continue_with_new_weights(tmp_path: Path) -> None:
     """A resumed run with other weights, and one with another source, leave out and repeat no problem."""
     path, (a, b) = tmp_path / "run", (source(), source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50}))
     train(path, {"a": a, "b": b}, total_steps=2)
@@ -153,7 +153,7 @@ class Solver(Asker):
         return 1.0 if data["level"] <= 2 else length / 1000
 
 
-def test_a_curriculum_changes_what_is_drawn(tmp_path: Path) -> None:
+def test_curriculum_changes_draws(tmp_path: Path) -> None:
     """The easiest come first, and those that are solved once are not drawn again; also after a resumption."""
     curriculum = {"enabled": True, "order_by": "level", "retire_after": 1, "hard_fraction": 0.0}
     own = source(
@@ -179,7 +179,7 @@ def test_a_curriculum_changes_what_is_drawn(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_paused", [False, True])
-def test_a_run_is_not_resumed_with_another_order(tmp_path: Path, *, has_paused: bool) -> None:
+def test_run_is_not_resumed_with_another_order(tmp_path: Path, *, has_paused: bool) -> None:
     """Its solve rates would go to other problems, also if difficulty was switched off in between."""
     curriculum = {"enabled": True, "order_by": "level"}
     own = {"dataset": {"python": f"{HERE}:levels", "size": 4, "seed": 0}, "workflow": f"{HERE}:Solver"}
@@ -195,7 +195,7 @@ def test_a_run_is_not_resumed_with_another_order(tmp_path: Path, *, has_paused: 
     assert 3 == steps[-1]["step"]
 
 
-def test_a_source_whose_groups_are_all_replaced_keeps_its_numbers(tmp_path: Path) -> None:
+def test_source_with_replaced_groups_is_counted(tmp_path: Path) -> None:
     """Its rewards are all equal, so that none of its groups is trained; the verdict needs to know."""
     sources = {"good": source(), "equal": source(workflow_kwargs={"factor": 0.0})}
     trainer = {"dtype": "float32", "advantages": {"drop_zero_variance": True, "max_refills": 1}}
@@ -233,7 +233,7 @@ def test_groups_that_fail_as_a_whole_are_counted(tmp_path: Path) -> None:
 
 
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
-def test_the_agent_of_a_source_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+def test_error_names_source_of_agent(tmp_path: Path) -> None:
     """With the setting of the source, not that of the run."""
     sources = {"some": source(), "boxed": source(sandbox={"backend": "bubblewrap"})}
     with pytest.raises(WorkflowError, match=r"^sources\.boxed: sources\.boxed\.sandbox: bubblewrap isolates"):
@@ -253,7 +253,7 @@ def trained(path: Path, **settings: Any) -> list[dict[str, Any]]:
     ]
 
 
-def test_a_single_source_equals_a_dataset(tmp_path: Path) -> None:
+def test_single_source_equals_dataset(tmp_path: Path) -> None:
     """The same problems, samples, gradients and weights, bit by bit."""
     one, rollout = source(), {"group_size": 2, "max_head_offpolicyness": 0}
     plain = trained(
@@ -275,7 +275,7 @@ def test_a_single_source_equals_a_dataset(tmp_path: Path) -> None:
         ((1, 1), {"unit": "row"}, []),
     ],
 )
-def test_groups_of_one_are_warned_of_where_members_are_compared(
+def test_groups_of_one_are_warned_about(
     tmp_path: Path, sizes: tuple[int | None, int], advantages: dict[str, str], warned: list[str]
 ) -> None:
     """As serve does; their advantages would all be zero."""
@@ -305,7 +305,7 @@ def test_groups_of_one_are_warned_of_where_members_are_compared(
         ({"a": source(difficulty={"order_by": "level"})}, {}, "order_by has no effect without enabled: true"),
     ],
 )
-def test_sources_that_cannot_be_run_are_refused(
+def test_invalid_sources_are_refused(
     sources: dict[str, dict[str, Any]], settings: dict[str, Any], complaint: str
 ) -> None:
     """By name, before anything starts."""

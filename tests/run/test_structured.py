@@ -66,7 +66,7 @@ def _check_call(call) -> str:
     return call.function.name
 
 
-async def test_a_required_tool_call_is_valid_with_random_weights():
+async def test_required_tool_call_is_valid_with_random_weights():
     """Whatever the weights and the draws: one call, of a tool that was offered, with arguments that validate."""
     async with _open() as (client, session):
         answers = []
@@ -100,7 +100,7 @@ async def test_a_required_tool_call_is_valid_with_random_weights():
     assert all(np.isfinite(row.logprobs).all() for row in episode.trajectories)
 
 
-async def test_a_named_function_is_called():
+async def test_named_function_is_called():
     """Streamed as well; the calls of one answer may be many, and all are calls of it."""
     async with (
         _open() as (client, _),
@@ -132,7 +132,7 @@ async def test_a_schema_of_the_sdk_is_parsed_by_the_sdk(options):
     assert all(isinstance(choice.message.parsed, Verdict) for choice in answer.choices)
 
 
-async def test_an_answer_with_tools_and_schema_is_a_call_or_matches():
+async def test_answer_with_tools_and_schema_is_call_or_matches():
     """Both happen, and nothing else does."""
     seen = set()
     async with _open() as (client, _):

@@ -60,7 +60,7 @@ async def _open() -> AsyncIterator[anthropic.AsyncAnthropic]:
         ({"type": "any", "disable_parallel_tool_use": True}, {"guess", "stop"}),
     ],
 )
-async def test_a_required_call_of_messages_is_valid_with_random_weights(choice, names):
+async def test_required_anthropic_call_is_valid_with_random_weights(choice, names):
     """Streamed or not: one call, of a tool that was allowed, with an input that validates."""
     ask = ASK | {"tools": TOOLS, "tool_choice": choice}
     async with _open() as client:
@@ -75,7 +75,7 @@ async def test_a_required_call_of_messages_is_valid_with_random_weights(choice, 
         assert Guess.model_validate(call.input) if call.name == "guess" else call.input == {}
 
 
-async def test_a_parsed_answer_is_an_object():
+async def test_anthropic_sdk_parses_structured_answer():
     """The SDK's own helper for structured outputs sends the schema, and reads the answer by it."""
     async with _open() as client:
         answer = await client.messages.parse(**ASK, output_format=Verdict)

@@ -24,8 +24,8 @@ from areal_actors.schedulers.config import RestartsConfig
 
 
 @given(st.lists(st.floats(0, 20), max_size=30), st.integers(0, 4))
-def test_no_window_has_more_restarts_than_allowed(times, most):
-    """Whenever they come; and one is refused only when the window before it is full."""
+def test_restarts_are_limited_in_every_window(times, most):
+    """A restart is refused only if the window before it is full."""
     restarts = Restarts(RestartsConfig(max=most, window_seconds=5.0))
     allowed = []
     for now in sorted(times):
@@ -54,15 +54,15 @@ def test_no_window_has_more_restarts_than_allowed(times, most):
         (RuntimeError("what"), False),
     ],
 )
-def test_errors_that_need_a_person_end_the_run(error, is_final):
-    """However deep it is grouped; the loss of another actor does not."""
+def test_find_final_returns_errors_that_user_must_fix(error, is_final):
+    """Nested groups are searched; the loss of another actor is not final."""
     group = ExceptionGroup("all", [ActorStopped("a"), ExceptionGroup("some", [error])])
 
     assert (error if is_final else None) is find_final(group)
 
 
-def test_tokens_that_cannot_be_true_end_a_run():
-    """They are not a failure of an engine that another one would mend."""
+def test_find_final_returns_invalid_tokens():
+    """Another engine would return them, too."""
     violation = CaptureViolation.__new__(CaptureViolation)
 
     assert violation is find_final(violation)

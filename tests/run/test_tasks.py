@@ -85,7 +85,7 @@ def first_of(listener: Listener) -> Bootstrap:
     return Bootstrap(name="trainer-0", life=1000, addresses=(listener.address,), secret=SECRET, num_tasks=2)
 
 
-async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
+async def test_task_joins_and_leaves_with_worker(directory, config):
     """The worker has a ref to its actor, where both can be reached; the cluster's signals are left to the worker."""
     problems: list[Exception] = []
     async with controller(directory) as listener, anyio.create_task_group() as tasks:
@@ -110,8 +110,8 @@ async def test_a_task_joins_its_worker_and_leaves_with_it(directory, config):
     assert signal.SIG_IGN is heeds
 
 
-async def test_a_task_that_does_not_come_is_named(directory, config):
-    """After the time that a worker has to start."""
+async def test_missing_task_is_named(directory, config):
+    """The error comes after the time that a worker has to start."""
     config = evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05))
     async with controller(directory) as listener:
         first = first_of(listener)
@@ -126,8 +126,8 @@ async def test_a_task_that_does_not_come_is_named(directory, config):
                     raise AssertionError
 
 
-async def test_a_task_whose_worker_says_nothing_gives_up(directory, config):
-    """It knows that its life is over, or leaves after the time that a worker has to start."""
+async def test_task_gives_up_on_silent_worker(directory, config):
+    """It exits if its incarnation is over, or after the time that a worker has to start."""
     save_config(evolve(config, scheduler=evolve(config.scheduler, start_seconds=0.05)), directory.config)
     problems: list[Exception] = []
     async with controller(directory) as listener:

@@ -96,8 +96,8 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
     return run_dir, run_here(run_dir, "total_steps=6", "checkpoint.every_steps=2")
 
 
-def test_the_tiny_job_rises(whole_run: tuple[Path, Result]):
-    """From nothing to something in a few steps; the last line sums it up, and the weights load as they are."""
+def test_tiny_job_learns(whole_run: tuple[Path, Result]):
+    """The reward rises in a few steps, the last line is a summary, and transformers loads the weights."""
     run_dir, result = whole_run
     assert result.exit_code == 0, result.output
     summary = json.loads(result.stdout.splitlines()[-1])
@@ -114,7 +114,7 @@ def test_the_tiny_job_rises(whole_run: tuple[Path, Result]):
     assert RunDirectory(path=run_dir).report.stat().st_size > 1000
 
 
-def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, Result], tmp_path: Path):
+def test_killed_run_resumes_with_equal_numbers(whole_run: tuple[Path, Result], tmp_path: Path):
     """``kill -9`` between two checkpoints: the resumed run equals the uninterrupted one, number by number."""
     expected, _ = whole_run
     run_dir = tmp_path / "run"
@@ -134,8 +134,8 @@ def test_a_killed_run_resumes_as_if_nothing_had_happened(whole_run: tuple[Path, 
     assert (6, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
-def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tuple[Path, Result], tmp_path: Path):
-    """Its steps are repeated with the same groups, and lead to the same numbers."""
+def test_run_killed_before_checkpoint_samples_no_group_again(whole_run: tuple[Path, Result], tmp_path: Path):
+    """Its steps are repeated with the same groups and give the same numbers."""
     expected, _ = whole_run
     run_dir = tmp_path / "run"
     options = ("total_steps=3", "checkpoint.every_steps=100")
@@ -151,9 +151,7 @@ def test_a_run_killed_before_a_checkpoint_samples_no_group_again(whole_run: tupl
     assert essence(expected)[:3] == essence(run_dir)[:3]
 
 
-def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_run_killed_within_episodes_samples_no_turn_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Its agents start over, and are given the turns that they had: by their ids, and token by token in the rows."""
     run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
     # No episode ends before the kill, however late the poll below sees its turns.
@@ -187,7 +185,7 @@ def test_a_run_killed_within_its_episodes_samples_no_completed_turn_again(
     assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
-def test_a_process_of_a_run_that_is_killed_loses_no_turn(tmp_path: Path):
+def test_killed_process_of_run_loses_no_turn(tmp_path: Path):
     """Its sessions continue in its successor; the trained rows have the turns from before the kill."""
     run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
     options = (
@@ -278,8 +276,8 @@ def test_an_agent_that_always_fails_ends_the_run_with_its_error(tmp_path: Path):
     assert "KeyError: 'my_field'" in message
 
 
-def test_a_full_disk_ends_the_run_with_what_to_do(tmp_path: Path):
-    """A checkpoint that cannot be written whole is not written; the earlier files are untouched."""
+def test_full_disk_ends_run_with_advice(tmp_path: Path):
+    """An incomplete checkpoint is not kept, and the earlier files are untouched."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, hard))  # Python sees EFBIG where a full disk says ENOSPC
     try:

@@ -81,8 +81,8 @@ def test_try_names_problems_that_prevent_learning(tmp_path: Path, monkeypatch: p
     assert {"agent.py", "job.yaml", "problems.jsonl"} >= {path.name for path in tmp_path.iterdir()} - {"__pycache__"}
 
 
-def test_an_agent_that_can_learn_is_told_so(tmp_path: Path):
-    """With its conversation, the rewards of its groups, and their files where they are wanted."""
+def test_try_approves_agent_that_can_learn(tmp_path: Path):
+    """The output has a conversation and the rewards of the groups; --output keeps the files."""
     result = tried(tmp_path, "fine", "fine", "fine", words=("-n", "2", "--output", str(tmp_path / "kept"), "--json"))
     found = json.loads(result.stdout)
 
@@ -95,16 +95,16 @@ def test_an_agent_that_can_learn_is_told_so(tmp_path: Path):
     assert "is not empty" in again.output
 
 
-def test_nothing_but_failures_ends_with_an_error(tmp_path: Path):
-    """After everything was printed."""
+def test_try_fails_if_every_episode_fails(tmp_path: Path):
+    """The summary is printed before the error."""
     result = tried(tmp_path, "broken")
 
     assert 1 == result.exit_code
     assert "4 of 4 episodes failed" in result.stdout
 
 
-def test_groups_of_one_are_pointed_out(tmp_path: Path):
-    """Their rewards are compared with nothing; they are not said to be equal."""
+def test_try_names_groups_of_one(tmp_path: Path):
+    """Their rewards are not reported as equal."""
     result = tried(tmp_path, "fine", "fine", words=("rollout.group_size=1",))
 
     assert 0 == result.exit_code
@@ -113,8 +113,8 @@ def test_groups_of_one_are_pointed_out(tmp_path: Path):
     assert result.stderr.startswith("tried: loading tiny to try it\n")
 
 
-def test_a_run_whose_tokens_are_not_trained_says_so_once(tmp_path: Path):
-    """With the reason: agents that send temperature 0 are answered and rewarded, and learn nothing."""
+def test_try_names_untrained_tokens_once(tmp_path: Path):
+    """The reason is named: agents that send temperature 0 are answered and rewarded, but not trained."""
     (tmp_path / "agent.py").write_text(AGENT)
     (tmp_path / "job.yaml").write_text(CONFIG)
     (tmp_path / "problems.jsonl").write_text('{"kind": "greedy"}\n')
@@ -127,8 +127,8 @@ def test_a_run_whose_tokens_are_not_trained_says_so_once(tmp_path: Path):
     assert re.search(r"(\d+) of \1 sampled tokens are not trained: \1 were sampled at temperature 0", log)
 
 
-def test_answers_that_are_not_stored_are_pointed_out(tmp_path: Path):
-    """Some agents send store: false by habit; their episodes succeed, and train nothing."""
+def test_try_names_answers_that_are_not_stored(tmp_path: Path):
+    """Some agents send store: false by habit; their episodes succeed, but train nothing."""
     result = tried(tmp_path, "unstored")
 
     assert "4 answers are not trained because the agent sends store: false" in result.stdout
@@ -136,8 +136,8 @@ def test_answers_that_are_not_stored_are_pointed_out(tmp_path: Path):
 
 
 @pytest.mark.parametrize("missing", ["dataset", "workflow"])
-def test_a_configuration_without_agent_or_problems_is_refused(tmp_path: Path, missing: str):
-    """Before the model is loaded."""
+def test_try_refuses_configuration_without_agent_or_problems(tmp_path: Path, missing: str):
+    """The error comes before the model is loaded."""
     config = CONFIG.replace("dataset: {jsonl: problems.jsonl}\n", "") if missing == "dataset" else CONFIG
     config = config.replace('workflow: "agent.py:Agent", ', "") if missing == "workflow" else config
     (tmp_path / "problems.jsonl").write_text('{"kind": "fine"}\n')

@@ -75,8 +75,8 @@ def other(value: Any, data: st.DataObject) -> Any:
 
 @given(rows=row_batches(), data=st.data())
 @settings(max_examples=80, deadline=None)
-def test_any_change_of_any_field_breaks_the_seal(rows: list[DumpedRow], data: st.DataObject):
-    """It names the changed column, and nothing else."""
+def test_seal_detects_change_of_any_field(rows: list[DumpedRow], data: st.DataObject):
+    """The changed column is named, and no other."""
     assume(rows)
     rows = sealed(rows)
     row = data.draw(st.sampled_from(rows))
@@ -100,7 +100,7 @@ def trained_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "rows" / "one"
 
 
-def test_a_run_is_verified(trained_run: Path):
+def test_verify_accepts_run(trained_run: Path):
     """Every trained token is bound to its turn, and every row is sealed; a resumed run is verified as well."""
     code, found = verify(trained_run, "--strict")
 
@@ -123,7 +123,7 @@ def test_a_run_is_verified(trained_run: Path):
     "column", ["token_ids", "logprobs", "versions", "loss_mask", "reward", "returns", "advantages"]
 )
 @pytest.mark.parametrize("has_key", [True, False])
-def test_a_changed_number_is_found(trained_run: Path, column: str, *, has_key: bool):
+def test_verify_finds_changed_number(trained_run: Path, column: str, *, has_key: bool):
     """With the key all columns; without it, those that the digests of the turns bind."""
     directory = RunDirectory(path=trained_run)
     path = next(iter(find_dumps(directory.rows).values()))
@@ -156,7 +156,7 @@ def test_a_changed_number_is_found(trained_run: Path, column: str, *, has_key: b
         assert {difference["row"] for difference in found["differences"]} == {1}
 
 
-def test_a_removed_a_repeated_and_an_unsealed_row_are_found(trained_run: Path):
+def test_verify_finds_removed_repeated_and_unsealed_rows(trained_run: Path):
     """The seals count the rows; a turn is trained by one row; rows without seals are counted, and strictly refused."""
     directory = RunDirectory(path=trained_run)
     path = next(iter(find_dumps(directory.rows).values()))
@@ -182,8 +182,8 @@ def test_a_removed_a_repeated_and_an_unsealed_row_are_found(trained_run: Path):
     assert "cannot be read" in damaged[1]["differences"][0]["what"]
 
 
-def test_a_directory_without_a_run_is_named(tmp_path: Path):
-    """There is nothing to verify."""
+def test_verify_names_directory_without_run(tmp_path: Path):
+    """The error names the directory."""
     result = CliRunner().invoke(cli, ["verify", str(tmp_path)])
 
     assert result.exit_code == 1
@@ -231,8 +231,8 @@ def told(new_talk: Any, version: int | None = None) -> list[JournalEvent]:
 
 
 @pytest.mark.parametrize("version", [None, -1])
-def test_rows_are_compared_with_the_journal(tmp_path: Path, new_talk: Any, version: int | None):
-    """Also after a resume from older weights; versions before it are bound by the chain."""
+def test_verify_compares_rows_with_journal(tmp_path: Path, new_talk: Any, version: int | None):
+    """This also holds after a resume from older weights, whose earlier versions the digest chain binds."""
     reward = RewardSet(session=SessionId("s"), interaction=InteractionId("t1"), reward=1.0)
     write_run(tmp_path / "run", [*told(new_talk, version), reward])
     code, found = verify(tmp_path / "run", "--strict")
@@ -263,7 +263,7 @@ def write_again(path: Path, *events: JournalEvent) -> None:
         ("versions", "its log-probabilities or versions"),
     ],
 )
-def test_changed_turn_of_the_journal_is_found(tmp_path: Path, new_talk: Any, column: str, what: str):
+def test_verify_finds_changed_turn_of_journal(tmp_path: Path, new_talk: Any, column: str, what: str):
     """The turn is named; where the row shows the change as well, also the token with both values."""
     events = told(new_talk)
     write_run(tmp_path / "run", events)
@@ -286,8 +286,8 @@ def test_changed_turn_of_the_journal_is_found(tmp_path: Path, new_talk: Any, col
         assert in_row[0]["there"] != in_row[0]["here"]
 
 
-def test_damaged_turn_of_the_journal_is_found(tmp_path: Path, new_talk: Any):
-    """The others are verified."""
+def test_verify_finds_damaged_turn_of_journal(tmp_path: Path, new_talk: Any):
+    """The other turns are verified."""
     write_run(tmp_path / "run", told(new_talk))
     with closing(sqlite3.connect(tmp_path / "run" / "journal.sqlite")) as connection, connection:
         connection.execute("UPDATE turns SET record = x'05' WHERE interaction = 't0'")
@@ -297,8 +297,8 @@ def test_damaged_turn_of_the_journal_is_found(tmp_path: Path, new_talk: Any):
     assert "cannot be read" in found["differences"][0]["what"]
 
 
-def test_a_reward_that_is_not_in_the_journal_is_found(tmp_path: Path, new_talk: Any):
-    """The rows of the session have 1.0, and its turns nothing."""
+def test_verify_finds_reward_missing_in_journal(tmp_path: Path, new_talk: Any):
+    """The rows of the session have the reward 1.0, and its turns have none."""
     write_run(tmp_path / "run", told(new_talk))
     code, found = verify(tmp_path / "run")
 

@@ -19,7 +19,7 @@ def anyio_backend(request: pytest.FixtureRequest):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-async def test_a_worker_whose_controller_has_gone_before_its_first_word_ends(tmp_path, rank, caplog):
+async def test_worker_ends_if_controller_is_gone_at_start(tmp_path, rank, caplog):
     """It has no lease yet, and would hold its node until the cluster's time limit."""
     told = Bootstrap(
         name="trainer-0",

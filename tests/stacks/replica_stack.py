@@ -21,7 +21,6 @@ from areal_actors.messages import (
     Generate,
     Generation,
     PublishWeights,
-    RemoveReplica,
     Replicas,
     ReplicaView,
 )
@@ -110,9 +109,6 @@ class ReplicaStack:
     async def kill(self, name: str) -> None:
         """It ends at once."""
         await self.refs[name].stop(grace=0)
-
-    async def remove(self, name: str) -> None:
-        await self.router.ask(RemoveReplica(name=name))
 
     async def publish(self, version: int, *, is_lent: bool = False) -> int:
         snapshot = in_memory(version) if is_lent else on_disk(version)

@@ -594,9 +594,9 @@ def reap_jobs_of(*, directory: Path, is_json: bool) -> None:
 
     Live runs are not affected.
     """
-    from areal_actors.run.slurm import reap_jobs
+    from areal_actors.run.slurm import cancel_jobs
 
-    _print_ended(reap_jobs(directory), is_json=is_json)
+    _print_ended(cancel_jobs(directory, spares_running=True), is_json=is_json)
 
 
 def _print_ended(records: tuple[JobRecord, ...], *, is_json: bool) -> None:

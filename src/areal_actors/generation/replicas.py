@@ -60,7 +60,6 @@ from areal_actors.messages import (
     Generation,
     PauseGeneration,
     PublishWeights,
-    RemoveReplica,
     Replicas,
     ReplicaState,
     ReplicaView,
@@ -153,7 +152,6 @@ class Replica:
     lock: anyio.Lock = field(factory=anyio.Lock)
     """Held while it is given weights or a pause."""
     _attempts: set[Attempt] = field(factory=set)
-    _emptied: ChangeSignal = field(factory=ChangeSignal)
 
     @property
     def is_serving(self) -> bool:
@@ -191,18 +189,11 @@ class Replica:
         """Remove a generation that ran here."""
         self._attempts.discard(attempt)
         self.num_running -= 1
-        if not self._attempts:
-            self._emptied.notify()
 
     def move_generations(self) -> None:
         """Have all generations here continue on other replicas."""
         for attempt in tuple(self._attempts):
             attempt.move()
-
-    async def wait_empty(self) -> None:
-        """Wait until nothing runs here."""
-        while self._attempts:
-            await self._emptied.wait()
 
     def reset(self, state: ReplicaState, reason: str) -> None:
         """Set the state and the error, and discard which weights and pause it has."""
@@ -647,26 +638,14 @@ class ReplicaSet(Actor[Generation | Replicas]):
         """
         # First, because it raises for a ref that cannot be watched.
         life = message.ref.life
-        self._remove(message.name)
+        if (former := self._replicas.pop(message.name, None)) is not None:
+            self._end(former, "it was replaced")
+            former.move_generations()
         replica = Replica(name=message.name, ref=message.ref)
         self._replicas[replica.name] = replica
         watcher = self._watchers[replica] = partial(self._handle_down, replica)
         self._tasks.start_soon(self._keep_joined, replica, name=f"replica {replica.name}")
         life.watch(watcher)
-
-    @RemoveReplica.handler(concurrency=1024)
-    async def remove(self, message: RemoveReplica) -> None:
-        """Remove a replica, and wait until nothing runs there. Its generations continue on other replicas."""
-        replica = self._remove(message.name)
-        if replica is not None:
-            await replica.wait_empty()
-
-    def _remove(self, name: str) -> Replica | None:
-        replica = self._replicas.pop(name, None)
-        if replica is not None:
-            self._end(replica, "it was removed")
-            replica.move_generations()
-        return replica
 
     @DescribeReplicas.handler
     async def describe_replicas(self, message: DescribeReplicas) -> tuple[ReplicaView, ...]:  # noqa: ARG002

@@ -85,16 +85,6 @@ class AddReplica(Message[Replicas, None]):
 
 
 @frozen(kw_only=True)
-class RemoveReplica(Message[Replicas, None]):
-    """Remove a replica. Its generations continue on other replicas.
-
-    Replies when nothing runs there any more. Unknown names are ignored.
-    """
-
-    name: str
-
-
-@frozen(kw_only=True)
 class ReplicaView:
     """One replica as its set sees it. ``error`` is the reason why it does not serve, or last did not."""
 

@@ -7,8 +7,8 @@ A run is put together in one way, whether it is one process or many::
 
 ``training`` runs over a dataset and ``serving`` takes sessions from external agents. ``openers`` has one opener for
 each role, and the controller calls it in its own process for each role that the plan places in no worker.
-``inference.open_inference`` opens the actors that answer agents, without a run. ``host`` stands in front of services
-that run as separate processes. It needs no model, so this package imports its modules lazily, on first access.
+``inference.open_inference`` opens the actors that answer agents, without a run. The modules are imported on
+first access: most need torch, and some commands do not.
 """
 
 from __future__ import annotations

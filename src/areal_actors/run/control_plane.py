@@ -61,7 +61,7 @@ from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind, url_of
 from areal_actors.run.forwarding import forwarding
 from areal_actors.run.plan import PlacedRole
-from areal_actors.run.supervise import WorkerSupervisor, first_specs
+from areal_actors.run.supervise import WorkerSupervisor, worker_spec
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
 from areal_actors.schedulers.config import (
     LocalConfig,
@@ -199,7 +199,11 @@ async def _open_scheduler(
     placed: Mapping[Role, PlacedRole],
     controller: ControllerAddress,
 ) -> AsyncIterator[Scheduler]:
-    wanted = first_specs(placed, controller=controller)
+    wanted = [
+        worker_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
+        for role, one in placed.items()
+        for index in range(one.config.replicas)
+    ]
     async with open_scheduler(config, directory=directory, logs=logs) as scheduler:
         if wanted:
             # All roles have to fit at the same time, since each waits for the others.
@@ -210,47 +214,14 @@ async def _open_scheduler(
 # ---------------------------------------------------------------------------- more proxies of a run in one process
 
 
-class Proxies:
-    """The additional proxies that are ready, not counting the one in the first process.
-
-    ``directory`` counts those that ended.
-    """
-
-    def __init__(self, directory: Ref[Directory] | None = None) -> None:
-        self._directory = directory
-        self._up: set[str] = set()
-        self._changed = ChangeSignal()
-
-    @property
-    def num_up(self) -> int:
-        """Number of additional proxies that are ready and have not exited."""
-        return len(self._up)
-
-    async def wait_for(self, num: int) -> None:
-        """Wait until exactly ``num`` additional proxies are ready."""
-        while self.num_up != num:
-            await self._changed.wait()
-
-    @asynccontextmanager
-    async def serving(
-        self,
-        name: str,
-        connection: ReconnectingConnection,
-        report: Report,  # noqa: ARG002 - a callback
-    ) -> AsyncIterator[None]:
-        """Count the proxy ``name`` as ready while the block lasts, once its sessions can be reached."""
-        await connection.wait_exposed("proxy")
-        self._note(name, is_up=True)
-        try:
-            yield
-        finally:
-            self._note(name, is_up=False)
-            if self._directory is not None:
-                self._directory.tell_nowait(ProxyLost())
-
-    def _note(self, name: str, *, is_up: bool) -> None:
-        (self._up.add if is_up else self._up.discard)(name)
-        self._changed.notify()
+@asynccontextmanager
+async def _counting_loss(directory: Ref[Directory] | None, report: Report) -> AsyncIterator[None]:  # noqa: ARG001 - of ``while_ready``
+    """Tell ``directory`` when the block ends that a proxy has ended."""
+    try:
+        yield
+    finally:
+        if directory is not None:
+            directory.tell_nowait(ProxyLost())
 
 
 @asynccontextmanager
@@ -265,7 +236,7 @@ async def open_proxies(
     directory: Ref[Directory] | None = None,
     secret: bytes | None = None,
     local_roles: tuple[Role, ...] = tuple(Role),
-) -> AsyncIterator[Proxies]:
+) -> AsyncIterator[Ref[Directory] | None]:
     """Start the processes of a service behind the ``first`` one, whose proxy has ``endpoint``.
 
     Each has a proxy, a session manager and a journal, for the sessions that the router (``actors["sessions"]``) opens
@@ -275,12 +246,13 @@ async def open_proxies(
     ``secret``.
 
     ``config`` is the file with the settings of the run, and ``logs`` a directory for the output of the processes. The
-    proxies are ready some seconds later, and all end with the block.
+    proxies are ready some seconds later, and all end with the block. Yields the directory that knows which are ready;
+    ``None`` without a ``first`` process.
     """
-    proxies, config = Proxies(directory), config.absolute()  # noqa: ASYNC240 - asks for the working directory only
     if first is None:
-        yield proxies
+        yield None
         return
+    config = config.absolute()  # noqa: ASYNC240 - asks for the working directory only
     scheduling = SchedulerConfig(restarts=RestartsConfig(max=_UNLIMITED), local=LocalConfig(oversubscribe=True))
     opening = open_control_plane(
         scheduling, directory=config.parent, logs=logs, placed={}, proxy=ProxyConfig(), secret=secret
@@ -290,10 +262,9 @@ async def open_proxies(
             control_plane.listener.expose(name, ref)
         secret = control_plane.secret
         router: Ref[Shards] = actors["sessions"]
-        connections: dict[int, ReconnectingConnection] = {}
         for number in range(1, num_processes):
             connecting = connect_to_worker(control_plane.directory, f"proxy-{number}", secret=secret, node="controller")
-            connections[number] = connection = await stack.enter_async_context(connecting)
+            connection = await stack.enter_async_context(connecting)
             await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
         tasks = await stack.enter_async_context(open_tasks())
         for number in range(1, num_processes):
@@ -318,10 +289,10 @@ async def open_proxies(
                 name,
                 spec,
                 RoleConfig(),
-                while_ready=partial(proxies.serving, name, connections[number]),
+                while_ready=partial(_counting_loss, directory),
             )
             tasks.start_soon(running)
-        yield proxies
+        yield control_plane.directory
         tasks.cancel_scope.cancel()
 
 

@@ -82,6 +82,9 @@ _log = get_logger(__name__)
 
 P = TypeVar("P")
 
+_INDEPENDENT = (Role.GENERATION, Role.PROXY)
+"""The roles whose workers are replaced individually: they own no state that others need."""
+
 _CAUSE_SECONDS = 2.0
 """How long to wait, after a failure that may be a consequence of another one, for that other failure to be noticed."""
 
@@ -150,11 +153,6 @@ class RunController:
         self.is_done = False
         """Whether the results are saved. Errors raised after that are logged and ignored."""
 
-    @property
-    def independent(self) -> tuple[Role, ...]:
-        """The roles whose workers are replaced individually: they own no state that others need."""
-        return (Role.GENERATION, Role.PROXY)
-
     def spec(self, role: Role, name: str, **options: Any) -> RoleSpec:
         """Return the spec for the worker of this name: its role and settings."""
         plan = self.plan
@@ -173,13 +171,13 @@ class RunController:
             listen=self.control_plane.worker_address(name),
             # Only a proxy needs the key, so no other worker gets it.
             admin_key=self._admin_key if role is Role.PROXY and role in plan.placed else None,
-            is_replaced_alone=role in self.independent,
+            is_replaced_alone=role in _INDEPENDENT,
             **options,
         )
 
     def start_independent_workers(self, tasks: TaskGroup) -> None:
         """Start background tasks that keep proxies and engines running."""
-        for role in self.independent:
+        for role in _INDEPENDENT:
             if role in self.plan.placed:
                 for index in range(self.plan.placed[role].config.replicas):
                     tasks.start_soon(self._keep, role, f"{role}-{index}")
@@ -276,7 +274,7 @@ class RunController:
         begin = partial(self.spec, attempt=self._num_attempts, checkpoint=checkpoint, start=start)
         async with anyio.create_task_group() as tasks:
             for role, placed in plan.placed.items():
-                if role not in self.independent:
+                if role not in _INDEPENDENT:
                     tasks.start_soon(self._end_run_with, begin(role, f"{role}-0"), placed)
             try:
                 await _Attempt(self, begin).run()
@@ -364,7 +362,7 @@ class _Attempt:
             await self._control_plane.supervisor.wait_complete()
             # Connections open first, so that they close after the actors that use them.
             for role in plan.placed:
-                if role not in self._controller.independent:
+                if role not in _INDEPENDENT:
                     self._connections[role] = await stack.enter_async_context(self._controller.connect(f"{role}-0"))
             renderer = await to_thread.run_sync(load_rendering, plan.config)
             system = await stack.enter_async_context(ActorSystem.open(name="controller"))

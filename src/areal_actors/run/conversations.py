@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
@@ -32,7 +32,6 @@ from areal_actors.domain import (
     FinishReason,
     Group,
     InteractionId,
-    Ints,
     SessionId,
     Tool,
     Trajectory,
@@ -41,7 +40,7 @@ from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelErro
 from areal_actors.models import resolve_tokenizer
 from areal_actors.proxy.dialects.chat.request import parse_messages, parse_tools
 from areal_actors.proxy.dialects.messages.request import parse_anthropic_conversation, parse_anthropic_tools
-from areal_actors.rendering import HasTokenizer, Renderer
+from areal_actors.rendering import HasTokenizer, Renderer, TemplateRenderer
 from areal_actors.training.phases import supervised_group
 
 _MAX_NAMED = 3
@@ -49,21 +48,6 @@ _MAX_NAMED = 3
 Vocabulary = Mapping[int, str]
 """The text of each token by id, in the tokenizer's own spelling."""
 _ANTHROPIC_BLOCKS = frozenset({"tool_use", "tool_result", "thinking", "redacted_thinking"})
-
-
-class AnswerRenderer(Renderer, Protocol):
-    """A renderer that also writes given answers, as ``TemplateRenderer`` does."""
-
-    def render_answer(
-        self,
-        messages: Sequence[ChatMessage],
-        answer: ChatMessage,
-        *,
-        tools: Sequence[Tool] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
-    ) -> Ints:
-        """Return the ids that a model would sample to give ``answer`` after ``messages``, with the end of the turn."""
-        ...
 
 
 @frozen(kw_only=True)
@@ -87,7 +71,7 @@ class SupervisedData:
 
 
 def conversations_to_rows(
-    conversations: Iterable[Mapping[str, Any]], renderer: AnswerRenderer, *, max_tokens: int | None = None
+    conversations: Iterable[Mapping[str, Any]], renderer: TemplateRenderer, *, max_tokens: int | None = None
 ) -> list[Trajectory]:
     """Return the training rows of conversations in OpenAI's or Anthropic's form.
 
@@ -101,7 +85,7 @@ def conversations_to_rows(
     return [row for group in _groups(named, renderer, max_tokens=max_tokens) for row in group.rows]
 
 
-def load_conversations(path: Path, renderer: AnswerRenderer, *, max_tokens: int | None = None) -> tuple[Group, ...]:
+def load_conversations(path: Path, renderer: TemplateRenderer, *, max_tokens: int | None = None) -> tuple[Group, ...]:
     """Return a group for each line of a JSONL file. Blocks; raises ``DatasetError`` naming file and lines."""
     groups = _groups(read_json_lines(path), renderer, max_tokens=max_tokens)
     if not groups:
@@ -160,7 +144,7 @@ class _Conversation:
 
 
 def _groups(
-    named: Iterable[tuple[str, Mapping[str, Any]]], renderer: AnswerRenderer, *, max_tokens: int | None
+    named: Iterable[tuple[str, Mapping[str, Any]]], renderer: TemplateRenderer, *, max_tokens: int | None
 ) -> tuple[Group, ...]:
     groups: list[Group] = []
     wrong: list[str] = []
@@ -235,7 +219,7 @@ def _untrained(raw: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _rows(where: str, conversation: _Conversation, renderer: AnswerRenderer) -> tuple[Trajectory, ...]:
+def _rows(where: str, conversation: _Conversation, renderer: TemplateRenderer) -> tuple[Trajectory, ...]:
     """Return the rows of a conversation, each answer as a completion of the prompt before it."""
     tree = ConversationTree(SessionId(where))
     for index, answer in enumerate(conversation.messages):

@@ -54,6 +54,14 @@ def directory_of(config: RunConfig, run_dir: Path | None) -> RunDirectory:
     return config.run_directory if run_dir is None else RunDirectory(path=run_dir.absolute())
 
 
+def find_run(path: Path) -> RunDirectory:
+    """Return the directory of an existing run. Raises ``RunDirectoryError`` if ``path`` holds none."""
+    directory = RunDirectory(path=path.absolute())
+    if not directory.config.exists():
+        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    return directory
+
+
 @contextmanager
 def prepared_directory(config: RunConfig, directory: RunDirectory, *, resume: bool) -> Iterator[None]:
     """Create the run directory and lock it while the block runs; two runs in it would prune each other's checkpoints.

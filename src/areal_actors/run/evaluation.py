@@ -11,14 +11,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from shutil import rmtree
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from anyio import to_thread
 from attrs import evolve, field, frozen
@@ -29,7 +29,7 @@ from areal_actors.config.schema import ModelName
 from areal_actors.dashboard import RunDirectory, write_report
 from areal_actors.dashboard.dumps import EpisodeRecorder, keep_finished, read_outcomes
 from areal_actors.dashboard.records import read_records
-from areal_actors.dashboard.reporter import Listener
+from areal_actors.dashboard.reporter import Listener, ProgressReporter
 from areal_actors.datasets import Problems
 from areal_actors.domain import Estimate, Outcome, SetResult, summarize_outcomes
 from areal_actors.errors import ConfigError, EpisodeError
@@ -39,12 +39,12 @@ from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger, logging_to_file
-from areal_actors.messages import Endpoint, Evaluate, Progress
+from areal_actors.messages import Evaluate, Exports, Progress, Sessions
 from areal_actors.models import resolve_model
-from areal_actors.rollouts.runner import Agents, Peers, RolloutRunner
+from areal_actors.rollouts.runner import Agents, Peers
 from areal_actors.run.directory import prepared_directory
 from areal_actors.run.evaluated_model import EvaluatedModel, find_model
-from areal_actors.run.inference import InferenceConfig, open_actors, open_engine, settings_of
+from areal_actors.run.inference import Inference, InferenceConfig, open_actors, open_engine, settings_of
 from areal_actors.run.job import load_held_out, load_rendering, prepare_agents
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
@@ -197,11 +197,7 @@ async def run_evaluation(
     listeners: tuple[Listener, ...] = (recorder,) if listener is None else (listener, recorder)
     _log.info("evaluating", model=name, episodes=num_expected, finished=summary.num_resumed)
     if summary.num_resumed < num_expected:
-        opening = (
-            _open_served(config, held_out, upstream, directory, listeners)
-            if upstream is not None
-            else _open_local(config, held_out, str(location), directory, listeners)
-        )
+        opening = _open_runner(config, held_out, directory, listeners, upstream=upstream, model=location)
         async with opening as runner:
             # Only now: an evaluation that could not begin leaves no directory.
             _write(summary, is_complete=False)
@@ -278,14 +274,65 @@ def _check_identity(directory: RunDirectory, identity: Mapping[str, Any]) -> Non
 
 
 @asynccontextmanager
-async def _open_local(
+async def _open_runner(
     config: RunConfig,
     held_out: Mapping[str, Problems],
-    model: str,
     directory: RunDirectory,
     listeners: Sequence[Listener],
+    *,
+    upstream: Upstream | None,
+    model: str | None,
 ) -> AsyncIterator[Ref[Any]]:
-    """Open an engine with the weights in ``model``, and the runner of the agent."""
+    """Open the agents and their runner, at the model behind ``upstream`` or with the weights in ``model``."""
+    report = partial(create_reporter, config, directory, resumed_step=_KEEP_ALL, further=listeners)
+    async with AsyncExitStack() as stack:
+        agents = await stack.enter_async_context(prepare_agents(config, logs=directory.agent_logs))
+        if upstream is None:
+            inference = await stack.enter_async_context(_open_inference(config, str(model), directory, report))
+            system, endpoint = inference.system, inference.endpoint
+            engine = EpisodeEngine(inference.generation, inference.renderer, gconfig=config.gconfig)
+            peers = Peers(
+                sessions=inference.sessions,
+                exports=inference.exports,
+                capacity=inference.capacity,
+                progress=inference.progress,
+            )
+        else:
+            _require_requests(agents)
+            proxy = evolve(config.proxy, port=0, num_processes=1)
+            ref, endpoint = await stack.enter_async_context(open_upstream(upstream, proxy))
+            system = await stack.enter_async_context(ActorSystem.open(name="evaluation"))
+            progress: Ref[Progress] = await system.spawn(report(decode=lambda _: ""), name="progress")
+            sessions, exports = cast("Ref[Sessions]", ref), cast("Ref[Exports]", ref)
+            peers = Peers(sessions=sessions, exports=exports, capacity=None, progress=progress)
+            engine = None
+        runner = create_runner(
+            agents,
+            peers=peers,
+            endpoint=endpoint,
+            http_client=await stack.enter_async_context(create_agent_http_client()),
+            engine=engine,
+            configs=config.runners,
+            seed=config.seed,
+            held_out=held_out,
+        )
+        yield await system.spawn(runner, name="rollouts")
+
+
+def _require_requests(agents: Agents) -> None:
+    for agent in agents.values():
+        if isinstance(agent, RolloutWorkflow):
+            raise ConfigError(
+                f"rollout.workflow: {type(agent).__name__} samples tokens itself, and a model at a URL has none; "
+                "evaluate an agent that sends requests, or a model directory"
+            )
+
+
+@asynccontextmanager
+async def _open_inference(
+    config: RunConfig, model: str, directory: RunDirectory, report: Callable[..., ProgressReporter]
+) -> AsyncIterator[Inference]:
+    """Open an engine with the weights in ``model``, and the actors around it."""
     # An evaluation loads whole weights, also those of a run that trains an adapter. Samples must not depend on which
     # requests happen to share a batch, or two evaluations would differ.
     config = evolve(
@@ -303,88 +350,11 @@ async def _open_local(
     )
     served = config.served_engine(directory.path) if config.rollout.backend is not Backend.TORCH else None
     files = await to_thread.run_sync(resolve_model, model)
-    reporter = create_reporter(config, directory, decode=renderer.decode, resumed_step=_KEEP_ALL, further=listeners)
-    async with AsyncExitStack() as stack:
-        agents = await stack.enter_async_context(prepare_agents(config, logs=directory.agent_logs))
-        opening = open_engine(served or config.engine, model=files.path, renderer=renderer)
-        engine = await stack.enter_async_context(opening)
-        actors = open_actors(settings, engine=engine, renderer=renderer, progress=reporter)
-        inference = await stack.enter_async_context(actors)
-        runner = await _create_runner(
-            config,
-            held_out,
-            agents,
-            stack,
-            peers=Peers(
-                sessions=inference.sessions,
-                exports=inference.exports,
-                capacity=inference.capacity,
-                progress=inference.progress,
-            ),
-            endpoint=inference.endpoint,
-            engine=EpisodeEngine(inference.generation, renderer, gconfig=config.gconfig),
-        )
-        yield await inference.system.spawn(runner, name="rollouts")
-
-
-@asynccontextmanager
-async def _open_served(
-    config: RunConfig,
-    held_out: Mapping[str, Problems],
-    upstream: Upstream,
-    directory: RunDirectory,
-    listeners: Sequence[Listener],
-) -> AsyncIterator[Ref[Any]]:
-    """Open sessions at a URL, and the runner of the agent."""
-
-    def decode(_: object) -> str:
-        return ""  # there are no tokens
-
-    reporter = create_reporter(config, directory, decode=decode, resumed_step=_KEEP_ALL, further=listeners)
-    async with AsyncExitStack() as stack:
-        agents = await stack.enter_async_context(prepare_agents(config, logs=directory.agent_logs))
-        for agent in agents.values():
-            if isinstance(agent, RolloutWorkflow):
-                raise ConfigError(
-                    f"rollout.workflow: {type(agent).__name__} samples tokens itself, and a model at a URL has none; "
-                    "evaluate an agent that sends requests, or a model directory"
-                )
-        proxy = evolve(config.proxy, port=0, num_processes=1)
-        actors = await stack.enter_async_context(open_upstream(upstream, proxy))
-        system = await stack.enter_async_context(ActorSystem.open(name="evaluation"))
-        progress: Ref[Progress] = await system.spawn(reporter, name="progress")
-        runner = await _create_runner(
-            config,
-            held_out,
-            agents,
-            stack,
-            peers=Peers(sessions=actors.sessions, exports=actors.exports, capacity=None, progress=progress),
-            endpoint=actors.endpoint,
-            engine=None,
-        )
-        yield await system.spawn(runner, name="rollouts")
-
-
-async def _create_runner(
-    config: RunConfig,
-    held_out: Mapping[str, Problems],
-    agents: Agents,
-    stack: AsyncExitStack,
-    *,
-    peers: Peers,
-    endpoint: Endpoint,
-    engine: EpisodeEngine | None,
-) -> RolloutRunner:
-    return create_runner(
-        agents,
-        peers=peers,
-        endpoint=endpoint,
-        http_client=await stack.enter_async_context(create_agent_http_client()),
-        engine=engine,
-        configs=config.runners,
-        seed=config.seed,
-        held_out=held_out,
-    )
+    async with (
+        open_engine(served or config.engine, model=files.path, renderer=renderer) as engine,
+        open_actors(settings, engine=engine, renderer=renderer, progress=report(decode=renderer.decode)) as inference,
+    ):
+        yield inference
 
 
 # ------------------------------------------------------------------------------------------------------- results

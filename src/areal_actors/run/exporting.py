@@ -13,10 +13,11 @@ from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import read_records
 from areal_actors.domain import TrainedModel
-from areal_actors.errors import CheckpointError, ConfigError, ExportError, RunDirectoryError
+from areal_actors.errors import CheckpointError, ConfigError, ExportError
 from areal_actors.interchange import RowExport, export_rows, find_dumps, require_format
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, resolve_model, resolve_tokenizer
+from areal_actors.run.directory import find_run
 from areal_actors.run.job import open_policy
 
 if TYPE_CHECKING:
@@ -70,13 +71,6 @@ def load_trained(config: RunConfig, checkpoint: Checkpoint) -> tuple[Any, Adapte
     return model, adapter
 
 
-def _find_run(path: Path) -> RunDirectory:
-    directory = RunDirectory(path=path.absolute())
-    if not directory.config.exists():
-        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
-    return directory
-
-
 def export_run(path: Path) -> TrainedModel:
     """Export the weights of the newest complete checkpoint of the run in ``path``, which may have stopped early.
 
@@ -89,7 +83,7 @@ def export_run(path: Path) -> TrainedModel:
     """
     from areal_actors.training.stored_checkpoints import find_latest
 
-    directory = _find_run(path)
+    directory = find_run(path)
     checkpoint = find_latest(directory.checkpoints)
     if checkpoint is None:
         raise CheckpointError(f"There is no complete checkpoint in {directory.checkpoints}, so nothing to export.")
@@ -126,7 +120,7 @@ def export_run_rows(
         OSError: the files cannot be written.
     """
     require_format(form)
-    directory = _find_run(path)
+    directory = find_run(path)
     dumps = find_dumps(directory.rows)
     if not dumps:
         raise ExportError(

@@ -24,7 +24,6 @@ from areal_actors.domain import (
     Credential,
     DataPosition,
     Episode,
-    Group,
     InteractionId,
     JournalEvent,
     SessionId,
@@ -391,7 +390,6 @@ async def spawn_session_actors(
     progress: Ref[Progress] | None = None,
     journal: Journal | None = None,
     open_shards: OpenShards | None = None,
-    is_worth_training: Callable[[Group], bool] | None = None,
     group_journal: GroupJournal | None = None,
     restored_queue: RestoredQueue | None = None,
     is_replaying: bool = False,
@@ -400,9 +398,8 @@ async def spawn_session_actors(
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
     ``open_shards`` opens the journals of the service's other processes, which open them again once this returns.
-    ``is_worth_training`` replaces the test for a training signal that follows from ``config.advantages``. Groups of a
-    dataset are written to ``group_journal``, and if ``is_replaying`` also the turns of episodes that are not over;
-    ``restored_queue`` is what it had.
+    Groups of a dataset are written to ``group_journal``, and if ``is_replaying`` also the turns of episodes that are
+    not over; ``restored_queue`` is what it had.
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journals(journal, open_shards, version=version)
@@ -437,7 +434,7 @@ async def spawn_session_actors(
         capacity=capacity,
         config=config.export,
         queue=config.queue,
-        has_signal=is_worth_training or partial(has_signal, config=config.advantages),
+        has_signal=partial(has_signal, config=config.advantages),
         start=start,
         are_problems_external=config.intake is not None,
         journal=journal,

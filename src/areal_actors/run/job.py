@@ -67,16 +67,6 @@ _PLAIN_TEXT = "The answer is 42: two plus 40, (a) \"yes\" or 'no'. def sum_of(a,
 
 
 @frozen(kw_only=True)
-class ProblemSets:
-    """The problems that agents are run on. ``train`` is ``None`` if external agents bring their own."""
-
-    train: Mapping[str, Problems] | None = None
-    """The problems to train on by source; those of a dataset without a source have the empty name."""
-    held_out: Mapping[str, Problems] = field(factory=dict)
-    """The sets of held-out problems by name."""
-
-
-@frozen(kw_only=True)
 class Job:
     """The inputs of the processes of a training gang: the settings, and the policy of the first one."""
 
@@ -169,8 +159,13 @@ def load_training_problems(config: RunConfig) -> dict[str, Problems]:
     return found
 
 
-def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
-    """Load the datasets. If ``is_external``, only the held-out ones, since agents bring the problems to train on."""
+def load_problem_sets(
+    config: RunConfig, *, is_external: bool
+) -> tuple[Mapping[str, Problems] | None, Mapping[str, Problems]]:
+    """Return the problems to train on by source, and the sets of held-out ones by name. Blocks.
+
+    If ``is_external``, there are only held-out ones (``None``), since agents bring the problems to train on.
+    """
     problems = (None if is_external else load_training_problems(config)) or None
     held_out = load_held_out(config)
     for name, found in held_out.items():
@@ -178,7 +173,7 @@ def load_problem_sets(config: RunConfig, *, is_external: bool) -> ProblemSets:
         if num_shared:
             named = {"set": name} if name else {}
             _log.warning("held_out_problems_are_trained_on", shared=num_shared, held_out=len(found), **named)
-    return ProblemSets(train=problems, held_out=held_out)
+    return problems, held_out
 
 
 def create_policy(config: RunConfig, model: ModelFiles, *, is_first: bool = True) -> PolicyTrainer:

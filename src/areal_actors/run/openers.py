@@ -14,7 +14,6 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-import anyio
 from anyio import to_thread
 from attrs import evolve, field, frozen
 
@@ -91,12 +90,6 @@ if TYPE_CHECKING:
 _log = get_logger(__name__)
 
 _MIB = 1 << 20
-_HEAD_START_SECONDS = 0.5
-"""How long a restarted service answers alone before its trainer is imported.
-
-Agents that waited for it repeat their requests at once, and the import has the interpreter's lock most of the time: the
-tiny model gave its first answer after 2.1 instead of 2.4 s.
-"""
 
 
 @frozen(kw_only=True)
@@ -319,7 +312,8 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
 @asynccontextmanager
 async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
     config, spec, find = context.config, context.spec, context.find
-    problems = await to_thread.run_sync(lambda: load_problem_sets(config, is_external=spec.has_intake))
+    load = partial(load_problem_sets, config, is_external=spec.has_intake)
+    problems, held_out = await to_thread.run_sync(load)
     if context.agents is not None:
         opening: AbstractAsyncContextManager[Agents] = nullcontext(context.agents)
     else:
@@ -332,7 +326,7 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
     ):
         sizes = {
             f"sources.{name}.group_size" if name else "rollout.group_size": config.agents[name].group_size
-            for name in problems.train or ()
+            for name in problems or ()
             # A workflow may make several episodes of each member, and a grouped one has its own size.
             if not isinstance(agents[name if name in agents else ""], RolloutWorkflow)
         }
@@ -351,8 +345,8 @@ async def _open_rollout(context: RoleContext) -> AsyncIterator[OpenRole]:
             engine=EpisodeEngine(await find(Generation, "generation"), context.renderer, gconfig=config.gconfig),
             configs=config.runners,
             seed=config.seed,
-            train=problems.train,
-            held_out=problems.held_out,
+            train=problems,
+            held_out=held_out,
             teacher=teacher,
             max_staleness=config.rollout.max_head_offpolicyness,
         )
@@ -370,7 +364,6 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[OpenRole]:
     if context.answers_first:
         # Not at the same time: the import alone takes seconds of the interpreter's lock, which the proxy needs to open.
         await (await find(Directory, "directory")).ask(AwaitEndpoint())
-        await anyio.sleep(_HEAD_START_SECONDS)
         # On a thread, since agents are answered. Elsewhere the engine may be importing transformers on its own thread:
         # two threads that import modules with circular imports may see some of them unfinished.
         await to_thread.run_sync(import_module, "areal_actors.training.actor")

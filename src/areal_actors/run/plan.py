@@ -30,7 +30,6 @@ ACTOR_ROLES: Mapping[str, Role | None] = {
     "progress": None,
     "generation": None,
     "sessions": Role.SESSIONS,
-    "own-sessions": Role.SESSIONS,
     "exports": Role.SESSIONS,
     "capacity": Role.SESSIONS,
     "intake": Role.SESSIONS,

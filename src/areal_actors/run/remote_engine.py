@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import anyio
 import httpx
@@ -53,22 +53,6 @@ class GeneratedText:
     output_logprobs: tuple[float, ...] | None = None
 
 
-class _Answerer(Protocol):
-    """A backend that generates: a service, or the embedded engine."""
-
-    async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
-        """Answer a request in the format of OpenAI's API; one with a ``prompt`` is a plain completion."""
-        ...
-
-    async def aclose(self) -> None:
-        """Release resources. The next request opens them again."""
-        ...
-
-    def close_soon(self) -> None:
-        """Release resources without waiting."""
-        ...
-
-
 class RemoteSGLangEngine:
     """Generates with the weights that a run has trained. ``config`` are settings of the embedded engine, if it is used.
 
@@ -86,7 +70,7 @@ class RemoteSGLangEngine:
 
     def __init__(self, config: InferenceConfig | None = None) -> None:
         self._config = config or InferenceConfig()
-        self._answerer: _Answerer | None = None
+        self._answerer: _Embedded | _OverHttp | None = None
         self._user: str | None = None
 
     def initialize(
@@ -209,7 +193,10 @@ _SHARED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "prese
 
 
 class _Embedded:
-    """The embedded engine, opened by the first request and closed with its event loop at the latest."""
+    """The embedded engine, opened by the first request and closed with its event loop at the latest.
+
+    A request is in the format of OpenAI's API; one with a ``prompt`` is a plain completion.
+    """
 
     def __init__(self, model: TrainedModel, config: InferenceConfig) -> None:
         self._model = model
@@ -267,7 +254,7 @@ class _Embedded:
 
 
 class _OverHttp:
-    """A running service.
+    """A running service, with the methods of ``_Embedded``.
 
     Its model list is checked once, before the first request: the service would answer an unknown name with its policy.
     """

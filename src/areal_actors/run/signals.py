@@ -46,10 +46,14 @@ class Interrupts:
     def request(self, name: str) -> None:
         """Ask the training to stop as a first signal does. If none runs yet, the next one is asked when it starts."""
         if self._asked is None:
-            self._asked = name
-            self._is_asked.set()
-            if self._training is not None:
-                self._tasks.start_soon(self._tell, self._training, name)
+            self._stop(name)
+
+    def _stop(self, name: str) -> None:
+        self._asked = name
+        self._is_asked.set()
+        if self._training is not None:
+            # In the background: the trainer may be out of reach for long, and a second signal must still be received.
+            self._tasks.start_soon(self._tell, self._training, name)
 
     async def listen(self) -> None:
         """Handle signals from now on. Until there is training to be told, the first one ends the run."""
@@ -85,13 +89,10 @@ class Interrupts:
                 if self._asked is not None:
                     # Exit without cleanup: a second signal asks for that, and the last checkpoint is complete on disk.
                     os._exit(EXIT_INTERRUPTED)
-                name = self._asked = signal.Signals(number).name
-                self._is_asked.set()
+                name = signal.Signals(number).name
+                self._stop(name)
                 if self._training is not None:
                     _log.warning("stopping", reason=name, detail="finishing the step; once more to leave at once")
-                    # In the background: the trainer may be out of reach for long, and a second signal must still be
-                    # received.
-                    self._tasks.start_soon(self._tell, self._training, name)
                 elif self._is_ending:
                     _log.warning("stopping", reason=name, detail="ending what is left; once more to leave at once")
                 else:  # between two attempts

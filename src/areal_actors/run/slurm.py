@@ -27,18 +27,12 @@ def _commands() -> SlurmCommands:
     return commands
 
 
-def cancel_jobs(root: Path) -> tuple[JobRecord, ...]:
-    """Cancel every job of a run directory, or of all runs below it. Raises ``SchedulerError`` if some may still run."""
-    return _cancel_runs(root)
+def cancel_jobs(root: Path, *, spares_running: bool = False) -> tuple[JobRecord, ...]:
+    """Cancel every job of a run directory, or of all runs below it.
 
-
-def reap_jobs(root: Path) -> tuple[JobRecord, ...]:
-    """Cancel the jobs of runs whose controller is gone. Raises ``SchedulerError`` if some may still run."""
-    return _cancel_runs(root, spares_running=True)
-
-
-def _cancel_runs(root: Path, *, spares_running: bool = False) -> tuple[JobRecord, ...]:
-    """Cancel the jobs of each run, and raise the errors of all runs together afterwards."""
+    With ``spares_running``, runs whose controller is alive keep their jobs. Raises ``SchedulerError`` if some jobs may
+    still run, with the errors of all runs.
+    """
     ended: list[JobRecord] = []
     wrong: list[str] = []
     for files in find_slurm_files(root):

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import anyio
-from attrs import define, frozen
+from attrs import define
 
 from areal_actors.domain import Role
 from areal_actors.errors import (
@@ -45,7 +45,6 @@ from areal_actors.messages import (
     RoleSpec,
     TakeFailure,
 )
-from areal_actors.run.plan import PlacedRole
 from areal_actors.schedulers.base import ControllerAddress, Placement, PlacementState, Scheduler, WorkerSpec
 from areal_actors.schedulers.config import RestartsConfig, RoleConfig, SchedulerConfig
 
@@ -86,12 +85,12 @@ class Restarts:
         return f"{self._config.max} restarts in {self._config.window_seconds:g} s (scheduler.restarts.max)"
 
 
-@frozen(kw_only=True)
+@define(kw_only=True)
 class WorkerExit:
     """The end of an incarnation. ``error`` is the failure that the worker itself reported, if it could."""
 
     worker: str
-    reason: str
+    reason: str = ""
     error: ArealError | None = None
     had_served: bool = False
 
@@ -114,23 +113,15 @@ def find_final(error: BaseException) -> ArealError | None:
     return None
 
 
-def first_spec(name: str, role: RoleConfig, *, controller: ControllerAddress, num_tasks: int = 1) -> WorkerSpec:
-    """Return the spec of the first incarnation of the worker ``name``."""
-    return _spec_of(name, _INCARNATION_STRIDE, role, controller=controller, num_tasks=num_tasks)
-
-
-def first_specs(placed: Mapping[Role, PlacedRole], *, controller: ControllerAddress) -> list[WorkerSpec]:
-    """Return the specs of the first incarnations of all workers of the roles ``placed``."""
-    return [
-        first_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
-        for role, one in placed.items()
-        for index in range(one.config.replicas)
-    ]
-
-
-def _spec_of(
-    name: str, incarnation: int, role: RoleConfig, *, controller: ControllerAddress, num_tasks: int
+def worker_spec(
+    name: str,
+    role: RoleConfig,
+    *,
+    controller: ControllerAddress,
+    num_tasks: int = 1,
+    incarnation: int = _INCARNATION_STRIDE,
 ) -> WorkerSpec:
+    """Return the spec of an incarnation of the worker ``name``, by default of the first one."""
     return WorkerSpec(
         name=name,
         controller=controller,
@@ -141,14 +132,6 @@ def _spec_of(
         environment={**loops.child_variables(), **role.environment},
         working_directory=role.working_directory,
     )
-
-
-@define
-class _Incarnation:
-    """Facts learned while an incarnation runs."""
-
-    reason: str = ""
-    had_served: bool = False
 
 
 class WorkerSupervisor:
@@ -215,28 +198,26 @@ class WorkerSupervisor:
         self._num_incarnations[name] += 1
         incarnation = self._num_incarnations[name] * _INCARNATION_STRIDE
         await self._directory.ask(ExpectWorker(worker=name, incarnation=incarnation, spec=spec))
-        learnt = _Incarnation()
-        async with self._scheduler.place(
-            _spec_of(name, incarnation, role, controller=self._controller, num_tasks=num_tasks)
-        ) as placement:
+        ended = WorkerExit(worker=name)
+        placed = worker_spec(name, role, controller=self._controller, num_tasks=num_tasks, incarnation=incarnation)
+        async with self._scheduler.place(placed) as placement:
             try:
                 with self.barrier.hold(spec.role, placement):
-                    await self._watch(placement, learnt, while_ready)
+                    await self._watch(placement, ended, while_ready)
             finally:
                 with anyio.CancelScope(shield=True):  # bounded by ``stop_seconds``
                     await placement.stop(grace=self.config.stop_seconds)
                     # Also on cancellation: the next attempt must not get the address of this incarnation.
                     await self._directory.ask(DismissWorker(worker=name, incarnation=incarnation))
         words = await self._directory.ask(TakeFailure(worker=name, incarnation=incarnation))
-        error = None
         if words is not None:
             # A worker of another version may describe its error in a form that is not known here.
             with suppress(ProtocolError):
-                error = error_from_data(words)
-        return WorkerExit(worker=name, reason=learnt.reason, error=error, had_served=learnt.had_served)
+                ended.error = error_from_data(words)
+        return ended
 
-    async def _watch(self, placement: Placement, learnt: _Incarnation, while_ready: WhileReady) -> None:
-        """Wait until the incarnation ends; store the reason in ``learnt``.
+    async def _watch(self, placement: Placement, ended: WorkerExit, while_ready: WhileReady) -> None:
+        """Wait until the incarnation ends; store the reason in ``ended``, and whether it had served.
 
         It ends, too, if it is not ready ``start_seconds`` after all roles that it may depend on have processes.
         """
@@ -244,7 +225,7 @@ class WorkerSupervisor:
 
             def end(reason: str) -> None:
                 # The first reason is the cause; later ones may be its consequences.
-                learnt.reason = learnt.reason or reason
+                ended.reason = ended.reason or reason
                 tasks.cancel_scope.cancel()
 
             tasks.start_soon(self._until_ended, placement, end)
@@ -266,7 +247,7 @@ class WorkerSupervisor:
                 seconds = self.config.start_seconds
                 end(f"It did not serve within {seconds:g} s (scheduler.start_seconds). See {placement.log}.")
                 return
-            learnt.had_served = True
+            ended.had_served = True
             _log.info("worker_serves", worker=placement.spec.name, where=placement.status.where, at=report.address)
             async with while_ready(report):
                 await anyio.sleep_forever()

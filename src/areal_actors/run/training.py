@@ -92,7 +92,7 @@ class Trainer:
         """
 
         async def train(control: RunControl) -> RunSummary:
-            return await self._run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir, control=control)
+            return await self.run(workflow, workflow_kwargs, resume=resume, run_dir=run_dir, control=control)
 
         return Startable(partial(TrainingRun(directory_of(self.config, run_dir)).hold, train))
 
@@ -104,22 +104,12 @@ class Trainer:
         resume: bool = False,
         run_dir: Path | None = None,
         is_handling_signals: bool = False,
-    ) -> RunSummary:
-        """Train inside the running event loop. Signals are handled only if ``is_handling_signals`` is set."""
-        return await self._run(
-            workflow, workflow_kwargs, resume=resume, run_dir=run_dir, is_handling_signals=is_handling_signals
-        )
-
-    async def _run(
-        self,
-        workflow: Any,
-        workflow_kwargs: Mapping[str, Any] | None,
-        *,
-        resume: bool,
-        run_dir: Path | None,
-        is_handling_signals: bool = False,
         control: RunControl | None = None,
     ) -> RunSummary:
+        """Train inside the running event loop. Signals are handled only if ``is_handling_signals`` is set.
+
+        ``control`` tells its owner that the run has begun, and may stop it; ``open`` sets it.
+        """
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
         # Before the run directory is prepared, so that no mistake in them moves an earlier run aside.

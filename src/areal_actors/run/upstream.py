@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
-from typing import Any, cast
+from typing import Any
 
 import httpx
 from attrs import define, evolve, field, frozen
@@ -35,19 +35,16 @@ from areal_actors.domain import (
     SessionRecord,
 )
 from areal_actors.errors import ConfigError, NotFound, RewardError, SessionEnded, Unavailable
-from areal_actors.kernel import Ref
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import (
     CollectSession,
     Endpoint,
     EndSession,
-    Exports,
     ExportSession,
     ForgetSession,
     OpenSession,
     SessionClosed,
     SessionOpened,
-    Sessions,
     SetReward,
 )
 from areal_actors.proxy import ProxyConfig
@@ -86,15 +83,6 @@ class _Session:
     budget: EpisodeBudget
     turns: list[Interaction] = field(factory=list)
     is_ended: bool = False
-
-
-@frozen(kw_only=True)
-class UpstreamActors:
-    """What the rollout runner asks instead of the session manager and the exporter, and where agents send requests."""
-
-    sessions: Ref[Sessions]
-    exports: Ref[Exports]
-    endpoint: Endpoint
 
 
 class UpstreamRef:
@@ -296,24 +284,21 @@ def _create_turn(session: _Session, request: dict[str, Any], answer: dict[str, A
 
 
 @asynccontextmanager
-async def open_upstream(upstream: Upstream, config: ProxyConfig) -> AsyncIterator[UpstreamActors]:
-    """Serve sessions at ``upstream`` while the block lasts. Raises ``ConfigError`` if the address cannot be used."""
+async def open_upstream(upstream: Upstream, config: ProxyConfig) -> AsyncIterator[tuple[UpstreamRef, Endpoint]]:
+    """Serve sessions at ``upstream`` while the block lasts, and yield the endpoint for agents.
+
+    The ref takes the place of the session manager and of the exporter. Raises ``ConfigError`` if the address cannot be
+    used.
+    """
     ref = UpstreamRef()
     traffic = Traffic()
     limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits) as client, open_tasks() as tasks:
-        listener = bind(config)
-        try:
+    with bind(config) as listener:
+        async with httpx.AsyncClient(timeout=_TIMEOUT, limits=limits) as client, open_tasks() as tasks:
             app = Starlette(routes=[_Forwarder(upstream, ref.sessions, client, traffic)])
             tasks.start_soon(partial(serve_until_cancelled, app, listener, traffic, drain_seconds=_DRAIN_SECONDS))
-            yield UpstreamActors(
-                sessions=cast("Ref[Sessions]", ref),
-                exports=cast("Ref[Exports]", ref),
-                endpoint=Endpoint(url=url_of(listener, config.public_host), admin_key=""),
-            )
+            yield ref, Endpoint(url=url_of(listener, config.public_host), admin_key="")
             tasks.cancel_scope.cancel()
-        finally:
-            listener.close()
 
 
 async def find_upstream(url: str, served_name: str | None, environment: Mapping[str, str]) -> Upstream:

@@ -17,7 +17,6 @@ import numpy.typing as npt
 from attrs import asdict, define, evolve, field, frozen
 
 from areal_actors.cache import total_reward
-from areal_actors.dashboard import RunDirectory
 from areal_actors.domain import (
     Interaction,
     InteractionId,
@@ -29,7 +28,7 @@ from areal_actors.domain import (
     digest_tokens,
     is_turn_digest,
 )
-from areal_actors.errors import ConfigError, ExportError, ProtocolError, RunDirectoryError
+from areal_actors.errors import ConfigError, ExportError, ProtocolError
 from areal_actors.interchange import (
     INSTALL_PARQUET,
     DumpedRow,
@@ -42,6 +41,7 @@ from areal_actors.interchange import (
 from areal_actors.journal.tables import decode_row
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.telemetry import redact
+from areal_actors.run.directory import find_run
 
 
 @frozen(kw_only=True)
@@ -108,9 +108,7 @@ def verify_run(path: Path) -> Verification:
         ConfigError: there are dumps, and pyarrow is not installed.
         OSError: a file cannot be read.
     """
-    directory = RunDirectory(path=path.absolute())
-    if not directory.config.exists():
-        raise RunDirectoryError(f"There is no run in {path}; name a directory such as runs/<experiment>/<trial>.")
+    directory = find_run(path)
     found = Verification(run=str(path))
     turns: dict[InteractionId, list[TurnEnded]] = defaultdict(list)
     rewards: dict[SessionId, float] = {}

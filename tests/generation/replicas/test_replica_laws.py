@@ -28,7 +28,6 @@ STEPS = st.one_of(
     st.tuples(st.just("add"), NAMES),
     st.tuples(st.just("add"), NAMES),
     st.tuples(st.just("kill"), NAMES),
-    st.tuples(st.just("remove"), NAMES),
     st.tuples(st.just("fail"), NAMES),
     st.tuples(st.just("refuse"), NAMES),
     st.tuples(st.just("block"), NAMES),
@@ -65,9 +64,6 @@ class History:
     async def kill(self, name: str) -> None:
         if name in self.stack.refs:
             await self.stack.kill(name)
-
-    async def remove(self, name: str) -> None:
-        await self.stack.remove(name)
 
     async def fail(self, name: str) -> None:
         if name in self.stack.engines:

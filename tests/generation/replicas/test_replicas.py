@@ -97,19 +97,17 @@ async def test_replica_that_was_paused_before_resumes_when_it_joins():
 # ---------------------------------------------------------------------------------------------- coming and going
 
 
-async def test_generations_of_removed_replica_continue_elsewhere():
-    """The reply comes when nothing runs there; unknown names are fine."""
+async def test_generations_of_replaced_replica_continue():
+    """They move to the replica that replaces it."""
     async with open_replica_stack() as stack:
         first = await stack.add("a", CountingEngine(is_gated=True))
         async with reading(stack, request()) as one:
             first.release(3)
             await anyio.wait_all_tasks_blocked()
-            await stack.add("b")
-            await stack.remove("a")
-            await stack.remove("unknown")
+            await stack.add("a")
             await anyio.wait_all_tasks_blocked()
 
-            assert {"b": "serving"} == await stack.states()
+            assert {"a": "serving"} == await stack.states()
     assert EIGHT == one.ids
     assert 1 == first.statistics().aborted
 

@@ -16,7 +16,7 @@ from areal_actors.kernel.remote import listen
 from areal_actors.kernel.remote.sockets import is_loopback, parse_address
 from areal_actors.run.control_plane import controller_address
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
-from areal_actors.run.supervise import first_spec
+from areal_actors.run.supervise import worker_spec
 from areal_actors.schedulers.accounting import Inventory, find_machine
 from areal_actors.schedulers.base import ControllerAddress, PlacementStatus
 from areal_actors.schedulers.config import SchedulerType
@@ -124,7 +124,7 @@ async def _try_job(config: RunConfig, role: Role) -> PlacementStatus:
         ):
             controller = ControllerAddress(addresses=(listener.address,), secret=secret)
             placed = config.scheduler.roles.placed[role]
-            spec = first_spec(f"{role}-0", placed, controller=controller, num_tasks=config.num_tasks(role))
+            spec = worker_spec(f"{role}-0", placed, controller=controller, num_tasks=config.num_tasks(role))
             async with scheduler.place(spec) as placement:
                 with anyio.move_on_after(config.scheduler.start_seconds):
                     return await placement.wait_ended()

@@ -32,7 +32,7 @@ from areal_actors.datasets.problems import Problems
 from areal_actors.datasets.values import plain_row, without_null_keys
 from areal_actors.errors import ArealError, DatasetError
 from areal_actors.lib.plugins import PluginGroup, plugin_names, plugin_settings
-from areal_actors.lib.settings import COMMON, constant
+from areal_actors.lib.settings import COMMON
 
 DataPath = NewType("DataPath", str)
 """A file or directory of problems; in a configuration file, relative to it."""
@@ -92,7 +92,7 @@ class DatasetConfig:
     size: int | None = field(default=None, validator=optional(ge(1)))
     seed: int = field(default=0, validator=ge(0))
     options: Mapping[str, Any] = field(factory=dict)
-    is_shuffled: bool = constant(True)
+    is_shuffled: bool = True
 
     def __attrs_post_init__(self) -> None:
         """Raise ``ValueError`` unless exactly one source is named."""

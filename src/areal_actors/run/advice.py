@@ -144,7 +144,7 @@ def _of_training(config: TrainerConfig, *, has_servers: bool) -> Iterator[Inert]
         if config.activations is Activations.OFFLOAD:
             yield "device is cpu, whose memory is that of the host; use recompute", "activations"
     if config.optimizer.name is OptimizerName.SGD:
-        yield "optimizer.name is sgd", "optimizer.beta1", "optimizer.beta2"
+        yield "optimizer.name is sgd", "optimizer.beta1", "optimizer.beta2", "optimizer.epsilon"
     if config.optimizer.decay is Decay.CONSTANT:
         yield "optimizer.decay is constant", "optimizer.num_decay_steps", "optimizer.final_fraction"
     if not config.capture.enabled:

@@ -371,7 +371,7 @@ class OptimizerConfig:
     learning_rate: float = field(default=2e-5, validator=_finite_positive, metadata=COMMON)
     beta1: float = field(default=0.9, validator=_below_one)
     beta2: float = field(default=0.95, validator=_below_one)
-    epsilon: float = constant(1e-8)
+    epsilon: float = field(default=1e-8, validator=_positive)
     weight_decay: float = field(default=0.0, validator=_not_negative)
     num_warmup_steps: int = field(default=3, validator=_not_negative)
     decay: Decay = Decay.CONSTANT

@@ -83,7 +83,7 @@ _HOMES = {
     "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
     "areal_actors.workflows": ("OpenAIProxyWorkflow", "ProxyWorkflow"),
     "areal_actors.workflows.rollout": ("GroupedRolloutWorkflow", "RolloutWorkflow"),
-    "areal_actors.workflows.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
+    "areal_actors.cache.interactions": ("InteractionWithTokenLogpReward", "ModelResponse"),
     "areal_actors.run.remote_engine": ("GeneratedText", "RemoteSGLangEngine"),
     "areal_actors.run.conversations": ("conversations_to_rows",),
     "areal_actors.run.inference": ("EmbeddedSession", "Inference", "InferenceConfig", "open_inference"),

@@ -86,6 +86,7 @@ def test_process_of_a_gang_knows_its_rank(tmp_path):
     """All of them read the same file; which one it is, the cluster says. A worker on this machine has no rank."""
     path = tmp_path / "bootstrap.json"
     path.write_text(Bootstrap.of(spec_of(life=1000)).to_line())
+    path.chmod(0o600)
     job = {"AREAL_BOOTSTRAP": str(path), "SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4", "SLURM_RESTART_COUNT": "1"}
     told = read_bootstrap("", job)
     here = read_bootstrap(Bootstrap.of(spec_of()).to_line(), {"SLURM_PROCID": "2", "SLURM_STEP_NUM_TASKS": "4"})

@@ -87,6 +87,8 @@ _INDEPENDENT = (Role.GENERATION, Role.PROXY)
 
 _CAUSE_SECONDS = 2.0
 """How long to wait, after a failure that may be a consequence of another one, for that other failure to be noticed."""
+_CRASH_SECONDS = 60.0
+"""The longest wait for the error of a trainer that has ended: processes of a gang are ended first."""
 
 
 async def run_plan(plan: RunPlan) -> None:
@@ -492,6 +494,11 @@ class _Attempt:
                 # Asking again is harmless, and other tasks detect that the trainer's worker is lost.
                 _log.info("trainer_out_of_reach", reason=str(error))
                 await anyio.sleep(_CAUSE_SECONDS)
+            except ActorStopped:
+                # It follows from a crash, which is raised when the trainer has cleaned up. An error here would
+                # cancel the clean-up, and hide the cause.
+                await anyio.sleep(_CRASH_SECONDS)
+                raise
         if summary.stop_reason == PREEMPTED and not summary.is_finished:
             # Its worker exits in a moment, which ends the attempt.
             await anyio.sleep_forever()

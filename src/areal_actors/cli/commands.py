@@ -670,8 +670,6 @@ def cli() -> None:
       areal-actors eval examples/tool_agent.yaml --model runs/<experiment>/<trial> --k 4
     For agents that run elsewhere:
       areal-actors serve examples/serve.yaml
-    While a run goes on:
-    With SGLang or vLLM:
     And to write a configuration of your own:
       areal-actors settings                     the settings that most runs need; --all prints every one
     """  # noqa: D301 - a real backspace tells click to keep the lines

@@ -406,7 +406,7 @@ def slurm(session: nox.Session) -> None:
         parser.add_argument("--seed", type=int, default=1, metavar="S", help="which ones")
         options, more = parser.parse_known_args(session.posargs[1:])
         chosen = {"FAULTS_SAMPLE": str(options.sample), "FAULTS_SEED": str(options.seed)} if options.sample else {}
-        named = ["-k", "test_a_run_goes_on and not controller"] if options.sample else []
+        named = ["-k", "test_run_goes_on and not controller"] if options.sample else []
         session.run("pytest", str(directory / "faults.py"), *named, *more, env=ENVIRONMENT | chosen)
         return
     names = ("nodes", "controllers", "limits", "training", "gangs")

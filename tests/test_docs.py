@@ -123,7 +123,7 @@ def anchors(page: Path) -> set[str]:
 
 
 def test_documentation_leaves_no_page_out():
-    """Every page stands in the navigation, or nobody would find it."""
+    """Every page is in the navigation."""
     listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
     pages = [str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")]
 

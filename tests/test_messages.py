@@ -13,7 +13,7 @@ MODULES = [
 
 
 def test_the_package_shows_every_name_of_its_modules_once():
-    """Whoever goes through the package, as the tests of the wire do, meets every address, message and view."""
+    """The package exports every address, message and view, so that tests of the wire cover all of them."""
     defined = sorted(
         name
         for module in MODULES

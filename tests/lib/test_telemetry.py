@@ -39,7 +39,7 @@ def test_log_file_has_json_lines(tmp_path):
 
     with logging_to_file(path):
         log.warning("checkpoint_late", step=3)
-        logging.getLogger("other.library").warning("hello %s", "you")
+        logging.getLogger("other.package").warning("hello %s", "you")
 
     ours, theirs = map(json.loads, path.read_text().splitlines())
     assert (
@@ -48,7 +48,7 @@ def test_log_file_has_json_lines(tmp_path):
         ours["logger"],
         ours["step"],
     ) == ("checkpoint_late", "warning", "areal_actors.tests", 3)
-    assert (theirs["event"], theirs["logger"]) == ("hello you", "other.library")
+    assert (theirs["event"], theirs["logger"]) == ("hello you", "other.package")
     assert {"timestamp"} <= ours.keys() & theirs.keys()
 
 

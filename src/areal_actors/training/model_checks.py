@@ -18,11 +18,9 @@ from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import model_shape, require_fixed_rotation
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import score_pack
-from areal_actors.training.gang import Gang
 from areal_actors.training.layers import decoder_layers, decoder_of
 from areal_actors.training.loading import first_layers, source_of, streamed
 from areal_actors.training.packing import Pack, Segment
-from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.router_replay import require_replayable
 from areal_actors.training.tree_attention import PackMask, create_mask, has_planned_attention, planned_attention
 
@@ -71,8 +69,6 @@ def _check(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | No
         require_tree_support(model, max_length=max_length)
     if any(config.router_replay for config in configs):
         require_replayable(model)
-    if any(config.chunk_tokens is not None for config in configs):
-        require_chunk_support(model)
     return limit
 
 
@@ -155,41 +151,6 @@ def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
             f"layout: tree needs full attention with sdpa or eager in every layer, which {type(model).__name__} does "
             "not have; use layout=flat."
         )
-
-
-def require_chunk_support(model: Any) -> None:
-    """Check that the model scores a pass in chunks as it scores it in one.
-
-    Raises ``ConfigError`` if it does not attend by plan, or if its layers do not know their index.
-    """
-    if not (has_planned_attention(model) and _agrees_in_chunks(model)):
-        raise ConfigError(
-            f"chunk_tokens: {type(model).__name__} with {model.config._attn_implementation} attention cannot be "  # noqa: SLF001
-            "computed in chunks, which needs sdpa attention in every layer; leave chunk_tokens out, and limit rows by "
-            "engine.max_length to what fits into memory."
-        )
-
-
-@torch.no_grad()
-def _agrees_in_chunks(model: Any) -> bool:
-    # Seven rows have more positions than a chunk of the smallest size on any device, and one row is in two chunks.
-    starts = np.arange(7) * _NUM_TRIED
-    positions = np.arange(7 * _NUM_TRIED)
-    none = np.zeros(0, dtype=np.int64)
-    pack = Pack(
-        input_ids=(positions % model_shape(model.config).vocab_size)[None],
-        position_ids=(positions % _NUM_TRIED)[None],
-        segments=tuple(Segment(start=start, stop=start + _NUM_TRIED, ancestors=none) for start in starts.tolist()),
-        rows=tuple(range(7)),
-        sources=starts + _NUM_TRIED - 1,
-        targets=np.zeros(7, dtype=np.int64),
-        num_tokens=len(positions),
-    )
-    whole, chunked = (
-        Passes(gang=Gang.alone(), dtype=torch.float32, chunk_tokens=size).score(Scorer(model), [pack])[0].logprobs
-        for size in (None, _NUM_TRIED // 2)
-    )
-    return bool(np.allclose(whole, chunked, rtol=0, atol=_TOLERANCE))
 
 
 def _has_only_attention(config: Any) -> bool:

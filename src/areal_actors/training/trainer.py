@@ -374,7 +374,7 @@ class PolicyTrainer(TrainedPolicy):
 
     @property
     def _passes(self) -> Passes:
-        return Passes(gang=self.gang, dtype=self._dtype, chunk_tokens=self.config.chunk_tokens, progress=self.progress)
+        return Passes(gang=self.gang, dtype=self._dtype, progress=self.progress)
 
 
 def _total_reward(groups: Sequence[Group]) -> float:

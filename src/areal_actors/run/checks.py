@@ -219,5 +219,5 @@ def _compare(policy: PolicyTrainer, prompt: Ints, sampled: Completion) -> str | 
     gap = compared.mean_gap
     return (
         f"its log-probabilities are off by {gap:.3g} per token from what the trainer computes for the same "
-        f"tokens, and {gap / excess:.2g} are allowed. {policy.gate.explain([compared])}"
+        f"tokens, and {gap / excess:.2g} are allowed. {policy.gate.explain()}"
     )

@@ -193,6 +193,12 @@ def create_rows(
     return rows
 
 
+def split_by_row(rows: Sequence[TrainingRow], indices: Sequence[int], values: Floats) -> Iterator[tuple[int, Floats]]:
+    """Yield each of ``indices`` with its part of ``values`` [..., n], those of the trained tokens of these rows."""
+    bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
+    yield from zip(indices, np.split(values, bounds, axis=-1), strict=True)
+
+
 def split_updates(rows: Sequence[TrainingRow], config: TrainerConfig, *, version: int) -> Iterator[list[TrainingRow]]:
     """Yield the rows of each update of a step that trains ``version``: its groups, split evenly in each epoch."""
     members: dict[int, list[TrainingRow]] = {}

@@ -214,15 +214,14 @@ class KlConfig:
     """A penalty on the distance to the frozen reference model; ``coefficient`` 0 needs no reference.
 
     ``estimator`` ``None`` means k1 in the reward and k3 in the loss. k2 and k3 in the reward do not pull towards the
-    reference. ``is_unbiased`` weights each token's estimate in the loss by the bounded ratio policy/behaviour, and
-    takes the gradient through that ratio, so that the expected gradient is that of KL(policy || reference), for stale
-    rows too (DeepSeek-V3.2, arXiv:2512.02556); without it, the estimate is differentiated as GRPO published it.
+    reference. Each token's estimate in the loss is weighted by the bounded ratio policy/behaviour, through which the
+    gradient goes, too, so that the expected gradient is that of KL(policy || reference), for stale rows as well
+    (DeepSeek-V3.2, arXiv:2512.02556).
     """
 
     coefficient: float = field(default=0.0, validator=_finite_not_negative)
     estimator: KlEstimator | None = None
     place: KlPlace = KlPlace.LOSS
-    is_unbiased: bool = constant(True)
 
     def resolve_estimator(self) -> KlEstimator:
         """Return the estimator that is used: the configured one, or the default of the place."""
@@ -539,9 +538,6 @@ class EvaluationConfig:
     """An episode with at least this reward has solved its problem, for pass@k."""
     max_concurrent: int = field(default=128, validator=ge(1))
     """Episodes of evaluations that run at the same time."""
-    is_async: bool = False
-    """Whether the next step is trained while an evaluation runs. Its weights are published when the evaluation is over,
-    so that one version samples the whole evaluation."""
 
 
 @frozen(kw_only=True)

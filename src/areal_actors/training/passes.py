@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from attrs import asdict, field, frozen
 from torch import Tensor
@@ -74,23 +73,15 @@ class Scorer(torch.nn.Module):
 
 
 @frozen(kw_only=True)
-class PassScores:
-    """Log-probabilities that a pass computed for its n trained tokens, float32 [n].
-
-    ``logprobs`` belong to the distributions that the tokens were sampled from, ``raw_logprobs`` to the plain softmax.
-    """
-
-    logprobs: Floats = field(eq=False)
-    raw_logprobs: Floats = field(eq=False)
-
-
-@frozen(kw_only=True)
 class Accumulated:
-    """The results of the passes of an update; ``num_outside`` tokens are outside what truncation keeps."""
+    """The results of the passes of an update, with their ``scores`` as ``Passes.score`` returns them.
+
+    ``num_outside`` tokens are outside what truncation keeps.
+    """
 
     loss: float
     sums: TokenSums
-    scores: tuple[PassScores, ...]
+    scores: tuple[Floats, ...] = field(eq=False)
     num_outside: int
 
 
@@ -138,8 +129,10 @@ class Passes:
         )
 
     @torch.no_grad()
-    def score(self, scorer: Scorer, packs: Sequence[Pack]) -> tuple[PassScores, ...]:
-        """Return the scores of the trained tokens of each pack.
+    def score(self, scorer: Scorer, packs: Sequence[Pack]) -> tuple[Floats, ...]:
+        """Return for each pack the log-probabilities of its n trained tokens, float32 [2, n].
+
+        The first row belongs to the distributions that the tokens were sampled from, the second to the plain softmax.
 
         Raises ``CaptureViolation`` as ``accumulate`` does.
         """
@@ -172,21 +165,19 @@ class Passes:
     def _sum(self, value: float) -> float:
         return float(self.gang.sum(np.array([value]))[0])
 
-    def _share_scores(self, found: Sequence[npt.NDArray[np.float32]]) -> tuple[PassScores, ...]:
+    def _share_scores(self, found: Sequence[Floats]) -> tuple[Floats, ...]:
         """Return the scores [2, n] of all passes, of which each rank has computed some."""
-        parts = [values.reshape(-1) for values in found]
-        if parts and not self.gang.is_alone:
-            # Each rank has zeros in place of what others computed, so the sum is exact.
-            whole = np.concatenate(parts).astype(np.float64)
-            bounds = np.cumsum([len(part) for part in parts])[:-1]
-            parts = np.split(self.gang.sum(whole).astype(np.float32), bounds)
-        halves = (np.split(values, 2) for values in parts)
-        return tuple(PassScores(logprobs=logprobs, raw_logprobs=raw) for logprobs, raw in halves)
+        if self.gang.is_alone or not found:
+            return tuple(found)
+        # Each rank has zeros in place of what others computed, so the sum is exact.
+        whole = self.gang.sum(np.concatenate(found, axis=1).astype(np.float64).reshape(-1)).astype(np.float32)
+        bounds = np.cumsum([values.shape[1] for values in found])[:-1]
+        return tuple(np.split(whole.reshape(2, -1), bounds, axis=1))
 
 
-def _pair(scores: TokenScores) -> npt.NDArray[np.float32]:
+def _pair(scores: TokenScores) -> Floats:
     """Return log-probabilities and plain ones, float32 [2, n]."""
-    pair: npt.NDArray[np.float32] = torch.stack([scores.logprobs.detach(), scores.raw_logprobs]).cpu().numpy()
+    pair: Floats = torch.stack([scores.logprobs.detach(), scores.raw_logprobs]).cpu().numpy()
     return pair
 
 

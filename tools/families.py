@@ -96,7 +96,7 @@ def attempts(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     plain = TrainerConfig(dtype=ComputeDtype.FLOAT32)
 
     def train(config: TrainerConfig) -> None:
-        PolicyTrainer(copy.deepcopy(model), config, num_tokens=MAX_LENGTH)
+        PolicyTrainer(copy.deepcopy(model), config, max_length=MAX_LENGTH)
 
     def plan() -> None:
         for device in ("cpu", "cuda"):
@@ -109,7 +109,7 @@ def attempts(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
     lora = TrainerConfig(dtype=ComputeDtype.FLOAT32, layout=Layout.FLAT, lora=LoraConfig(rank=4))
     yield "adapter", lambda: train(lora)
     yield "plan", plan
-    yield "sample", lambda: create_forward(own_copy(model, torch.float32, "cpu"), num_tokens=MAX_LENGTH)
+    yield "sample", lambda: create_forward(own_copy(model, torch.float32, "cpu"), max_length=MAX_LENGTH)
 
 
 def try_model(model: Any) -> dict[str, str]:

@@ -52,7 +52,7 @@ from areal_actors.training.memory import (
 from areal_actors.training.packing import Segment
 from areal_actors.training.passes import Passes
 from areal_actors.training.trainer import PolicyTrainer
-from areal_actors.training.tree_attention import SEGMENT_ATTENTION, create_mask, has_planned_attention
+from areal_actors.training.tree_attention import SEGMENT_ATTENTION, PackMask, has_planned_attention
 
 PARTITIONED = "aot_eager_decomp_partition"
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -94,7 +94,7 @@ def _saved_bytes(model: Any, dtype: torch.dtype, num_tokens: int) -> int:
 
     ids = torch.zeros((1, num_tokens), dtype=torch.int64)
     segment = Segment(start=0, stop=num_tokens, ancestors=np.zeros(0, dtype=np.int64))
-    mask = create_mask(model, [segment], torch.device("cpu")) if has_planned_attention(model) else None
+    mask = PackMask([segment], torch.device("cpu")) if has_planned_attention(model) else None
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         Passes(gang=Gang.alone(), dtype=dtype).precision("cpu"),

@@ -9,11 +9,10 @@ An update is atomic: a gradient that is not finite raises ``TrainingDiverged`` b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -126,7 +125,12 @@ class Optimizer:
 
         Moments in the host's memory stay there, unless their parameter is sharded.
         """
-        return _States(self._entries(), self._parameters)
+        found = {}
+        for key, (name, value) in self._entries().items():
+            parameter = self._parameters[name]
+            is_part = value.ndim > 0 and isinstance(parameter, DTensor)
+            found[key] = with_local_part(value, parameter) if is_part else value
+        return found
 
     def rows(self) -> dict[str, Rows]:
         """Return this rank's rows of what ``state_dict`` returns, each where it is kept."""
@@ -256,25 +260,6 @@ def _create(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opti
             return AdamWBfloat16(groups, lr=rate, betas=betas, eps=config.epsilon)
         case OptimizerName.SGD:
             return torch.optim.SGD(groups, lr=rate, fused=True)
-
-
-@frozen(eq=False)
-class _States(Mapping[str, Tensor]):
-    """States by ``<what>/<parameter>``; parts of sharded ones become sharded tensors when they are read."""
-
-    entries: Mapping[str, tuple[str, Tensor]]
-    parameters: Mapping[str, Tensor]
-
-    def __getitem__(self, key: str) -> Tensor:
-        name, value = self.entries[key]
-        parameter = self.parameters[name]
-        return with_local_part(value, parameter) if value.ndim and isinstance(parameter, DTensor) else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
 
 
 def _of_another_optimiser(key: str, config: OptimizerConfig) -> str:

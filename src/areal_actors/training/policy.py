@@ -43,7 +43,7 @@ from areal_actors.training.memory import device_bytes, plan_trainer, require_roo
 from areal_actors.training.model_checks import require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
-from areal_actors.training.phases import Phase, check_phases, count_steps, phase_of, require_same_phases
+from areal_actors.training.phases import Phase, check_phases, phase_of
 from areal_actors.training.sharding import Rows, gather, shard
 from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint, find_latest
 from areal_actors.training.tree_attention import attention_number, set_attention_number
@@ -305,7 +305,6 @@ class TrainedPolicy:
             shards=dict(sorted(shards.items())),
             counters={
                 "num_updates": self._optimizer.num_updates,
-                "phases": count_steps(self._phases, self.version),
                 "caller": dict(counters or {}),
             },
             documents={} if self.adapter is None else self.adapter.documents(),
@@ -322,8 +321,6 @@ class TrainedPolicy:
         checkpoint = find_latest(directory) if step is None else find_checkpoint(directory, step)
         if checkpoint is None:
             return None
-        past = checkpoint.counters.get("phases")  # older checkpoints do not say
-        require_same_phases(self._phases, past, step=checkpoint.step, path=checkpoint.path)
         if self.model.device.type == "meta" and source_of(self.model) is None:
             # Weights come from the first rank, and moments are read when this one joins.
             self.follow(phase_of(self._phases, max(checkpoint.step, 1)))

@@ -33,7 +33,6 @@ from areal_actors.training.distributions import num_greedy_tokens, withhold_gree
 from areal_actors.training.gang import guarded
 from areal_actors.training.loading import streamed
 from areal_actors.training.memory import release_free_memory
-from areal_actors.training.model_checks import attention_window
 from areal_actors.training.objective import Objective, create_phase_objective, required_scores
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, Scorer
@@ -57,7 +56,7 @@ class PolicyTrainer(TrainedPolicy):
     phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
     of another teacher.
 
-    Raises ``ConfigError`` if the layout does not fit the model, a KL penalty lacks its reference, or phases differ in a
+    Raises ``ConfigError`` if a KL penalty lacks its reference, or phases differ in a
     setting of the whole run, and ``ModelError`` if the model changes its logits after its head.
     """
 
@@ -328,9 +327,9 @@ class PolicyTrainer(TrainedPolicy):
     def _pack(self, rows: Sequence[TrainingRow], chosen: Sequence[int], *, replays: bool = True) -> list[Pack]:
         """Return forward passes of the rows ``chosen``, with recorded experts if the run replays them.
 
-        Raises ``ConfigError`` for rows in a tree that are longer than the model's attention window, and for rows that
-        are longer than its rotation is fixed for: a workflow may make rows longer than the engine's context, on which
-        the checks at the start are based.
+        Models that do not attend by plan compute padded rows. Raises ``ConfigError`` for rows that are longer than the
+        rotation of the model is fixed for: a workflow may make rows longer than the engine's context, on which the
+        checks at the start are based.
         """
         longest = max((row.trajectory.num_tokens for row in rows), default=0)
         if self._row_limit is not None and longest > self._row_limit:
@@ -338,16 +337,8 @@ class PolicyTrainer(TrainedPolicy):
                 f"A row has {longest} tokens, and beyond {self._row_limit} {type(self.model).__name__} rotates all "
                 "rows of a pass by its longest one; leave out or shorten such rows."
             )
-        if self.config.layout is Layout.FLAT:
-            create = pack_flat if all(map(has_planned_attention, self._models)) else pack_padded
-        else:
-            window = None if has_planned_attention(self.model) else attention_window(self.model.config)
-            if window is not None and longest > window:
-                raise ConfigError(
-                    f"layout: tree computes full attention, and {type(self.model).__name__} attends to the last "
-                    f"{window} tokens only; a row has {longest}. Use layout=flat."
-                )
-            create = pack_tree
+        is_planned = all(map(has_planned_attention, self._models))
+        create = pack_padded if not is_planned else pack_tree if self.config.layout is Layout.TREE else pack_flat
         packs = create(rows, chosen, max_tokens=self.config.max_packed_tokens)
         return packs if replays and self.config.router_replay else [evolve(pack, routed_experts=None) for pack in packs]
 

@@ -12,7 +12,7 @@ attend to each other. There is one implementation for each kind of device:
 transformers finds both by name. A ``PackMask`` takes the place of the mask: transformers passes a ``BlockMask`` that it
 did not make to all layers unchanged, through activation checkpointing, too. Layers with a sliding window name it in
 their call, and get the plan of that window; distances are those in the row, not those in the pack. Models that do not
-work like this (``model_checks.py`` tries) keep their attention, over a dense mask.
+work like this (``model_checks.py`` tries) keep their attention, and compute padded rows.
 """
 
 from __future__ import annotations
@@ -77,18 +77,6 @@ def set_attention_number(model: Any, number: int) -> None:
     """Give ``model`` the attention by plan whose ``attention_number`` is that on another rank; 0 changes nothing."""
     if number > 0:
         model.set_attn_implementation(_NUMBERED[number])
-
-
-def create_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Tensor | PackMask:
-    """Return the mask of a pass over ``segments``: a plan, or an additive float32 [1, 1, L, L] for other attention."""
-    if has_planned_attention(model):
-        return PackMask(segments, device)
-    # Dense, so only for models that do not attend by plan: 2.25 GiB and 15.9 s at 24k tokens.
-    ends = to_device(subtree_ends(segments), device)
-    places = torch.arange(len(ends), dtype=torch.int32, device=device)
-    seen = (places[None, :] <= places[:, None]) & (places[:, None] < ends[None, :])
-    mask = torch.zeros(seen.shape, device=device)
-    return mask.masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
 
 
 class PackMask(BlockMask):
@@ -201,13 +189,15 @@ def _segment_mask(num_queries: int, num_keys: int, *, window: int | None) -> Ten
     return mask if window is None else mask.add_(hidden.tril_(first - window))
 
 
-def _attend_by_segment(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    plan = mask.by_segment(call.window)
+def _attend_by_segment(  # noqa: PLR0917 - the order of all attention functions
+    mask: PackMask, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    plan = mask.by_segment(window)
     if plan.keys is not None:
         key, value = key.index_select(2, plan.keys), value.index_select(2, plan.keys)
     outputs = [
         scaled_dot_product_attention(
-            query_part, key_part, value_part, part, is_causal=part is None, scale=call.scaling, enable_gqa=True
+            query_part, key_part, value_part, part, is_causal=part is None, scale=scaling, enable_gqa=True
         )
         for query_part, key_part, value_part, part in zip(
             query.split_with_sizes(plan.query_sizes, 2),
@@ -276,15 +266,17 @@ def _within_window(rule: Rule, depths: Tensor, bounds: Tensor) -> Rule:
     return is_near
 
 
-def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+def _attend_by_block(  # noqa: PLR0917 - the order of all attention functions
+    mask: PackMask, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
     kind = query.device.type
     with torch.autocast(kind, enabled=False):
         output: Tensor = _compiled_attention(kind)(
             query,
             key,
             value,
-            block_mask=mask.by_block(call.window),
-            scale=call.scaling,
+            block_mask=mask.by_block(window),
+            scale=scaling,
             enable_gqa=True,
             kernel_options=_KERNEL_OPTIONS,
         )
@@ -315,24 +307,11 @@ _KERNEL_OPTIONS: Any = {"IS_DIVISIBLE": True}
 # ---------------------------------------------------------------------------------------------- for transformers
 
 
-@frozen
-class _Call:
-    """The arguments of an attention call that a plan takes into account."""
-
-    scaling: float | None
-    window: int | None
-
-    @classmethod
-    def create(cls, kwargs: dict[str, Any]) -> _Call:
-        """Raise ``NotImplementedError`` for anything else that changes the result."""
-        for name in ("dropout", "softcap", "s_aux", "position_bias"):
-            found = kwargs.get(name)
-            if found is not None and (isinstance(found, Tensor) or found):
-                raise NotImplementedError(f"Attention by plan does not support {name}.")
-        return cls(kwargs.get("scaling"), kwargs.get("sliding_window"))
+_Attend = Callable[[PackMask, Tensor, Tensor, Tensor, int | None, float | None], Tensor]
+"""Attention by plan of query, key and value, with the window and the scaling that a layer names."""
 
 
-def _for_transformers(attend: Callable[[PackMask, Tensor, Tensor, Tensor, _Call], Tensor]) -> Callable[..., Any]:
+def _for_transformers(attend: _Attend) -> Callable[..., Any]:
     def forward(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
@@ -340,14 +319,19 @@ def _for_transformers(attend: Callable[[PackMask, Tensor, Tensor, Tensor, _Call]
         if not isinstance(attention_mask, PackMask):
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
             return output, None
-        call = _Call.create(kwargs)
-        attention_mask.windows.append(call.window)
+        for name in ("dropout", "softcap", "s_aux", "position_bias"):
+            found = kwargs.get(name)
+            if found is not None and (isinstance(found, Tensor) or found):
+                raise NotImplementedError(f"Attention by plan does not support {name}.")
+        window = kwargs.get("sliding_window")
+        attention_mask.windows.append(window)
         # Rotary embeddings leave queries and keys in float32 under autocast, which would cast them for sdpa, but does
         # not for FlexAttention.
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        return attend(attention_mask, query, key, value, call).transpose(1, 2).contiguous(), None
+        output = attend(attention_mask, query, key, value, window, kwargs.get("scaling"))
+        return output.transpose(1, 2).contiguous(), None
 
     return forward
 

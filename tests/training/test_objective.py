@@ -28,7 +28,6 @@ from areal_actors.training.objective import PolicyObjective, TokenSums, create_o
 from areal_actors.training.surrogates import (
     BehaviourCorrection,
     ClippedRatio,
-    ClippedSequenceRatio,
     ClippedWeight,
     LossInputs,
     ProbabilityRegion,
@@ -50,8 +49,8 @@ surrogates = st.sampled_from(
         ProbabilityRegion(clip_low=0.05, clip_high=0.1),
         ClippedRatio(clip_low=0.2, clip_high=0.28),
         ClippedRatio(clip_low=0.2, clip_high=0.28, dual_clip=1.5),
-        ClippedSequenceRatio(clip_low=0.1, clip_high=0.15),
-        ClippedSequenceRatio(clip_low=0.1, clip_high=0.15, dual_clip=1.2),
+        ClippedRatio(clip_low=0.1, clip_high=0.15, level=Level.SEQUENCE),
+        ClippedRatio(clip_low=0.1, clip_high=0.15, dual_clip=1.2, level=Level.SEQUENCE),
         ClippedWeight(clip_low=0.3, clip_high=0.2),
         Reinforce(),
     ]
@@ -102,7 +101,7 @@ def slow_policy_loss(surrogate, logprobs, inputs, t):
     if isinstance(surrogate, ClippedWeight):
         ratio = math.exp(logprobs[t] - float(inputs.proximal[t]))
         return -min(max(ratio, 1 - surrogate.clip_low), 1 + surrogate.clip_high) * advantage * logprobs[t]
-    if isinstance(surrogate, ClippedSequenceRatio):
+    if isinstance(surrogate, ClippedRatio) and surrogate.level is Level.SEQUENCE:
         row = members(inputs, t)
         ratio = math.exp(sum(logprobs[s] - float(inputs.proximal[s]) for s in row) / len(row))
     else:
@@ -200,7 +199,9 @@ def test_the_gradient_of_gspo_on_policy_is_the_row_mean(seed, row_lengths):
     scores, inputs = random_terms(seed, row_lengths)
     inputs = evolve(inputs, proximal=scores.logprobs.detach(), behaviour=scores.logprobs.detach())
 
-    loss = PolicyObjective(surrogate=ClippedSequenceRatio())(scores, inputs).loss
+    loss = PolicyObjective(surrogate=ClippedRatio(clip_low=3e-4, clip_high=4e-4, level=Level.SEQUENCE))(
+        scores, inputs
+    ).loss
     (gradient,) = torch.autograd.grad(loss, scores.logprobs)
 
     pull = -inputs.weights * inputs.advantages

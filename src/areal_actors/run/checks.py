@@ -103,7 +103,7 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
     setting, surrogate = "trainer.objective.surrogate", config.trainer.objective.surrogate
     if not isinstance(surrogate, Surrogate):
         with _naming(setting):
-            custom.try_surrogate(custom.load_surrogate(surrogate))
+            custom.try_surrogate(custom.CustomSurrogate(function=load_function(surrogate)))
         note(setting, surrogate)
     for index, metric in enumerate(config.trainer.metrics):
         with _naming(f"trainer.metrics[{index}]"):

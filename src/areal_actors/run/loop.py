@@ -34,7 +34,8 @@ async def train(trainer: TrainerActor) -> bool:
     """
     plan = trainer.plan
     await trainer.join_gang()
-    await trainer.publish(is_awaited=True)
+    await trainer.publish()
+    await trainer.finish_publication()
     await trainer.measure_speed()
     await trainer.evaluate_first()
 

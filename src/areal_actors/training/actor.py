@@ -308,8 +308,8 @@ class TrainerActor(Actor[Training]):
             return True
         return self.version >= self.plan.total_steps
 
-    async def publish(self, *, is_awaited: bool = False) -> None:
-        """Publish the weights. Wait until engines have loaded them if they are only lent, or with ``is_awaited``."""
+    async def publish(self) -> None:
+        """Publish the weights. Wait until engines have loaded them if they are only lent."""
         # There is one copy, which engines may still be loading, and publications are ordered.
         await self._published.wait()
         snapshot = await self._led.publish(self._publisher)
@@ -323,8 +323,6 @@ class TrainerActor(Actor[Training]):
             self._published.set()
 
         self._tasks.start_soon(announce)
-        if is_awaited:
-            await self._published.wait()
 
     async def finish_publication(self) -> None:
         """Wait until engines have the version that was published last."""

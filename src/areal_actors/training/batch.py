@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -266,22 +266,9 @@ class Batch:
         spans = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
-    @cached_property
-    def proximal(self) -> Floats | None:
-        """Log-probabilities under the weights before the update, float32 [N]; ``None`` unless all rows have them."""
-        return self._optional([row.proximal for row in self.rows])
-
-    @cached_property
-    def reference(self) -> Floats | None:
-        """Log-probabilities under the reference, float32 [N]; ``None`` unless all rows have them."""
-        return self._optional([row.reference for row in self.rows])
-
-    @cached_property
-    def teacher(self) -> Floats | None:
-        """Log-probabilities under the teacher, float32 [N]; ``None`` unless all rows have them."""
-        return self._optional([row.teacher for row in self.rows])
-
-    def _optional(self, arrays: Sequence[Floats | None]) -> Floats | None:
+    def optional(self, name: Literal["proximal", "reference", "teacher"]) -> Floats | None:
+        """Return the log-probabilities of this name, float32 [N]; ``None`` unless all rows have them."""
+        arrays: list[Floats | None] = [getattr(row, name) for row in self.rows]
         present = [array[row.positions] for row, array in zip(self.rows, arrays, strict=True) if array is not None]
         return as_floats(np.concatenate(present)) if present and len(present) == len(self.rows) else None
 

@@ -67,7 +67,6 @@ from attrs import Factory, define, field, frozen
 from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Floats, Group, Trajectory, context_digests
 from areal_actors.errors import CaptureViolation
 from areal_actors.training.batch import TrainingRow
-from areal_actors.training.config import CaptureConfig
 
 Doubles = npt.NDArray[np.float64]
 
@@ -141,13 +140,8 @@ class NoiseModel:
     trainer_dtype: str
 
     @property
-    def is_float32(self) -> bool:
-        """Whether both sides compute in float32."""
-        return {"float32"} == {self.engine_dtype, self.trainer_dtype}
-
-    @property
     def _rounding(self) -> _Rounding:
-        return _FLOAT32 if self.is_float32 else _BFLOAT16
+        return _FLOAT32 if self.engine_dtype == self.trainer_dtype == "float32" else _BFLOAT16
 
     def bounds(self, rows: Sequence[Comparison]) -> list[Doubles]:
         """Return the bound of each token in nats, float64 [n] for each row. ``rows`` are those of one step."""
@@ -252,12 +246,6 @@ class CaptureGate:
     tolerance: float | None
     max_bad_fraction: float
 
-    @classmethod
-    def create(cls, config: CaptureConfig, *, vocab_size: int, engine_dtype: str, trainer_dtype: str) -> CaptureGate:
-        """Return the gate that ``config`` describes."""
-        noise = NoiseModel(vocab_size=vocab_size, engine_dtype=engine_dtype, trainer_dtype=trainer_dtype)
-        return cls(noise=noise, tolerance=config.tolerance, max_bad_fraction=config.max_bad_fraction)
-
     def excesses(self, rows: Sequence[Comparison]) -> list[float]:
         """Return each row's difference as a share of what is allowed: more than 1 is too much."""
         # A fixed bound of 0.1 nats stopped honest rows in bfloat16 at steps 3 to 6, and passed rows with a lost token
@@ -328,10 +316,6 @@ class CaptureGate:
         if len(versions) and (versions.min() < 0 or versions.max() > version):
             wrong = int(versions.min() if versions.min() < 0 else versions.max())
             yield CaptureFault.WRONG_VERSION, f"has a token of version {wrong}, and {version} is the newest"
-
-    def watch(self, *, version: int) -> CaptureWatch:
-        """Return a comparison of the rows of a step that trains ``version``."""
-        return CaptureWatch(gate=self, version=version)
 
 
 @define(kw_only=True)

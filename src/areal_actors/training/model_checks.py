@@ -50,7 +50,13 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
 
 def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
     try:
-        return _check(model, configs, max_length=max_length)
+        require_plain_head(model)
+        limit = require_fixed_rotation(model, max_length=max_length)
+        if not plan_attention(model) and any(config.layout is Layout.TREE for config in configs):
+            attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+            _log.warning("rows_padded", model=type(model).__name__, attention=attention)  # slower, with the same loss
+        if any(config.router_replay for config in configs):
+            require_replayable(model)
     except ArealError:
         raise
     except Exception as error:
@@ -59,16 +65,6 @@ def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_leng
             f"{type(model).__name__} cannot be trained: a pass over a few tokens failed with {type(error).__name__}: "
             f"{error}"
         ) from error
-
-
-def _check(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
-    require_plain_head(model)
-    limit = require_fixed_rotation(model, max_length=max_length)
-    if not plan_attention(model) and any(config.layout is Layout.TREE for config in configs):
-        attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
-        _log.warning("rows_padded", model=type(model).__name__, attention=attention)  # slower, with the same loss
-    if any(config.router_replay for config in configs):
-        require_replayable(model)
     return limit
 
 

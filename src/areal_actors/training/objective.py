@@ -16,8 +16,9 @@ from torch import Tensor
 
 from areal_actors.domain import Floats, Trajectory
 from areal_actors.errors import ExportError
+from areal_actors.lib.references import load_function
 from areal_actors.training.config import KlEstimator, KlPlace, ObjectiveConfig, Surrogate
-from areal_actors.training.custom import CustomSurrogate, load_surrogate
+from areal_actors.training.custom import CustomSurrogate
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.surrogates import (
@@ -165,7 +166,7 @@ def create_objective(config: ObjectiveConfig, *, num_updates: int = 1, rounding:
     if isinstance(config.surrogate, Surrogate):
         surrogate = create_surrogate(config, config.resolve_centre(num_updates, rounding=rounding))
     else:
-        surrogate = load_surrogate(config.surrogate)
+        surrogate = CustomSurrogate(function=load_function(config.surrogate))
     is_weighted = config.is_weighted(num_updates, rounding=rounding)
     return PolicyObjective(
         surrogate=surrogate,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -102,7 +102,7 @@ class Passes:
         _check_ids(scorer.model, packs)
         found = [np.zeros((2, len(pack.targets)), dtype=np.float32) for pack in packs]
         total, sums, num_outside = 0.0, TokenSums(), 0.0
-        for index, _ in self.gang.rounds(packs):
+        for index in self.gang.rounds(packs):
             pack = _DUMMY_PACK if index is None else packs[index]
             scores = self._score(scorer, pack)
             result = None if index is None else _apply(objective, scores, batch, pack)
@@ -138,7 +138,7 @@ class Passes:
         """
         _check_ids(scorer.model, packs)
         found = [np.zeros((2, len(pack.targets)), dtype=np.float32) for pack in packs]
-        for index, _ in self.gang.rounds(packs):
+        for index in self.gang.rounds(packs):
             scores = self._score(scorer, _DUMMY_PACK if index is None else packs[index])
             if index is not None:
                 found[index] = _pair(scores)
@@ -188,13 +188,18 @@ def _apply(objective: Objective, scores: TokenScores, batch: Batch, pack: Pack) 
     def pick(values: Floats) -> Tensor:
         return to_device(values[tokens], device)
 
+    def pick_optional(name: Literal["proximal", "reference", "teacher"]) -> Tensor | None:
+        values = batch.optional(name)
+        return None if values is None else pick(values)
+
+    proximal = pick_optional("proximal")
     inputs = LossInputs(
         advantages=pick(batch.advantages),
         weights=pick(batch.weights),
         behaviour=pick(batch.behaviour),
-        proximal=scores.logprobs.detach() if batch.proximal is None else pick(batch.proximal),
-        reference=None if batch.reference is None else pick(batch.reference),
-        teacher=None if batch.teacher is None else pick(batch.teacher),
+        proximal=scores.logprobs.detach() if proximal is None else proximal,
+        reference=pick_optional("reference"),
+        teacher=pick_optional("teacher"),
         plain=pick(batch.plain),
         is_plain=to_device(batch.is_plain[tokens], device),
         rows=to_device(np.repeat(np.arange(len(counts)), counts), device),

@@ -23,12 +23,13 @@ from attrs import evolve
 
 from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, ExportError, TrainingDiverged
+from areal_actors.lib.references import load_function
 from areal_actors.models import model_shape
 from areal_actors.training.advantages import supervised_advantages
 from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_by_row, split_updates
-from areal_actors.training.capture import CaptureGate, CaptureWatch
+from areal_actors.training.capture import CaptureGate, CaptureWatch, NoiseModel
 from areal_actors.training.config import ROUNDING_NATS, Centre, KlPlace, Layout, TrainerConfig
-from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
+from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import guarded
 from areal_actors.training.loading import streamed
@@ -79,25 +80,26 @@ class PolicyTrainer(TrainedPolicy):
         """Take the settings, the objective and the custom functions of ``phase``."""
         super().follow(phase)
         self._estimator = load_estimator(self.config.advantages)
-        self._metrics = load_metrics(self.config.metrics)
+        self._metrics = tuple(map(load_function, self.config.metrics))
         self.expect_engine(dtype=self.engine_dtype)
 
     def expect_engine(self, *, dtype: str) -> None:
         """Set the engine's data type, which bounds how far its log-probabilities may be from the trainer's."""
         self.engine_dtype = dtype
-        formats = {dtype, str(self._dtype).removeprefix("torch.")}
-        rounding = ROUNDING_NATS["float32" if formats == {"float32"} else "bfloat16"]
+        trainer_dtype = str(self._dtype).removeprefix("torch.")
+        rounding = ROUNDING_NATS["float32" if dtype == trainer_dtype == "float32" else "bfloat16"]
         objective, is_supervised = self.config.objective, self.phase.name is PhaseName.SFT
         # Nothing sampled the rows of supervised steps, so there is no policy that a ratio could be taken to.
         self._centre = (
             Centre.POLICY if is_supervised else objective.resolve_centre(self._num_updates, rounding=rounding)
         )
         self._objective = self._given_objective or create_phase_objective(self.phase, rounding=rounding)
-        self.gate = CaptureGate.create(
-            self.config.capture,
-            vocab_size=model_shape(self.model.config).vocab_size,
-            engine_dtype=dtype,
-            trainer_dtype=str(self._dtype).removeprefix("torch."),
+        self.gate = CaptureGate(
+            noise=NoiseModel(
+                vocab_size=model_shape(self.model.config).vocab_size, engine_dtype=dtype, trainer_dtype=trainer_dtype
+            ),
+            tolerance=self.config.capture.tolerance,
+            max_bad_fraction=self.config.capture.max_bad_fraction,
         )
 
     @property
@@ -137,7 +139,7 @@ class PolicyTrainer(TrainedPolicy):
             # Restored sessions carry version numbers of an earlier process, whose weights of that number may have been
             # others.
             restored = {episode.session for group in groups for episode in group.episodes if episode.is_restored}
-            watch = self.gate.watch(version=self.version)
+            watch = CaptureWatch(gate=self.gate, version=self.version)
             watch.expect([row for row in trained if row.trajectory.session not in restored])
         if recorder is not None:
             recorder.expect(groups, trained)

@@ -34,7 +34,6 @@ from areal_actors.domain import (
 from areal_actors.errors import ActorStopped, ModelError
 from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
@@ -78,7 +77,7 @@ from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.proxy.metrics import ReadRun
 from areal_actors.proxy.router import open_router
-from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
+from areal_actors.rendering import Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter, QueueConfig
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
@@ -621,12 +620,11 @@ async def open_engine(
     receive the weights of ``model``. ``find_weights`` returns the actor that sends weights published later, if they are
     sent over the network.
     """
-    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
     if isinstance(config, TorchEngineConfig):
         from areal_actors.generation.torch import TorchEngine
 
         async with TorchEngine.open(
-            config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
+            config, model=model, decode=renderer.decode, tokenizer=renderer.tokenizer, version=version
         ) as engine:
             yield engine
         return
@@ -637,9 +635,7 @@ async def open_engine(
     directory = files or snapshot.path
     if directory is None:
         raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
-    async with _open_servers(
-        config, snapshot, files=directory, tokenizer=tokenizer, decode=renderer.decode, find_weights=find_weights
-    ) as served:
+    async with _open_servers(config, snapshot, files=directory, renderer=renderer, find_weights=find_weights) as served:
         yield served
 
 
@@ -649,8 +645,7 @@ async def _open_servers(
     snapshot: Snapshot,
     *,
     files: Path,
-    tokenizer: Any,
-    decode: Decode,
+    renderer: Renderer,
     find_weights: FindWeights | None,
 ) -> AsyncIterator[EngineSet]:
     from areal_actors.generation.servers.dialect import RoutedLayers
@@ -659,7 +654,7 @@ async def _open_servers(
 
     kind, config = find_kind(served.backend), served.config
     # Servers need the added tokens for grammars that contain special tokens.
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    added = renderer.tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
     recording = {"routed_layers": RoutedLayers.of(files)} if served.records_experts else {}
     async with AsyncExitStack() as stack:
@@ -687,6 +682,6 @@ async def _open_servers(
             processes=launched,
             find_weights=find_weights,
             adapters=served.adapters,
-            decode=decode,
+            decode=renderer.decode,
         )
         yield await stack.enter_async_context(opening)

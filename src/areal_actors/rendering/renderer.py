@@ -109,7 +109,7 @@ class Renderer:
         options = template_kwargs or _NO_OPTIONS
         text = self.formatter.format(messages, tools=tools, options=options)
         self._check_shown(text, messages, has_tools=bool(tools), options=options)
-        return self.vocabulary.encode_prompt(text)
+        return as_ints(self.vocabulary.encode(text))
 
     def _check_shown(self, text: str, messages: Sequence[ChatMessage], *, has_tools: bool, options: Options) -> None:
         """Raise ``RenderError`` if the template has left a message out of ``text``."""

@@ -15,13 +15,13 @@ from typing import Any
 import psutil
 import pytest
 from click.testing import CliRunner, Result
+from tests.plugins import skipping_without_plugin
 from tests.stacks.commands import Command, start_command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areal_actors
 from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
-from areal_actors.run.verifying import verify_run
 from areal_actors.sessions.shards import shard_journal
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
@@ -225,6 +225,13 @@ def test_killed_process_of_run_loses_no_turn(tmp_path: Path):
     assert [] == [turn for name, turn in met if turn not in turns[name]]
     verified = verify_run(run_dir)
     assert verified.is_complete, verified.differences
+
+
+def verify_run(path: Path) -> Any:
+    """What the command ``verify`` finds in the run."""
+    with skipping_without_plugin():
+        from areal_actors_evals.verifying import verify_run as verify
+    return verify(path)
 
 
 def unfinished_turns(path: Path) -> list[tuple[str, str]]:

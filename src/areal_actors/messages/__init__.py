@@ -3,7 +3,7 @@
 ::
 
     Accounts
-      ▲ asks                               ┌──asks──▶ Weights (next to Training)
+      ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
@@ -181,15 +181,6 @@ from areal_actors.messages.training import (
     Training,
     TrainingSummary,
 )
-from areal_actors.messages.weights import (
-    DescribeWeights,
-    GroupPlace,
-    Receiver,
-    SendWeights,
-    TensorBucket,
-    Weights,
-    WriteWeights,
-)
 
 __all__ = [
     "Accounts",
@@ -222,7 +213,6 @@ __all__ = [
     "DescribeOwner",
     "DescribeReplicas",
     "DescribeSessions",
-    "DescribeWeights",
     "Directory",
     "DiscardLease",
     "DismissWorker",
@@ -245,7 +235,6 @@ __all__ = [
     "GatherWeights",
     "Generate",
     "Generation",
-    "GroupPlace",
     "GroupsTrained",
     "HasKeys",
     "HideAnswer",
@@ -272,7 +261,6 @@ __all__ = [
     "ProxyLost",
     "PublishWeights",
     "Ranks",
-    "Receiver",
     "RecordTurn",
     "RefundGroup",
     "ReplicaState",
@@ -296,7 +284,6 @@ __all__ = [
     "SaveShards",
     "SaveVersion",
     "SaveWeights",
-    "SendWeights",
     "ServiceProcess",
     "Serving",
     "SessionArchived",
@@ -319,7 +306,6 @@ __all__ = [
     "TakeFailure",
     "TakeSession",
     "TakenSession",
-    "TensorBucket",
     "TokensSampled",
     "TrainAlong",
     "Training",
@@ -329,7 +315,5 @@ __all__ = [
     "UseModel",
     "VersionAdvanced",
     "WatchSessions",
-    "Weights",
     "WeightsPublished",
-    "WriteWeights",
 ]

@@ -3,7 +3,7 @@
 ::
 
     Accounts
-      ▲ asks                               ┌──asks──▶ Weights (next to Training)
+      ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
@@ -177,15 +177,6 @@ from areal_actors.messages.training import (
     Training,
     TrainingSummary,
 )
-from areal_actors.messages.weights import (
-    DescribeWeights,
-    GroupPlace,
-    Receiver,
-    SendWeights,
-    TensorBucket,
-    Weights,
-    WriteWeights,
-)
 
 __all__ = [
     "Accounts",
@@ -218,7 +209,6 @@ __all__ = [
     "DescribeOwner",
     "DescribeReplicas",
     "DescribeSessions",
-    "DescribeWeights",
     "Directory",
     "DiscardLease",
     "DismissWorker",
@@ -241,7 +231,6 @@ __all__ = [
     "GatherWeights",
     "Generate",
     "Generation",
-    "GroupPlace",
     "GroupsTrained",
     "HasKeys",
     "HideAnswer",
@@ -267,7 +256,6 @@ __all__ = [
     "Progress",
     "PublishWeights",
     "Ranks",
-    "Receiver",
     "RecordTurn",
     "RefundGroup",
     "ReplicaState",
@@ -291,7 +279,6 @@ __all__ = [
     "SaveShards",
     "SaveVersion",
     "SaveWeights",
-    "SendWeights",
     "Serving",
     "SessionArchived",
     "SessionClosed",
@@ -311,7 +298,6 @@ __all__ = [
     "TakeFailure",
     "TakeSession",
     "TakenSession",
-    "TensorBucket",
     "TokensSampled",
     "TrainAlong",
     "Training",
@@ -321,7 +307,5 @@ __all__ = [
     "UseModel",
     "VersionAdvanced",
     "WatchSessions",
-    "Weights",
     "WeightsPublished",
-    "WriteWeights",
 ]

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -84,9 +84,6 @@ from areal_actors.sessions.manager import SessionManager, SessionsConfig
 from areal_actors.training.advantages import has_signal
 from areal_actors.training.config import AdvantageConfig
 from areal_actors.workflows import GenerationConfig
-
-if TYPE_CHECKING:
-    from areal_actors.generation.servers.broadcasting import FindWeights
 
 FORGET_SECONDS = 5.0
 
@@ -546,13 +543,11 @@ async def open_engine(
     renderer: Renderer,
     version: int = 0,
     files: Path | None = None,
-    find_weights: FindWeights | None = None,
 ) -> AsyncIterator[Engine | EngineSet]:
     """Open the engine for ``model``, which is a transformers model that nothing else uses, or its directory.
 
     ``files`` is the directory that the model was loaded from, if ``model`` is not one: servers start with it and then
-    receive the weights of ``model``. ``find_weights`` returns the actor that sends weights published later, if they are
-    sent over the network.
+    load the weights of ``model``.
     """
     if isinstance(config, TorchEngineConfig):
         from areal_actors.generation.torch import TorchEngine
@@ -569,7 +564,7 @@ async def open_engine(
     directory = files or snapshot.path
     if directory is None:
         raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
-    async with _open_servers(config, snapshot, files=directory, renderer=renderer, find_weights=find_weights) as served:
+    async with _open_servers(config, snapshot, files=directory, renderer=renderer) as served:
         yield served
 
 
@@ -580,7 +575,6 @@ async def _open_servers(
     *,
     files: Path,
     renderer: Renderer,
-    find_weights: FindWeights | None,
 ) -> AsyncIterator[EngineSet]:
     from areal_actors.generation.servers.dialect import RoutedLayers
     from areal_actors.generation.servers.engine import open_server_engines
@@ -614,7 +608,6 @@ async def _open_servers(
             snapshot=snapshot,
             publish_directory=served.directory / "published",
             processes=launched,
-            find_weights=find_weights,
             adapters=served.adapters,
             decode=renderer.decode,
         )

@@ -389,8 +389,6 @@ def test_unknown_agent_mode_is_refused(write):
         load_config(write(rollout=MINIMAL["rollout"] | {"openai": {"mode": "subprocss"}}))
 
 
-
-
 def test_slurm_without_placed_roles_is_refused():
     """Otherwise everything would run on the login node, without a word."""
     with pytest.raises(ConfigError, match=r"scheduler type is slurm, and no role is placed"):

@@ -6,9 +6,9 @@ import pytest
 from tests.rendering.conversations import TOOL, renderer_of, say
 
 from areal_actors.domain import ToolCall
-from areal_actors.rendering.formats.hermes import Hermes
+from areal_actors.rendering.formats.json_families import HERMES
 
-BLOCK = Hermes().format_tools([TOOL])
+BLOCK = HERMES.format_tools([TOOL])
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a":  1}')
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 

@@ -9,9 +9,9 @@ from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
 from areal_actors.domain import TextDelta
-from areal_actors.rendering.formats.deepseek import DeepSeek
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
-FENCED, BARE = DeepSeek(has_fences=True), DeepSeek(has_fences=False)
+FENCED, BARE = TOOL_FORMATS["deepseek-v3"], TOOL_FORMATS["deepseek-v3.1"]
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 

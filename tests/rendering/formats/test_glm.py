@@ -8,7 +8,7 @@ import pytest
 from tests.rendering.formats.test_laws import parse, said
 
 from areal_actors.domain import Tool
-from areal_actors.rendering.formats.glm import Glm
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
 TOOL = Tool(
     name="get_weather",
@@ -35,7 +35,7 @@ Let me look.
 
 def read(text):
     """What an answer says."""
-    return parse(Glm(), text, tools=[TOOL])
+    return parse(TOOL_FORMATS["glm"], text, tools=[TOOL])
 
 
 def test_answer_of_the_family():

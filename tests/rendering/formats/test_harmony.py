@@ -8,10 +8,10 @@ from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import numbered, read, texts_and_pieces, visible
 
 from areal_actors.domain import ReasoningDelta, TextDelta, Tool, ToolCall
-from areal_actors.rendering.formats.harmony import HarmonyCalls, HarmonyChannels
+from areal_actors.rendering.formats.harmony import HARMONY_CALLS, HarmonyChannels
 from areal_actors.rendering.parsers import join_deltas
 
-CALLS, CHANNELS = HarmonyCalls(), HarmonyChannels()
+CALLS, CHANNELS = HARMONY_CALLS, HarmonyChannels()
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 NEXT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -177,7 +177,7 @@ def test_without_tools_a_call_is_text():
 
 def test_grammars_are_written_as_answers_are():
     """Perhaps a thought, then a call or the header of the final message."""
-    call = CALLS.constrain([Tool(name="a", parameters={"properties": {}})], is_parallel=True).parts[0]
+    call = CALLS.constrain([Tool(name="a", parameters={"properties": {}})], is_parallel=True).part.parts[0]
     thought, header = CHANNELS.constrain(is_open=False, has_calls=False).parts
 
     assert (TO_A, FINAL) == (call.parts[0].text, header.text)

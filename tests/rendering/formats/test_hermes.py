@@ -8,15 +8,15 @@ import pytest
 from tests.rendering.conversations import TOOL
 
 from areal_actors.domain import TextDelta, ToolArgumentsDelta, ToolCallStarted
-from areal_actors.rendering.formats.hermes import Hermes
 from areal_actors.rendering.formats.json_calls import parse_call
+from areal_actors.rendering.formats.json_families import HERMES
 from areal_actors.rendering.parsers import join_deltas
 
 
 def parse(*pieces):
     """What the pieces of an answer say, calls numbered."""
     numbers = count()
-    parser = Hermes().open_parser(lambda: f"call_{next(numbers)}", [TOOL])
+    parser = HERMES.open_parser(lambda: f"call_{next(numbers)}", [TOOL])
     return join_deltas([delta for piece in pieces for delta in parser.feed(piece)] + list(parser.finish()))
 
 
@@ -114,7 +114,7 @@ def test_arguments_in_a_string_are_taken_out_of_it():
 
 def test_deltas_are_emitted_as_soon_as_they_are_certain():
     """Text flows, a possible tag waits, and a call is said at its closing tag."""
-    parser = Hermes().open_parser(lambda: "call_0", [TOOL])
+    parser = HERMES.open_parser(lambda: "call_0", [TOOL])
 
     assert (TextDelta(text="abc"),) == parser.feed("abc <tool")
     assert (TextDelta(text=" <tools"),) == parser.feed("s")

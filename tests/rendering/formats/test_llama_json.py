@@ -6,9 +6,9 @@ import pytest
 from tests.rendering.formats.test_laws import parse, read, said
 
 from areal_actors.domain import TextDelta
-from areal_actors.rendering.formats.llama_json import LlamaJson
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
-LLAMA = LlamaJson()
+LLAMA = TOOL_FORMATS["llama-json"]
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
 from areal_actors.domain import TextDelta, ToolCall
-from areal_actors.rendering.formats.mistral import Mistral
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
-LIST, NAMED = Mistral(), Mistral(has_names=True)
+LIST, NAMED = TOOL_FORMATS["mistral"], TOOL_FORMATS["mistral-args"]
 
 
 def test_list_of_calls():

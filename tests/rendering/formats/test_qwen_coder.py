@@ -8,7 +8,7 @@ import pytest
 from tests.rendering.formats.test_laws import parse, said
 
 from areal_actors.domain import Tool
-from areal_actors.rendering.formats.qwen_coder import QwenCoder
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
 TOOL = Tool(
     name="edit",
@@ -66,7 +66,7 @@ True
 
 def read(text, tools=(TOOL,)):
     """What an answer says."""
-    return parse(QwenCoder(), text, tools=tools)
+    return parse(TOOL_FORMATS["qwen-coder"], text, tools=tools)
 
 
 def call(**values):

@@ -1,10 +1,6 @@
 """The formats of calls and of reasoning that are known by name, and the parser of an answer.
 
-A *format* belongs to a family of models: it defines how tools, calls and results look as text, and how to recognise the
-family by its chat template. A *parser* reads one answer as it arrives. Parsers never raise and never lose text: text
-that looks like a call but is not one stays content. The package ``formats`` contains the families;
-``AnswerStream`` connects parsers to a detokenizer.
-
+The package ``formats`` contains the families; ``AnswerStream`` connects their parsers to a detokenizer.
 To support another family, add an object to the two tables below.
 """
 
@@ -14,12 +10,11 @@ import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import filterfalse
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from areal_actors.domain import (
     ChatMessage,
     Delta,
-    Grammar,
     Ints,
     ReasoningDelta,
     TextDelta,
@@ -28,7 +23,7 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.errors import ConfigError
-from areal_actors.rendering.formats.base import ToolFormat
+from areal_actors.rendering.formats.base import AnswerParser, Format, ReasoningFormat, ToolFormat
 from areal_actors.rendering.formats.harmony import HARMONY_CALLS, HarmonyChannels
 from areal_actors.rendering.formats.json_families import (
     DEEPSEEK_V3,
@@ -45,18 +40,6 @@ from areal_actors.rendering.formats.think import ThinkTags
 from areal_actors.rendering.tokens import Detokenizer, as_list
 
 
-class AnswerParser(Protocol):
-    """Incremental parser from the text of one answer to deltas, which do not depend on how the text is chunked."""
-
-    def feed(self, text: str) -> tuple[Delta, ...]:
-        """Return the deltas that are certain after this text."""
-        ...
-
-    def finish(self) -> tuple[Delta, ...]:
-        """Return what was held back."""
-        ...
-
-
 class PlainText:
     """A parser for models without a format: all text is content."""
 
@@ -67,40 +50,6 @@ class PlainText:
     def finish(self) -> tuple[Delta, ...]:
         """Return nothing, because nothing is held back."""
         return ()
-
-
-class ReasoningFormat(Protocol):
-    """The syntax in which one family of models separates reasoning from content."""
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Tags that the parser needs to see, even if they are special tokens."""
-        ...
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        """Special tokens that end an answer, in addition to the template's own end of turn."""
-        ...
-
-    def matches_template(self, template: str) -> bool:
-        """Return whether a chat template (its source) belongs to this family."""
-        ...
-
-    def is_opened_by(self, prompt: str) -> bool:
-        """Return whether this rendered prompt ends inside the reasoning."""
-        ...
-
-    def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:
-        """Return the grammar of the reasoning, up to the beginning of the actual answer.
-
-        The reasoning may be empty unless ``is_open``. ``has_calls`` says that calls follow rather than content, which
-        some families announce differently.
-        """
-        ...
-
-    def open_parser(self, *, is_open: bool) -> AnswerParser:
-        """Return a parser for one answer, which begins inside the reasoning if ``is_open``."""
-        ...
 
 
 TOOL_FORMATS: Mapping[str, ToolFormat] = {
@@ -120,16 +69,12 @@ TOOL_FORMATS: Mapping[str, ToolFormat] = {
 REASONING_FORMATS: Mapping[str, ReasoningFormat] = {
     "harmony": HarmonyChannels(),
     "think": ThinkTags(),
-    "mistral-think": ThinkTags(opening="[THINK]", closing="[/THINK]"),
+    "mistral-think": ThinkTags(markers=("[THINK]", "[/THINK]"), signs=("[/THINK]",)),
 }
 """Reasoning formats by name."""
 
 
-class _Recognised(Protocol):
-    def matches_template(self, template: str) -> bool: ...
-
-
-FormatT = TypeVar("FormatT", bound=_Recognised)
+FormatT = TypeVar("FormatT", bound=Format)
 
 
 def choose_format(name: str, formats: Mapping[str, FormatT], *, template: str, path: str) -> FormatT | None:

@@ -33,6 +33,7 @@ from areal_actors.domain import (
     TextDelta,
     Tool,
 )
+from areal_actors.rendering.formats.base import ReasoningFormat, StateParser
 from areal_actors.rendering.formats.json_calls import decode_object, read_object
 from areal_actors.rendering.formats.json_families import JsonFormat
 from areal_actors.rendering.formats.reading import (
@@ -105,15 +106,12 @@ HARMONY_CALLS = JsonFormat(
 # ------------------------------------------------------------------------------------------------------- channels
 
 
-class HarmonyChannels:
+class HarmonyChannels(ReasoningFormat):
     """Reasoning, content and calls, distinguished by their channels."""
 
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END)
     stops = (_RETURN, _CALL)
-
-    def matches_template(self, template: str) -> bool:
-        """Return whether the template has channels."""
-        return all(sign in template for sign in _SIGNS)
+    signs = _SIGNS
 
     def is_opened_by(self, prompt: str) -> bool:  # noqa: ARG002 - the answer names its channel itself
         """Return ``False``: the model itself writes the header of its reasoning."""
@@ -142,37 +140,22 @@ _BODY_END = re.compile("|".join(map(re.escape, _BODY_ENDS)))
 _FUNCTIONS = "functions."
 
 
-class _ChannelParser:
-    """A state machine that alternates between headers and bodies.
-
-    A state is a method that reads on, and returns whether there may be more to read.
-    """
+class _ChannelParser(StateParser):
+    """Alternates between headers and bodies."""
 
     def __init__(self) -> None:
-        self._buffer = ""
-        self._deltas: list[Delta] = []
+        super().__init__()
         self._say_content = partial(self._say_as, TextDelta)
         self._say_thought = partial(self._say_as, ReasoningDelta)
         self._say: Callable[[str], None] = self._say_content
         self._spoken: dict[type[Delta], str] = {}
-        self._state: Callable[[], bool] = self._read_header
+        self._state = self._read_header
 
-    def feed(self, text: str) -> tuple[Delta, ...]:
-        self._buffer += text
-        while self._state():
-            pass
-        return self._take()
-
-    def finish(self) -> tuple[Delta, ...]:
+    def _end(self) -> None:
         if self._state == self._read_header:
             self._say_content(self._buffer)
         else:
             self._say(self._buffer)
-        return self._take()
-
-    def _take(self) -> tuple[Delta, ...]:
-        deltas, self._deltas = tuple(self._deltas), []
-        return deltas
 
     def _read_header(self) -> bool:
         """Determine the kind of the next message; text without a header is content."""

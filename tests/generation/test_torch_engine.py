@@ -316,7 +316,7 @@ async def test_non_finite_logits_fail_only_their_generation(llama, create_reques
     assert len(join_ids(chunks)) == 4
 
 
-async def test_closing_ends_what_runs(llama, create_request, runner):
+async def test_closed_engine_aborts_running_generations(llama, create_request, runner):
     """Generations that run when the engine closes end with ABORT; later calls say that it is closed."""
     seen = []
     async with (
@@ -364,17 +364,7 @@ async def test_slow_consumer_does_not_delay_others(llama, create_request):
     assert len(join_ids(chunks)) == 30
 
 
-async def test_bfloat16_runs(llama, create_request, recompute, runner):
-    """The reduced precision is the engine's own: logprobs are near those of float32."""
-    config = TorchEngineConfig(dtype="bfloat16", max_concurrent=2)
-    async with TorchEngine.open(config, model=llama, create_runner=runner) as engine:
-        chunks = await collect(engine, create_request(0, PROMPT[:20], max_new_tokens=5))
-
-    assert engine.info.dtype == "bfloat16"
-    np.testing.assert_allclose(join_logprobs(chunks), recompute(llama, PROMPT[:20], join_ids(chunks)), atol=1.0)
-
-
-async def test_models_that_slots_cannot_serve_are_refused():
+async def test_engine_refuses_models_it_cannot_compute():
     """Attention that cannot be replaced, and windows that are shorter than the context: ``ModelError``, by name."""
     bloom = BloomForCausalLM(BloomConfig(vocab_size=50, hidden_size=16, n_layer=1, n_head=2)).eval()
     mistral = MistralForCausalLM(

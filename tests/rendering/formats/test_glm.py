@@ -54,13 +54,6 @@ def test_later_models_leave_line_breaks_out():
     assert [("get_weather", '{"city": "Paris"}')] == said(read(compact))
 
 
-def test_white_space_of_text_is_kept():
-    """Between the tags of a value everything is the value."""
-    text = "<tool_call>get_weather\n<arg_key> city </arg_key>\n<arg_value> a\n</arg_value>\n</tool_call>"
-
-    assert [("get_weather", '{"city": " a\\n"}')] == said(read(text))
-
-
 @pytest.mark.parametrize(
     "text",
     [

@@ -41,13 +41,6 @@ def test_calls_and_the_text_around_them():
     )
 
 
-def test_call_alone_has_no_content():
-    """Neither empty text nor the line breaks around the tags."""
-    answer = parse('\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n')
-
-    assert (None, 1) == (answer.content, len(answer.tool_calls))
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -103,13 +96,6 @@ def test_closing_tag_within_a_string_closes_nothing():
 
     assert '{"b": "x\\"</tool_call>"}' == answer.tool_calls[0].arguments
     assert ('<tool_call>{"name": "a</tool_call>', "b") == (broken.content, broken.tool_calls[0].name)
-
-
-def test_arguments_in_a_string_are_taken_out_of_it():
-    """Some models quote their JSON twice."""
-    answer = parse(call('{"name": "a", "arguments": "{\\"b\\": 1}"}'))
-
-    assert '{"b": 1}' == answer.tool_calls[0].arguments
 
 
 def test_deltas_are_emitted_as_soon_as_they_are_certain():

@@ -161,13 +161,6 @@ def test_malformed_call_stays_text(text):
     assert (f"so: {text} ok", ()) == (message.content, message.tool_calls)
 
 
-def test_broken_call_does_not_hide_the_next_one():
-    """The opening tag that leads nowhere is text."""
-    message = read("<tool_call>oops " + call(line=1))
-
-    assert ("<tool_call>oops", [("edit", '{"line": 1}')]) == (message.content, said(message))
-
-
 def test_last_closing_tag_may_be_missing():
     """Where the answer ends behind the function, the call is complete."""
     assert [("edit", '{"line": 1}')] == said(read(call(line=1).removesuffix("</tool_call>") + "\n"))

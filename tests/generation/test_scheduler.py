@@ -91,7 +91,7 @@ def test_scheduler_prefills_the_prompt_of_a_group_once():
 
 
 def test_scheduler_continues_the_next_turn_in_its_slot():
-    """A prompt that extends an ended generation takes its slot, with all that is there; another prompt takes another slot."""
+    """A prompt that extends an ended generation takes its slot and all that is there; another one does not."""
     scheduler = Scheduler(num_slots=2, prefill_chunk=64)
     memory = Memory(scheduler)
     first = create_generation(0, np.arange(30))

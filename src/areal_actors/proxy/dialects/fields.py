@@ -333,6 +333,15 @@ def optional_text(raw: JsonObject, name: str, where: str) -> str | None:
     return value or None
 
 
+def objects_of(value: object, where: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects in a list, each with its place for error messages. Raises ``InvalidRequest``."""
+    found: list[tuple[dict[str, Any], str]] = []
+    for index, raw in enumerate(read_instance(list, "a list", value, where)):
+        at = f"{where}[{index}]"
+        found.append((read_instance(dict, "an object", raw, at), at))
+    return found
+
+
 def turns_of(*roles: str) -> Schema:
     """Return the schema of a conversation. It has what all messages have: their contents depend on their types."""
     turn = {"type": "object", "properties": {"role": {"enum": list(roles)}}, "required": ["role"]}

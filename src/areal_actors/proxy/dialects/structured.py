@@ -8,7 +8,7 @@ the model writes around a call, and the engine how a grammar is enforced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -169,25 +169,12 @@ def parse_tool(function: JsonObject, where: str, *, schema: str, needs_schema: b
     return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))
 
 
-def parse_tool_list(value: Any, param: str, parse: Callable[[dict[str, Any], str], Tool]) -> tuple[Tool, ...]:
-    """Parse the offered functions, each by ``parse``, which gets the object and its place for messages.
-
-    Raises:
-        InvalidRequest: no list of objects, or two functions of one name; and what ``parse`` raises.
-    """
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong(param, "a list", value)
-    tools: list[Tool] = []
-    for index, raw in enumerate(value):
-        where = f"{param}[{index}]"
-        if not isinstance(raw, dict):
-            raise wrong(where, "an object", raw)
-        tools.append(parse(raw, where))
-    if len({tool.name for tool in tools}) < len(tools):
+def require_distinct(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    """Return the offered functions. Raises ``InvalidRequest`` if two of them have one name."""
+    offered = tuple(tools)
+    if len({tool.name for tool in offered}) < len(offered):
         raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
-    return tuple(tools)
+    return offered
 
 
 TOOL_CHOICE: Kind[Any] = Kind({"type": ["string", "object", "null"]}, lambda value, _: value)

@@ -43,6 +43,7 @@ from areal_actors.proxy.dialects.fields import (
     honoured,
     inert,
     integer,
+    objects_of,
     optional_text,
     read,
     refused,
@@ -58,7 +59,7 @@ from areal_actors.proxy.dialects.structured import (
     TOOL_CHOICE,
     parse_tool,
     parse_tool_choice,
-    parse_tool_list,
+    require_distinct,
 )
 
 # ----------------------------------------------------------------------------------------------------- messages
@@ -187,22 +188,20 @@ def parse_tools(value: Any, param: str = "tools") -> Offer:
         UnsupportedParameter: a tool of another type.
     """
     forms: dict[str, CallForm] = {}
-
-    def parse(raw: dict[str, Any], where: str) -> Tool:
+    tools: list[Tool] = []
+    for raw, at in objects_of(value or [], param):
         kind = "function" if raw.get("type") is None else raw["type"]
         if kind not in ("function", "custom"):
-            raise refuse_tool(raw, where, "functions and custom tools")
-        described, where = raw.get(kind), f"{where}.{kind}"
+            raise refuse_tool(raw, at, "functions and custom tools")
+        described, where = raw.get(kind), f"{at}.{kind}"
         if not isinstance(described, dict):
             raise wrong(where, "an object", described)
         if kind == "function":
-            return parse_tool(described, where, schema="parameters")
-        tool = parse_custom_tool(described, where)
-        forms[tool.name] = CallForm(name=tool.name, is_freeform=True)
-        return tool
-
-    tools = parse_tool_list(value, param, parse)
-    return Offer(tools=tools, forms=forms)
+            tools.append(parse_tool(described, where, schema="parameters"))
+        else:
+            tools.append(parse_custom_tool(described, where))
+            forms[tools[-1].name] = CallForm(name=tools[-1].name, is_freeform=True)
+    return Offer(tools=require_distinct(tools), forms=forms)
 
 
 # ------------------------------------------------------------------------------------------------------- fields

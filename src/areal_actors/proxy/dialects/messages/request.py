@@ -42,6 +42,7 @@ from areal_actors.proxy.dialects.fields import (
     honoured,
     inert,
     integer,
+    objects_of,
     read,
     refused,
     required_text,
@@ -55,7 +56,7 @@ from areal_actors.proxy.dialects.structured import (
     parse_response_format,
     parse_tool,
     parse_tool_choice,
-    parse_tool_list,
+    require_distinct,
 )
 
 ID_PREFIX = "msg_"
@@ -240,16 +241,16 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         InvalidRequest: a tool is malformed; the error names its index and the problem.
         UnsupportedParameter: a tool that Anthropic's servers run, or of an unknown type.
     """
-
-    def parse(raw: dict[str, Any], where: str) -> Tool:
+    tools: list[Tool] = []
+    for raw, where in objects_of(value or [], param):
         typed = find_typed_tool(ANTHROPIC_TOOLS, raw)
         if typed is not None:
-            return typed.create_function(raw, where)
-        if raw.get("type") not in (None, "custom"):
+            tools.append(typed.create_function(raw, where))
+        elif raw.get("type") not in (None, "custom"):
             raise refuse_tool(raw, where, "custom tools, bash, text_editor, memory and computer")
-        return parse_tool(raw, where, schema="input_schema", needs_schema=True)
-
-    return parse_tool_list(value, param, parse)
+        else:
+            tools.append(parse_tool(raw, where, schema="input_schema", needs_schema=True))
+    return require_distinct(tools)
 
 
 # ------------------------------------------------------------------------------------------------------- fields

@@ -54,6 +54,7 @@ from areal_actors.proxy.dialects.fields import (
     honoured,
     inert,
     integer,
+    objects_of,
     optional_text,
     read,
     read_instance,
@@ -70,7 +71,7 @@ from areal_actors.proxy.dialects.structured import (
     parse_response_format,
     parse_tool,
     parse_tool_choice,
-    parse_tool_list,
+    require_distinct,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -279,39 +280,22 @@ def _parse_instructions(value: Any, name: str) -> tuple[ChatMessage, ...]:
 
 def _parse_offer(value: Any, name: str) -> Offer:
     """Return the functions that are offered, those of namespaces under joined names."""
-    if not isinstance(value, list):
-        raise wrong(name, "a list", value)
-    flat: list[Any] = []
-    namespaces: list[str | None] = []
-    places: list[str] = []
-    for index, raw in enumerate(value):
-        if not isinstance(raw, dict) or raw.get("type") != "namespace":
-            flat.append(raw)
-            namespaces.append(None)
-            places.append(f"{name}[{index}]")
-            continue
-        namespace = TEXT.read(raw.get("name"), f"{name}[{index}].name")
-        inner: Any = raw.get("tools")
-        if not isinstance(inner, list):
-            raise wrong(f"{name}[{index}].tools", "a list", inner)
-        flat += inner
-        namespaces += [namespace] * len(inner)
-        places += [f"{name}[{index}].tools[{number}]" for number in range(len(inner))]
     forms: dict[str, CallForm] = {}
-    known = iter(zip(namespaces, places, strict=True))
-
-    def parse(raw: dict[str, Any], _: str) -> Tool:
-        namespace, where = next(known)
-        tool, form = _parse_tool(raw, where)
-        if namespace is not None:
-            form = evolve(form, namespace=namespace)
-            tool = evolve(tool, name=_join_name(namespace, tool.name))
-        if form != CallForm(name=tool.name):
-            forms[tool.name] = form
-        return tool
-
-    tools = parse_tool_list(flat, name, parse)
-    return Offer(tools=tools, forms=forms)
+    tools: list[Tool] = []
+    for each, place in objects_of(value, name):
+        namespace, offered = None, [(each, place)]
+        if each.get("type") == "namespace":
+            namespace = required_text(each, "name", place)
+            offered = objects_of(each.get("tools"), f"{place}.tools")
+        for raw, where in offered:
+            tool, form = _parse_tool(raw, where)
+            if namespace is not None:
+                form = evolve(form, namespace=namespace)
+                tool = evolve(tool, name=_join_name(namespace, tool.name))
+            if form != CallForm(name=tool.name):
+                forms[tool.name] = form
+            tools.append(tool)
+    return Offer(tools=require_distinct(tools), forms=forms)
 
 
 def _parse_tool(raw: dict[str, Any], where: str) -> tuple[Tool, CallForm]:

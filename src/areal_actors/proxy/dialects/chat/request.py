@@ -189,7 +189,7 @@ def parse_tools(value: Any, param: str = "tools") -> Offer:
     """
     forms: dict[str, CallForm] = {}
     tools: list[Tool] = []
-    for raw, at in objects_of(value or [], param):
+    for raw, at in objects_of([] if value is None else value, param):
         kind = "function" if raw.get("type") is None else raw["type"]
         if kind not in ("function", "custom"):
             raise refuse_tool(raw, at, "functions and custom tools")

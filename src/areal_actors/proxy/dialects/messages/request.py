@@ -242,7 +242,7 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         UnsupportedParameter: a tool that Anthropic's servers run, or of an unknown type.
     """
     tools: list[Tool] = []
-    for raw, where in objects_of(value or [], param):
+    for raw, where in objects_of([] if value is None else value, param):
         typed = find_typed_tool(ANTHROPIC_TOOLS, raw)
         if typed is not None:
             tools.append(typed.create_function(raw, where))

@@ -15,9 +15,8 @@ agent, gives access to the model only: an agent must not be able to reward its o
 
 Several services may stand behind one entry point. Every token that the service ``a`` issues begins with ``a.``: its
 sessions are called ``task-7-a.<token>`` and opened by ``sk-a.<token>``, so that the entry point can read the service
-off either, without a table that could be lost. In the same way the tokens of a service's second process end with
-``.1``, and those of its third with ``.2``. Name and number are not secret and prove nothing: the session manager
-compares the whole key.
+off either, without a table that could be lost. The name is not secret and proves nothing: the session manager compares
+the whole key.
 """
 
 from __future__ import annotations
@@ -309,21 +308,18 @@ class SessionStore:
     def for_log(self, credential: Credential, now: float) -> Session:
         """Return the session that ``credential`` opens for completions, as long as it accepts rewards.
 
-        The completion key is enough, because logging does not change a reward. Raises ``SessionEnded`` after the grace
-        period, and the errors of ``resolve``.
+        The completion key is enough, because logging does not change a reward. Raises as ``for_reward``.
         """
-        session = self.resolve(credential)
-        if session.ended_at is not None and self.is_settled(session, now):
-            raise SessionEnded(f"Session {session.id} ended {_age(session.ended_at, now)} ago; log before it ends.")
-        session.last_used_at = now
-        return session
+        return self._unsettled(self.resolve(credential), now)
 
     def for_reward(self, credential: Credential, now: float) -> Session:
         """Return the session that ``credential`` may reward, live or in its grace period, and mark it as used.
 
         Raises ``SessionEnded`` after the grace period, and the errors of ``resolve_control``.
         """
-        session = self.resolve_control(credential)
+        return self._unsettled(self.resolve_control(credential), now)
+
+    def _unsettled(self, session: Session, now: float) -> Session:
         if session.ended_at is not None and self.is_settled(session, now):
             raise SessionEnded(
                 f"Session {session.id} ended {_age(session.ended_at, now)} ago and takes rewards for "

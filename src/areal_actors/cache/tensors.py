@@ -333,21 +333,18 @@ def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
     yield from _value_complaints(columns, trained)
 
 
+_POSSIBLE: Mapping[str, Callable[[Array], Array]] = {
+    "temperatures": lambda values: (values == -1) | ((values >= 0) & np.isfinite(values)),
+    "top_ps": lambda values: (values > 0) & (values <= 1),
+    "top_ks": lambda values: values >= 0,
+    "min_ps": lambda values: (values >= 0) & (values <= 1),
+}
+"""Which values of sampling tensors a token can have been sampled with."""
+
+
 def _value_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:
-    for name in _SAMPLING:
-        if name not in columns:
-            continue
-        values = columns[name][trained]
-        match name:
-            case "temperatures":
-                is_possible = (values == -1) | ((values >= 0) & np.isfinite(values))
-            case "top_ps":
-                is_possible = (values > 0) & (values <= 1)
-            case "top_ks":
-                is_possible = values >= 0
-            case _:
-                is_possible = (values >= 0) & (values <= 1)
-        if not is_possible.all():
+    for name, is_possible in _POSSIBLE.items():
+        if name in columns and not is_possible(columns[name][trained]).all():
             yield f"a trained token cannot have been sampled with its {name}."
     if not np.isfinite(columns.get("returns", np.zeros(1))).all():
         yield "returns are not finite."

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, Self, TypeGuard, cast
+from typing import Any, ClassVar, Protocol, Self
 
 from attrs import evolve, field, frozen
 
@@ -169,42 +169,26 @@ class Dialect(ABC):
         )
 
 
+_Growing = TextDelta | ReasoningDelta | ToolArgumentsDelta
+
+
 def join_items(items: Iterable[StreamItem]) -> list[StreamItem]:
     """Return the items of a stream with deltas joined that continue each other.
 
     Tokens that were sampled between them come before the joined delta, as they come before the delta with their text.
     """
     joined: list[StreamItem] = []
-    place, texts = -1, [""]  # of the delta that may be continued
+    place = -1  # of the delta that may be continued
     for item in items:
-        if isinstance(item, SampledTokens):
-            joined.append(item)
-            continue
-        if place >= 0 and _continues(item, joined[place]):
-            joined.append(joined.pop(place))
-            texts.append(item.text)
+        earlier = joined[place] if place >= 0 else None
+        if isinstance(item, _Growing) and isinstance(earlier, _Growing) and evolve(earlier, text=item.text) == item:
+            del joined[place]
+            joined.append(evolve(item, text=earlier.text + item.text))
         else:
-            _join_texts(joined, place, texts)
             joined.append(item)
-            texts = [getattr(item, "text", "")]
-        place = len(joined) - 1
-    _join_texts(joined, place, texts)
+        if not isinstance(item, SampledTokens):
+            place = len(joined) - 1
     return joined
-
-
-def _join_texts(items: list[StreamItem], place: int, texts: Sequence[str]) -> None:
-    if len(texts) > 1:
-        items[place] = evolve(cast("TextDelta", items[place]), text="".join(texts))
-
-
-def _continues(later: StreamItem, earlier: StreamItem) -> TypeGuard[TextDelta | ReasoningDelta | ToolArgumentsDelta]:
-    if isinstance(later, ToolArgumentsDelta):
-        return isinstance(earlier, ToolArgumentsDelta) and (earlier.index, earlier.choice) == (
-            later.index,
-            later.choice,
-        )
-    is_same = isinstance(later, TextDelta | ReasoningDelta) and type(earlier) is type(later)
-    return is_same and cast("TextDelta", earlier).choice == cast("TextDelta", later).choice
 
 
 def create_abort_error() -> Unavailable:

@@ -92,7 +92,7 @@ _MAX_DIGITS = 4
 class CompletionEndpoint:
     """The completion route of one dialect."""
 
-    dialect: Dialect[Parsed]
+    dialect: Dialect
     sessions: Ref[Sessions]
     authenticator: Authenticator
     selection: ModelSelection
@@ -477,7 +477,7 @@ def create_app(
     meter = Meter()
     honours_store = {"chat/completions": config.honour_store.chat, "responses": config.honour_store.responses}
     dialects = {
-        route.operation: route.dialect(
+        route.operation: route(
             model=model,
             token_bytes=token_bytes,
             default_max_tokens=config.default_max_tokens,

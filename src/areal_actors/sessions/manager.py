@@ -316,7 +316,7 @@ class SessionManager(Actor[Sessions]):
     async def end(self, message: EndSession) -> SessionClosed:
         """Set the final reward if there is one, and refuse completions from now on. Ending twice is harmless."""
         credential = message.credential
-        session = self._store.resolve_control(credential, is_capability=credential.is_capability)
+        session = self._store.resolve_control(credential)
         extras = self._extras[session.id]
         if message.final_reward is not None:
             self._for_reward(message.credential)
@@ -359,7 +359,7 @@ class SessionManager(Actor[Sessions]):
     async def log(self, message: LogNumbers) -> None:
         """Store named numbers with the session."""
         credential = message.credential
-        session = self._store.for_log(credential, anyio.current_time(), is_capability=credential.is_capability)
+        session = self._store.for_log(credential, anyio.current_time())
         session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @CheckCredential.handler
@@ -444,10 +444,10 @@ class SessionManager(Actor[Sessions]):
         return self._store.get(session).tree
 
     def _for_reward(self, credential: Credential) -> Session:
-        return self._store.for_reward(credential, anyio.current_time(), is_capability=credential.is_capability)
+        return self._store.for_reward(credential, anyio.current_time())
 
     def _resolve(self, credential: Credential) -> Session:
-        return self._store.resolve(credential, is_capability=credential.is_capability)
+        return self._store.resolve(credential)
 
     async def _settle(self, session: SessionId) -> None:
         """Return the permit that was claimed for this session alone, if there is one."""
@@ -572,7 +572,7 @@ class SessionManager(Actor[Sessions]):
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
         """Return the length of the prompt, without recording anything."""
-        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        session = self._store.resolve(message.credential)
         request = self._extras[session.id].in_thread(message.request)
         encoded: dict[Hashable, Any] = {}
         while True:
@@ -635,7 +635,7 @@ class SessionManager(Actor[Sessions]):
         return None, cut
 
     def _open_for(self, credential: Credential) -> Session:
-        return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
+        return self._store.for_completion(credential, anyio.current_time())
 
     def _begin(
         self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None

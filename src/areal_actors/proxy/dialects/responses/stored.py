@@ -9,12 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_actors.domain import Answer, FinishReason, InteractionId, Usage
+from areal_actors.domain import Answer, CompletionRequest, InteractionId, Usage
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.messages import StoredAnswer
-from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA, TokenBytes
-from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
-from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
+from areal_actors.proxy.dialects.base import Parsed, TokenBytes
+from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.dialects.responses.request import ECHO, ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
 
 
@@ -32,8 +31,7 @@ def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, 
     Raises:
         InvalidRequest: an id that is not that of an item of ``answers``.
     """
-    outputs = (format_output(_answer(each), has_logprobs=False, token_bytes=None) for each in answers.values())
-    items = {item["id"]: item for output in outputs for item in output}
+    items = {item["id"]: item for each in answers.values() for item in format_stored_response(each)["output"]}
     replaced: list[Any] = []
     for index, raw in enumerate(body["input"]):
         if not is_reference(raw):
@@ -59,28 +57,15 @@ _SAMPLING = ("temperature", "top_p")
 
 
 def format_stored_response(
-    stored: StoredAnswer, *, model: str, token_bytes: TokenBytes | None = None
+    stored: StoredAnswer, *, model: str = "policy", token_bytes: TokenBytes | None = None
 ) -> dict[str, Any]:
     """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
-    turn, answer = stored.interaction, _answer(stored)
-    sampling = turn.sampling
-    is_cut = answer.completion.finish is FinishReason.LENGTH
-    return {
-        "id": turn.id,
-        "object": "response",
-        "created_at": 0,
-        "status": "incomplete" if is_cut else "completed",
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "model": model,
-        "output": format_output(answer, has_logprobs=False, token_bytes=None),
-        "usage": format_usage(answer, token_bytes),
-        **ECHO,
-        "previous_response_id": turn.parent,
-        "store": turn.is_stored,
-        **({} if sampling is None else {name: getattr(sampling, name) for name in _SAMPLING}),
-    }
+    turn = stored.interaction
+    sampling = {} if turn.sampling is None else {name: getattr(turn.sampling, name) for name in _SAMPLING}
+    echo = {**ECHO, "previous_response_id": turn.parent, "store": turn.is_stored, **sampling}
+    dialect = ResponsesDialect(model=model, token_bytes=token_bytes, clock=lambda: 0.0)
+    parsed = Parsed(request=CompletionRequest(messages=()), echo=echo)
+    return dialect.format_answers(parsed, [_answer(stored)]) | {"completed_at": None}
 
 
 def _answer(stored: StoredAnswer) -> Answer:
@@ -112,24 +97,6 @@ def format_input_items(stored: StoredAnswer) -> list[dict[str, Any]]:
             named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
             items.append({"type": "function_call", **named, **state})
     return [{"id": format_item_id("in", index, tail), **item} for index, item in enumerate(items)]
-
-
-STORED_ANSWERS: Mapping[str, Schema] = {
-    "ResponseItems": one_object(
-        {
-            "object": {"const": "list"},
-            "data": list_of({"type": "object", "required": ["id", "type"]}),
-            "first_id": MAYBE_TEXT_SCHEMA,
-            "last_id": MAYBE_TEXT_SCHEMA,
-            "has_more": {"type": "boolean"},
-        },
-        additionalProperties=False,
-    ),
-    "ResponseDeleted": one_object(
-        {"id": TEXT_SCHEMA, "object": {"const": "response"}, "deleted": {"const": True}}, additionalProperties=False
-    ),
-}
-"""Schemas of answers, by the names that the OpenAPI document gives them."""
 
 
 def page_of(items: Sequence[Mapping[str, Any]], *, order: str, after: str | None, limit: int) -> dict[str, Any]:

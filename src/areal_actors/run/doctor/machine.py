@@ -29,7 +29,7 @@ from areal_actors.run.directory import require_packages
 from areal_actors.run.doctor.findings import Examination, Finding, Verdict
 from areal_actors.run.job import load_set, load_training_problems, local_teacher, prepare_agents
 from areal_actors.sandbox import create_sandbox
-from areal_actors.training.config import Activations, GangBackend, LoraConfig, OffloadTo, OptimizerName
+from areal_actors.training.config import Activations, GangBackend, LoraConfig, OptimizerName
 from areal_actors.workflows import CommandConfig, PluginWorkflow
 
 _PACKAGES = ("torch", "transformers", "anyio", "starlette", "uvicorn", "hypercorn")
@@ -287,12 +287,11 @@ def _predict(config: RunConfig, models: _Models, memory: Mapping[str, int]) -> l
     gang = config.trainer.gang
     if gang.num_processes > 1:  # whose backend decides
         trainer_device = "cpu" if gang.backend is GangBackend.GLOO else first
-    found, engine_bytes = [], 0
+    found = []
     if is_embedded:
         engine = plan_engine(models.policy, config.engine, device_type=engine_device)
         split = f"weights {_format_size(engine.weights)}, keys and values up to {_format_size(engine.cache)}"
         is_here = Role.GENERATION not in placed and engine_device in memory
-        engine_bytes = engine.total if is_here and engine_device == trainer_device else 0
         found.append(
             _Part(
                 text=f"engine {_format_size(engine.total)} ({split})",
@@ -307,18 +306,14 @@ def _predict(config: RunConfig, models: _Models, memory: Mapping[str, int]) -> l
         device_type=trainer_device,
         memory_bytes=memory.get(trainer_device, memory[first]),
         teacher=models.teacher,
-        other_bytes=engine_bytes,
         # The limit of a server is not known here, nor to the trainer.
-        max_length=config.engine.max_length if is_embedded else 0,
+        num_tokens=max(config.trainer.max_packed_tokens, config.engine.max_length if is_embedded else 0),
     )
     names = ", ".join(f"{name} {_format_size(value)}" for name, value in trainer.parts().items() if value)
     ranks = config.trainer.gang.num_processes
     each = f" for each of {ranks} processes" if ranks > 1 else ""
-    kept = str(trainer.kept)
-    if trainer.num_kept_layers:
-        kept += f", and kept by {trainer.num_kept_layers} layers if {_format_size(trainer.kept_layer_bytes)} are free"
     own = _Part(
-        text=f"trainer {_format_size(trainer.total)}{each} ({names}; activations {kept})",
+        text=f"trainer {_format_size(trainer.total)}{each} ({names}; activations {trainer.kept})",
         num_bytes=trainer.total * (ranks if trainer_device == "cpu" else 1),
         device=trainer_device,
         is_here=Role.TRAINER not in placed and trainer_device in memory,
@@ -336,15 +331,13 @@ def _advise(config: RunConfig, models: _Models, memory: Mapping[str, int], devic
     here = count(config)
     trainer = config.trainer
     fewer = max(config.engine.max_concurrent // 4, 1)
-    low_bit = evolve(trainer.optimizer, name=OptimizerName.ADAMW_8BIT, offload=OffloadTo.NONE)
+    smaller = evolve(trainer.optimizer, name=OptimizerName.ADAMW_BF16)
     options: dict[str, RunConfig] = {
         "trainer.lora.rank=16": evolve(config, trainer=evolve(trainer, lora=trainer.lora or LoraConfig())),
         "trainer.activations=recompute": evolve(config, trainer=evolve(trainer, activations=Activations.RECOMPUTE)),
-        "trainer.chunk_tokens=1024": evolve(config, trainer=evolve(trainer, chunk_tokens=1024)),
+        "trainer.optimizer.name=adamw_bf16": evolve(config, trainer=evolve(trainer, optimizer=smaller)),
         f"engine.max_concurrent={fewer}": evolve(config, engine=evolve(config.engine, max_concurrent=fewer)),
     }
-    if trainer.gang.num_processes == 1:
-        options["trainer.optimizer.name=adamw_8bit"] = evolve(config, trainer=evolve(trainer, optimizer=low_bit))
     saved = {name: here - count(changed) for name, changed in options.items()}
     # A hundredth of what is needed is less than the error of the prediction.
     best = sorted((item for item in saved.items() if item[1] > here / 100), key=lambda item: -item[1])

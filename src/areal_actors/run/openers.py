@@ -446,18 +446,19 @@ def _create_publisher(context: RoleContext, *, by: PublishBy, dtype: str) -> Pub
 def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:
     """Write the trained weights under the run's name. Blocks. Raises ``CheckpointError``."""
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-    model, adapter = policy.model, policy.adapter
-    if not policy.gang.is_alone:  # a process of a gang holds only a shard
+    if policy.gang.is_alone:
+        model, state, adapter = policy.model, policy.state_dict(), policy.adapter
+    else:  # a process of a gang holds only a shard
         from areal_actors.training.stored_checkpoints import find_checkpoint
 
         # Training ends with one.
-        model, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
+        model, state, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
     lora = config.trainer.lora
     if adapter is not None and lora is not None and not lora.exports_merged:
         adapter.save(directory.adapter)
         _log.info("adapter_saved", path=str(directory.adapter))
         return
-    save_weights(model, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
+    save_weights(model, state, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
     _log.info("model_saved", model=directory.model, path=str(directory.weights))
 
 

@@ -230,7 +230,7 @@ def _missing_bytes(module: torch.nn.Module) -> int:
 def require_room(model: Any, config: TrainerConfig, *, dtype: torch.dtype, max_length: int | None) -> None:
     """Raise ``ConfigError`` if a row of ``max_length`` tokens surely needs more memory in training than its device has.
 
-    ``model`` has its adapter, if it trains one, and may be on the meta device: its weights are read by a gang later.
+    ``model`` has its adapter, if it trains one, and may be on the meta device, as on ranks that get weights later.
     """
     if max_length is None:
         return

@@ -20,7 +20,6 @@ from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import score_pack
 from areal_actors.training.gang import Gang
 from areal_actors.training.layers import decoder_layers, decoder_of
-from areal_actors.training.loading import first_layers, source_of, streamed
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.router_replay import require_replayable
@@ -38,19 +37,11 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
     """Check that ``model`` can be trained with ``configs``, those of all phases; make it attend by plan if it can.
 
     Returns the length of rows beyond which their log-probabilities would depend on other rows; ``None`` without one.
-    Of a model whose weights are in files, only the first layers are read and checked. A model on the meta device is not
-    checked otherwise: it belongs to a rank that gets its weights from the first one, which checks them. Raises
-    ``ConfigError`` and ``ModelError`` as the functions below.
+    A model on the meta device is not checked: it belongs to a rank that gets its weights from the first one, which
+    checks them. Raises ``ConfigError`` and ``ModelError`` as the functions below.
     """
-    if source_of(model) is not None:
-        with first_layers(model), streamed(model):
-            return _require_supported(model, configs, max_length=max_length)
-    if model.device.type != "meta":
-        return _require_supported(model, configs, max_length=max_length)
-    return None
-
-
-def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
+    if model.device.type == "meta":
+        return None
     try:
         return _check(model, configs, max_length=max_length)
     except ArealError:

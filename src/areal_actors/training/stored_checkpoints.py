@@ -29,6 +29,7 @@ from torch import Tensor
 
 from areal_actors.domain import DataPosition
 from areal_actors.errors import CheckpointError
+from areal_actors.lib.checkpoint_tensors import LazyTensors
 from areal_actors.lib.file_digests import find_damage
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.training.directories import REPLACED
@@ -96,7 +97,7 @@ class _Piece:
         return self.first + self.shape[0]
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class StoredTensors(LazyTensors):
     """Tensors in ``files``, whole or in shards, which are read each time that they are asked for.
 
     They are whole and on the CPU, unless ``like`` returns a sharded tensor of the same shape: then only this rank's
@@ -106,7 +107,7 @@ class StoredTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, files: Sequence[Path], like: Callable[[str], Tensor | None] | None) -> None:
-        self._like = like
+        self._placed = like
         self._pieces: dict[str, list[_Piece]] = {}
         for path in files:
             with _reading(path):
@@ -123,13 +124,14 @@ class StoredTensors(Mapping[str, Tensor]):
         last = self._pieces[name][-1]
         return torch.Size((last.end, *last.shape[1:]) if last.shape else ())
 
-    def digest(self) -> str:
-        """Return a hash of the names and shapes: a step has one checkpoint, and its document has the sizes."""
-        return sha256(repr([(name, tuple(self.shape(name))) for name in self]).encode()).hexdigest()
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without numbers, of the shape and the kind of the whole one."""
+        some = self.rows(name, 0, 0)
+        return torch.empty(self.shape(name), dtype=some.dtype, device="meta")
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self._pieces[name]
-        if self._like is not None and (like := self._like(name)) is not None:
+        if self._placed is not None and (like := self._placed(name)) is not None:
             from torch.distributed.tensor import DTensor
 
             from areal_actors.training.sharding import first_row, local_part, with_local_part

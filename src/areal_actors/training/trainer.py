@@ -31,7 +31,6 @@ from areal_actors.training.config import ROUNDING_NATS, Centre, KlPlace, Layout,
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import guarded
-from areal_actors.training.loading import streamed
 from areal_actors.training.memory import release_free_memory
 from areal_actors.training.model_checks import attention_window
 from areal_actors.training.objective import Objective, TokenSums, create_phase_objective, required_scores
@@ -334,8 +333,7 @@ class PolicyTrainer(TrainedPolicy):
         packs = self._pack(rows, [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens])
         if not replays:
             packs = [evolve(pack, routed_experts=None) for pack in packs]
-        with streamed(scorer.model):
-            scored = self._passes.score(scorer, packs)
+        scored = self._passes.score(scorer, packs)
         for pack, found in zip(packs, scored, strict=True):
             if watch is not None:
                 watch.note(rows, pack.rows, found.raw_logprobs, found.logprobs)

@@ -38,7 +38,6 @@ from torch import Tensor
 
 from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.lib.atomic_write import partial_path, sync_path
-from areal_actors.lib.file_digests import digest_files
 from areal_actors.training.directories import atomic_directory, sweep, write_tensors
 from areal_actors.training.gang import Gang
 from areal_actors.training.sharding import Rows
@@ -49,6 +48,7 @@ from areal_actors.training.stored_checkpoints import (
     OFFSETS,
     Checkpoint,
     digest_document,
+    digest_file,
     find_checkpoints,
     find_lineage,
 )
@@ -123,8 +123,7 @@ def save_checkpoint(
                 "ranks need one file system; set the run directory to a shared one."
             )
         # Shards are hashed by the ranks that wrote them.
-        digests = digest_files(partial, sizes.keys() - written.keys())
-        digests |= {name: digest for name, (_, digest) in written.items()}
+        digests = {name: written[name][1] if name in written else digest_file(partial / name) for name in sizes}
         checkpoint = Checkpoint(
             path=path,
             step=step,
@@ -185,7 +184,7 @@ def _write_shards(
             write_tensors(partial / names[index], {name: rows.part for name, rows in own.items()}, metadata=metadata)
             # The first rank may be on another machine, and cannot do this.
             sync_path(partial / names[index])
-            digest = digest_files(partial, [names[index]])[names[index]]
+            digest = digest_file(partial / names[index])
             words = [int(digest[start : start + _WORD_DIGITS], 16) for start in range(0, len(digest), _WORD_DIGITS)]
             found_here[index] = [(partial / names[index]).stat().st_size, *words]
     # One rank has each row, and the others zeros there, so that the sum is exact.

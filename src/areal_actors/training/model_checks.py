@@ -56,7 +56,7 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
 
 def _check(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
     require_plain_head(model)
-    limit = require_fixed_rotation(model, max_length=max_length)
+    limit = require_fixed_rotation(model.config, max_length=max_length)
     plan_attention(model)
     if any(config.layout is Layout.TREE for config in configs):
         require_tree_support(model, max_length=max_length)

@@ -434,13 +434,17 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer) -> Publish
 
 def _create_publisher(context: RoleContext, *, by: PublishBy, dtype: str) -> Publisher:
     """Create a publisher for engines in ``dtype``, to which it converts the weights as the engine itself would."""
-    from areal_actors.training.publication import AdapterPublisher, create_publisher
+    import torch
+
+    from areal_actors.training.publication import AdapterPublisher, DiskPublisher, MemoryPublisher
 
     config, root = context.config, context.directory.published
     num_kept = config.trainer.publish_keep
     if config.serves_adapters:
         return AdapterPublisher(root=root, base=resolve_model(config.model).path, num_kept=num_kept)
-    return create_publisher(by, root=root, dtype=dtype, num_kept=num_kept)
+    if by is PublishBy.MEMORY:
+        return MemoryPublisher()
+    return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)
 
 
 def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:

@@ -389,15 +389,6 @@ def test_unknown_agent_mode_is_refused(write):
         load_config(write(rollout=MINIMAL["rollout"] | {"openai": {"mode": "subprocss"}}))
 
 
-def test_several_proxies_with_placed_sessions_are_refused():
-    """Requests to the other proxies would hang, so they are refused with what to set; placed proxies reach sessions."""
-    settings = MINIMAL | {"proxy": {"num_processes": 3}}
-    with pytest.raises(ConfigError, match=r"scheduler roles.sessions places .* set roles.proxy.replicas: 3, too"):
-        create_config(settings | {"scheduler": {"roles": {"sessions": {}}}})
-    for roles in ({}, {"generation": {}}, {"sessions": {}, "proxy": {"replicas": 3}}):
-        assert 3 == create_config(settings | {"scheduler": {"roles": roles}}).proxy.num_processes
-
-
 def test_slurm_without_placed_roles_is_refused():
     """Otherwise everything would run on the login node, without a word."""
     with pytest.raises(ConfigError, match=r"scheduler type is slurm, and no role is placed"):

@@ -62,7 +62,6 @@ from areal_actors.run.inference import (
     spawn_generation,
     spawn_proxy,
     spawn_session_actors,
-    spawn_shard,
 )
 from areal_actors.run.job import (
     Job,
@@ -76,7 +75,6 @@ from areal_actors.run.loop import train
 from areal_actors.run.plan import REPLICA, Finder
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
-from areal_actors.sessions.shards import open_shard_journals, shard_journal
 from areal_actors.training.config import PublishBy
 from areal_actors.workflows import EpisodeEngine, RolloutWorkflow
 
@@ -170,10 +168,7 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[OpenRole]:
 async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
     """Open the actors that share the journal of a service, or that of the groups of a dataset."""
     config, spec, find = context.config, context.spec, context.find
-    # Placed proxies have no sessions: all are in this process.
-    is_spread = {Role.PROXY, Role.SESSIONS} <= set(spec.local_roles)
-    proxy = config.proxy if is_spread else evolve(config.proxy, num_processes=1)
-    settings = settings_of(config, proxy=proxy, intake=config.intake if spec.has_intake else None)
+    settings = settings_of(config, proxy=config.proxy, intake=config.intake if spec.has_intake else None)
     async with AsyncExitStack() as stack:
         # Until then, engines may have the weights of an earlier attempt. The trainer has loaded the model by then, so a
         # start that fails because of its settings leaves no journal.
@@ -186,13 +181,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
         if spec.has_rollouts and not spec.has_intake and config.journal.enabled:
             group_journal, restored_queue = await _open_group_journal(context, stack)
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-        open_shards = partial(
-            open_shard_journals,
-            config.journal.path or context.directory.journal,
-            config.journal,
-            num_processes=proxy.num_processes,
-            is_kept=journal is not None,
-        )
         generation = await find(Generation, "generation")
         warn_of_length(config, (await generation.ask(DescribeEngine())).info.context_length)
         opened = await spawn_session_actors(
@@ -204,7 +192,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
             start=spec.start,
             progress=await find(Progress, "progress"),
             journal=journal,
-            open_shards=open_shards,
             group_journal=group_journal,
             restored_queue=restored_queue,
             is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
@@ -255,7 +242,7 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
     find, spec = context.find, context.spec
     proxy_config = context.config.proxy
     if spec.admin_key is not None:
-        # The controller, or the router of the service, listens at the configured address, and forwards requests.
+        # The controller listens at the configured address, and forwards requests.
         proxy_config = evolve(proxy_config, admin_key=spec.admin_key, port=0, public_host=None)
     actors = SessionActors(
         sessions=await find(Sessions, "sessions"),
@@ -266,37 +253,16 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
     )
     config = settings_of(context.config, proxy=proxy_config, intake=None)
     generation = await find(Generation, "generation")
-    async with AsyncExitStack() as stack:
-        opened: dict[str, Ref[Any]] = {}
-        if spec.process is not None and spec.process.number:
-            path = shard_journal(context.config.journal.path or context.directory.journal, spec.process.number)
-            # Without a journal of the service it is removed before the next start, and may be anywhere.
-            is_kept = spec.has_intake and context.config.journal.enabled
-            settings = evolve(context.config.journal, allow_shared=context.config.journal.allow_shared or not is_kept)
-            journal = await stack.enter_async_context(SqliteJournal.open(path, settings))
-            system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-            actors = await spawn_shard(
-                system,
-                config,
-                actors,
-                renderer=context.renderer,
-                generation=generation,
-                journal=journal,
-                process=spec.process.number,
-            )
-            opened["sessions"] = actors.sessions
-        else:
-            system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-        opened["proxy"] = serving = await spawn_proxy(
+    async with ActorSystem.open(name=context.name) as system:
+        serving = await spawn_proxy(
             system,
             config,
             actors,
             renderer=context.renderer,
             generation=generation,
             read_run=partial(read_gauges, context.directory),
-            process=spec.process,
         )
-        yield OpenRole(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))
+        yield OpenRole(actors={"proxy": serving}, endpoint=await serving.ask(DescribeEndpoint()))
 
 
 # ---------------------------------------------------------------------------------------------------- training

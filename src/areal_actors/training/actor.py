@@ -386,9 +386,9 @@ class TrainerActor(Actor[Training]):
 
     async def _report_rows(self, batch: Lease, recorder: RowRecorder) -> None:
         step, every = self.version, self.plan.rows_every_steps
-        if batch.id >= 0:  # what is imitated has no advantage
+        if batch.id >= 0:  # not a batch to imitate
             tasks = tuple(group.problem.task for group in batch.groups)
-            await self._tell(GroupsTrained(step=step, rows=recorder.advantages(), tasks=tasks))
+            await self._tell(GroupsTrained(step=step, tasks=tasks))
         if every and step % every == 0:
             await self._tell(RowsTrained(step=step, rows=recorder.rows()))
 

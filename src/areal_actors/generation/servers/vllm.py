@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from anyio import to_thread
@@ -34,7 +34,6 @@ from attrs import field, frozen
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.errors import EngineError, ModelError, UnsupportedParameter
 from areal_actors.generation.lark import format_lark
-from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import (
     LOGITS_SETTINGS,
@@ -91,6 +90,7 @@ class VllmDialect:
 
     added_tokens: Mapping[str, int] = field(factory=dict)
     stream_interval: int = 1
+    adapter_root: ClassVar[str] = "/v1"
 
     @property
     def name(self) -> str:
@@ -240,26 +240,6 @@ class VllmDialect:
         # Running requests compute their keys and values again. Without this, log-probabilities are off by up to 3.5.
         await post_command(client, "/reset_prefix_cache?reset_running_requests=true")
         await post_command(client, "/update_weight_version", {"new_version": version})
-
-    def explain_adapters(self, slots: AdapterSlots) -> str:
-        """Return how to start a server; see ``AdapterDialect.explain_adapters``."""
-        return (
-            f"Start vLLM with --enable-lora --max-lora-rank {slots.rank} (or the next rank that it supports) "
-            "--max-loras 2, and with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment."
-        )
-
-    async def list_adapters(self, client: httpx.AsyncClient) -> frozenset[str]:
-        """Return the names of adapters; see ``AdapterDialect.list_adapters``."""
-        return await list_models(client, software="vLLM")
-
-    async def load_adapter(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
-        """Load an adapter; see ``AdapterDialect.load_adapter``."""
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
-        await post_adapter(client, "/v1/load_lora_adapter", body)
-
-    async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
-        await post_adapter(client, "/v1/unload_lora_adapter", {"lora_name": name})
 
 
 # ------------------------------------------------------------------------------------------------ who it is

@@ -374,7 +374,7 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     ``all-linear`` leaves out gates and routers, which have fewer outputs than a head of the attention: one for a shared
     expert, or one for each expert or head. Servers have no adapters for them, and there is little to adapt.
 
-    Raises ``ConfigError`` for unknown ones, and if the rank exceeds a dimension of a target, which has no more freedom.
+    Raises ``ConfigError`` for unknown ones.
     """
     linear = _find_linear(model)
     stacked = {
@@ -410,14 +410,6 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {
         name: shape for name, shape in stacked.items() if any(_is_among(x, [name]) for x in config.target_parameters)
     }
-    small = {name: shape[-2:] for name, shape in shapes.items() if min(shape[-2:]) < config.rank}
-    if small:
-        name, shape = min(small.items(), key=lambda item: min(item[1]))
-        raise ConfigError(
-            f"trainer.lora.rank: {config.rank} is more than the smaller dimension of {name}, {shape[0]} by {shape[1]} "
-            f"({len(small)} of {len(shapes)} targets are too small); set it to {min(shape)} or less, or name larger "
-            "target_modules."
-        )
     return shapes
 
 
@@ -440,12 +432,6 @@ def _explain_unknown(model: Any, setting: str, wanted: str, known: Sequence[str]
     close = get_close_matches(wanted, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     listed = ", ".join(known[:_MAX_NAMED]) or "none"
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    if any(module in ends for name, module in model.named_modules() if _is_among(wanted, [name])):
-        return (
-            f"trainer.lora.{setting}: {wanted!r} is an embedding or the output head of {type(model).__name__}, which "
-            f"cannot have an adapter; take some of {listed}."
-        )
     return f"trainer.lora.{setting}: {type(model).__name__} has no {wanted!r} to adapt{hint} It has {listed}."
 
 

@@ -27,7 +27,6 @@ from areal_actors.domain import (
     TurnEnded,
 )
 from areal_actors.kernel import Message, Ref, StreamMessage
-from areal_actors.lib.tracing import TraceContext
 
 
 class Sessions:
@@ -144,8 +143,8 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
-    trace: TraceContext | None = None
-    """The span of which the sessions record children."""
+    traceparent: str | None = None
+    """The span of the request, if it is traced (W3C)."""
 
 
 @frozen(kw_only=True)
@@ -158,18 +157,7 @@ class StreamComplete(StreamMessage[Sessions, StreamItem]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
-    trace: TraceContext | None = None
-
-
-@frozen(kw_only=True)
-class NoteRefusal(Message[Sessions, None]):
-    """Remember that a request was refused before it began, as by a quota, and that its client will send it again.
-
-    Its retry is then sampled, and not given the answer of an equal request that was sent in parallel.
-    """
-
-    credential: Credential
-    attempt: Attempt
+    traceparent: str | None = None
 
 
 @frozen(kw_only=True)
@@ -203,13 +191,11 @@ class DescribeAnswer(Message[Sessions, StoredAnswer]):
 class HideAnswer(Message[Sessions, InteractionId]):
     """Hide an answer from ``DescribeAnswer``, and raise as it does. Hidden answers are continued and trained as others.
 
-    Without ``is_trained``, it is withheld from training, because no client has received it. This is not written to the
-    journal: an answer is visible again after a restart.
+    This is not written to the journal: an answer is visible again after a restart.
     """
 
     credential: Credential
     interaction: InteractionId
-    is_trained: bool = True
 
 
 @frozen(kw_only=True)

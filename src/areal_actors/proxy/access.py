@@ -20,16 +20,15 @@ from __future__ import annotations
 import hmac
 import math
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
 from areal_actors.domain import (
     Answer,
-    Attempt,
     Credential,
     Delta,
     IssuedKey,
@@ -38,7 +37,7 @@ from areal_actors.domain import (
     is_model_identifier,
 )
 from areal_actors.domain.accounts import digest_of, is_user_key
-from areal_actors.errors import NotFound, QuotaExceeded, Unauthorized
+from areal_actors.errors import NotFound, Unauthorized
 from areal_actors.kernel import Ref
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.messages import (
@@ -52,7 +51,6 @@ from areal_actors.messages import (
     ListModels,
     ModelInUse,
     Models,
-    NoteRefusal,
     OpenSession,
     SessionOpened,
     SessionOwner,
@@ -60,7 +58,6 @@ from areal_actors.messages import (
     TokensSampled,
     UseModel,
 )
-from areal_actors.proxy.failures import PATIENCE_SECONDS
 
 _FORGET_SECONDS = 5.0
 _NO_KEYS_SECONDS = 1.0
@@ -138,17 +135,12 @@ class RequestUsage:
     def count(self, item: Any) -> None:
         """Count the tokens of a stream's item. A stream that is cut counts one token per delta."""
         if isinstance(item, Answer):
-            # The first caller that received a repeated answer has paid for it.
+            # The caller for whom an answer was sampled has paid for it.
             self.num_tokens += 0 if item.is_repeated else len(item.completion.token_ids)
             # The finished answer has the exact count, which replaces the estimate of one token per delta.
             self.num_deltas = 0
         elif isinstance(item, Delta):
             self.num_deltas += 1
-
-    def count_all(self, items: Iterable[Any]) -> None:
-        """Count the tokens of several items, or of finished answers."""
-        for item in items:
-            self.count(item)
 
     @property
     def num_used(self) -> int:
@@ -253,16 +245,6 @@ class UserAccess:
                 finally:
                     if temporary is not None:
                         await self.sessions.tell(ForgetSession(session=temporary.session))
-
-    async def note_refusal(self, credential: Credential, attempt: Attempt | None, error: QuotaExceeded) -> None:
-        """Tell the sessions of a request that a quota refused and that its client will send again."""
-        if is_user_key(credential.key):
-            # The session was found to be the user's before the quota was checked.
-            credential = evolve(credential, key=None, is_capability=True)
-        has_session = credential.session is not None or credential.key is not None
-        is_sent_again = (error.retry_after_seconds or 0.0) <= PATIENCE_SECONDS
-        if attempt is not None and has_session and is_sent_again:
-            await self.sessions.tell(NoteRefusal(credential=credential, attempt=attempt))
 
     async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
         """Return the user's name and the session's credential, which is ``None`` for a user's key without a session."""

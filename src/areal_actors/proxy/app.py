@@ -6,17 +6,14 @@ asks actors for everything. ``actor`` serves it on a socket, and any other ASGI 
 
 from __future__ import annotations
 
-import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
-from functools import partial
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AsyncExitStack
 from hashlib import blake2b
 from time import perf_counter
 from typing import Any
 
-import anyio
 from attrs import evolve, field, frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -24,10 +21,9 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, Credential, InteractionId, StreamItem
-from areal_actors.errors import ArealError, InvalidRequest, QuotaExceeded
-from areal_actors.kernel import Ref, Stream
-from areal_actors.lib.exact_json import dump_json
+from areal_actors.domain import AnswerStarted, Attempt, Credential
+from areal_actors.errors import InvalidRequest
+from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -35,7 +31,6 @@ from areal_actors.messages import (
     CountTokens,
     Exports,
     Generation,
-    HideAnswer,
     Intake,
     Models,
     Sessions,
@@ -52,7 +47,7 @@ from areal_actors.proxy.access import (
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects import ROUTES
-from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes, join_items
+from areal_actors.proxy.dialects.base import Dialect, Parsed, TokenBytes
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.fields import parse_object
@@ -65,7 +60,6 @@ from areal_actors.proxy.exchange import (
     Operation,
     Operations,
     Traffic,
-    path_of,
 )
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
@@ -81,10 +75,6 @@ Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]
 _RETRY_COUNT = b"x-stainless-retry-count"
 _IDEMPOTENCY_KEY = b"idempotency-key"
 _MAX_KEY = 255
-_MAX_GATHERED = 64
-"""Items of a stream that wait to be sent together."""
-_INTERVAL_PER_STREAM_MS = 2
-_MAX_INTERVAL_MS = 25
 _MAX_DIGITS = 4
 
 
@@ -101,8 +91,6 @@ class CompletionEndpoint:
     access: UserAccess
     resolve: Resolve | None = None
     """Replaces references to stored items in a body, for a dialect that has them."""
-    streams: set[Exchange] = field(factory=set)
-    """The streams whose text is being sent, of all routes of the application."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
@@ -118,11 +106,7 @@ class CompletionEndpoint:
             await self._respond(exchange, credential, attempt, parsed, model=chosen)
             return
         async with AsyncExitStack() as stack:
-            try:
-                usage = await stack.enter_async_context(self.access.admit(credential))
-            except QuotaExceeded as error:
-                await self.access.note_refusal(credential, attempt, error)
-                raise
+            usage = await stack.enter_async_context(self.access.admit(credential))
             await self._respond(exchange, usage.credential, attempt, parsed, usage, model=chosen)
 
     async def _respond(
@@ -160,31 +144,19 @@ class CompletionEndpoint:
         """Have the sessions answer the parsed request, as a stream or in one document."""
         if parsed.is_stream:
             message = StreamComplete(
-                credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
+                credential=credential, request=parsed.request, attempt=attempt, traceparent=exchange.traceparent
             )
             await self._stream(exchange, message, parsed, usage)
         else:
             asked = Complete(
-                credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
+                credential=credential, request=parsed.request, attempt=attempt, traceparent=exchange.traceparent
             )
             async with exchange.cut_on_disconnect():
                 answers = await self.sessions.ask(asked)
             if usage is not None:
-                usage.count_all(answers)
-            try:
-                document = dump_json(self.dialect.format_answers(parsed, answers))
-            except Exception:
-                await self._withhold(credential, [answer.interaction for answer in answers])
-                raise
-            await exchange.send_document(200, document)
-
-    async def _withhold(self, credential: Credential, interactions: Sequence[InteractionId]) -> None:
-        """Keep answers from training that the client does not receive, because they could not be formatted."""
-        for interaction in interactions:
-            # The failure to format is the error to report. One that has not been completed is never trained.
-            with suppress(ArealError):
-                hidden = HideAnswer(credential=credential, interaction=interaction, is_trained=False)
-                await self.sessions.ask(hidden)
+                for answer in answers:
+                    usage.count(answer)
+            await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
 
     async def _stream(
         self, exchange: Exchange, message: StreamComplete, parsed: Parsed, usage: RequestUsage | None
@@ -193,89 +165,29 @@ class CompletionEndpoint:
 
         The status is sent with the first event, so that a failure before that has its own status code.
         """
-        formatter = _WatchedStream(self.dialect.open_stream(parsed))
+        formatter = self.dialect.open_stream(parsed)
         # The events that announce an answer wait for its first token. Until then the engine can still refuse it, and
         # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
-        announced = b""
+        announced, is_waiting = b"", True
         exchange.fail_stream = lambda failure: announced + formatter.fail(failure)
         exchange.keep_alive = self.dialect.keep_alive
-
-        async def pump() -> None:
-            nonlocal announced
-            is_waiting, sent_at = True, -math.inf
-            async with self.sessions.stream(message, buffer_size=_MAX_GATHERED) as items:
-                while batch := await self._next_items(items, sent_at):
-                    if usage is not None:
-                        usage.count_all(batch)
-                    events = b""
-                    for item in join_items(batch):
-                        if isinstance(item, AnswerStarted):
-                            announced += formatter.feed(item)
-                            continue
-                        if is_waiting:
-                            is_waiting = False
-                            self.streams.add(exchange)
-                            seconds = perf_counter() - exchange.started_at
-                            self.meter.first_token_seconds.labels(exchange.operation).observe(seconds)
-                        events, announced = events + announced + formatter.feed(item), b""
-                    if events:
-                        sent_at = anyio.current_time()
-                        await exchange.send_events(events)
-
-        try:
-            async with exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds):
-                await pump()
-            last = formatter.finish()
-        except Exception:
-            # The session may be ahead of the proxy, and have completed the answer.
-            if formatter.has_failed:
-                await self._withhold(message.credential, formatter.interactions)
-            raise
-        finally:
-            self.streams.discard(exchange)
-        await exchange.send_events(announced + last, is_last=True)
-
-    async def _next_items(self, items: AsyncIterator[StreamItem], sent_at: float) -> Sequence[StreamItem]:
-        """Return the items of a stream that are sent together, after others were sent at this time; none at its end."""
-        milliseconds = self.config.stream_interval_ms
-        if milliseconds is None:
-            # An event costs as much however long its text is. A few streams are sent as they come; the more there are,
-            # the more they would take from each other.
-            milliseconds = min(_INTERVAL_PER_STREAM_MS * (len(self.streams) - 1), _MAX_INTERVAL_MS)
-        # The streams of actors in the agent's own process have no buffer, and no network to save.
-        if milliseconds > 0 and isinstance(items, Stream):
-            gathered: Sequence[StreamItem] = await items.gather(sent_at + milliseconds / 1000)
-            if gathered:
-                return gathered
-        async for item in items:
-            return (item,)
-        return ()
-
-
-class _WatchedStream:
-    """The formatter of a stream, the interactions of its answers, and whether it has raised an exception."""
-
-    def __init__(self, formatter: AnswerStream) -> None:
-        self._formatter = formatter
-        self.fail = formatter.fail
-        self.interactions: list[InteractionId] = []
-        self.has_failed = False
-
-    def feed(self, item: StreamItem) -> bytes:
-        """Return the events of one item."""
-        if isinstance(item, AnswerStarted):
-            self.interactions.append(item.interaction)
-        self.has_failed = True
-        events = self._formatter.feed(item)
-        self.has_failed = False
-        return events
-
-    def finish(self) -> bytes:
-        """Return the events that end a successful stream."""
-        self.has_failed = True
-        events = self._formatter.finish()
-        self.has_failed = False
-        return events
+        async with (
+            exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds),
+            self.sessions.stream(message) as items,
+        ):
+            async for item in items:
+                if usage is not None:
+                    usage.count(item)
+                if isinstance(item, AnswerStarted):
+                    announced += formatter.feed(item)
+                elif events := formatter.feed(item):
+                    if is_waiting:
+                        is_waiting = False
+                        seconds = perf_counter() - exchange.started_at
+                        self.meter.first_token_seconds.labels(exchange.operation).observe(seconds)
+                    events, announced = announced + events, b""
+                    await exchange.send_events(events)
+        await exchange.send_events(announced + formatter.finish(), is_last=True)
 
 
 async def _read(exchange: Exchange, config: ProxyConfig) -> tuple[bytes, Mapping[str, Any]]:
@@ -381,57 +293,6 @@ class TokenCountEndpoint:
 
 _ANTHROPIC_HEADER = "anthropic-version"
 """A header that all of Anthropic's clients send."""
-_TEXT_ONLY = "the model reads and writes text only"
-_NO_FILES = "nothing is stored but the turns of sessions; send the text itself"
-_NO_BATCHES = "there are no batches; send the requests at once, they are answered concurrently"
-_NO_AGENTS = "no agents run on this server; run them as clients of it"
-_NO_ACCOUNTS = "there is no organisation to administer; see docs/users.md for the keys of users"
-_NO_TRAINING = "a run trains the policy from rewards; see docs/serving.md"
-NOT_OFFERED: Mapping[str, str] = {
-    "audio": _TEXT_ONLY,
-    "images": _TEXT_ONLY,
-    "live": _TEXT_ONLY,
-    "realtime": _TEXT_ONLY,
-    "videos": _TEXT_ONLY,
-    "content_provenance_checks": _TEXT_ONLY,
-    "embeddings": "the model samples text and has no embeddings",
-    "moderations": "nothing is moderated here",
-    "decisions": "nothing is moderated here",
-    "safety": "nothing is moderated here",
-    "files": _NO_FILES,
-    "uploads": _NO_FILES,
-    "vector_stores": _NO_FILES,
-    "containers": "no code is run here",
-    "skills": "no code is run here",
-    "batches": _NO_BATCHES,
-    "messages/batches": _NO_BATCHES,
-    "assistants": _NO_AGENTS,
-    "threads": _NO_AGENTS,
-    "chatkit": _NO_AGENTS,
-    "agents": _NO_AGENTS,
-    "deployments": _NO_AGENTS,
-    "deployment_runs": _NO_AGENTS,
-    "dreams": _NO_AGENTS,
-    "environments": _NO_AGENTS,
-    "memory_stores": _NO_AGENTS,
-    "sessions": _NO_AGENTS,
-    "tunnels": _NO_AGENTS,
-    "vaults": _NO_AGENTS,
-    "webhooks": _NO_AGENTS,
-    "webhook_endpoints": _NO_AGENTS,
-    "webhook_event_types": _NO_AGENTS,
-    "organization": _NO_ACCOUNTS,
-    "organizations": _NO_ACCOUNTS,
-    "projects": _NO_ACCOUNTS,
-    "user_profiles": _NO_ACCOUNTS,
-    "evals": "an evaluation is a run of its own; see docs/evaluation.md",
-    "fine_tuning": _NO_TRAINING,
-    "conversations": "a session remembers its conversations; send previous_response_id",
-    "chat/completions/{id}": "stored chat completions cannot be listed or changed; export the session instead",
-    "responses/compact": "nothing is compacted; send what the model shall read",
-    "responses/{id}/cancel": "an answer is waited for; closing the connection cancels it",
-}
-"""Beginnings of vendors' routes that are not offered, and why, or what to do instead."""
 
 
 def create_app(
@@ -498,12 +359,9 @@ def create_app(
     )
     # Responses refer to stored answers.
     resolvers: dict[str, dict[str, Any]] = {"responses": {"resolve": stored.resolve}}
-    streams: set[Exchange] = set()
 
     def complete(operation: str, dialect: Any) -> Operation:
-        endpoint = CompletionEndpoint(
-            dialect=dialect, meter=meter, streams=streams, **shared, **resolvers.get(operation, {})
-        )
+        endpoint = CompletionEndpoint(dialect=dialect, meter=meter, **shared, **resolvers.get(operation, {}))
         return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
 
     def count(operation: str, **envelope: Any) -> Operation:
@@ -558,19 +416,17 @@ def create_app(
         "metrics": Operation(handle=metrics, methods=READ, is_always_open=True),
         "openapi.json": Operation(handle=document, methods=READ, is_always_open=True),
     }
-    routed = Operations(operations, traffic, meter, refused=NOT_OFFERED, has_access_log=config.access_log)
-    return Starlette(routes=[routed], exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
+    routed = Operations(operations, traffic, meter, has_access_log=config.access_log)
+    return Starlette(routes=[routed], exception_handlers={HTTPException: _answer_unrouted})
 
 
-def _answer_unrouted(routed: Operations, request: Request, error: Exception) -> Response:
+def _answer_unrouted(request: Request, error: Exception) -> Response:
     """Return the error body for an unknown path, in the dialect of the client that asked."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    reason = routed.explain(path_of(request.scope))
-    message = f"There is no {request.method} route of this form"
     failure = Failure(
         status=status,
         type="not_found_error",
-        message=f"{message}; see docs/http.md for those that there are." if reason is None else f"{message}: {reason}.",
+        message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
         code="not_found",
     )
     # No dialect has been routed to, so the header or the path has to tell which vendor's client this is.

@@ -14,7 +14,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
@@ -42,12 +42,12 @@ from areal_actors.domain import (
     Tool,
     merge_numbers,
 )
-from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, RequestError, Unavailable
+from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, Unavailable
 from areal_actors.journal import Journal, NoJournal, RecoveredSession
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.settings import constant
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.lib.tracing import CompletionTrace
+from areal_actors.lib.tracing import start_span
 from areal_actors.messages import (
     Capacity,
     CheckCredential,
@@ -65,7 +65,6 @@ from areal_actors.messages import (
     HideAnswer,
     Intake,
     LogNumbers,
-    NoteRefusal,
     OpenedEpisode,
     OpenEpisode,
     OpenSession,
@@ -100,6 +99,9 @@ from areal_actors.sessions.request import (
     sampling,
 )
 from areal_actors.sessions.retries import CachedRequest, RetryCache
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _log = get_logger(__name__)
 
@@ -180,9 +182,7 @@ class _Extras:
         if parent is not None:
             self.attempts.note_read(parent)
         if attempt is not None:
-            sending = self.attempts.begin(attempt, names, None, now)
-            sending.end(answers, now)
-            sending.is_delivered = True
+            self.attempts.begin(attempt, names, None, now).end(answers, now)
 
     @property
     def changing(self) -> AbstractAsyncContextManager[None]:
@@ -500,14 +500,12 @@ class SessionManager(Actor[Sessions]):
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
-        trace = None if message.trace is None else CompletionTrace.begin(message.trace)
+        span = _start_span(message)
         begun = await self._repeat_or_begin(message)
         if not isinstance(begun, PendingRequest):
             return begun
-        begun.follow(trace)
-        answers = await answer(begun, self._generation)
-        begun.note_delivered()
-        return answers
+        begun.trace(span)
+        return await answer(begun, self._generation)
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
@@ -515,13 +513,13 @@ class SessionManager(Actor[Sessions]):
 
         The choices of one request are sampled together and delivered one after another.
         """
-        trace = None if message.trace is None else CompletionTrace.begin(message.trace)
+        span = _start_span(message)
         turn = await self._repeat_or_begin(message)
         if not isinstance(turn, PendingRequest):
             for item in replay(turn, with_tokens=message.request.streams_tokens):
                 yield item
             return
-        turn.follow(trace)
+        turn.trace(span)
         async with sampling(turn, self._generation) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(
@@ -539,14 +537,6 @@ class SessionManager(Actor[Sessions]):
                 check_complete(turn, choice)
                 for answer in await turn.complete(choice):
                     yield answer
-        turn.note_delivered()
-
-    @NoteRefusal.handler
-    async def note_refusal(self, message: NoteRefusal) -> None:
-        """Remember a request that was refused, unless its session is gone."""
-        with suppress(RequestError):
-            session = self._open_for(message.credential)
-            self._extras[session.id].attempts.refuse(message.attempt, anyio.current_time())
 
     @DescribeAnswer.handler
     async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
@@ -565,8 +555,6 @@ class SessionManager(Actor[Sessions]):
         )
         session = self._resolve(message.credential)
         self._extras[session.id].hidden.add(stored.interaction.id)
-        if not message.is_trained:
-            session.tree.withhold(stored.interaction.id)
         return stored.interaction.id
 
     @CountTokens.handler
@@ -623,9 +611,7 @@ class SessionManager(Actor[Sessions]):
             if sending.work is not None:
                 await sending.work.wait()
             if sending.answers is not None:
-                # The first caller may have left before it received them.
-                is_repeated, sending.is_delivered = sending.is_delivered, True
-                return tuple(evolve(answer, is_repeated=is_repeated) for answer in sending.answers), None
+                return tuple(evolve(answer, is_repeated=True) for answer in sending.answers), None
             # The earlier sending ended without an answer, so this retry takes its place.
             attempts.forget(sending)
             cut = sending
@@ -674,3 +660,8 @@ class SessionManager(Actor[Sessions]):
         extras.note_thread(request, [choice.interaction for choice in turn.choices])
         turn.begin_in(extras.attempts, message.attempt)
         return turn
+
+
+def _start_span(message: Complete | StreamComplete) -> Span | None:
+    """Start the span of a completion, if its request is traced. It ends with the turn; a repeated answer has none."""
+    return None if message.traceparent is None else start_span("completion", {"traceparent": message.traceparent})

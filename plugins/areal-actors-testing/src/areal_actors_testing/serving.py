@@ -61,7 +61,6 @@ from areal_actors.messages import (
     HideAnswer,
     Intake,
     LogNumbers,
-    NoteRefusal,
     OpenEpisode,
     OpenSession,
     RecordTurn,
@@ -201,10 +200,6 @@ class ScriptedSessions(Actor[Sessions]):
         credential = message.credential
         find = self._store.for_reward if message.for_reward else self._store.for_completion
         return find(credential, anyio.current_time(), is_capability=credential.is_capability).id
-
-    @NoteRefusal.handler
-    async def note_refusal(self, message: NoteRefusal) -> None:
-        """Ignore it: every request is answered anew here."""
 
     @OpenEpisode.handler
     async def open_episode(self, message: OpenEpisode) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import codecs
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self, TypeVar
 
 from attrs import evolve, field, frozen
 
@@ -22,11 +22,7 @@ from areal_actors.domain import (
     Chunk,
     Completion,
     CompletionRequest,
-    ReasoningDelta,
-    SampledTokens,
     StreamItem,
-    TextDelta,
-    ToolArgumentsDelta,
 )
 from areal_actors.errors import InvalidRequest, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
@@ -117,44 +113,6 @@ class Dialect(Protocol[P]):
     def format_failure(self, failure: Failure) -> Any:
         """Return the JSON document of a failed request."""
         ...
-
-
-def join_items(items: Iterable[StreamItem]) -> list[StreamItem]:
-    """Return the items of a stream with deltas joined that continue each other.
-
-    Tokens that were sampled between them come before the joined delta, as they come before the delta with their text.
-    """
-    joined: list[StreamItem] = []
-    place, texts = -1, [""]  # of the delta that may be continued
-    for item in items:
-        if isinstance(item, SampledTokens):
-            joined.append(item)
-            continue
-        if place >= 0 and _continues(item, joined[place]):
-            joined.append(joined.pop(place))
-            texts.append(item.text)
-        else:
-            _join_texts(joined, place, texts)
-            joined.append(item)
-            texts = [getattr(item, "text", "")]
-        place = len(joined) - 1
-    _join_texts(joined, place, texts)
-    return joined
-
-
-def _join_texts(items: list[StreamItem], place: int, texts: Sequence[str]) -> None:
-    if len(texts) > 1:
-        items[place] = evolve(cast("TextDelta", items[place]), text="".join(texts))
-
-
-def _continues(later: StreamItem, earlier: StreamItem) -> TypeGuard[TextDelta | ReasoningDelta | ToolArgumentsDelta]:
-    if isinstance(later, ToolArgumentsDelta):
-        return isinstance(earlier, ToolArgumentsDelta) and (earlier.index, earlier.choice) == (
-            later.index,
-            later.choice,
-        )
-    is_same = isinstance(later, TextDelta | ReasoningDelta) and type(earlier) is type(later)
-    return is_same and cast("TextDelta", earlier).choice == cast("TextDelta", later).choice
 
 
 # ---------------------------------------------------------------------------------- common to several dialects

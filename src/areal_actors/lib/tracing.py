@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from areal_actors.lib.telemetry import get_logger
 
@@ -42,7 +42,7 @@ def open_tracing() -> Iterator[None]:
     """
     # The embedding program, or ``opentelemetry-instrument``, has imported this if it has set a provider.
     api = sys.modules.get("opentelemetry.trace")
-    provider = None if api is None else api.get_tracer_provider()
+    provider: Any = None if api is None else api.get_tracer_provider()
     if api is not None and not isinstance(provider, api.ProxyTracerProvider | api.NoOpTracerProvider):
         with tracing_with(provider):
             yield

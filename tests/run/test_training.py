@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
+from tests.plugins import skipping_without_plugin
 from tests.stacks.commands import Command, start_command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areal_actors
 from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
-from areal_actors.run.verifying import verify_run
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -180,6 +180,13 @@ def test_run_killed_within_episodes_samples_no_turn_again(tmp_path: Path, monkey
     assert 0 == row["episodes_diverged"]
     verified = verify_run(run_dir)
     assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
+
+
+def verify_run(path: Path) -> Any:
+    """What the command ``verify`` finds in the run."""
+    with skipping_without_plugin():
+        from areal_actors_evals.verifying import verify_run as verify
+    return verify(path)
 
 
 def unfinished_turns(path: Path) -> list[tuple[str, str]]:

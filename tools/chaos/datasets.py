@@ -362,7 +362,7 @@ def _import_all(directory: Path) -> None:
         importlib.import_module(f"areal_actors.{name}")
     for name in ("areal_actors.cli.commands", "areal_actors.proxy.app", "hypercorn.asyncio.run", "hypercorn.protocol"):
         importlib.import_module(name)
-    for name in ("transformers", "openai", "matplotlib.pyplot", "tools.chaos.tool_agent"):
+    for name in ("transformers", "openai", "tools.chaos.tool_agent"):
         importlib.import_module(name)
     save_config(load_config(directory / "run.yaml"), directory / "saved.yaml")
 

@@ -53,7 +53,6 @@ from areal_actors.training.config import (
     EvaluationConfig,
     KlPlace,
     LoraServing,
-    PublishBy,
     StopConfig,
     TrainerConfig,
     TrainingPlan,
@@ -317,13 +316,8 @@ class LoggingConfig:
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
-    """Reject publishing by broadcast and router replay with servers that are not SGLang's."""
+    """Reject router replay with servers whose experts are not read."""
     rollout = getattr(run, "rollout", None)
-    if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and not rollout.backend.receives_broadcasts:
-        raise ValueError(
-            f"publish: distributed sends weights to SGLang servers, and rollout.backend is {rollout.backend}; use "
-            "disk, or memory within one process"
-        )
     if trainer.router_replay and rollout is not None and not rollout.backend.records_experts:
         raise ValueError(
             "router_replay needs the experts that the embedded engine and SGLang record, and rollout.backend is "

@@ -3,7 +3,7 @@
 ::
 
     Accounts
-      ▲ asks                               ┌──asks──▶ Weights (next to Training)
+      ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
@@ -113,7 +113,6 @@ from areal_actors.messages.progress import (
     GroupsTrained,
     PhaseChanged,
     Progress,
-    RowAdvantage,
     RowsTrained,
     RunEnded,
     SessionArchived,
@@ -176,15 +175,6 @@ from areal_actors.messages.training import (
     Training,
     TrainingSummary,
 )
-from areal_actors.messages.weights import (
-    DescribeWeights,
-    GroupPlace,
-    Receiver,
-    SendWeights,
-    TensorBucket,
-    Weights,
-    WriteWeights,
-)
 
 __all__ = [
     "Accounts",
@@ -217,7 +207,6 @@ __all__ = [
     "DescribeOwner",
     "DescribeReplicas",
     "DescribeSessions",
-    "DescribeWeights",
     "Directory",
     "DiscardLease",
     "DismissWorker",
@@ -240,7 +229,6 @@ __all__ = [
     "GatherWeights",
     "Generate",
     "Generation",
-    "GroupPlace",
     "GroupsTrained",
     "HasKeys",
     "HideAnswer",
@@ -265,7 +253,6 @@ __all__ = [
     "Progress",
     "PublishWeights",
     "Ranks",
-    "Receiver",
     "RecordTurn",
     "RefundGroup",
     "ReplicaState",
@@ -282,14 +269,12 @@ __all__ = [
     "RevokeKey",
     "RoleSpec",
     "Rollouts",
-    "RowAdvantage",
     "RowsTrained",
     "RunEnded",
     "RunProblem",
     "SaveShards",
     "SaveVersion",
     "SaveWeights",
-    "SendWeights",
     "Serving",
     "SessionArchived",
     "SessionClosed",
@@ -309,7 +294,6 @@ __all__ = [
     "TakeFailure",
     "TakeSession",
     "TakenSession",
-    "TensorBucket",
     "TokensSampled",
     "TrainAlong",
     "Training",
@@ -319,7 +303,5 @@ __all__ = [
     "UseModel",
     "VersionAdvanced",
     "WatchSessions",
-    "Weights",
     "WeightsPublished",
-    "WriteWeights",
 ]

@@ -1,7 +1,7 @@
 """Forwarding of HTTP requests to the process that answers them: the choice of that process, and the passing on.
 
 One way serves all: the controller of proxies on other machines (``run.forwarding``), the entry point of several
-services, and models behind a URL (``run.upstream``).
+services, and models behind a URL (``areal-actors-evals``).
 
 A request is read completely before it is sent on, as the proxy itself would do: a client that is slow or disconnects
 then costs the proxy nothing, and a request that reached no proxy can be sent to another one. The answer is passed on as

@@ -32,11 +32,10 @@ from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
 from areal_actors.dashboard.report import write_report
-from areal_actors.dashboard.run_record import RunRecord, follow_record, read_record, write_record
+from areal_actors.dashboard.run_record import RunRecord, read_record, write_record
 from areal_actors.domain import DataPosition, Role, RunStatus
 from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
-from areal_actors.journal import count_waiting_groups
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
@@ -249,21 +248,6 @@ class RunController:
             from areal_actors.training.stored_checkpoints import find_latest, parse_position
 
             found = find_latest(plan.directory.checkpoints)
-            step = None if found is None else found.step
-            if is_first:
-                # Before the reporter removes the steps that are lost from the metrics.
-                path = (
-                    (plan.config.journal.path or plan.directory.journal) if plan.is_service else plan.directory.groups
-                )
-                record = follow_record(
-                    plan.directory,
-                    checkpoint=step,
-                    every_steps=plan.config.checkpoint.every_steps,
-                    has_work=lambda: count_waiting_groups(path) >= plan.config.batch_size,
-                )
-                self._record = evolve(record, is_service=plan.is_service)
-                if record.warning is not None:
-                    _log.warning("no_progress", detail=record.warning)
             return (None, DataPosition()) if found is None else (found.step, parse_position(found.counters["caller"]))
 
         checkpoint, start = None, DataPosition()

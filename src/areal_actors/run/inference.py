@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import anyio
 from anyio import to_thread
@@ -31,7 +31,6 @@ from areal_actors.domain import (
 from areal_actors.errors import ActorStopped, ModelError
 from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
@@ -72,7 +71,7 @@ from areal_actors.messages import (
 from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.proxy.metrics import ReadRun
-from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
+from areal_actors.rendering import Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter, QueueConfig
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
@@ -85,9 +84,6 @@ from areal_actors.sessions.manager import SessionManager, SessionsConfig
 from areal_actors.training.advantages import has_signal
 from areal_actors.training.config import AdvantageConfig
 from areal_actors.workflows import GenerationConfig
-
-if TYPE_CHECKING:
-    from areal_actors.generation.servers.broadcasting import FindWeights
 
 FORGET_SECONDS = 5.0
 
@@ -547,20 +543,17 @@ async def open_engine(
     renderer: Renderer,
     version: int = 0,
     files: Path | None = None,
-    find_weights: FindWeights | None = None,
 ) -> AsyncIterator[Engine | EngineSet]:
     """Open the engine for ``model``, which is a transformers model that nothing else uses, or its directory.
 
     ``files`` is the directory that the model was loaded from, if ``model`` is not one: servers start with it and then
-    receive the weights of ``model``. ``find_weights`` returns the actor that sends weights published later, if they are
-    sent over the network.
+    load the weights of ``model``.
     """
-    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
     if isinstance(config, TorchEngineConfig):
         from areal_actors.generation.torch import TorchEngine
 
         async with TorchEngine.open(
-            config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
+            config, model=model, decode=renderer.decode, tokenizer=renderer.tokenizer, version=version
         ) as engine:
             yield engine
         return
@@ -571,9 +564,7 @@ async def open_engine(
     directory = files or snapshot.path
     if directory is None:
         raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
-    async with _open_servers(
-        config, snapshot, files=directory, tokenizer=tokenizer, decode=renderer.decode, find_weights=find_weights
-    ) as served:
+    async with _open_servers(config, snapshot, files=directory, renderer=renderer) as served:
         yield served
 
 
@@ -583,9 +574,7 @@ async def _open_servers(
     snapshot: Snapshot,
     *,
     files: Path,
-    tokenizer: Any,
-    decode: Decode,
-    find_weights: FindWeights | None,
+    renderer: Renderer,
 ) -> AsyncIterator[EngineSet]:
     from areal_actors.generation.servers.dialect import RoutedLayers
     from areal_actors.generation.servers.engine import open_server_engines
@@ -593,7 +582,7 @@ async def _open_servers(
 
     kind, config = find_kind(served.backend), served.config
     # Servers need the added tokens for grammars that contain special tokens.
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    added = renderer.tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
     recording = {"routed_layers": RoutedLayers.of(files)} if served.records_experts else {}
     async with AsyncExitStack() as stack:
@@ -619,8 +608,7 @@ async def _open_servers(
             snapshot=snapshot,
             publish_directory=served.directory / "published",
             processes=launched,
-            find_weights=find_weights,
             adapters=served.adapters,
-            decode=decode,
+            decode=renderer.decode,
         )
         yield await stack.enter_async_context(opening)

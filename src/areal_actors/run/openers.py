@@ -44,7 +44,6 @@ from areal_actors.messages import (
     RoleSpec,
     Rollouts,
     Sessions,
-    Weights,
     WeightsPublished,
 )
 from areal_actors.models import resolve_model, resolve_tokenizer
@@ -73,7 +72,7 @@ from areal_actors.run.job import (
     prepare_agents,
 )
 from areal_actors.run.loop import train
-from areal_actors.run.plan import REPLICA, Finder, needs_weights
+from areal_actors.run.plan import REPLICA, Finder
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
 from areal_actors.training.config import PublishBy
@@ -83,11 +82,8 @@ if TYPE_CHECKING:
     from areal_actors.run.conversations import SupervisedData
     from areal_actors.training.publication import Publisher
     from areal_actors.training.trainer import PolicyTrainer
-    from areal_actors.training.weight_store import WeightStore
 
 _log = get_logger(__name__)
-
-_MIB = 1 << 20
 
 
 @frozen(kw_only=True)
@@ -149,11 +145,8 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[OpenRole]:
     config = context.config
     files = await to_thread.run_sync(resolve_model, config.model)
     served = config.served_engine(context.directory.path)
-    find_weights = partial(context.find, Weights, "weights") if needs_weights(config) else None
     async with (
-        open_engine(
-            served or config.embedded_engine, model=files.path, renderer=context.renderer, find_weights=find_weights
-        ) as engine,
+        open_engine(served or config.embedded_engine, model=files.path, renderer=context.renderer) as engine,
         ActorSystem.open(name=context.name) as system,
     ):
         generation = await spawn_generation(system, engine, name=REPLICA)
@@ -341,20 +334,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[OpenRole]:
     await find(Generation, "generation")
     job = await to_thread.run_sync(_load_job, context)
     async with AsyncExitStack() as stack:
-        store: WeightStore | None = None
-        actors: dict[str, Ref[Any]] = {}
-        if needs_weights(config):
-            from areal_actors.training.weight_store import WeightStore, WeightStoreActor
-
-            settings = config.trainer
-            store = WeightStore(
-                root=directory.published,
-                bucket_bytes=settings.publish_bucket_mib * _MIB,
-                num_kept=settings.publish_keep,
-            )
-            weights = await stack.enter_async_context(ActorSystem.open(name="weights"))
-            actors["weights"] = await weights.spawn(WeightStoreActor(store), name="weights")
-        publisher = await _publish_first(context, job.policy, store)
+        publisher = await _publish_first(context, job.policy)
         members = await stack.enter_async_context(context.open_ranks(job))
         teacher = await stack.enter_async_context(open_group_teacher(config, context.renderer))
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
@@ -378,8 +358,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[OpenRole]:
             supervised=None if job.supervised is None else job.supervised.batch,
             teacher=teacher,
         )
-        actors["trainer"] = await system.spawn(trainer, name="trainer")
-        yield OpenRole(actors=actors)
+        yield OpenRole(actors={"trainer": await system.spawn(trainer, name="trainer")})
 
 
 def _load_job(context: RoleContext) -> Job:
@@ -393,13 +372,8 @@ def _load_job(context: RoleContext) -> Job:
     return Job(config=config, directory=directory, policy=policy, supervised=supervised, counters=counters)
 
 
-async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: WeightStore | None) -> Publisher:
-    """Publish the first weights to the engines, test the engines, and return the publisher for later weights.
-
-    The first weights are not broadcast: engines join the process group only once they serve.
-    """
-    from areal_actors.training.weight_store import StorePublisher
-
+async def _publish_first(context: RoleContext, policy: PolicyTrainer) -> Publisher:
+    """Publish the first weights to the engines, test the engines, and return the publisher for later weights."""
     config, spec = context.config, context.spec
     generation = await context.find(Generation, "generation")
     are_together = {Role.GENERATION, Role.TRAINER} <= set(spec.local_roles)
@@ -420,8 +394,6 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: Wei
     await check_capture_of(generation, policy=policy, renderer=context.renderer)
     await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=spec.attempt))
     dtype = (await generation.ask(DescribeEngine())).info.dtype
-    if store is not None and not config.serves_adapters:
-        return StorePublisher(store=store, dtype=dtype)
     by = PublishBy.MEMORY if are_together and config.trainer.publish is PublishBy.MEMORY else PublishBy.DISK
     return _create_publisher(context, by=by, dtype=dtype)
 

@@ -9,12 +9,11 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AsyncExitStack
+from functools import partial
 from hashlib import blake2b
-from time import perf_counter
 from typing import Any
 
-from attrs import evolve, field, frozen
+from attrs import frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -42,17 +41,14 @@ from areal_actors.proxy.access import (
     RequestUsage,
     UserAccess,
     create_admin_key,
-    read_key,
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects import ROUTES
-from areal_actors.proxy.dialects.base import Dialect, Parsed, TokenBytes
+from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.fields import parse_object
-from areal_actors.proxy.dialects.messages.answer import MessagesDialect
-from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import (
     READ,
     Exchange,
@@ -80,7 +76,7 @@ _MAX_DIGITS = 4
 
 @frozen(kw_only=True)
 class CompletionEndpoint:
-    """The completion route of one dialect."""
+    """The completion route of one dialect, and the route that counts the tokens of the same body."""
 
     dialect: Dialect[Parsed]
     sessions: Ref[Sessions]
@@ -94,122 +90,89 @@ class CompletionEndpoint:
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body = await _read(exchange, self.config)
-        attempt = read_attempt(exchange.headers, exchange.operation, raw)
-        credential = _identify(exchange, body, self.authenticator)
+        raw, body = await self._read(exchange)
+        credential = self.authenticator.identify(exchange, body.get("session_id"))
         if self.resolve is not None:
             body = await self.resolve(body, credential)
+        attempt = read_attempt(exchange.headers, exchange.operation, raw)
         parsed = self.dialect.parse(body, tag=_read_role(exchange))
-        model = body.get("model")
-        chosen = model if self.selection.may_select(model) else None
-        if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
-            await self._respond(exchange, credential, attempt, parsed, model=chosen)
-            return
-        async with AsyncExitStack() as stack:
-            usage = await stack.enter_async_context(self.access.admit(credential))
-            await self._respond(exchange, usage.credential, attempt, parsed, usage, model=chosen)
-
-    async def _respond(
-        self,
-        exchange: Exchange,
-        credential: Credential,
-        attempt: Attempt | None,
-        parsed: Parsed,
-        usage: RequestUsage | None = None,
-        *,
-        model: str | None = None,
-    ) -> None:
-        """Answer with the session's policy, or with the trained model named ``model``."""
-        if model is None:
-            await self.serve(exchange, credential, attempt, parsed, usage)
-            return
-        async with AsyncExitStack() as stack:
-            async with exchange.cut_on_disconnect():
-                chosen = await stack.enter_async_context(self.selection.select(model, credential))
-            if chosen is None:
-                await self.serve(exchange, credential, attempt, parsed, usage)
+        exchange.keep_alive = self.dialect.keep_alive
+        async with (
+            exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds if parsed.is_stream else None),
+            self.access.admit(credential) as usage,
+            self.selection.select(body.get("model"), usage.credential) as model,
+        ):
+            dialect, sessions, opened = self.dialect, self.sessions, usage.credential
+            if model is not None:
+                # No retry evidence: the borrowed session is opened for this request only and has no earlier attempt.
+                attempt, sessions, opened = None, model.sessions, model.credential
+                dialect = dialect.decoding_with(model.token_bytes)
+            kind = StreamComplete if parsed.is_stream else Complete
+            message = kind(credential=opened, request=parsed.request, attempt=attempt, traceparent=exchange.traceparent)
+            if isinstance(message, StreamComplete):
+                await self._stream(exchange, dialect.open_stream(parsed), sessions, message, usage)
                 return
-            there = evolve(self, dialect=self.dialect.decoding_with(chosen.token_bytes), sessions=chosen.sessions)
-            # No retry evidence: the borrowed session is opened for this request only, so it has no earlier attempt.
-            await there.serve(exchange, chosen.credential, None, parsed, usage)
-
-    async def serve(
-        self,
-        exchange: Exchange,
-        credential: Credential,
-        attempt: Attempt | None,
-        parsed: Parsed,
-        usage: RequestUsage | None,
-    ) -> None:
-        """Have the sessions answer the parsed request, as a stream or in one document."""
-        if parsed.is_stream:
-            message = StreamComplete(
-                credential=credential, request=parsed.request, attempt=attempt, traceparent=exchange.traceparent
-            )
-            await self._stream(exchange, message, parsed, usage)
-        else:
-            asked = Complete(
-                credential=credential, request=parsed.request, attempt=attempt, traceparent=exchange.traceparent
-            )
-            async with exchange.cut_on_disconnect():
-                answers = await self.sessions.ask(asked)
-            if usage is not None:
-                for answer in answers:
-                    usage.count(answer)
-            await exchange.send_json(200, self.dialect.format_answers(parsed, answers))
+            answers = await sessions.ask(message)
+            for answer in answers:
+                usage.count(answer)
+            await exchange.send_json(200, dialect.format_answers(parsed, answers))
 
     async def _stream(
-        self, exchange: Exchange, message: StreamComplete, parsed: Parsed, usage: RequestUsage | None
+        self,
+        exchange: Exchange,
+        formatter: AnswerStream,
+        sessions: Ref[Sessions],
+        message: StreamComplete,
+        usage: RequestUsage,
     ) -> None:
         """Send events as items arrive.
 
         The status is sent with the first event, so that a failure before that has its own status code.
         """
-        formatter = self.dialect.open_stream(parsed)
         # The events that announce an answer wait for its first token. Until then the engine can still refuse it, and
         # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
         announced, is_waiting = b"", True
         exchange.fail_stream = lambda failure: announced + formatter.fail(failure)
-        exchange.keep_alive = self.dialect.keep_alive
-        async with (
-            exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds),
-            self.sessions.stream(message) as items,
-        ):
+        async with sessions.stream(message) as items:
             async for item in items:
-                if usage is not None:
-                    usage.count(item)
+                usage.count(item)
                 if isinstance(item, AnswerStarted):
                     announced += formatter.feed(item)
                 elif events := formatter.feed(item):
                     if is_waiting:
                         is_waiting = False
-                        seconds = perf_counter() - exchange.started_at
-                        self.meter.first_token_seconds.labels(exchange.operation).observe(seconds)
+                        self.meter.note_first_token(exchange)
                     events, announced = announced + events, b""
                     await exchange.send_events(events)
         await exchange.send_events(announced + formatter.finish(), is_last=True)
 
+    async def count(self, exchange: Exchange, *, envelope: Mapping[str, str]) -> None:
+        """Answer with the ``usage.input_tokens`` of an answer to the same body, in ``envelope``; record nothing."""
+        _, body = await self._read(exchange)
+        credential = self.authenticator.identify(exchange, body.get("session_id"))
+        if self.resolve is not None:
+            body = await self.resolve(body, credential)
+        request = self.dialect.parse(body, tag=None).request
+        async with (
+            exchange.cut_on_disconnect(),
+            self.access.admit(credential, is_counted=False) as usage,
+            self.selection.select(body.get("model"), usage.credential) as model,
+        ):
+            sessions = self.sessions if model is None else model.sessions
+            opened = usage.credential if model is None else model.credential
+            num_tokens = await sessions.ask(CountTokens(credential=opened, request=request))
+            await exchange.send_json(200, {**envelope, "input_tokens": num_tokens})
 
-async def _read(exchange: Exchange, config: ProxyConfig) -> tuple[bytes, Mapping[str, Any]]:
-    """Return the body as it was sent, and its object without content and tools that the model cannot use."""
-    raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
-    policy = config.unsupported_blocks
-    body = replace_blocks(parse_object(raw), policy)
-    drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
-    body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
-    if left_out:
-        exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
-    return raw, body
-
-
-def _identify(exchange: Exchange, body: Mapping[str, Any], authenticator: Authenticator) -> Credential:
-    """Return the credential of a request. Raises ``Unauthorized``."""
-    named = body.get("session_id") or exchange.query.get("session_id")
-    return authenticator.credential(
-        key=read_key(exchange.headers),
-        in_path=exchange.session,
-        in_request=named if isinstance(named, str) else None,
-    )
+    async def _read(self, exchange: Exchange) -> tuple[bytes, Mapping[str, Any]]:
+        """Return the body as it was sent, and its object without content and tools that the model cannot use."""
+        limits, policy = self.config, self.config.unsupported_blocks
+        raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        body = replace_blocks(parse_object(raw), policy)
+        drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
+        body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
+        if left_out:
+            exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
+        return raw, body
 
 
 def _read_role(exchange: Exchange) -> str | None:
@@ -245,48 +208,6 @@ def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) ->
         number=int(number) if number.isdigit() and len(number) <= _MAX_DIGITS else 0,
         idempotency_key=key.decode("latin-1") or None,
     )
-
-
-@frozen(kw_only=True)
-class TokenCountEndpoint:
-    """The handler of a route that counts tokens as the ``usage.input_tokens`` of an answer to the same body does."""
-
-    dialect: MessagesDialect | ResponsesDialect
-    sessions: Ref[Sessions]
-    authenticator: Authenticator
-    selection: ModelSelection
-    config: ProxyConfig
-    access: UserAccess
-    envelope: Mapping[str, Any] = field(factory=dict)
-    """What the answer holds besides the number."""
-    resolve: Resolve | None = None
-    """As in ``CompletionEndpoint``."""
-
-    async def __call__(self, exchange: Exchange) -> None:
-        """Answer one request; nothing of it is recorded."""
-        _, body = await _read(exchange, self.config)
-        credential = _identify(exchange, body, self.authenticator)
-        if self.resolve is not None:
-            body = await self.resolve(body, credential)
-        request, model = self.dialect.parse(body, tag=None).request, body.get("model")
-        if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
-            await self._count(exchange, CountTokens(credential=credential, request=request), model)
-        else:
-            async with self.access.admit(credential, is_counted=False) as usage:
-                await self._count(exchange, CountTokens(credential=usage.credential, request=request), model)
-
-    async def _count(self, exchange: Exchange, message: CountTokens, model: str | None) -> None:
-        async with exchange.cut_on_disconnect():
-            num_tokens = await self._ask(message, model)
-        await exchange.send_json(200, {**self.envelope, "input_tokens": num_tokens})
-
-    async def _ask(self, message: CountTokens, model: str | None) -> int:
-        if model is None or not self.selection.may_select(model):
-            return await self.sessions.ask(message)
-        async with self.selection.select(model, message.credential) as chosen:
-            if chosen is None:
-                return await self.sessions.ask(message)
-            return await chosen.sessions.ask(evolve(message, credential=chosen.credential))
 
 
 # ------------------------------------------------------------------------------------ the application
@@ -333,11 +254,11 @@ def create_app(
         session_urls=config.session_urls,
         open_sessions=config.open_sessions,
     )
-    access = UserAccess(sessions=sessions, accounts=accounts)
+    access = UserAccess(sessions=sessions, authenticator=authenticator, accounts=accounts)
     selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()
     honours_store = {"chat/completions": config.honour_store.chat, "responses": config.honour_store.responses}
-    dialects = {
+    dialects: dict[str, Any] = {  # Any: each has its own kind of parsed request
         route.operation: route.dialect(
             model=model,
             token_bytes=token_bytes,
@@ -357,17 +278,20 @@ def create_app(
     stored = StoredResponses(
         sessions=sessions, authenticator=authenticator, access=access, model=model, token_bytes=token_bytes
     )
-    # Responses refer to stored answers.
-    resolvers: dict[str, dict[str, Any]] = {"responses": {"resolve": stored.resolve}}
 
-    def complete(operation: str, dialect: Any) -> Operation:
-        endpoint = CompletionEndpoint(dialect=dialect, meter=meter, **shared, **resolvers.get(operation, {}))
-        return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
+    completions = {
+        operation: CompletionEndpoint(
+            dialect=dialect, meter=meter, resolve=stored.resolve if operation == "responses" else None, **shared
+        )
+        for operation, dialect in dialects.items()
+    }
 
-    def count(operation: str, **envelope: Any) -> Operation:
-        dialect: Any = dialects[operation]
-        endpoint = TokenCountEndpoint(dialect=dialect, envelope=envelope, **shared, **resolvers.get(operation, {}))
-        return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
+    def count(name: str, **envelope: str) -> Operation:
+        return Operation(
+            handle=partial(completions[name].count, envelope=envelope),
+            has_session=True,
+            format_failure=dialects[name].format_failure,
+        )
 
     control = ControlEndpoints(
         **shared,
@@ -393,7 +317,10 @@ def create_app(
     document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     page = RoutesPage(document=document.document)
     operations = {
-        **{operation: complete(operation, dialect) for operation, dialect in dialects.items()},
+        **{
+            name: Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
+            for name, endpoint in completions.items()
+        },
         "responses/input_tokens": count("responses", object="response.input_tokens"),
         "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),
         "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=READ, has_session=True),

@@ -165,7 +165,6 @@ class ControlEndpoints:
         else:
             permit = await self.capacity.ask(ClaimPermit(holder=wanted.task))
             opened = await self._open(wanted, permit.id)
-        self.access.record_owner(opened, user)
         await exchange.send_json(
             200,
             {
@@ -305,9 +304,7 @@ class ControlEndpoints:
             if await self.access.identify(key) is not None:
                 trained = await self.selection.list()
             else:
-                named = read(exchange.query, "session_id", TEXT)
-                credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=named)
-                trained = await self.selection.list_for(credential)
+                trained = await self.selection.list_for(self.authenticator.identify(exchange))
         # A trained model is opened when it is asked for, and its length is not known before.
         others = (_format_model(found.name, int(found.saved_at)) for found in trained)
         return [_format_model(model, self.started_at) | lengths, *others]
@@ -354,16 +351,12 @@ class ControlEndpoints:
         key = read_key(exchange.headers)
         if self.authenticator.is_admin(key) or await self.access.identify(key) is not None:
             return
-        credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=None)
+        credential = self.authenticator.identify(exchange)
         await self.sessions.ask(CheckCredential(credential=await self.access.authorise(credential), for_reward=True))
 
     async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
-        key = read_key(exchange.headers)
-        credential = self.authenticator.credential(
-            key=key, in_path=exchange.session, in_request=read(arguments, "session_id", TEXT)
-        )
-        # The administrator may control every session, so there is no owner to check.
-        return credential if self.authenticator.is_admin(key) else await self.access.authorise(credential)
+        named = read(arguments, "session_id", TEXT)
+        return await self.access.authorise(self.authenticator.identify(exchange, named))
 
 
 def _format_model(name: str, created: int) -> dict[str, Any]:

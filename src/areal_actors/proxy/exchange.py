@@ -246,6 +246,10 @@ class Exchange:
         self.role = role or None
         """The role that the path names after the session."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.operation = str(scope.get("areal.operation", ""))
+        """The name of the operation, independent of the path that led to it."""
+        self.query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        """The query's parameters; of repeated ones, the last."""
         self.request_id = f"req_{secrets.token_hex(8)}"
         self.is_started = False
         """Whether a status has been sent; after that, only the body can report a failure."""
@@ -271,6 +275,7 @@ class Exchange:
         self._send = send
         self._sending: anyio.Lock | None = None
         self._num_sent = 0
+        self._is_answered = False
 
     @property
     def method(self) -> str:
@@ -285,23 +290,12 @@ class Exchange:
         return client[0] if client else None
 
     @property
-    def operation(self) -> str:
-        """The name of the operation, independent of the path that led to it."""
-        return str(self.scope.get("areal.operation", ""))
-
-    @property
     def item(self) -> str:
         """The segment of the path that names an item of a collection: in the place of ``{id}``, or the last one."""
         segments = split_path(path_of(self.scope))
         # A host serves its own routes without a table of operations, so there the operation has no ``{id}``.
         parts = self.operation.split("/")
         return segments[parts.index("{id}") - len(parts) if "{id}" in parts else -1]
-
-    @property
-    def query(self) -> dict[str, str]:
-        """The query's parameters; of repeated ones, the last."""
-        raw: bytes = self.scope["query_string"]
-        return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
 
     # --------------------------------------------------------------------------------------------- the request
 
@@ -384,7 +378,9 @@ class Exchange:
                     await self.send_events(self.keep_alive)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
-        self.cut(ClientDisconnected())
+        # Servers report the end of the response as a disconnect as well.
+        if not self._is_answered:
+            self.cut(ClientDisconnected())
 
     async def _await_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -422,6 +418,7 @@ class Exchange:
         """Send a part of the body that ``start`` announced, unless only its head was asked for."""
         if self.scope["method"] == "HEAD":
             part = b""
+        self._is_answered = is_last
         await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
@@ -435,6 +432,7 @@ class Exchange:
                 raw = [*SSE_HEADERS, *self._names]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
+            self._is_answered = is_last
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
@@ -529,6 +527,10 @@ class Meter:
         )
         self.hang_ups = create("areal_http_hang_ups", "Requests whose client left before the answer.", ("operation",))
         self.failed_streams = create("areal_http_failed_streams", "Streams that ended in an error.", ("operation",))
+
+    def note_first_token(self, exchange: Exchange) -> None:
+        """Note that the first text of a stream is about to be sent."""
+        self.first_token_seconds.labels(exchange.operation).observe(perf_counter() - exchange.started_at)
 
     def note_answer(self, operation: str, status: int, seconds: float) -> None:
         """Count a request that was answered, successfully or not."""

@@ -14,7 +14,7 @@ from areal_actors.domain import Credential, InteractionId
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.kernel import Ref
 from areal_actors.messages import DescribeAnswer, HideAnswer, Sessions, StoredAnswer
-from areal_actors.proxy.access import Authenticator, UserAccess, read_key
+from areal_actors.proxy.access import Authenticator, UserAccess
 from areal_actors.proxy.dialects.base import TokenBytes
 from areal_actors.proxy.dialects.fields import wrong
 from areal_actors.proxy.dialects.responses.stored import (
@@ -51,7 +51,7 @@ class StoredResponses:
         names = find_references(body)
         if not names:
             return body
-        credential = await self._authorised(credential)
+        credential = await self.access.authorise(credential)
         answers: dict[InteractionId, StoredAnswer] = {}
         for name in names:
             try:
@@ -92,13 +92,4 @@ class StoredResponses:
         return await self.sessions.ask(message)
 
     async def _credential(self, exchange: Exchange) -> Credential:
-        named = exchange.query.get("session_id")
-        credential = self.authenticator.credential(
-            key=read_key(exchange.headers), in_path=exchange.session, in_request=named
-        )
-        return await self._authorised(credential)
-
-    async def _authorised(self, credential: Credential) -> Credential:
-        if self.authenticator.is_admin(credential.key):
-            return credential
-        return await self.access.authorise(credential)
+        return await self.access.authorise(self.authenticator.identify(exchange))

@@ -39,8 +39,6 @@ ANSWERED = {
     ("POST", "/responses"),
     ("POST", "/responses/input_tokens"),
     ("GET", "/responses/{response_id}"),
-    ("DELETE", "/responses/{response_id}"),
-    ("GET", "/responses/{response_id}/input_items"),
     ("GET", "/models"),
     ("GET", "/models/{model}"),
     ("GET", "/v1/models"),

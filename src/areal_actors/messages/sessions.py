@@ -10,7 +10,6 @@ from attrs import field, frozen
 from areal_actors.domain import (
     Answer,
     Attempt,
-    ChatMessage,
     CompletionRequest,
     Credential,
     Episode,
@@ -169,29 +168,10 @@ class CountTokens(Message[Sessions, int]):
 
 
 @frozen(kw_only=True)
-class StoredAnswer:
-    """A completed interaction, and all messages of its request."""
-
-    interaction: Interaction
-    messages: tuple[ChatMessage, ...]
-
-
-@frozen(kw_only=True)
-class DescribeAnswer(Message[Sessions, StoredAnswer]):
+class DescribeAnswer(Message[Sessions, Interaction]):
     """Return a completed answer of the session that a credential opens for completions.
 
-    Raises ``NotFound`` if there is none with this id, or if it is hidden.
-    """
-
-    credential: Credential
-    interaction: InteractionId
-
-
-@frozen(kw_only=True)
-class HideAnswer(Message[Sessions, InteractionId]):
-    """Hide an answer from ``DescribeAnswer``, and raise as it does. Hidden answers are continued and trained as others.
-
-    This is not written to the journal: an answer is visible again after a restart.
+    Raises ``NotFound`` if there is none with this id.
     """
 
     credential: Credential
@@ -200,13 +180,9 @@ class HideAnswer(Message[Sessions, InteractionId]):
 
 @frozen(kw_only=True)
 class CheckCredential(Message[Sessions, SessionId]):
-    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none.
-
-    ``for_reward`` asks for the session that it may reward instead, and raises as ``SetReward`` does.
-    """
+    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none."""
 
     credential: Credential
-    for_reward: bool = False
 
 
 @frozen(kw_only=True)

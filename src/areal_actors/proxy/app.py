@@ -45,7 +45,7 @@ from areal_actors.proxy.access import (
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects import ROUTES
-from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes
+from areal_actors.proxy.dialects.base import AnswerStream, Dialect, TokenBytes
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.fields import parse_object
@@ -78,7 +78,7 @@ _MAX_DIGITS = 4
 class CompletionEndpoint:
     """The completion route of one dialect, and the route that counts the tokens of the same body."""
 
-    dialect: Dialect[Parsed]
+    dialect: Dialect
     sessions: Ref[Sessions]
     authenticator: Authenticator
     selection: ModelSelection
@@ -258,8 +258,8 @@ def create_app(
     selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()
     honours_store = {"chat/completions": config.honour_store.chat, "responses": config.honour_store.responses}
-    dialects: dict[str, Any] = {  # Any: each has its own kind of parsed request
-        route.operation: route.dialect(
+    dialects = {
+        route.operation: route(
             model=model,
             token_bytes=token_bytes,
             default_max_tokens=config.default_max_tokens,
@@ -322,8 +322,7 @@ def create_app(
             for name, endpoint in completions.items()
         },
         "responses/input_tokens": count("responses", object="response.input_tokens"),
-        "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),
-        "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=READ, has_session=True),
+        "responses/{id}": Operation(handle=stored.retrieve, methods=READ, has_session=True),
         "messages/count_tokens": count("messages"),
         "grant_capacity": Operation(handle=control.grant_capacity),
         "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),

@@ -6,10 +6,9 @@ Arguments are taken from a JSON body, from the query, or from both; the body tak
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import wraps
 from pathlib import PurePath
 from typing import Any
 
@@ -33,7 +32,6 @@ from areal_actors.interchange.episodes import ARRAYS_TYPE, format_episode, pack_
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Capacity,
-    CheckCredential,
     ClaimPermit,
     DescribeEngine,
     DescribeSessions,
@@ -103,23 +101,6 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
 """Arguments of the routes, in the body or in the query, as JSON schemas."""
 # Clients send one document, such as reward and final_reward, to several routes, so each accepts the names of all.
 _KNOWN_ARGUMENTS = frozenset().union(*ARGUMENTS.values())
-
-
-_Handler = Callable[["ControlEndpoints", Exchange], Awaitable[None]]
-
-
-def _checks_key_first(handler: _Handler) -> _Handler:
-    """Have a stranger refused for the key, whatever is wrong with the arguments. Only refused requests cost more."""
-
-    @wraps(handler)
-    async def checked(self: ControlEndpoints, exchange: Exchange) -> None:
-        try:
-            await handler(self, exchange)
-        except InvalidRequest:
-            await self.check_key(exchange)
-            raise
-
-    return checked
 
 
 @frozen(kw_only=True)
@@ -228,7 +209,6 @@ class ControlEndpoints:
 
     # ------------------------------------------------------------------------------------------------ sessions
 
-    @_checks_key_first
     async def set_reward(self, exchange: Exchange) -> None:
         """Reward one interaction, or the last completed one."""
         arguments = await self._arguments(exchange, "rl/set_reward")
@@ -254,13 +234,11 @@ class ControlEndpoints:
         await self.sessions.ask(LogNumbers(credential=await self._credential(exchange, arguments), numbers=numbers))
         await exchange.send_json(200, {"status": "success"})
 
-    @_checks_key_first
     async def end_session(self, exchange: Exchange) -> None:
         """End a session, with or without a final reward."""
         arguments = await self._arguments(exchange, "rl/end_session")
         await self._end(exchange, arguments, _read_float(arguments, "final_reward"))
 
-    @_checks_key_first
     async def finalize(self, exchange: Exchange) -> None:
         """Reward the last completed interaction and end the session."""
         arguments = await self._arguments(exchange, "rl/finalize")
@@ -345,14 +323,6 @@ class ControlEndpoints:
             if not (name in _KNOWN_ARGUMENTS or name in limits.inert_parameters or value in (None, [], {})):
                 raise unknown(name, ARGUMENTS[operation], operation)
         return arguments
-
-    async def check_key(self, exchange: Exchange) -> None:
-        """Refuse a key that may not reward the session."""
-        key = read_key(exchange.headers)
-        if self.authenticator.is_admin(key) or await self.access.identify(key) is not None:
-            return
-        credential = self.authenticator.identify(exchange)
-        await self.sessions.ask(CheckCredential(credential=await self.access.authorise(credential), for_reward=True))
 
     async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
         named = read(arguments, "session_id", TEXT)

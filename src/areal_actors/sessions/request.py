@@ -20,7 +20,7 @@ import anyio
 import numpy as np
 from attrs import define, evolve, field
 
-from areal_actors.cache import ConversationTree, PromptPlan, Session, plan_prompt
+from areal_actors.cache import ConversationTree, PromptPlan, Session, hash_tokens, plan_prompt
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -315,7 +315,7 @@ class RequestPlanner:
                 "Send one of the two.",
                 param="messages",
             )
-        prompt_hash = session.tree.hash_prompt(plan)
+        prompt_hash = hash_tokens(plan.token_ids)
         keys = sample_keys.keys(request, prompt_hash, asked)
         # The id that the client sees.
         first = f"{request.id_prefix}{self._token()}"
@@ -343,7 +343,7 @@ class RequestPlanner:
         )
         choices: list[Choice] = []
         for index, name in enumerate(names):
-            session.tree.begin(InteractionId(name), plan, prompt_hash=prompt_hash, sampling=sampling, tag=tag)
+            session.tree.begin(InteractionId(name), plan, sampling=sampling, tag=tag)
             choice = Choice(
                 interaction=InteractionId(name),
                 index=index,

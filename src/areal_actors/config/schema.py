@@ -247,9 +247,9 @@ class TeacherConfig:
     url: str | None = None
     """A server that returns the log-probabilities of prompts: vLLM, SGLang, or any with echo and logprobs."""
     api_key: str | None = field(default=None, repr=False)
-    max_concurrent: int = field(default=16, validator=ge(1))
+    max_concurrent: int = constant(16)
     """Requests to the server at the same time."""
-    timeout_seconds: float = field(default=120.0, validator=gt(0))
+    timeout_seconds: float = constant(120.0)
     """How long the server may take to score a row, before the request is sent again."""
 
     def __attrs_post_init__(self) -> None:

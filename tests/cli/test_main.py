@@ -49,9 +49,9 @@ def run(monkeypatch):
             calls.append((config, resume, run_dir))
             return behaviour(config)
 
-        module = ModuleType("areal_actors.run")
+        module = ModuleType("areal_actors.run.training")
         module.train = train
-        monkeypatch.setitem(sys.modules, "areal_actors.run", module)
+        monkeypatch.setitem(sys.modules, "areal_actors.run.training", module)
         return calls
 
     return place
@@ -229,15 +229,15 @@ def test_unreadable_admin_key_is_refused(config, monkeypatch, command, environme
 def test_admin_key_is_read_from_the_environment(run, config, tmp_path, monkeypatch):
     """From a variable, else from a file. One of the configuration has priority, and no key is on the command line."""
     calls = run(summary)
-    module = sys.modules["areal_actors.run"]
+    module = sys.modules["areal_actors.run.training"]
     keys = []
 
     def serve(given, **options):
         keys.append(options["admin_key"])
         return module.train(given, resume=options["resume"], run_dir=None)
 
-    module.serve = serve
     serving = ModuleType("areal_actors.run.serving")
+    serving.serve = serve
     serving.describe_service = serving.format_service = None
     monkeypatch.setitem(sys.modules, "areal_actors.run.serving", serving)
     (tmp_path / "key").write_text("from-file\n")

@@ -19,8 +19,7 @@ from areal_actors.generation.torch.worker import StepRunner
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import Actor, ActorSystem, Message
 from areal_actors.messages import CollectSession
-from areal_actors.run import open_inference
-from areal_actors.run.inference import InferenceConfig
+from areal_actors.run.inference import InferenceConfig, open_inference
 
 pytestmark = pytest.mark.anyio
 

@@ -11,8 +11,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.run import open_inference
-from areal_actors.run.inference import InferenceConfig
+from areal_actors.run.inference import InferenceConfig, open_inference
 
 pytestmark = [
     pytest.mark.anyio,

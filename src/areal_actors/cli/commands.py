@@ -243,7 +243,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     loaded = load_config(config, overrides)
     _say_loading(loaded, "train")
     from areal_actors.lib.process_limits import raise_open_files_limit
-    from areal_actors.run import train as run_training
+    from areal_actors.run.training import train as run_training
 
     raise_open_files_limit()
     summary = run_training(loaded, resume=_is_resumed(resume, loaded, run_dir), run_dir=run_dir)
@@ -279,8 +279,8 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     loaded, admin_key = load_config(config, overrides), read_admin_key(os.environ)
     _say_loading(loaded, "serve")
     from areal_actors.lib.process_limits import raise_open_files_limit
-    from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
+    from areal_actors.run.serving import serve as run_service
 
     raise_open_files_limit()
 

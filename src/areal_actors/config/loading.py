@@ -15,7 +15,7 @@ when the whole configuration is structured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -45,78 +45,47 @@ class Override:
     value: Any
 
 
-_OTHER_NAMES = {
-    "lr": ("trainer.optimizer.learning_rate",),
-    "model_name": ("model",),
-    "model_path": ("model",),
-    "model_name_or_path": ("model",),
-    "max_steps": ("total_steps",),
-    "num_steps": ("total_steps",),
-    "num_train_epochs": ("total_steps",),
-    "train_batch_size": ("batch_size",),
-    "per_device_train_batch_size": ("batch_size",),
-    "num_generations": ("rollout.group_size",),
-    "rollouts_per_example": ("rollout.group_size",),
-    "n_samples": ("rollout.group_size",),
-    "beta": ("trainer.objective.kl.coefficient",),
-    "kl_coef": ("trainer.objective.kl.coefficient",),
-    "kl_ctl": ("trainer.objective.kl.coefficient",),
-    "eps_clip": ("trainer.objective.clip_low", "trainer.objective.clip_high"),
-    "clip_ratio": ("trainer.objective.clip_low", "trainer.objective.clip_high"),
-    "epsilon": ("trainer.objective.clip_low", "trainer.objective.clip_high"),
-    "max_completion_length": ("gconfig.max_new_tokens",),
-    "output_dir": ("fileroot",),
-    "save_dir": ("fileroot",),
-    "report_to": ("logging.trackers",),
-    "wandb": ("logging.trackers",),
-    "max_async_level": ("rollout.max_head_offpolicyness",),
-    "environment": ("rollout.workflow",),
-    "env": ("rollout.workflow",),
-    "total_epochs": ("total_steps",),
-    "total_train_epochs": ("total_steps",),
-    "total_training_steps": ("total_steps",),
-    "n": ("rollout.group_size",),
-    "num_rollouts": ("rollout.group_size",),
-    "epsilon_low": ("trainer.objective.clip_low",),
-    "epsilon_high": ("trainer.objective.clip_high",),
-    "clip_ratio_low": ("trainer.objective.clip_low",),
-    "clip_ratio_high": ("trainer.objective.clip_high",),
-    "entropy_coeff": ("trainer.objective.entropy_coefficient",),
-    "kl_loss_coef": ("trainer.objective.kl.coefficient",),
-    "loss_type": ("trainer.objective.surrogate", "trainer.objective.aggregation"),
-    "loss_agg_mode": ("trainer.objective.aggregation",),
-    "importance_sampling_level": ("trainer.objective.behaviour.level",),
-    "use_decoupled_loss": ("trainer.objective.is_decoupled",),
-    "behav_imp_weight_cap": ("trainer.objective.behaviour.cap",),
-    "mask_truncated_completions": ("trainer.objective.masks_truncated",),
-    "scale_rewards": ("trainer.advantages.normalisation",),
-    "adv_estimator": ("trainer.advantages.normalisation",),
-    "adv_norm": ("trainer.advantages.normalisation",),
-    "dynamic_sampling": ("trainer.advantages.drop_zero_variance",),
-    "warmup_steps": ("trainer.optimizer.num_warmup_steps",),
-    "gradient_checkpointing": ("trainer.activations",),
-    "ppo_n_minibatches": ("trainer.num_minibatches",),
-    "bf16": ("trainer.dtype",),
-    "eval_steps": ("evaluation.every_steps",),
-    "test_freq": ("evaluation.every_steps",),
-    "evaluator": ("evaluation",),
-    "save_steps": ("checkpoint.every_steps",),
-    "save_freq": ("checkpoint.every_steps",),
-    "saver": ("checkpoint",),
-    "train_files": ("dataset",),
-    "train_dataset": ("dataset",),
-    "valid_dataset": ("eval_dataset",),
-    "val_files": ("eval_dataset",),
-    "data": ("dataset",),
-    "actor": ("trainer",),
-    "algorithm": ("trainer.advantages",),
-    "actor_rollout_ref": ("trainer", "rollout", "engine"),
-    "max_response_length": ("gconfig.max_new_tokens",),
-    "max_tokens": ("gconfig.max_new_tokens",),
-    "max_turns": ("rollout.limits.max_turns",),
-    "reward_funcs": ("rollout.workflow",),
-    "reward_fn": ("rollout.workflow",),
-    "run_name": ("trial_name",),
+_OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
+    name: paths
+    for paths, names in {
+        ("model",): ("model_name", "model_path", "model_name_or_path"),
+        ("total_steps",): ("max_steps", "num_steps", "num_train_epochs", "total_epochs", "total_training_steps"),
+        ("batch_size",): ("train_batch_size", "per_device_train_batch_size"),
+        ("dataset",): ("train_files", "train_dataset", "data"),
+        ("eval_dataset",): ("valid_dataset", "val_files"),
+        ("fileroot",): ("output_dir", "save_dir"),
+        ("trial_name",): ("run_name",),
+        ("rollout.group_size",): ("num_generations", "rollouts_per_example", "n_samples", "n", "num_rollouts"),
+        ("rollout.workflow",): ("environment", "env", "reward_funcs", "reward_fn"),
+        ("rollout.max_head_offpolicyness",): ("max_async_level",),
+        ("rollout.limits.max_turns",): ("max_turns",),
+        ("gconfig.max_new_tokens",): ("max_completion_length", "max_response_length", "max_tokens"),
+        ("logging.trackers",): ("report_to", "wandb"),
+        ("evaluation.every_steps",): ("eval_steps", "test_freq"),
+        ("checkpoint.every_steps",): ("save_steps", "save_freq"),
+        ("trainer",): ("actor",),
+        ("trainer", "rollout", "engine"): ("actor_rollout_ref",),
+        ("trainer.optimizer.learning_rate",): ("lr",),
+        ("trainer.optimizer.num_warmup_steps",): ("warmup_steps",),
+        ("trainer.dtype",): ("bf16",),
+        ("trainer.activations",): ("gradient_checkpointing",),
+        ("trainer.num_minibatches",): ("ppo_n_minibatches",),
+        ("trainer.advantages",): ("algorithm",),
+        ("trainer.advantages.normalisation",): ("scale_rewards", "adv_estimator", "adv_norm"),
+        ("trainer.advantages.drop_zero_variance",): ("dynamic_sampling",),
+        ("trainer.objective.kl.coefficient",): ("beta", "kl_coef", "kl_ctl", "kl_loss_coef"),
+        ("trainer.objective.clip_low", "trainer.objective.clip_high"): ("eps_clip", "clip_ratio", "epsilon"),
+        ("trainer.objective.clip_low",): ("epsilon_low", "clip_ratio_low"),
+        ("trainer.objective.clip_high",): ("epsilon_high", "clip_ratio_high"),
+        ("trainer.objective.entropy_coefficient",): ("entropy_coeff",),
+        ("trainer.objective.surrogate", "trainer.objective.aggregation"): ("loss_type",),
+        ("trainer.objective.aggregation",): ("loss_agg_mode",),
+        ("trainer.objective.behaviour.level",): ("importance_sampling_level",),
+        ("trainer.objective.behaviour.cap",): ("behav_imp_weight_cap",),
+        ("trainer.objective.is_decoupled",): ("use_decoupled_loss",),
+        ("trainer.objective.masks_truncated",): ("mask_truncated_completions",),
+    }.items()
+    for name in names
 }
 """Names of settings in TRL, verl, prime-rl, verifiers and AReaL, and the paths that mean the same here."""
 
@@ -154,20 +123,8 @@ def apply_override(data: Any, path: ConfigPath, value: Any, *, above: ConfigPath
     if data is None or isinstance(data, Mapping):
         section = dict(data or {})
         return section | {part: apply_override(section.get(part), rest, value, above=(*above, part))}
-    if not isinstance(data, Sequence) or isinstance(data, str):
-        text = f"cannot be set: {format_path(above)} is {data!r} and has no parts"
-        raise Mistakes([Mistake(path=(*above, *path), text=text)])
-    if not str(part).isdecimal() or int(part) >= len(data):
-        last = len(data) - 1
-        text = (
-            f"is not an item of {format_path(above)}; it has items 0 to {last}"
-            if data
-            else "is not an item: the list is empty"
-        )
-        raise Mistakes([Mistake(path=(*above, *path), text=text)])
-    items, index = list(data), int(part)
-    items[index] = apply_override(items[index], rest, value, above=(*above, index))
-    return items
+    text = f"cannot be set: {format_path(above)} is {data!r} and has no parts"
+    raise Mistakes([Mistake(path=(*above, *path), text=text)])
 
 
 def rename(path: ConfigPath, aliases: Mapping[ConfigPath, ConfigPath]) -> ConfigPath:

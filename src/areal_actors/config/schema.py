@@ -689,7 +689,6 @@ _SCHEMA = Schema(
         "rollout.agent": "rollout.openai",
         "rollout.fileroot": "fileroot",
         "rollout.tokenizer_path": "tokenizer",
-        "sessions.home": "sessions.service_name",
     },
     resolvers={
         ModelName: _resolve_model,

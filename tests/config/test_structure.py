@@ -161,17 +161,12 @@ def test_missing_required_setting_is_reported():
         create_converter(Path()).structure({}, Painting)
 
 
-def test_union_is_chosen_by_type_or_keys():
-    """``type:`` names the class; without it, the keys decide if only one class has them."""
-    assert structure(medium={"type": "water_color", "wetness": 1}).medium == WaterColorConfig(wetness=1.0)
+def test_union_is_chosen_by_keys():
+    """The class that has the keys, or nearly has them, names the mistakes."""
+    assert structure(medium={"wetness": 1}).medium == WaterColorConfig(wetness=1.0)
     assert structure(medium={"drying_days": 9}).medium == OilConfig(drying_days=9)
-    assert mistakes(medium={"type": "watercolor"}) == {
-        "medium.type": "must be one of oil, water_color, not 'watercolor'; did you mean water_color?"
-    }
-    assert mistakes(medium={}) == {"medium": "needs a type: one of oil, water_color"}
-    assert mistakes(medium={"type": "oil", "drying_days": "x"}) == {
-        "medium.drying_days": "must be a whole number, not 'x'"
-    }
+    assert mistakes(medium={"wetnes": 1}) == {"medium.wetnes": "is not a setting; did you mean wetness?"}
+    assert mistakes(medium={"drying_days": "x"}) == {"medium.drying_days": "must be a whole number, not 'x'"}
 
 
 def test_path_is_relative_to_its_file_or_the_working_directory():

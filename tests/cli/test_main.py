@@ -181,14 +181,6 @@ def test_configuration_is_checked_before_the_model_loads(config, run):
     assert calls == []
 
 
-def test_missing_configuration_is_named(tmp_path):
-    """With its neighbours, if there are any."""
-    result = invoke("train", tmp_path / "run.yaml")
-
-    assert result.exit_code == 2
-    assert f"There is no file {tmp_path}/run.yaml" in result.stderr
-
-
 def test_resume_option_has_three_modes(run, config, tmp_path):
     """``--resume`` may stand before the configuration; only ``=auto`` depends on what is on the disk."""
     calls = run(summary)
@@ -200,15 +192,6 @@ def test_resume_option_has_three_modes(run, config, tmp_path):
         assert 0 == invoke("train", *words, config, "--run-dir", tmp_path / "there").exit_code
 
     assert [False, True, False, False, True, True] == [is_resumed for _, is_resumed, _ in calls]
-
-
-def test_resume_option_refuses_other_values(run, config):
-    """With those that there are."""
-    run(summary)
-    result = invoke("train", config, "--resume=maybe")
-
-    assert 2 == result.exit_code
-    assert "auto" in result.output
 
 
 @pytest.mark.parametrize("command", ["serve", "host"])

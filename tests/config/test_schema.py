@@ -25,7 +25,6 @@ from areal_actors.config.reference import paths_of, sections_of
 from areal_actors.errors import ConfigError
 from areal_actors.lib.plugins import PluginGroup
 from areal_actors.sandbox import SandboxConfig
-from areal_actors.training.config import StopConfig
 from areal_actors.workflows import CommandConfig
 
 MINIMAL: dict[str, Any] = {
@@ -258,29 +257,10 @@ def test_model_name_may_be_any_text(write, model):
     assert load_config(write(model=model)).model == model
 
 
-def test_path_in_an_unknown_home_is_refused(write):
-    """It is named like any other."""
-    with pytest.raises(ConfigError, match="fileroot names the home of a user who is not known here"):
-        load_config(write(fileroot="~no-such-user/runs"))
-
-
 def test_experiment_name_that_is_no_directory_is_refused(write):
     """They become directories and parts of URLs."""
     with pytest.raises(ConfigError, match="experiment_name"):
         load_config(write(experiment_name="../escape"))
-
-
-def test_components_get_their_settings():
-    """The runner, the exporter, the trainer and the granter are configured from one place."""
-    rollout = MINIMAL["rollout"] | {"group_size": 3, "max_head_offpolicyness": 2, "openai": {"turn_discount": 0.9}}
-
-    config = create_config(MINIMAL | {"rollout": rollout, "batch_size": 5}, directory=Path("/work"))
-
-    assert config.rollout.group_size == 3
-    assert config.rollout.export.turn_discount == 0.9
-    assert (config.plan.total_steps, config.plan.batch_size, config.plan.max_staleness) == (3, 5, 2)
-    assert (config.limits.batch_size, config.limits.max_staleness) == (5, 2)
-    assert config.run_directory.path.parts[-2:] == ("sums", "trial")
 
 
 def test_reference_loads_when_required_settings_are_filled_in():
@@ -292,13 +272,6 @@ def test_reference_loads_when_required_settings_are_filled_in():
     given |= {"experiment_name": "sums", "total_steps": 3, "model": "tiny", "dataset": MINIMAL["dataset"]}
     given["rollout"]["workflow"] = "agent.py:Agent"
     assert create_config(given) == create_config(MINIMAL)
-
-
-def test_constant_of_a_component_is_no_setting(write):
-    """A test or an embedding program passes it to the class; a file cannot."""
-    assert StopConfig(min_steps=3).min_steps == 3
-    with pytest.raises(ConfigError, match=r"stop\.min_steps is not a setting"):
-        load_config(write(stop={"min_steps": 3}))
 
 
 def test_section_is_found_by_its_path():

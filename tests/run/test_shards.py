@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import httpx
 import openai
 import pytest
-from tests.stacks.shards import CONFIG, open_first
+from tests.stacks.shards import open_first
 
 from areal_actors.cache.session import process_of
 from areal_actors.domain import EpisodeLimits
@@ -29,7 +28,7 @@ from areal_actors.sessions.shards import open_shard_journals, shard_journal
 
 @pytest.fixture
 def anyio_backend() -> str:
-    """Use one event loop: the router is another process, and ``test_proxies`` runs on both."""
+    """Use one event loop: the router is another process."""
     return "asyncio"
 
 
@@ -73,26 +72,6 @@ async def test_sessions_of_both_processes_are_answered_rewarded_and_trained(tmp_
         assert (0, 4) == (view.num_live, view.num_ended)
 
     assert [6, 6] == [len(turns_in(path)) for path in (service.journal, shard_journal(service.journal, 1))]
-
-
-@pytest.mark.anyio
-async def test_one_connection_reaches_both_processes(tmp_path):
-    """A reverse proxy keeps connections; each request is answered by the process of its session."""
-    async with open_first(tmp_path) as service, service.second():
-        async with service.client("a") as first, service.client("b") as second, httpx.AsyncClient(timeout=60) as http:
-            for number in range(3):
-                for session in (first, second):
-                    body = {"model": "any", "messages": [*HELLO * (number + 1)], "stream": number == 2}
-                    answer = await http.post(f"{session.base_url}/chat/completions", json=body)
-                    assert (200, True) == (answer.status_code, number < 2 or "[DONE]" in answer.text)
-            key = {"authorization": f"Bearer {CONFIG.proxy.admin_key}"}
-            for session in (first, second):  # named in the body only
-                body = {"session_id": session.session_id, "reward": 0.5}
-                rewarded = await http.post(f"{service.url}/rl/set_reward", json=body, headers=key)
-                assert 200 == rewarded.status_code
-        episodes = [await session.export_episode() for session in (first, second)]
-
-    assert [(3, 0.5), (3, 0.5)] == [(episode.num_turns, episode.reward) for episode in episodes]
 
 
 @pytest.mark.anyio
@@ -141,18 +120,6 @@ async def test_replaced_process_keeps_session_limits(tmp_path):
 
     assert 1 == process_of(opened.session)
     assert [1, 1] == [len(turn.completion.token_ids) for turn in record.interactions if turn.completion is not None]
-
-
-@pytest.mark.anyio
-async def test_sessions_open_in_first_process_while_others_start(tmp_path):
-    """Agents do not wait for a process that imports its libraries."""
-    async with open_first(tmp_path) as service:
-        processes = []
-        for number in range(3):
-            async with service.client(f"task-{number}") as session:
-                processes.append(process_of(session.session_id))
-
-    assert [0, 0, 0] == processes
 
 
 @pytest.mark.anyio

@@ -204,10 +204,10 @@ def _check_functions(config: RunConfig) -> Iterator[Finding]:
 
 
 def _check_settings(config: RunConfig) -> Iterator[Finding]:
-    doubtful = advise(config, is_service=not config.has_rollouts)
+    doubtful = advise(config)
     yield from (Finding(Verdict.WARNING, sentence) for sentence in doubtful)
     if not doubtful:
-        yield Finding(Verdict.OK, "all settings of the trainer and the journal have an effect")
+        yield Finding(Verdict.OK, "all settings of the trainer have an effect")
 
 
 # --------------------------------------------------------------------------------------------------- this machine

@@ -149,7 +149,7 @@ async def run_in_directory(plan: RunPlan, opening: AbstractAsyncContextManager[A
     functions = await to_thread.run_sync(try_functions, config)
     with prepared_directory(config, directory, resume=plan.resume), logging_to_file(directory.log), open_tracing():
         log_functions(functions)
-        log_advice(config, is_service=plan.is_service)
+        log_advice(config)
         if plan.is_service:
             warn_of_singletons(config, {"rollout.group_size": config.rollout.group_size})
         if plan.is_service and plan.admin_key is None and directory.admin_key.exists():

@@ -302,7 +302,7 @@ async def _open_runner(
             )
         else:
             _require_requests(agents)
-            proxy = evolve(config.proxy, port=0, num_processes=1)
+            proxy = evolve(config.proxy, port=0)
             ref, endpoint = await stack.enter_async_context(upstream.open(proxy))
             system = await stack.enter_async_context(ActorSystem.open(name="evaluation"))
             progress: Ref[Progress] = await system.spawn(report(decode=lambda _: ""), name="progress")
@@ -346,7 +346,7 @@ async def _open_inference(
     )
     renderer = await to_thread.run_sync(load_rendering, config)
     settings = evolve(
-        settings_of(config, proxy=evolve(config.proxy, port=0, num_processes=1), intake=None),
+        settings_of(config, proxy=evolve(config.proxy, port=0), intake=None),
         create_accounts=None,
         models=ModelsConfig(),
         limits=InferenceConfig().limits,

@@ -36,7 +36,7 @@ class _Loader(yaml.SafeLoader):
         super().__init__(text)
         self.problems: list[tuple[int, str]] = []
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # the stubs have another type than PyYAML
         """Compose a mapping, and note keys that are given twice or are no words."""
         node: yaml.MappingNode = super().compose_mapping_node(anchor)
         lines: dict[str, int] = {}

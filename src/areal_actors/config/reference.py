@@ -68,13 +68,12 @@ def _lines(cls: type, *, indent: str, is_short: bool) -> Iterator[str]:
             is_left_out, inner = setting.default is None, f"{indent}  "
             yield ""
             yield f"{indent}{name}:" + (" null" if is_left_out else "")
-            for section in sections:
-                text = _words(inspect.getdoc(section) or "")
-                purpose = _comment(text.partition(". ")[0] if is_short else text, inner)
-                body = _lines(section, indent=inner, is_short=is_short)
-                lines = [*purpose, *([""] if _explanations(section) else []), *body]
-                is_comment = is_left_out or len(sections) > 1
-                yield from ("#" + line if is_comment and line else line for line in lines)
+            (section,) = sections
+            text = _words(inspect.getdoc(section) or "")
+            purpose = _comment(text.partition(". ")[0] if is_short else text, inner)
+            body = _lines(section, indent=inner, is_short=is_short)
+            lines = [*purpose, *([""] if _explanations(section) else []), *body]
+            yield from ("#" + line if is_left_out and line else line for line in lines)
             continue
         if name in explanations:
             yield from _comment(explanations[name], indent)

@@ -75,8 +75,6 @@ def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
         return f"a section ({', '.join(own)})" if own else "a section of a plug-in"
     if issubclass(cls, Mapping):
         return "a mapping"
-    if cls is tuple and arguments and arguments[-1] is not ...:
-        return f"a list of {len(arguments)} values"
     if not arguments:
         return "a list"
     words = describe_type(arguments[0])
@@ -157,8 +155,7 @@ def create_converter(
         lambda kind: _is_a(kind, Mapping), lambda value, kind: _structure_mapping(converter, value, kind)
     )
     converter.register_structure_hook_func(
-        lambda kind: _is_a(kind, Sequence) and not _is_a(kind, (str, bytes)),
-        lambda value, kind: _structure_list(converter, value, kind),
+        lambda kind: _is_a(kind, tuple), lambda value, kind: _structure_list(converter, value, kind)
     )
     converter.register_structure_hook_func(_is_choice, _structure_choice)
     converter.register_structure_hook_func(_is_union, lambda value, kind: _structure_union(converter, value, kind))
@@ -253,16 +250,11 @@ def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> di
     return _collect(converter, {str(key): (item, inner) for key, item in value.items()})
 
 
-def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
+def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise _wrong(value, describe_type(kind))
-    arguments = get_args(kind) or (Any, ...)
-    is_fixed = get_origin(kind) is tuple and arguments[-1] is not ...
-    if is_fixed and len(arguments) != len(value):
-        raise _wrong(value, describe_type(kind))
-    kinds = arguments if is_fixed else (arguments[0],) * len(value)
-    items = _collect(converter, dict(enumerate(zip(value, kinds, strict=True)))).values()
-    return list(items) if get_origin(kind) is list else tuple(items)
+    inner = (get_args(kind) or (Any,))[0]
+    return tuple(_collect(converter, {index: (item, inner) for index, item in enumerate(value)}).values())
 
 
 def _collect(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:

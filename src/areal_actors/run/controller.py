@@ -91,14 +91,7 @@ _CRASH_SECONDS = 60.0
 
 async def run_plan(plan: RunPlan) -> None:
     """Train to the end and save the results. Raises the ``ArealError`` that ended the run."""
-    opening = open_control_plane(
-        plan.config.scheduler,
-        directory=plan.directory.path,
-        logs=plan.directory.logs / "workers",
-        placed=plan.placed,
-        proxy=plan.proxy,
-    )
-    async with open_interrupts() as interrupts, opening as control_plane:
+    async with open_interrupts() as interrupts, open_control_plane(plan) as control_plane:
         controller = RunController(plan, control_plane, interrupts)
         page: AbstractAsyncContextManager[str | None] = nullcontext()
         # A program that embeds the library owns its process, and the ports that are opened there.

@@ -11,13 +11,13 @@ from areal_actors.schedulers.slurm.commands import SlurmCommands, clean_environm
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles, find_slurm_files
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
 from areal_actors.schedulers.slurm.scheduler import SlurmScheduler, cancel_records
-from areal_actors.schedulers.slurm.settings import ApptainerConfig, GpuOption, PyxisConfig, SlurmConfig
+from areal_actors.schedulers.slurm.settings import ContainerConfig, ContainerType, GpuOption, SlurmConfig
 
 __all__ = [
-    "ApptainerConfig",
+    "ContainerConfig",
+    "ContainerType",
     "GpuOption",
     "JobRecord",
-    "PyxisConfig",
     "SlurmCommands",
     "SlurmConfig",
     "SlurmFiles",

@@ -15,7 +15,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from attrs import frozen
 
 from areal_actors.errors import ActorError
-from areal_actors.kernel.message import Address, Message, StreamMessage, System
+from areal_actors.kernel.message import Address, Message, StreamMessage
 
 
 class ActorState(StrEnum):
@@ -113,7 +113,7 @@ class Ref(ABC, Generic[P_contra]):
 
     @property
     def life(self) -> Life:
-        """The source of ``Down`` notifications, used by ``ActorSystem.watch`` and ``Context.watch``.
+        """The source of ``Down`` notifications, also used by ``ActorSystem.watch``.
 
         Raises:
             ActorError: this ref cannot be watched.
@@ -216,11 +216,10 @@ class DownReason(StrEnum):
 
 
 @frozen(kw_only=True)
-class Down(Message[System, None]):
-    """Notification that an incarnation of a watched actor has ended, delivered on the watcher's control lane.
+class Down:
+    """Notification that an incarnation of a watched actor has ended.
 
-    It is handled before the messages in the watcher's queue. ``is_restarting`` tells whether the same ref will answer
-    again, with fresh state, as the next incarnation.
+    ``is_restarting`` tells whether the same ref will answer again, with fresh state, as the next incarnation.
     """
 
     ref: Ref[Any]

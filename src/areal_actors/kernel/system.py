@@ -131,7 +131,7 @@ class ActorSystem(Runtime):
     async def watch(self, ref: Ref[Any]) -> Down:
         """Wait until the present incarnation of ``ref`` ends, and return its ``Down``.
 
-        If the actor has already ended, this returns at once. Inside actors, use ``Context.watch`` instead.
+        If the actor has already ended, this returns at once.
         """
         life = ref.life
         news: list[Down] = []

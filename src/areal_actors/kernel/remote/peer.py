@@ -128,12 +128,8 @@ class Call:
             if self.kind is Kind.STREAM:
                 # Leaving its block waits for the end of the handler.
                 return
-        self.close()
-        self.finish(error=ActorStopped("the asker left"))
-
-    def close(self) -> None:
-        """Drop a late answer to the call."""
         self.peer.forget(self)
+        self.finish(error=ActorStopped("the asker left"))
 
     def make_room(self) -> None:
         """Report taken items in quarters of the buffer."""
@@ -412,7 +408,7 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
     messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]] = {}
     for message, handler in ref.cell.handlers.items():
         protocol = protocol_of(message)
-        if protocol is None or message is Down:
+        if protocol is None:
             continue
         names = (protocol.__name__, message.__name__)
         if names in messages:

@@ -62,10 +62,6 @@ class BufferedCall(Protocol):
         """Discard the call if it is queued, or cancel its handler."""
         ...
 
-    def close(self) -> None:
-        """Forget the call, because its consumer has left."""
-        ...
-
 
 class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], Generic[Item]):
     """Used once: ``async with ref.stream(message) as items: async for item in items: ...``.

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from attrs import frozen
 
@@ -81,16 +81,6 @@ Item = TypeVar("Item")
 Watcher: TypeAlias = "Callable[[Down], object]"
 
 
-class Life(Protocol):
-    """A source of notifications about the ends of an actor's incarnations."""
-
-    def watch(self, watcher: Watcher) -> None:
-        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good."""
-
-    def unwatch(self, watcher: Watcher) -> None:
-        """Remove ``watcher``, if it is registered."""
-
-
 class Ref(ABC, Generic[P_contra]):
     """A handle on an actor that speaks ``P_contra``. It stays valid across restarts, and compares by address.
 
@@ -111,14 +101,16 @@ class Ref(ABC, Generic[P_contra]):
         """The actor's name within its system."""
         return self.address.name
 
-    @property
-    def life(self) -> Life:
-        """The source of ``Down`` notifications, also used by ``ActorSystem.watch``.
+    def watch(self, watcher: Watcher) -> None:  # noqa: ARG002 - for those that can be
+        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good.
 
         Raises:
             ActorError: this ref cannot be watched.
         """
         raise ActorError(f"{self!r} cannot be watched")
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove ``watcher``, if it is registered."""
 
     @abstractmethod
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109

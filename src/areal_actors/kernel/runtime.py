@@ -48,7 +48,7 @@ from areal_actors.kernel.message import (
     check_complete,
     collect_handlers,
 )
-from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
+from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched, Watcher
 from areal_actors.kernel.stream import Stream, check_buffer_size
 from areal_actors.kernel.supervision import Escalate, Restart, RestartHistory, Supervision
 from areal_actors.lib.loops import Loop, Scope, Signal
@@ -699,10 +699,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             self._address = evolve(self._address, incarnation=max(self.cell.incarnation, 1))
         return self._address
 
-    @property
-    def life(self) -> Cell:
-        """The cell, which reports the end of each incarnation."""
-        return self.cell
+    def watch(self, watcher: Watcher) -> None:
+        """Report the end of each incarnation; see ``Ref.watch``."""
+        self.cell.watch(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove ``watcher``, if it is registered."""
+        self.cell.unwatch(watcher)
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """Send ``message`` and wait for its reply; see ``Ref.ask``."""

@@ -133,7 +133,6 @@ class ActorSystem(Runtime):
 
         If the actor has already ended, this returns at once.
         """
-        life = ref.life
         news: list[Down] = []
         arrived = anyio.Event()
 
@@ -141,11 +140,11 @@ class ActorSystem(Runtime):
             news.append(down)
             arrived.set()
 
-        life.watch(note)
+        ref.watch(note)
         try:
             await arrived.wait()
         finally:
-            life.unwatch(note)
+            ref.unwatch(note)
         return news[0]
 
     async def stop(self, *, grace: float | None = None) -> None:

@@ -19,7 +19,7 @@ async def test_watcher_is_told_of_each_end():
         cat = await system.spawn(
             Recorder, name="cat", supervision=Restart(backoff_seconds=1, max_restarts=1, then=Stop())
         )
-        cat.life.watch(ends.append)
+        cat.watch(ends.append)
         await cat.tell(Work(error=ValueError("odd")))
         await cat.tell(Work(error=ValueError("odd")))
         await anyio.sleep(60)

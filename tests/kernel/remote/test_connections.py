@@ -98,7 +98,7 @@ async def test_watcher_is_told_that_a_remote_actor_is_unreachable():
         ref = await system.spawn(EchoActor())
         async with pretend_remote({"desk": ref}) as (peer, _):
             desk = peer.ref(Echoing, "desk")
-            desk.life.watch(heard.append)
+            desk.watch(heard.append)
             await ref.stop()
             await wait_all_tasks_blocked()
 

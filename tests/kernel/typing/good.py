@@ -73,4 +73,4 @@ async def use(system: ActorSystem, both: Ref[Capacity | Sessions], context: Cont
     await narrower.tell(Grant())
     assert_type(await Granter(limit=1).grant(Grant()), Granted)
     context.tasks.start_soon(ref.tell, VersionAdvanced(version=2))
-    ref.life.watch(print)
+    ref.watch(print)

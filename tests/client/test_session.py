@@ -12,6 +12,7 @@ from areal_actors.errors import (
     CapacityExhausted,
     InvalidRequest,
     NotFound,
+    RewardError,
     SessionEnded,
     Unauthorized,
     Unavailable,
@@ -84,11 +85,11 @@ async def test_proxy_client_raises_errors_of_the_server():
             await OpenAIProxyClient(proxy.url, admin_key="sk-wrong").__aenter__()
         async with proxy.open_session() as session:
             await _ask(session)
-            with pytest.raises(InvalidRequest):
+            with pytest.raises(RewardError):
                 await session.set_last_reward(float("nan"))
             with pytest.raises(NotFound):
                 await session.set_reward("chatcmpl-none", 1.0)
-            with pytest.raises(InvalidRequest, match="started before"):
+            with pytest.raises(InvalidRequest, match="used before"):
                 await session.__aenter__()
     with pytest.raises(InvalidRequest, match="has not started"):
         _ = OpenAIProxyClient(proxy.url, admin_key="k").base_url

@@ -15,7 +15,6 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollouts.test_exporter import make_group
-from tests.rollouts.test_workflow_episodes import Acting, open_stage, tensors
 from tests.stacks.inference_stack import encode, open_inference_stack, say
 from tests.stacks.rollout_stack import Act, Episode, RolloutStack, open_rollout_stack
 
@@ -27,7 +26,6 @@ from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.workflows import EpisodeEngine, ModelRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -210,50 +208,6 @@ async def test_a_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
 
     cut, first, second = keys
     assert cut == first != second
-
-
-@pytest.mark.parametrize("is_diverging", [False, True])
-async def test_a_workflow_that_samples_from_the_engine_is_answered_again(is_diverging: bool):  # noqa: FBT001 - a parameter
-    """Without a session: by the sample keys of its requests, which name the episode, the prompt and its number."""
-    journal, numbers = MemoryJournal(), count()
-    answers: list[list[int]] = []
-    episodes: tuple[Any, ...] = ()
-    for life in range(2):
-        restored = restore_queue(journal.events, settings="s", version=0)
-        group_journal = GroupJournal(journal, settings="s")
-        options: dict[str, Any] = {
-            "engine": EchoEngine(lambda _: encode(str(next(numbers)))),
-            "records": EpisodeRecords(journal, settings="s", restored=restored.episodes.episodes),
-            "exporter": {"group_journal": group_journal, "restored": restored},
-            "limits": CapacityLimits(max_concurrent=1, batch_size=1),
-            "config": RolloutsConfig(group_size=1),
-        }
-
-        async def act(engine: EpisodeEngine, _: int, life: int = life) -> Any:
-            first = [7] if is_diverging and life else [5]
-            responses = [await engine.agenerate(ModelRequest(input_ids=ids)) for ids in (first, [6], [6])]
-            answers.append([token for response in responses for token in response.output_tokens])
-            if life == 0:
-                await anyio.sleep_forever()
-            return await tensors(engine, 1.0)
-
-        async with open_stage(Acting(act), is_producing=True, **options) as (inference, _, _notebook):
-            if life == 0:
-                await anyio.wait_all_tasks_blocked()
-                continue
-            (group,) = (await inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))).groups
-            episodes = group.episodes
-            (episode,) = episodes
-            assert (2 if is_diverging else 3, int(is_diverging)) == (
-                episode.num_replayed_turns,
-                episode.num_dropped_turns,
-            )
-            assert (2 if is_diverging else 1) == len(inference.engine.requests)
-            await anyio.wait_all_tasks_blocked()
-    assert is_diverging == (answers[0] != answers[1])
-    # Its rows are stored, so its turns are forgotten; those of the next group are recorded.
-    left = restore_queue(journal.events, settings="s", version=0).episodes.episodes
-    assert episodes[0].session not in {f"{each.place.group}-{each.place.member}" for each in left}
 
 
 async def test_the_oldest_unfinished_group_is_begun_again_first():

@@ -74,8 +74,8 @@ async def test_a_command_need_not_read_its_problem():
 
 FAILURES = [
     (shell("echo 1; echo broken >&2; exit 3"), r"sh failed. It exited with status 3. The end of its stderr:\nbroken"),
-    (shell("kill -9 $$"), "sh failed. It was killed by SIGKILL"),
-    (("/nowhere/to/be/found",), "found cannot be started: there is no program"),
+    (shell("kill -9 $$"), "sh failed. It was killed by signal 9"),
+    (("/nowhere/to/be/found",), "found failed. It exited with status 127(.|\n)*not found"),
     (shell("""echo '{"a": null}'"""), "sh.run returned None of type NoneType"),
 ]
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -248,30 +247,6 @@ async def test_an_agent_that_cannot_be_made_ends_the_start(tmp_path: Path, text:
     with pytest.raises(WorkflowError, match=complaint):
         async with AgentPool.open(serialize_agent(f"{tmp_path}/broken.py:Agent")):
             pass
-
-
-@pytest.mark.parametrize("num_killed", [2, 3])
-async def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, num_killed: int):
-    """A kill from outside is no fault of the agent, such as one for lack of memory; after three, the start fails."""
-    text = f"""
-        import os, pathlib
-        tally = pathlib.Path({str(tmp_path)!r}, "tally")
-        tally.write_text((tally.read_text() if tally.exists() else "") + "x")
-        if len(tally.read_text()) <= {num_killed}:
-            os.kill(os.getpid(), {signal.SIGKILL:d})
-
-        class Agent:
-            def run(self, data, **extra_kwargs):
-                return 1.0
-    """
-    (tmp_path / "agent.py").write_text(textwrap.dedent(text))
-    opening = AgentPool.open(serialize_agent(f"{tmp_path}/agent.py:Agent"))
-    if num_killed == 3:
-        with pytest.raises(WorkflowError, match=r"before it was ready\. It was killed by SIGKILL"):
-            await opening.__aenter__()
-        return
-    async with opening as pool:
-        assert 1.0 == await pool.run({}, **LINK)
 
 
 async def test_an_import_that_takes_too_long_ends_the_start(tmp_path: Path):

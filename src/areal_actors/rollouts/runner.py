@@ -55,7 +55,6 @@ from areal_actors.messages import (
     Exports,
     ExportSession,
     ForgetSession,
-    OpenEpisode,
     OpenSession,
     Permit,
     Progress,
@@ -75,8 +74,8 @@ from areal_actors.workflows import (
     EpisodeEngine,
     GroupedRolloutWorkflow,
     Injected,
-    RecordedGeneration,
     Reward,
+    RolloutResult,
     RolloutWorkflow,
     acquire_agent,
     name_of,
@@ -84,8 +83,7 @@ from areal_actors.workflows import (
     run_agent,
     workflow_context,
 )
-from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
-from areal_actors.workflows.rollout import MemberOutcome, fail_together
+from areal_actors.workflows.agents import run_isolated
 
 _log = get_logger(__name__)
 
@@ -122,9 +120,6 @@ class RolloutsConfig:
     train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
     """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
     URL or x-areal-agent names another. null trains all roles."""
-    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
-    """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
-    episode had completed."""
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     max_tokens: int | None = field(default=None, validator=optional(ge(1)))
     """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
@@ -406,8 +401,6 @@ class RolloutRunner(Actor[Rollouts]):
                 if member.index not in episodes:
                     tasks.start_soon(run, member)
         whole = tuple(episode for member in members for episode in episodes[member.index])
-        if self._config.member_outcome is MemberOutcome.FAIL_GROUP and members[0].is_training:
-            whole = fail_together(whole)
         return Group(id=members[0].group, problem=problem, episodes=whole)
 
     # -------------------------------------------------------------------------------------------- episodes
@@ -416,13 +409,8 @@ class RolloutRunner(Actor[Rollouts]):
         """Run one member, of which a workflow may make several episodes."""
         assert self._engine is not None
         started = anyio.current_time()
-        config, generation = self._source(member.problem).config, None
+        config = self._source(member.problem).config
         engine = self._engine.for_episode(key=member.key, max_tokens=config.max_tokens, limits=config.limits)
-        if member.place is not None:
-            opened = await self._peers.sessions.ask(OpenEpisode(place=member.place, key=member.key))
-            if opened is not None:
-                generation = RecordedGeneration(self._engine.generation, self._peers.sessions, episode=opened)
-                engine = engine.on(generation)
         played = await WorkflowEpisode(
             workflow=workflow,
             engine=engine,
@@ -436,8 +424,6 @@ class RolloutRunner(Actor[Rollouts]):
         ).run()
         seconds = anyio.current_time() - started
         episodes = tuple(evolve(episode, seconds=seconds) for episode in played)
-        if generation is not None:
-            episodes = generation.describe(episodes)
         for episode in episodes:
             await self._tell_finished(member, episode)
         return episodes
@@ -562,7 +548,7 @@ class RolloutRunner(Actor[Rollouts]):
     async def _fail(self, member: _Member, session: SessionId, failed: EpisodeError) -> Episode:
         """Return a rejected episode: its session ends and its turns are counted, but none is trained.
 
-        With ``KEEP_PARTIAL``, the completed part of a training episode is kept instead.
+        An episode that had reached a limit of ``limits.reward`` is trained with that reward instead.
         """
         failure, traceback = str(failed), failed.traceback or None
         limits = self._source(member.problem).config.limits
@@ -575,16 +561,6 @@ class RolloutRunner(Actor[Rollouts]):
                 return evolve(episode, cut_short=failure, traceback=traceback)
         # The display shows each kind of failure once; here it would be one line for each of hundreds of episodes.
         _log.debug("episode_failed", session=session, reason=failure)
-        if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not member.is_eval:
-            try:
-                # Without a reward: what the agent set over HTTP stays.
-                kept = await self._conclude(member, session, Reward())
-                if any(row.num_trained_tokens for row in kept.trajectories):
-                    return evolve(kept, cut_short=failure, traceback=traceback)
-            except (ActorError, CustomFunctionError):
-                raise
-            except ArealError as error:
-                _log.warning("nothing_kept", session=session, reason=str(error))
         credential = Credential(session=session, has_control=True)
         closed = await self._peers.sessions.ask(EndSession(credential=credential))
         record = await self._peers.sessions.ask(CollectSession(session=session))
@@ -743,31 +719,11 @@ class WorkflowEpisode:
                 episodes = (evolve(episodes[0], failure=failure),)
             return (evolve(episodes[0], logged=workflow_context.logged(), limit=limit), *episodes[1:])
 
-    async def _result(self) -> Any:
+    async def _result(self) -> RolloutResult:
         """Return the workflow's result. Raises ``EpisodeError`` if it raised, took too long or cancelled itself."""
-        outcome: list[Any] = []
-
-        async def run() -> None:
-            try:
-                outcome.append(await self.workflow.arun_episode(self.engine, self.data))
-            except BaseException as error:
-                if not is_failure(error):
-                    raise
-                failure = EpisodeError(
-                    f"{self._name} raised {describe_error(error)}", traceback=format_agent_traceback(error)
-                )
-                failure.__cause__ = error
-                outcome.append(failure)
-
+        run = partial(self.workflow.arun_episode, self.engine, self.data)
         with anyio.move_on_after(self.timeout_seconds):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run)
-            # On asyncio, a task can be cancelled by an object that it awaits; it ends without an error then.
-            if not outcome:
-                raise EpisodeError(f"{self._name} was cancelled, by itself or by something that it awaited.")
-            if isinstance(outcome[0], EpisodeError):
-                raise outcome[0]
-            return outcome[0]
+            return await run_isolated(run, name=self._name)
         raise EpisodeError(
             f"{self._name} took longer than {self.timeout_seconds:g} s; "
             f"raise {self.settings}.episode_timeout_seconds if episodes need more."

@@ -62,9 +62,7 @@ from areal_actors.messages import (
     Intake,
     LogNumbers,
     NoteRefusal,
-    OpenEpisode,
     OpenSession,
-    RecordTurn,
     Serving,
     SessionClosed,
     SessionFinished,
@@ -205,14 +203,6 @@ class ScriptedSessions(Actor[Sessions]):
     @NoteRefusal.handler
     async def note_refusal(self, message: NoteRefusal) -> None:
         """Ignore it: every request is answered anew here."""
-
-    @OpenEpisode.handler
-    async def open_episode(self, message: OpenEpisode) -> None:
-        """Return ``None``: episodes are not recorded here."""
-
-    @RecordTurn.handler
-    async def record_turn(self, message: RecordTurn) -> None:
-        """Ignore it, as ``ForgetEpisodes`` is ignored."""
 
     @ForgetEpisodes.handler
     async def forget_episodes(self, message: ForgetEpisodes) -> None:

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.stacks.inference_stack import encode, open_inference_stack, renderer, say
-from tests.stacks.rollout_stack import Episode, open_rollout_stack
+from tests.rollouts.test_workflow_episodes import open_stage
+from tests.stacks.inference_stack import encode, say
+from tests.stacks.rollout_stack import Episode, open_rollout_stack, problem_at
 
 from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.config import create_config
-from areal_actors.domain import EpisodeLimits, FinishReason, SessionId
+from areal_actors.domain import EpisodeLimits, FinishReason
 from areal_actors.errors import EpisodeLimitReached
-from areal_actors.rollouts.runner import RolloutsConfig, WorkflowEpisode
+from areal_actors.messages import RunProblem
+from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.workflows import (
-    EpisodeContext,
     EpisodeEngine,
     InteractionWithTokenLogpReward,
     ModelRequest,
@@ -176,16 +177,9 @@ class Asking(RolloutWorkflow):
 @pytest.mark.parametrize("is_raising", [False, True])
 async def test_a_rollout_workflow_has_the_same_limits(*, is_raising: bool):
     """The engine that it is given refuses; what it returns counts, and if it raises, it has failed."""
-    async with open_inference_stack() as inference:
-        engine = EpisodeEngine(inference.generation, renderer())
-        (episode,) = await WorkflowEpisode(
-            workflow=Asking(is_raising=is_raising),
-            engine=engine.for_episode("train", 0, limits=TWO_TURNS),
-            data={},
-            context=EpisodeContext(),
-            session=SessionId("episode"),
-            timeout_seconds=60,
-        ).run()
+    config = RolloutsConfig(limits=TWO_TURNS, episode_timeout_seconds=60)
+    async with open_stage(Asking(is_raising=is_raising), config=config) as (_, runner, _notebook):
+        (episode,) = (await runner.ask(RunProblem(problem=problem_at(0)))).episodes
     assert "max_turns" == episode.limit
     if is_raising:
         assert episode.failure is not None

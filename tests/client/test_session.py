@@ -12,7 +12,6 @@ from areal_actors.errors import (
     CapacityExhausted,
     InvalidRequest,
     NotFound,
-    RewardError,
     SessionEnded,
     Unauthorized,
     Unavailable,
@@ -85,7 +84,7 @@ async def test_proxy_client_raises_errors_of_the_server():
             await OpenAIProxyClient(proxy.url, admin_key="sk-wrong").__aenter__()
         async with proxy.open_session() as session:
             await _ask(session)
-            with pytest.raises(RewardError):
+            with pytest.raises(InvalidRequest):
                 await session.set_last_reward(float("nan"))
             with pytest.raises(NotFound):
                 await session.set_reward("chatcmpl-none", 1.0)

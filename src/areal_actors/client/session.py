@@ -16,7 +16,7 @@ from areal_actors.cache.interactions import InteractionWithTokenLogpReward, inte
 from areal_actors.client.attribution import unattributed
 from areal_actors.client.http import RetryPolicy, create_http_client, lent_client, send_with_retries
 from areal_actors.domain import Episode, InteractionId, SessionId, merge_numbers
-from areal_actors.errors import ArealError, InvalidRequest, NotFound, SessionEnded, Unauthorized
+from areal_actors.errors import ArealError, InvalidRequest, NotFound, RewardError, SessionEnded, Unauthorized
 from areal_actors.interchange.episodes import parse_episode
 from areal_actors.lib.exact_json import dump_json, load_json
 
@@ -131,7 +131,7 @@ class ProxySession:
 
         Raises:
             NotFound: the session has no such interaction.
-            RewardError: the reward is not a finite number.
+            RewardError: the reward is not a finite number; of ``OpenAIProxyClient``, ``InvalidRequest``.
         """
         await self._reward({"interaction_id": interaction_id}, reward)
 
@@ -227,6 +227,14 @@ async def _send_or_undo(
     return outcome[0]
 
 
+def _parse_reward(reward: object) -> float:
+    try:
+        return parse_reward(reward)
+    except RewardError as error:
+        # As the proxy answers.
+        raise InvalidRequest(str(error), param="reward") from error
+
+
 class OpenAIProxyClient(ProxySession):
     """One session. ``async with`` starts and ends it; set rewards inside the block, export rows inside or after it.
 
@@ -308,8 +316,9 @@ class OpenAIProxyClient(ProxySession):
         return self.base_url
 
     async def _reward(self, which: Mapping[str, str], reward: object) -> InteractionId:
-        interaction = await super()._reward(which, reward)
-        self._assigned[interaction] = parse_reward(reward)
+        number = _parse_reward(reward)
+        interaction = await super()._reward(which, number)
+        self._assigned[interaction] = number
         return interaction
 
     async def end_session(self, final_reward: object = None) -> int:
@@ -317,7 +326,7 @@ class OpenAIProxyClient(ProxySession):
 
         ``final_reward``, if given, rewards the last completed interaction.
         """
-        return await self._end({} if final_reward is None else {"final_reward": parse_reward(final_reward)})
+        return await self._end({} if final_reward is None else {"final_reward": _parse_reward(final_reward)})
 
     async def export_interactions(
         self, *, discount: float | None = None, style: str | None = None

@@ -276,8 +276,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         Raises:
             EpisodeError: the agent raised, or returned something that is not a reward. Its session is ended in any
                 case.
-            RewardError: a reward is not finite.
-            InvalidRequest: there is no completion that a reward could apply to.
+            InvalidRequest: a reward is not finite, or there is no completion that it could apply to.
             NotFound: the agent rewarded a completion that its session does not have.
         """
         current = workflow_context.get()

@@ -99,7 +99,7 @@ async def test_errors_arrive_as_from_an_actor() -> None:
         ref.tell_nowait(Add())
 
 
-async def test_a_stream_ends_its_handler() -> None:
+async def test_stream_ends_its_handler() -> None:
     """At its end, at an error, and when it is left early."""
     actor = Counter()
     ref = InlineRef[Counting](actor, name="counter")

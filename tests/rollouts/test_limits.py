@@ -64,7 +64,7 @@ async def ask_until_refused(episode: Episode) -> float:
     return 0.0
 
 
-async def test_an_agent_that_ends_at_its_limit_is_rewarded():
+async def test_agent_that_ends_at_its_limit_is_rewarded():
     """Its reward and its turns count as always, and the episode says which limit it met."""
     async with open_rollout_stack(ask_until_refused, config=limited(TWO_TURNS)) as stack:
         (episode,) = (await stack.play()).episodes
@@ -76,7 +76,7 @@ async def ask_on(episode: Episode) -> float:
         await episode.ask()
 
 
-async def test_an_agent_that_fails_at_its_limit_is_told_why():
+async def test_agent_that_fails_at_its_limit_is_told_why():
     """The failure names the setting."""
     async with open_rollout_stack(ask_on, config=limited(TWO_TURNS)) as stack:
         (episode,) = (await stack.play()).episodes
@@ -85,7 +85,7 @@ async def test_an_agent_that_fails_at_its_limit_is_told_why():
     assert episode.failure.endswith("The episode had reached rollout.limits.max_turns (2).")
 
 
-async def test_the_reward_of_the_limit_replaces_the_failure():
+async def test_reward_of_the_limit_replaces_the_failure():
     """With limits.reward, the turns of such an episode are trained with it; its end is listed as cut short."""
     config = limited(EpisodeLimits(max_turns=2, reward=-0.5))
     async with open_rollout_stack(ask_on, config=config) as stack:
@@ -96,7 +96,7 @@ async def test_the_reward_of_the_limit_replaces_the_failure():
     assert [-0.5, -0.5] == [row.reward for row in episode.trajectories]
 
 
-async def test_the_last_answer_is_cut_at_the_tokens_that_are_left():
+async def test_last_answer_is_cut_at_the_tokens_that_are_left():
     """Its finish reason is the one of any answer that is cut, and nothing is sampled after it."""
     finishes = []
 
@@ -175,7 +175,7 @@ class Asking(RolloutWorkflow):
 
 
 @pytest.mark.parametrize("is_raising", [False, True])
-async def test_a_rollout_workflow_has_the_same_limits(*, is_raising: bool):
+async def test_rollout_workflow_has_the_same_limits(*, is_raising: bool):
     """The engine that it is given refuses; what it returns counts, and if it raises, it has failed."""
     config = RolloutsConfig(limits=TWO_TURNS, episode_timeout_seconds=60)
     async with open_stage(Asking(is_raising=is_raising), config=config) as (_, runner, _notebook):
@@ -188,7 +188,7 @@ async def test_a_rollout_workflow_has_the_same_limits(*, is_raising: bool):
         assert (2, None) == (len(episode.trajectories), episode.failure)
 
 
-def test_a_source_has_limits_of_its_own():
+def test_source_has_limits_of_its_own():
     """Where it names none, those of the rollout apply."""
     config = create_config(
         {

@@ -110,7 +110,7 @@ def _of_request(request: Any) -> tuple[Any, ...]:
     return request.key.path[:-2]
 
 
-async def test_the_group_of_recorded_turns_is_as_old_as_they_are():
+async def test_group_of_recorded_turns_is_as_old_as_they_are():
     """A step waits for it, so that these turns are not too old when they are trained."""
     events: list[JournalEvent] = []
 
@@ -145,7 +145,7 @@ async def test_the_group_of_recorded_turns_is_as_old_as_they_are():
     assert [0] == [group.head_version for group in given.groups]
 
 
-async def test_an_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
+async def test_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
     """Its episode is run again in the same process, and answered as before."""
     problems = iter([httpx.ConnectError("no route"), httpx.ConnectError("no route"), None, None])
     tries: list[str] = []
@@ -176,7 +176,7 @@ async def test_an_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
     assert [(1, 1, 0)] == [(e.num_turns, e.num_replayed_turns, e.num_dropped_turns) for e in group.episodes]
 
 
-async def test_a_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
+async def test_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
     """The agent that is run again has not seen it, so its request has the same random numbers; the next one has not."""
     journal, keys = MemoryJournal(), []
     for life in range(2):
@@ -210,7 +210,7 @@ async def test_a_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
     assert cut == first != second
 
 
-async def test_the_oldest_unfinished_group_is_begun_again_first():
+async def test_oldest_unfinished_group_is_begun_again_first():
     """Permits are given to few groups at an old version; the others would be as old, and too many for the steps."""
 
     async def act(episode: Episode) -> float:

@@ -95,7 +95,7 @@ async def test_without_staleness_each_version_samples_exactly_its_batch():
             assert ({version}, 0) == (versions, lease.drawn.dropped)
 
 
-async def test_a_slow_episode_that_got_too_old_is_dropped_and_another_takes_its_place():
+async def test_slow_episode_that_got_too_old_is_dropped_and_another_takes_its_place():
     """With η = 1 a straggler of version 0 comes back at version 3: it is not trained, and capacity is whole again."""
     limits = CapacityLimits(max_concurrent=8, batch_size=1, max_staleness=1)
     async with open_paced([100.0, *[1.0] * 99], limits, StaleGroups.DROP) as rollout_stack:
@@ -112,7 +112,7 @@ async def test_a_slow_episode_that_got_too_old_is_dropped_and_another_takes_its_
     assert (0, 0, 7) == (view.available, view.running, view.accepted)
 
 
-async def test_a_problem_that_always_takes_too_long_stops_nothing():
+async def test_problem_that_always_takes_too_long_stops_nothing():
     """Where stale groups are run again, one of them comes back for ever, and the others are trained all the same."""
     limits = CapacityLimits(max_concurrent=8, batch_size=1, max_staleness=1)
     requeued, trained = 0, []
@@ -125,7 +125,7 @@ async def test_a_problem_that_always_takes_too_long_stops_nothing():
     assert [position for position in range(1, 13) if position % 100] == sorted(trained)
 
 
-async def test_a_step_waits_for_the_group_whose_time_has_come():
+async def test_step_waits_for_the_group_whose_time_has_come():
     """Under η = 1 the slow first problem is trained at version 1, and the step says how long it held others back."""
     limits = CapacityLimits(max_concurrent=8, batch_size=1, max_staleness=1)
     async with open_paced([100.0, *[1.0] * 99], limits) as rollout_stack:

@@ -149,7 +149,7 @@ async def hang(engine: EpisodeEngine) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-async def test_a_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], Awaitable[Any]], complaint: str):
+async def test_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], Awaitable[Any]], complaint: str):
     """It has a reason and no rows; the others are trained. Only ``None`` counts as rejected."""
 
     async def act_if_first(engine: EpisodeEngine, member: int) -> Any:
@@ -162,7 +162,7 @@ async def test_a_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], A
     assert [(0.5, None)] * 2 == [(episode.reward, episode.failure) for episode in others]
 
 
-async def test_a_cancelled_request_cancels_the_workflow():
+async def test_cancelled_request_cancels_the_workflow():
     """Nothing runs on in the engine."""
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
     with anyio.move_on_after(1):
@@ -177,7 +177,7 @@ async def test_a_cancelled_request_cancels_the_workflow():
 LIMITS = CapacityLimits(max_concurrent=8, batch_size=1)
 
 
-async def test_a_rejected_group_is_refunded_and_counted():
+async def test_rejected_group_is_refunded_and_counted():
     """Another problem takes its place; rejections, however many in a row, are not failures that end the run."""
 
     async def act(engine: EpisodeEngine, _: int) -> Any:
@@ -211,7 +211,7 @@ async def test_rows_without_anything_to_train_fail_by_name():
     assert [0.5, 0.5] == [group.episodes[0].reward for group in evaluated]
 
 
-async def test_a_grouped_workflow_is_taken_apart():
+async def test_grouped_workflow_is_taken_apart():
     """Its members are episodes with rewards of their own, whatever the configured size."""
     workflow = GroupedRolloutWorkflow(Acting(tensors), group_size=3)
     async with open_stage(workflow, is_producing=True, limits=LIMITS) as (inference, _, _notebook):

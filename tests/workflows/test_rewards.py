@@ -77,7 +77,7 @@ async def test_reward_worker_that_died_is_replaced_once(tmp_path: Path) -> None:
         await wrapped(str(tmp_path / "twice"), times=5)
 
 
-def test_a_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
+def test_script_without_a_main_guard_is_told_so(tmp_path: Path) -> None:
     """Each worker imports it, which would start workers again; with the guard it runs. Real scripts."""
     lines = "from areal_actors import AsyncRewardWrapper\nimport anyio\ndef half(x): return x / 2\n"
     lines += "async def main(): print(await AsyncRewardWrapper(half)(3))\n"

@@ -233,7 +233,7 @@ def _check_directory(config: RunConfig) -> Iterator[Finding]:
 def _check_journal(config: RunConfig) -> Iterator[Finding]:
     path = (config.journal.path or config.run_directory.path).absolute()
     filesystem = filesystem_of(path)
-    if is_network(filesystem) and config.journal.enabled and not config.journal.allow_shared:
+    if is_network(filesystem) and config.journal.enabled:
         advice = "To serve external agents, set journal.path to a file on a local disk; train uses no such file."
         yield Finding(Verdict.WARNING, f"{path} would lie on {filesystem}, which several machines may mount", advice)
     else:

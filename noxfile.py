@@ -392,7 +392,7 @@ def slurm(session: nox.Session) -> None:
         environment = {"DEBIAN_FRONTEND": "noninteractive"}
         session.run("apt-get", "update", external=True)
         session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, env=environment, external=True)
-    directory = Path("tests", "schedulers", "slurm_local")
+    directory = Path("tools", "slurm")
     if session.posargs[:1] == ["faults"]:
         parser = argparse.ArgumentParser(prog="nox -s slurm -- faults")
         parser.add_argument("--sample", type=int, default=0, metavar="N", help="how many faults of roles; 0 for all")

@@ -137,7 +137,6 @@ def _describe_pools(pools: Sequence[PoolSizes]) -> dict[str, float | int | None]
     return {
         "easy_problems": sum(each.easy for each in pools) if pools else None,
         "hard_problems": sum(each.hard for each in pools) if pools else None,
-        "retired_problems": sum(each.retired for each in pools) if pools else None,
         "solve_rate": sum((each.solve_rate or 0.0) * each.num_run for each in pools) / num_run if num_run else None,
     }
 

@@ -19,7 +19,6 @@ from areal_actors.models import model_shape, require_fixed_rotation
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import score_pack
 from areal_actors.training.layers import decoder_layers, decoder_of
-from areal_actors.training.loading import first_layers, source_of, streamed
 from areal_actors.training.packing import Pack, Segment
 from areal_actors.training.router_replay import require_replayable
 from areal_actors.training.tree_attention import PackMask, has_planned_attention, planned_attention
@@ -36,22 +35,14 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
     """Check that ``model`` can be trained with ``configs``, those of all phases; make it attend by plan if it can.
 
     Returns the length of rows beyond which their log-probabilities would depend on other rows; ``None`` without one.
-    Of a model whose weights are in files, only the first layers are read and checked. A model on the meta device is not
-    checked otherwise: it belongs to a rank that gets its weights from the first one, which checks them. Raises
-    ``ConfigError`` and ``ModelError`` as the functions below.
+    A model on the meta device is not checked: it belongs to a rank that gets its weights from the first one, which
+    checks them. Raises ``ConfigError`` and ``ModelError`` as the functions below.
     """
-    if source_of(model) is not None:
-        with first_layers(model), streamed(model):
-            return _require_supported(model, configs, max_length=max_length)
-    if model.device.type != "meta":
-        return _require_supported(model, configs, max_length=max_length)
-    return None
-
-
-def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
+    if model.device.type == "meta":
+        return None
     try:
         require_plain_head(model)
-        limit = require_fixed_rotation(model, max_length=max_length)
+        limit = require_fixed_rotation(model.config, max_length=max_length)
         if not plan_attention(model) and any(config.layout is Layout.TREE for config in configs):
             attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
             _log.warning("rows_padded", model=type(model).__name__, attention=attention)  # slower, with the same loss

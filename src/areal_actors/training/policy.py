@@ -30,24 +30,16 @@ from areal_actors.training.checkpoints import (
 )
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
-from areal_actors.training.loading import (
-    GatheredWeights,
-    attach_source,
-    is_stored,
-    read_shards,
-    source_of,
-    unread_weights,
-)
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
 from areal_actors.training.memory import device_bytes, plan_trainer, require_room
 from areal_actors.training.model_checks import require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
 from areal_actors.training.phases import Phase, check_phases, phase_of
-from areal_actors.training.sharding import Rows, gather, shard
+from areal_actors.training.sharding import GatheredWeights, Rows, gather, shard
 from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint, find_latest
 from areal_actors.training.tree_attention import attention_number, set_attention_number
-from areal_actors.training.weights import digest, distinct_tensors, load_weights, stored_weights, tied_names
+from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
 _log = get_logger(__name__)
 
@@ -122,22 +114,17 @@ class TrainedPolicy:
     def join(self, gang: Gang) -> None:
         """Shard the weights over ``gang`` and compute a part of each step from now on.
 
-        All ranks of ``gang`` call this, with the same version and configuration. If the weights are in files, each rank
-        reads its rows of them. Otherwise weights are those of the first rank, and the models of the others may be on
-        the meta device. If all ranks have restored a checkpoint, each reads its rows of the moments. From then on all
-        of them have to receive the same calls in the same order: steps, log-probabilities, weights and checkpoints.
+        All ranks of ``gang`` call this, with the same version and configuration. Weights are those of the first rank,
+        and the models of the others may be on the meta device. If all ranks have restored a checkpoint, each reads its
+        rows of the moments. From then on all of them have to receive the same calls in the same order: steps,
+        log-probabilities, weights and checkpoints.
 
-        Raises ``GangError`` if the ranks differ, ``ModelError`` and ``CheckpointError`` if one cannot read its part.
+        Raises ``GangError`` if the ranks differ, and ``CheckpointError`` if one cannot read its part.
         """
         with gang.guard():
             digests = {"configuration": digest(repr(self.config)), "version": self.version}
             # Weights are gathered in it.
             digests["the data type of the engine"] = digest(self.engine_dtype)
-            digests |= {
-                f"the files of {model.config.name_or_path}": digest(source.digest())
-                for model in self._models
-                if (source := source_of(model)) is not None
-            }
             gang.require_equal(list(digests.values()), list(digests))
             is_read_by_each = int(gang.sum(np.array([float(self._unread is not None)]))[0]) == gang.size
             unreadable = "The moments of the checkpoint could not be read"
@@ -154,15 +141,8 @@ class TrainedPolicy:
             self._lower_base()
             for scorer in filter(None, (self._reference, self._teacher)):
                 cast_weights(scorer.model, self._dtype)
-            # No rank has the whole float32 model, which takes 280 GB for 70 billion weights.
             for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
-                has_source = source_of(scorer.model) is not None
-                shard(scorer, gang, dtype=self._dtype, is_stored=is_stored if has_source else lambda _: False)
-            with agreed(gang, "The weights could not be read"):
-                for model in self._models:
-                    if (source := source_of(model)) is not None:
-                        read_shards(model, source)
-                        attach_source(model, None)
+                shard(scorer, gang, dtype=self._dtype)
             self.gang = gang
             self._optimizer = self._create_optimizer()
             if is_read_by_each:
@@ -177,12 +157,11 @@ class TrainedPolicy:
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return all weights by name, shared with the model: they change with the next ``train_step``.
 
-        Until the ranks of a gang are together, each is read from its file when it is asked for. An adapter is merged
-        into those that are read. In a gang they are gathered on the CPU of the first rank, in the engine's dtype unless
-        an adapter is merged into them; the others get an empty dictionary.
+        An adapter is merged into those that are read. In a gang they are gathered on the CPU of the first rank, in the
+        engine's dtype unless an adapter is merged into them; the others get an empty dictionary.
         """
         if self.gang.is_alone:
-            state = unread_weights(self.model) if source_of(self.model) is not None else self.model.state_dict()
+            state = self.model.state_dict()
             return state if self.adapter is None else self.adapter.merge(state)
         with self.gang.guard():
             weights = self._gather_in_turn()
@@ -217,9 +196,9 @@ class TrainedPolicy:
     def _gather_in_turn(self) -> GatheredWeights:
         tensors = distinct_tensors(self.model)
         # Merging a weight needs its factors, which are small.
-        factors = {name: tensor for name, tensor in tensors.items() if not is_stored(name)}
+        factors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         return GatheredWeights(
-            tensors={name: tensor for name, tensor in tensors.items() if is_stored(name)},
+            tensors={name: tensor for name, tensor in tensors.items() if name not in factors},
             dtype=None if self.adapter is not None else getattr(torch, self.engine_dtype),
             whole=self._gather(factors),
         )
@@ -321,7 +300,7 @@ class TrainedPolicy:
         checkpoint = find_latest(directory) if step is None else find_checkpoint(directory, step)
         if checkpoint is None:
             return None
-        if self.model.device.type == "meta" and source_of(self.model) is None:
+        if self.model.device.type == "meta":
             # Weights come from the first rank, and moments are read when this one joins.
             self.follow(phase_of(self._phases, max(checkpoint.step, 1)))
             set_generator_states(checkpoint.load("rng"))
@@ -336,8 +315,6 @@ class TrainedPolicy:
             self.adapter.load(checkpoint.path)
         elif checkpoint.has(ADAPTER_PART):
             raise CheckpointError(f"{checkpoint.path} has an adapter only; set trainer.lora as the run had it.")
-        elif source_of(self.model) is not None:
-            attach_source(self.model, stored_weights(self.model, checkpoint))
         else:
             load_weights(self.model, checkpoint)
         self.follow(phase_of(self._phases, max(checkpoint.step, 1)))

@@ -139,7 +139,7 @@ class ClippedRatio:
     beyond: a single token that was extremely unlikely under the behaviour policy does not outweigh all others.
 
     At the level of sequences it is GSPO, arXiv:2507.18071: one ratio per row, the geometric mean of its tokens' ratios,
-    whose clip ranges are some hundred times smaller. With ``sequence_mean`` aggregation it is the published objective.
+    whose clip ranges are hundreds of times smaller. With ``sequence_mean`` aggregation it is the published objective.
     """
 
     clip_low: float = 0.2

@@ -32,7 +32,6 @@ from areal_actors.training.config import ROUNDING_NATS, Centre, KlPlace, Layout,
 from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import guarded
-from areal_actors.training.loading import streamed
 from areal_actors.training.memory import release_free_memory
 from areal_actors.training.objective import create_phase_objective, required_scores
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
@@ -315,8 +314,7 @@ class PolicyTrainer(TrainedPolicy):
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
         chosen = [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens]
         packs = self._pack(rows, chosen, replays=replays)
-        with streamed(scorer.model):
-            scored = self._passes.score(scorer, packs)
+        scored = self._passes.score(scorer, packs)
         for pack, scores in zip(packs, scored, strict=True):
             for index, (logprobs, raw_logprobs) in split_by_row(rows, pack.rows, scores):
                 if watch is not None:

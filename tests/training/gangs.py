@@ -102,7 +102,6 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
         objective=evolve(ObjectiveConfig(), kl=kl),
         layout=Layout(case.get("layout", "tree")),
         max_packed_tokens=case.get("max_packed_tokens", 40),
-        chunk_tokens=case.get("chunk_tokens"),
         activations=Activations(case.get("activations", "keep")),
         num_epochs=case.get("epochs", 1),
         num_minibatches=case.get("minibatches", 1),
@@ -149,8 +148,6 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
     """Some steps; what they reported, the gradients of each update, and the log-probabilities and weights after it."""
     if case.get("is_measured"):
         return kept_bytes(trainer)
-    if case.get("decides_by_rank"):  # as on GPUs, of which one has less free memory
-        trainer._scorer.activations = Activations.RECOMPUTE if trainer.gang.rank else Activations.AUTO
     gradients: list[dict[str, torch.Tensor]] = []
     update = trainer._optimizer.step
 

@@ -148,14 +148,7 @@ def _naming(setting: str, *, source: str) -> Iterator[None]:
 
 def load_training_problems(config: RunConfig) -> dict[str, Problems]:
     """Load the problems to train on by source; those without a source have the empty name. Blocks."""
-    found = {}
-    for name, one in config.training_sets.items():
-        found[name] = load_set(config, one, name=name)
-        difficulty = config.agents.get(name, config.rollout).difficulty
-        if difficulty.order_by is not None:
-            with _naming(f"sources.{name}" if name else "rollout", source=name):
-                found[name] = found[name].ordered_by(difficulty.order_by)
-    return found
+    return {name: load_set(config, one, name=name) for name, one in config.training_sets.items()}
 
 
 def load_problem_sets(

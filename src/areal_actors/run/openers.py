@@ -208,7 +208,7 @@ async def _open_group_journal(
     """
     config, spec = context.config, context.spec
     # One process uses the file, as the run directory is locked. Its loss is not that of a service's sessions.
-    settings = evolve(config.journal, allow_shared=True, retention_days=0.0)
+    settings = evolve(config.journal, retention_days=0.0)
     try:
         journal = await stack.enter_async_context(SqliteJournal.open(context.directory.groups, settings))
         digest = await to_thread.run_sync(sampling_digest, spec.config)

@@ -7,7 +7,6 @@ the same calls.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,15 +28,14 @@ from areal_actors.training.checkpoints import (
     save_checkpoint,
     set_generator_states,
 )
-from areal_actors.training.config import Activations
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
-from areal_actors.training.memory import device_bytes, held_bytes, require_room, resolve_activations
+from areal_actors.training.memory import device_bytes, plan_trainer, require_room
 from areal_actors.training.model_checks import require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
-from areal_actors.training.phases import Phase, check_phases, count_steps, phase_of, require_same_phases
+from areal_actors.training.phases import Phase, check_phases, phase_of
 from areal_actors.training.sharding import GatheredWeights, Rows, gather, shard
 from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint, find_latest
 from areal_actors.training.tree_attention import attention_number, set_attention_number
@@ -72,7 +70,7 @@ class TrainedPolicy:
         self._dtype = self._choose_dtype()
         self.follow(self.phase)
         for each in self._phases:
-            require_room(self.model, each.config, dtype=self._dtype, max_length=max_length)
+            require_room(self.model, each.config, max_length=max_length)
         # Of all phases: a later one comes hours after the start.
         configs = [each.config for each in self._phases]
         limits = [require_supported(checked, configs, max_length=max_length) for checked in self._models]
@@ -286,7 +284,6 @@ class TrainedPolicy:
             shards=dict(sorted(shards.items())),
             counters={
                 "num_updates": self._optimizer.num_updates,
-                "phases": count_steps(self._phases, self.version),
                 "caller": dict(counters or {}),
             },
             documents={} if self.adapter is None else self.adapter.documents(),
@@ -303,8 +300,6 @@ class TrainedPolicy:
         checkpoint = find_latest(directory) if step is None else find_checkpoint(directory, step)
         if checkpoint is None:
             return None
-        past = checkpoint.counters.get("phases")  # older checkpoints do not say
-        require_same_phases(self._phases, past, step=checkpoint.step, path=checkpoint.path)
         if self.model.device.type == "meta":
             # Weights come from the first rank, and moments are read when this one joins.
             self.follow(phase_of(self._phases, max(checkpoint.step, 1)))
@@ -354,30 +349,16 @@ class TrainedPolicy:
 
     def _set_activations(self) -> None:
         """Decide what passes keep for the backward pass, for the current device and number of ranks."""
-        num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
-        # Reference and teacher are frozen, too.
-        num_weights = sum(weight.numel() for model in self._models for weight in model.parameters())
-        held = held_bytes(
-            num_trained=num_trained,
-            num_frozen=num_weights - num_trained,
-            dtype=self._dtype,
-            optimizer=self.config.optimizer,
-        )
-        self.activations = resolve_activations(
-            self.config.activations,
-            self.model.config,
-            dtype=self._dtype,
-            # A row that is longer than a pass gets one to itself, unless it is computed in chunks.
-            num_tokens=min(
-                max(self.config.max_packed_tokens, self._max_length or 0), self.config.chunk_tokens or sys.maxsize
-            ),
-            state_bytes=sum(held.values()) // self.gang.size,
-            memory_bytes=device_bytes(self.model.device),
-        )
-        if self.config.activations is Activations.AUTO and self.model.device.type == "cuda":
-            # Each pass decides by the memory that is free then.
-            self.activations = Activations.AUTO
-        self._scorer.activations = self.activations
+        device = self.model.device
+        self.activations = self._scorer.activations = plan_trainer(
+            self.model,
+            self.config,
+            device_type=device.type,
+            memory_bytes=device_bytes(device),
+            # A row that is longer than a pass gets one to itself.
+            num_tokens=max(self.config.max_packed_tokens, self._max_length or 0),
+            teacher=None if self._teacher is None else self._teacher.model,
+        ).kept
         self._scorer.is_compiled = self.config.compiles_layers(self.model.device.type)
 
     def _lower_base(self) -> None:

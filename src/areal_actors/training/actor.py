@@ -2,8 +2,8 @@
 
 ``run.loop`` has the loop itself: the order in which these operations are called.
 
-Engines that are lent the weights have loaded them when ``publish`` returns. If they load a copy, from disk or from the
-weight store, the next step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them. With
+Engines that are lent the weights have loaded them when ``publish`` returns. If they load a copy from disk, the next
+step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them. With
 evaluation.is_async, the next step trains while Evaluate runs, and its weights are published after it: the engines hold
 one version. The step is reported when its evaluation is over.
 

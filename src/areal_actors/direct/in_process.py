@@ -310,7 +310,6 @@ class InlineRef(Ref[P]):
             num_failed=counters["failed"],
             num_cancelled=counters["cancelled"],
             num_dropped=0,
-            mailbox_peak=0,
         )
 
     def _handler(self, message: object) -> Handler:

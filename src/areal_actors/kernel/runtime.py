@@ -466,7 +466,6 @@ class Cell(Watched):
             num_failed=counters.failed,
             num_cancelled=counters.cancelled,
             num_dropped=counters.dropped,
-            mailbox_peak=mailbox.peak,
         )
 
 

@@ -81,13 +81,6 @@ def quick(session: nox.Session) -> None:
 
 
 @nox.session
-def optimizers(session: nox.Session) -> None:
-    """Run the tests of the optimisers with torchao, which the suite leaves out (seconds, after the installation)."""
-    install(session, "test", "lowbit")
-    session.run("pytest", "-n", "0", "tests/training/test_optimizer.py", *session.posargs, env=ENVIRONMENT)
-
-
-@nox.session
 def nightly(session: nox.Session) -> None:
     """Run the property tests with 100,000 examples each (hours)."""
     install(session, "test")

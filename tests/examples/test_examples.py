@@ -18,7 +18,7 @@ from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.lib.plugins import PluginGroup
 from areal_actors.lib.references import import_reference
-from areal_actors.run import Trainer
+from areal_actors.run.training import Trainer
 
 IN_BOXES = needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 EXAMPLES = Path(__file__).parents[2] / "examples"

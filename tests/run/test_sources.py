@@ -118,28 +118,6 @@ def drawn_problems(path: Path) -> dict[str, list[tuple[int, str]]]:
     return {name: sorted((at, text) for source, at, text in found if source == name) for name, _, _ in found}
 
 
-def test_source_epochs_continue_with_new_weights(tmp_path: Path) -> None:
-    """A resumed run with other weights, and one with another source, leave out and repeat no problem."""
-    path, (a, b) = tmp_path / "run", (source(), source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50}))
-    train(path, {"a": a, "b": b}, total_steps=2)
-    train(path, {"a": a | {"weight": 3.0}, "b": b}, total_steps=3, resume=True)
-    c = source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 70})
-    train(path, {"c": c, "b": b}, total_steps=4, resume=True)
-    steps = train(path, {"a": a, "b": b | {"weight": 3.0}}, total_steps=5, resume=True)
-    drawn = drawn_problems(path)
-
-    assert [(2, 2, None), (2, 2, None), (3, 1, None), (None, 2, 2), (1, 3, None)] == [
-        tuple(row.get(f"source/{name}/groups") for name in "abc") for row in steps
-    ]
-    for name, first in (("a", 0), ("b", 50), ("c", 70)):
-        positions = [position for position, _ in drawn[name]]
-        assert list(range(len(positions))) == positions
-        for start in range(0, len(positions), 4):
-            texts = [text for _, text in drawn[name][start : start + 4]]
-            assert len(texts) == len(set(texts) & {f"say {first + index}" for index in range(4)})
-    assert [8, 10, 2] == [len(drawn[name]) for name in "abc"]
-
-
 def levels(num: int, seed: int) -> Any:
     """The hardest problem is the first."""
     return ({"text": f"say {seed + index}", "level": num - index} for index in range(num))
@@ -170,43 +148,6 @@ def test_difficulty_of_a_source_is_resumed(tmp_path: Path) -> None:
     assert drawn_problems(tmp_path / "whole") == drawn_problems(tmp_path / "parts")
     keys = [key for key in steps[0] if not key.endswith(("seconds", "_mean", "per_second", "sampled_tokens"))]
     assert [[row[key] for key in keys] for row in steps] == [[row[key] for key in keys] for row in resumed]
-
-
-def test_source_with_replaced_groups_is_counted(tmp_path: Path) -> None:
-    """Its rewards are all equal, so that none of its groups is trained; the verdict needs to know."""
-    sources = {"good": source(), "equal": source(workflow_kwargs={"factor": 0.0})}
-    trainer = {"dtype": "float32", "advantages": {"drop_zero_variance": True, "max_refills": 1}}
-    (row,) = train(tmp_path / "run", sources, total_steps=1, trainer=trainer)
-
-    assert row["source/equal/replaced_groups"] > 0
-    assert 0.0 == row["source/equal/reward"]
-    replaced = sum(row[f"source/{name}/replaced_groups"] for name in sources)
-    assert row["replaced_groups"] == replaced
-    episodes = sum(row[f"source/{name}/episodes"] for name in sources)
-    assert row["episodes"] + 2 * replaced == episodes
-
-
-class Moody(Asker):
-    """It fails on even numbers."""
-
-    async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
-        if int(data["text"].split()[1]) % 2 == 0:
-            raise ValueError("an even number")
-        return await super().run(data, base_url, http_client, **extra_kwargs)
-
-
-def test_groups_that_fail_as_a_whole_are_counted(tmp_path: Path) -> None:
-    """Of the run, and of their source; the step trains others in their places."""
-    steps = train(tmp_path / "run", {"good": source(), "moody": source(workflow=f"{HERE}:Moody")})
-    failures = RunDirectory(path=tmp_path / "run").failures.read_text().splitlines()
-    num_failed = sum(row["failed_episodes"] for row in steps)
-
-    assert num_failed == len(failures) > 0
-    assert num_failed == sum(row["source/moody/failed_episodes"] for row in steps)
-    assert num_failed == 2 * sum(row["source/moody/failed_groups"] for row in steps)
-    assert [(8, 0)] * 2 == [
-        (row["episodes"] - row["failed_episodes"], row["source/good/failed_groups"]) for row in steps
-    ]
 
 
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
@@ -242,28 +183,6 @@ def test_single_source_equals_dataset(tmp_path: Path) -> None:
     assert plain == single
     assert any(row.get("grad_norm") for row in plain)
     assert weights[0] == weights[1]
-
-
-@pytest.mark.parametrize(
-    ("sizes", "advantages", "warned"),
-    [
-        ((None, 2), {"normalisation": "grpo"}, ["sources.a.group_size"]),
-        ((1, 1), {"normalisation": "reinforce_plus_plus"}, []),
-        ((1, 1), {"unit": "row"}, []),
-    ],
-)
-def test_groups_of_one_are_warned_about(
-    tmp_path: Path, sizes: tuple[int | None, int], advantages: dict[str, str], warned: list[str]
-) -> None:
-    """As serve does; their advantages would all be zero."""
-    sources = {name: source(group_size=size) for name, size in zip("ab", sizes, strict=True)}
-    rollout = {"group_size": 1, "max_head_offpolicyness": 0}
-    trainer = {"dtype": "float32", "advantages": advantages}
-    train(tmp_path / "run", sources, total_steps=1, rollout=rollout, trainer=trainer)
-    log = RunDirectory(path=tmp_path / "run").log.read_text()
-
-    assert warned == re.findall(r"([\w.]+) is 1, and grpo compares", log)
-    assert len(warned) == log.count("advantages_will_be_zero")
 
 
 @pytest.mark.parametrize(

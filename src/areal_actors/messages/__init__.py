@@ -29,7 +29,6 @@ from __future__ import annotations
 from areal_actors.messages.accounts import Accounts as Accounts
 from areal_actors.messages.accounts import AdmitUser as AdmitUser
 from areal_actors.messages.accounts import CreateKey as CreateKey
-from areal_actors.messages.accounts import HasKeys as HasKeys
 from areal_actors.messages.accounts import IdentifyUser as IdentifyUser
 from areal_actors.messages.accounts import ListKeys as ListKeys
 from areal_actors.messages.accounts import RevokeKey as RevokeKey
@@ -120,10 +119,8 @@ from areal_actors.messages.sessions import DescribeSessions as DescribeSessions
 from areal_actors.messages.sessions import EndSession as EndSession
 from areal_actors.messages.sessions import ForgetEpisodes as ForgetEpisodes
 from areal_actors.messages.sessions import ForgetSession as ForgetSession
-from areal_actors.messages.sessions import HideAnswer as HideAnswer
 from areal_actors.messages.sessions import Intake as Intake
 from areal_actors.messages.sessions import LogNumbers as LogNumbers
-from areal_actors.messages.sessions import NoteRefusal as NoteRefusal
 from areal_actors.messages.sessions import OpenSession as OpenSession
 from areal_actors.messages.sessions import SessionClosed as SessionClosed
 from areal_actors.messages.sessions import SessionFinished as SessionFinished
@@ -134,7 +131,6 @@ from areal_actors.messages.sessions import SessionsView as SessionsView
 from areal_actors.messages.sessions import SetReward as SetReward
 from areal_actors.messages.sessions import SettleTaken as SettleTaken
 from areal_actors.messages.sessions import StartSession as StartSession
-from areal_actors.messages.sessions import StoredAnswer as StoredAnswer
 from areal_actors.messages.sessions import StreamComplete as StreamComplete
 from areal_actors.messages.sessions import TakenSession as TakenSession
 from areal_actors.messages.sessions import TakeSession as TakeSession

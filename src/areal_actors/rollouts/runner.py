@@ -161,7 +161,6 @@ class _Member:
     is_eval: bool
     version: int | None
     """Version of the newest weights when it began; ``None`` for a manual run, which is not reported."""
-    is_repeated: bool = False
     num_members: int
     """The number of members of its group, including those that are not run again."""
 
@@ -322,11 +321,7 @@ class RolloutRunner(Actor[Rollouts]):
             for problem in self._held_out:
                 num = message.num_by_source.get(problem.source, message.num_samples)
                 created = self._create_members(problem, num, purpose="eval", version=message.version)
-                members = [
-                    evolve(member, is_repeated=message.is_repeated)
-                    for member in created
-                    if (problem.task, member.index) not in finished
-                ]
+                members = [member for member in created if (problem.task, member.index) not in finished]
                 if members:
                     tasks.start_soon(run, problem, members)
         return tuple(groups[problem.task] for problem in self._held_out if problem.task in groups)
@@ -638,7 +633,6 @@ class RolloutRunner(Actor[Rollouts]):
                     problem=member.problem,
                     version=member.version,
                     is_eval=member.is_eval,
-                    is_repeated=member.is_repeated,
                 )
             )
 

@@ -15,7 +15,7 @@ from areal_actors.schedulers.slurm.files import find_slurm_files as find_slurm_f
 from areal_actors.schedulers.slurm.placement import SlurmPlacement as SlurmPlacement
 from areal_actors.schedulers.slurm.scheduler import SlurmScheduler as SlurmScheduler
 from areal_actors.schedulers.slurm.scheduler import cancel_records as cancel_records
-from areal_actors.schedulers.slurm.settings import ApptainerConfig as ApptainerConfig
+from areal_actors.schedulers.slurm.settings import ContainerConfig as ContainerConfig
+from areal_actors.schedulers.slurm.settings import ContainerType as ContainerType
 from areal_actors.schedulers.slurm.settings import GpuOption as GpuOption
-from areal_actors.schedulers.slurm.settings import PyxisConfig as PyxisConfig
 from areal_actors.schedulers.slurm.settings import SlurmConfig as SlurmConfig

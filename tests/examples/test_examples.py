@@ -153,7 +153,7 @@ def test_one_run_trains_reasoning_and_tool_use(tmp_path):
     assert [12, 2] == [row[f"source/{name}/episodes"] for name in sources]
     assert 0 == row["failed_episodes"]
     assert row["source/tools/tokens_mean"] <= 2 * 44
-    assert 0 == row["source/reasoning/retired_problems"]
+    assert 0 == row["source/reasoning/easy_problems"]
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents_digits"])

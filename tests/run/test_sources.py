@@ -131,46 +131,23 @@ class Solver(Asker):
         return 1.0 if data["level"] <= 2 else length / 1000
 
 
-def test_curriculum_changes_draws(tmp_path: Path) -> None:
-    """The easiest come first, and those that are solved once are not drawn again; also after a resumption."""
-    curriculum = {"enabled": True, "order_by": "level", "retire_after": 1, "hard_fraction": 0.0}
+def test_difficulty_of_a_source_is_resumed(tmp_path: Path) -> None:
+    """A resumed run draws the same problems, and its pools have the same numbers."""
     own = source(
-        dataset={"python": f"{HERE}:levels", "size": 4, "seed": 0}, workflow=f"{HERE}:Solver", difficulty=curriculum
+        dataset={"python": f"{HERE}:levels", "size": 4, "seed": 0},
+        workflow=f"{HERE}:Solver",
+        difficulty={"enabled": True, "easy_fraction": 0.0},
     )
     sources = {"own": own, "plain": source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50})}
     steps = train(tmp_path / "whole", sources, total_steps=4)
     train(tmp_path / "parts", sources, total_steps=2)
     resumed = train(tmp_path / "parts", sources, total_steps=4, resume=True)
-    drawn = drawn_problems(tmp_path / "whole")
 
-    assert [3, 2, 1, 0, 1, 0, 1, 0] == [int(text.split()[1]) for _, text in drawn["own"]]
-    assert [set(range(50, 54))] * 2 == [
-        {int(text.split()[1]) for _, text in drawn["plain"][start : start + 4]} for start in (0, 4)
-    ]
-    pools = [(row["source/own/retired_problems"], row["source/own/solve_rate"]) for row in steps]
-    assert [(0, None), (2, 1.0), (2, 0.5), (2, 0.5)] == pools
-    assert [(row["retired_problems"], row["solve_rate"]) for row in steps] == pools
+    assert steps[-1]["source/own/easy_problems"] > 0
     assert "source/plain/solve_rate" not in steps[0]
-    assert drawn == drawn_problems(tmp_path / "parts")
+    assert drawn_problems(tmp_path / "whole") == drawn_problems(tmp_path / "parts")
     keys = [key for key in steps[0] if not key.endswith(("seconds", "_mean", "per_second", "sampled_tokens"))]
     assert [[row[key] for key in keys] for row in steps] == [[row[key] for key in keys] for row in resumed]
-
-
-@pytest.mark.parametrize("has_paused", [False, True])
-def test_run_is_not_resumed_with_another_order(tmp_path: Path, *, has_paused: bool) -> None:
-    """Its solve rates would go to other problems, also if difficulty was switched off in between."""
-    curriculum = {"enabled": True, "order_by": "level"}
-    own = {"dataset": {"python": f"{HERE}:levels", "size": 4, "seed": 0}, "workflow": f"{HERE}:Solver"}
-    train(tmp_path / "run", {"own": source(**own, difficulty=curriculum)}, total_steps=1)
-    if has_paused:
-        train(tmp_path / "run", {"own": source(**own)}, total_steps=2, resume=True)
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    complaint = r"sources\.own\.difficulty\.order_by is null, and the run to resume .* with level"
-    with pytest.raises(ConfigError, match=complaint):
-        train(tmp_path / "run", {"own": source(**own, difficulty={"enabled": True})}, total_steps=3, resume=True)
-    assert before == (tmp_path / "run" / "config.yaml").read_text()
-    steps = train(tmp_path / "run", {"own": source(**own, difficulty=curriculum)}, total_steps=3, resume=True)
-    assert 3 == steps[-1]["step"]
 
 
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
@@ -221,7 +198,6 @@ def test_single_source_equals_dataset(tmp_path: Path) -> None:
             {"eval_dataset": {"jsonl": "x.jsonl"}},
             "no agent for the held-out problems of eval_dataset",
         ),
-        ({"a": source(difficulty={"order_by": "level"})}, {}, "order_by has no effect without enabled: true"),
     ],
 )
 def test_invalid_sources_are_refused(

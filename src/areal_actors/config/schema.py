@@ -602,7 +602,6 @@ class RunConfig(ServerSections):
             group_size=self.rollout.group_size,
             group_timeout_seconds=self.serve.group_timeout_seconds,
             grace_seconds=self.sessions.lifetimes.grace_seconds,
-            member_outcome=self.rollout.member_outcome,
             seed=self.seed,
         )
 

@@ -66,7 +66,7 @@ _TIGHT = 0.85
 """Share of the device above which a prediction that is 15 % too low would not fit."""
 _LESS_MEMORY = (
     "Each of these needs less: a lower engine.max_concurrent, trainer.activations=recompute, "
-    "trainer.chunk_tokens=1024, trainer.lora.rank=16, trainer.optimizer.name=adamw_8bit."
+    "trainer.lora.rank=16, trainer.optimizer.name=adamw_bf16."
 )
 _ASK_SECONDS = 15.0
 _IMPORT_SECONDS = 180.0
@@ -233,7 +233,7 @@ def _check_directory(config: RunConfig) -> Iterator[Finding]:
 def _check_journal(config: RunConfig) -> Iterator[Finding]:
     path = (config.journal.path or config.run_directory.path).absolute()
     filesystem = filesystem_of(path)
-    if is_network(filesystem) and config.journal.enabled and not config.journal.allow_shared:
+    if is_network(filesystem) and config.journal.enabled:
         advice = "To serve external agents, set journal.path to a file on a local disk; train uses no such file."
         yield Finding(Verdict.WARNING, f"{path} would lie on {filesystem}, which several machines may mount", advice)
     else:

@@ -46,11 +46,10 @@ def predict_memory(config: RunConfig, memory: Mapping[str, int]) -> list[Part]:
     )
     if gang.num_processes > 1:  # whose backend decides
         trainer_device = "cpu" if gang.backend is GangBackend.GLOO else first
-    is_embedded, found, engine_bytes = config.rollout.backend is Backend.TORCH, [], 0
+    is_embedded, found = config.rollout.backend is Backend.TORCH, []
     if is_embedded:
         engine = plan_engine(policy, config.engine, device_type=engine_device)
         is_here = Role.GENERATION not in placed and engine_device in memory
-        engine_bytes = engine.total if is_here and engine_device == trainer_device else 0
         split = f"weights {format_size(engine.weights)}, keys and values up to {format_size(engine.cache)}"
         text = f"engine {format_size(engine.total)} ({split})"
         found.append(Part(text=text, num_bytes=engine.total, device=engine_device, is_here=is_here))
@@ -60,17 +59,13 @@ def predict_memory(config: RunConfig, memory: Mapping[str, int]) -> list[Part]:
         device_type=trainer_device,
         memory_bytes=memory.get(trainer_device, memory[first]),
         teacher=teacher,
-        other_bytes=engine_bytes,
         # The limit of a server is not known here, nor to the trainer.
-        max_length=config.engine.max_length if is_embedded else 0,
+        num_tokens=max(config.trainer.max_packed_tokens, config.engine.max_length if is_embedded else 0),
     )
     names = ", ".join(f"{name} {format_size(value)}" for name, value in trainer.parts().items() if value)
     each = f" for each of {gang.num_processes} processes" if gang.num_processes > 1 else ""
-    kept = str(trainer.kept)
-    if trainer.num_kept_layers:
-        kept += f", and kept by {trainer.num_kept_layers} layers if {format_size(trainer.kept_layer_bytes)} are free"
     own = Part(
-        text=f"trainer {format_size(trainer.total)}{each} ({names}; activations {kept})",
+        text=f"trainer {format_size(trainer.total)}{each} ({names}; activations {trainer.kept})",
         num_bytes=trainer.total * (gang.num_processes if trainer_device == "cpu" else 1),
         device=trainer_device,
         is_here=Role.TRAINER not in placed and trainer_device in memory,

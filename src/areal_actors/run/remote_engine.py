@@ -25,8 +25,8 @@ from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import loop_identity
 from areal_actors.messages import Complete, ForgetSession, OpenSession
 from areal_actors.models import Catalogue
-from areal_actors.proxy.dialects.chat.request import parse_chat_request
-from areal_actors.proxy.dialects.completions import parse_completions_request
+from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.run.inference import InferenceConfig, open_model
 from areal_actors.workflows.engine import GenerationConfig, ModelRequest
 
@@ -232,8 +232,8 @@ class _Embedded:
         self.opened = _PerLoop(lambda: open_model(config, model))
 
     async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
-        parse = parse_completions_request if "prompt" in body else parse_chat_request
-        request = parse(body).request
+        dialect = CompletionsDialect() if "prompt" in body else ChatDialect()
+        request = dialect.parse(body).request
         stack = await self.opened.open()
         session = await stack.sessions.ask(OpenSession(task="inference"))
         try:

@@ -35,7 +35,7 @@ from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
 from areal_actors.rollouts.draws import DrawConfig
 from areal_actors.rollouts.exporter import ExportConfig, QueueConfig
-from areal_actors.rollouts.runner import ResumeEpisodes, RolloutsConfig
+from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 from areal_actors.sandbox import SandboxConfig
 from areal_actors.schedulers.config import SchedulerConfig, SchedulerType
@@ -129,9 +129,6 @@ class RolloutConfig(RolloutsConfig):
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
-    resume: ResumeEpisodes = ResumeEpisodes.REPLAY
-    """What a resumed run does with episodes that were not over: replay runs their agents again, and answers requests
-    that are the same as before from the journal, without sampling; restart samples everything again."""
     dump_to_file: bool = True
     """Whether every training row is written to rollout/<version>/<task>.jsonl in the run directory."""
     openai: AgentConfig = field(factory=AgentConfig)

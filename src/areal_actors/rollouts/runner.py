@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
-from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -92,15 +91,6 @@ _FORGET_SECONDS = 5.0
 Agents = Mapping[str, Agent | RolloutWorkflow]
 """Agents by the name of the source whose problems they run; that of all other problems has the empty name."""
 ProblemAt = Callable[[Draw], Problem]
-
-
-class ResumeEpisodes(StrEnum):
-    """The treatment of episodes that were not over when the run ended."""
-
-    REPLAY = "replay"
-    """Their agents are run again, and given the recorded answers as long as they ask for the same."""
-    RESTART = "restart"
-    """Their agents are run again, and everything is sampled again. No turns are recorded."""
 
 
 def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:

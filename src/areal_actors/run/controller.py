@@ -125,7 +125,7 @@ class _Lost(Exception):
 
 
 @asynccontextmanager
-async def _after_its_cause(*, has_workers: bool) -> AsyncIterator[None]:
+async def after_its_cause(*, has_workers: bool) -> AsyncIterator[None]:
     """Hold back an error of the block that follows from another one, until that one is raised and cancels this task.
 
     Raised at once, it would cancel the clean-up of the role that failed first, and a cancelled clean-up replaces the
@@ -272,7 +272,7 @@ class RunController:
             for role, placed in plan.placed.items():
                 if role not in _INDEPENDENT:
                     tasks.start_soon(self._end_run_with, begin(role, f"{role}-0"), placed)
-            async with _after_its_cause(has_workers=bool(plan.placed)):
+            async with after_its_cause(has_workers=bool(plan.placed)):
                 await _Attempt(self, begin).run()
             tasks.cancel_scope.cancel()
 
@@ -282,7 +282,7 @@ class RunController:
         if ended.error is None:
             raise _Lost(str(ended))
         # The cause may be another worker that this one could not reach.
-        async with _after_its_cause(has_workers=True):
+        async with after_its_cause(has_workers=True):
             raise find_final(ended.error) or _Lost(str(ended))
 
     def describe_actors(self) -> dict[str, dict[str, Any]]:
@@ -378,7 +378,7 @@ class _Attempt:
                 else:
                     # In the background, since a placed proxy may be ready later than the trainer.
                     tasks.start_soon(self._controller.announce)
-                async with _after_its_cause(has_workers=False):
+                async with after_its_cause(has_workers=False):
                     await self._finish(training)
             # An error from here on, while workers are being ended, must not start another attempt.
             self._controller.is_done = True
@@ -504,7 +504,7 @@ class _LocalRole:
     async def hold(self, opening: AbstractAsyncContextManager[None]) -> None:
         """Keep the role open until ``close`` is called."""
         with self._scope:
-            async with _after_its_cause(has_workers=False), opening:
+            async with after_its_cause(has_workers=False), opening:
                 self._is_open = True
                 await self._closing.wait()
         self._closed.set()

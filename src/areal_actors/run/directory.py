@@ -252,9 +252,6 @@ def sampling_digest(path: Path) -> str:
     """Return a digest of the settings in ``path`` that groups are sampled with. Blocks."""
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     chosen = {name: settings.get(name) for name in _SAMPLING}
-    if isinstance(chosen["rollout"], dict):
-        # Groups are sampled in the same way however the run is resumed.
-        chosen["rollout"] = {name: value for name, value in chosen["rollout"].items() if name != "resume"}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -49,7 +49,7 @@ from areal_actors.messages import (
 from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
-from areal_actors.rollouts.runner import Agents, Peers, ResumeEpisodes
+from areal_actors.rollouts.runner import Agents, Peers
 from areal_actors.rollouts.staleness import StaleGroups
 from areal_actors.run.advice import warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
@@ -194,7 +194,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
             journal=journal,
             group_journal=group_journal,
             restored_queue=restored_queue,
-            is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
         yield OpenRole(actors=opened.actors)
 
@@ -219,7 +218,6 @@ async def _open_group_journal(
             first_version=config.limits.first_version,
             is_done=config.queue.open_draws(spec.start).is_consumed,
             max_staleness=None if config.queue.stale_groups is StaleGroups.TRAIN else config.limits.max_staleness,
-            is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
     except JournalError as error:
         detail = "Groups that are finished but not trained are sampled again if the run is killed and resumed."

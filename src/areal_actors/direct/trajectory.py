@@ -154,14 +154,7 @@ class DirectSession:
         return views.rows(exported.trajectories)
 
     def _views(self, discount: float | None) -> InteractionViews:
-        tree = self.tree
-        return InteractionViews(
-            tree.snapshot(),
-            discount=discount,
-            completions=self.completions,
-            history=tree.history,
-            prompt_tokens=tree.prompt_tokens,
-        )
+        return InteractionViews(self.tree.snapshot(), discount=discount, completions=self.completions)
 
 
 _ONE = CapacityLimits(max_concurrent=1, batch_size=1)

@@ -331,18 +331,6 @@ class ConversationTree:
         if interaction.is_stored:
             self._last_stored = interaction.id
 
-    def withhold(self, interaction_id: InteractionId) -> Interaction:
-        """Keep a completed answer from training, as if its request had said ``store: false``; return it.
-
-        A reward for the last answer goes to an earlier one.
-        """
-        withheld = self._put(evolve(self.get(interaction_id), is_stored=False))
-        if self._last_stored == interaction_id:
-            stored = [turn for turn in self if turn.completed_order is not None and turn.is_stored]
-            last = max(stored, key=lambda turn: turn.completed_order or 0, default=None)
-            self._last_stored = None if last is None else last.id
-        return withheld
-
     def cancel(
         self, interaction_id: InteractionId, partial: Completion | None = None, output: ChatMessage | None = None
     ) -> Interaction:

@@ -61,15 +61,9 @@ def _control(operation: str, summary: str, *required: str) -> Route:
     return Route(f"/{operation}", summary, _CONTROL_KEYS, request=request, has_session=True, is_open_by_url=False)
 
 
-def _stored(path: str, method: str, summary: str) -> Route:
-    return Route(f"/v1/responses/{path}", summary, _SESSION_KEYS, (method,), has_session=True)
-
-
 _GET = ("get",)
 _OTHERS = (
-    _stored("{id}", "get", "An answer of the session"),
-    _stored("{id}", "delete", "Hide an answer from requests that name it"),
-    _stored("{id}/input_items", "get", "The items that were answered, the last ones first"),
+    Route("/v1/responses/{id}", "An answer of the session", _SESSION_KEYS, _GET, has_session=True),
     _control("rl/set_reward", "Reward one interaction, or the last completed one", "reward"),
     _control("rl/log_metrics", "Log named numbers of the session", "metrics"),
     _control("rl/end_session", "End a session, with or without a final reward"),

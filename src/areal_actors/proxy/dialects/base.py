@@ -10,7 +10,7 @@ import codecs
 import time
 from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from typing import Any, ClassVar, Protocol, Self
 
@@ -23,11 +23,7 @@ from areal_actors.domain import (
     Completion,
     CompletionRequest,
     FinishReason,
-    ReasoningDelta,
-    SampledTokens,
     StreamItem,
-    TextDelta,
-    ToolArgumentsDelta,
 )
 from areal_actors.errors import InvalidRequest, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
@@ -168,28 +164,6 @@ class Dialect(ABC):
             tag=tag or metadata.get("agent"),
             streams_tokens=has_logprobs and values["stream"],
         )
-
-
-_Growing = TextDelta | ReasoningDelta | ToolArgumentsDelta
-
-
-def join_items(items: Iterable[StreamItem]) -> list[StreamItem]:
-    """Return the items of a stream with deltas joined that continue each other.
-
-    Tokens that were sampled between them come before the joined delta, as they come before the delta with their text.
-    """
-    joined: list[StreamItem] = []
-    place = -1  # of the delta that may be continued
-    for item in items:
-        earlier = joined[place] if place >= 0 else None
-        if isinstance(item, _Growing) and isinstance(earlier, _Growing) and evolve(earlier, text=item.text) == item:
-            del joined[place]
-            joined.append(evolve(item, text=earlier.text + item.text))
-        else:
-            joined.append(item)
-        if not isinstance(item, SampledTokens):
-            place = len(joined) - 1
-    return joined
 
 
 def is_cut(answer: Answer) -> bool:

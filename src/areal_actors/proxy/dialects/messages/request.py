@@ -18,8 +18,8 @@ from typing import Any
 
 from attrs import evolve
 
-from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, InteractionId, Tool, ToolCall
-from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, Tool, ToolCall
+from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json, load_json
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun
@@ -258,15 +258,15 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
 _UNEDITED = "the history is read as it is sent"
 
 
-def _parse_thread(value: Any, name: str) -> tuple[bool, InteractionId | None]:
-    """Return whether the server holds the conversation, and the answer that the messages follow."""
+def _parse_thread(value: Any, name: str) -> None:
+    """Ignore that a thread begins. Raises ``PreviousNotFound`` if it continues: clients then send the history."""
     thread = OBJECT.read(value, name)
     match thread.get("type"):
         case "create":
-            return True, None
+            return
         case "continue":
             previous = TEXT.read(thread.get("previous_message_id"), f"{name}.previous_message_id")
-            return True, InteractionId(previous)
+            raise PreviousNotFound(previous)
         case kind:
             raise wrong(f"{name}.type", "create or continue", kind)
 
@@ -333,9 +333,7 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "thread",
             Kind({"type": ["object", "null"], "properties": {"type": {"enum": ["create", "continue"]}}}, _parse_thread),
-            "create: the answer's id continues the conversation; continue: messages follow previous_message_id, "
-            "with the system prompt and tools of the thread",
-            default=(False, None),
+            "create is ignored; continue is refused as thread_not_found, and SDKs then send the history",
         ),
     ),
 )
@@ -354,7 +352,6 @@ def parse_anthropic_request(dialect: Dialect, body: JsonObject, tag: str | None)
     choice = values["tool_choice"]
     selection = parse_tool_choice(choice, values["tools"])
     is_single = isinstance(choice, dict) and read(choice, "disable_parallel_tool_use", FLAG, default=False)
-    is_held, previous = values["thread"]
     newer, older = values["output_config"].get("format"), values["output_format"]
     if newer is not None and older is not None and newer != older:
         raise InvalidRequest(
@@ -367,10 +364,6 @@ def parse_anthropic_request(dialect: Dialect, body: JsonObject, tag: str | None)
         dialect.create_request(values, tag=tag, max_new_tokens=values["max_tokens"]),
         messages=messages,
         begun=begun,
-        # The system prompt belongs to the thread, so the history that a turn continues is stored without it.
-        has_instructions=is_held and bool(values["system"]),
-        previous=previous,
-        is_thread=is_held,
         tools=selection.tools,
         tool_choice=selection.choice,
         parallel_tool_calls=not is_single,

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from areal_actors.cache.export import STYLES, Exported, export_trajectories
 from areal_actors.cache.history import full_history, full_ids, lookup_in, prompt_ids
-from areal_actors.cache.laws import LawReport, find_broken
 from areal_actors.cache.links import Match
 from areal_actors.cache.prompts import PromptRenderer, plan_prompt
 from areal_actors.cache.rewards import (
@@ -23,7 +22,7 @@ from areal_actors.cache.rewards import (
 )
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
 from areal_actors.cache.tensors import from_tensors, pad_together, to_arrays, to_tensors
-from areal_actors.cache.tree import ConversationTree, PromptPlan, hash_tokens, parse_reward
+from areal_actors.cache.tree import ConversationTree, PromptPlan, parse_reward
 
 __all__ = [
     "RULES",
@@ -31,7 +30,6 @@ __all__ = [
     "ConversationTree",
     "Exported",
     "IssuedSession",
-    "LawReport",
     "Match",
     "PromptPlan",
     "PromptRenderer",
@@ -43,11 +41,9 @@ __all__ = [
     "Unrewarded",
     "backpropagate",
     "export_trajectories",
-    "find_broken",
     "from_tensors",
     "full_history",
     "full_ids",
-    "hash_tokens",
     "load_rule",
     "lookup_in",
     "pad_together",

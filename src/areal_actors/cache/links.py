@@ -140,8 +140,11 @@ class ParentIndex:
         self._answers: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._prompts: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._entries: list[_Entry] = []
-        # Made on demand; most sessions never need it.
-        self._clues: _EditedHistory | None = None
+        # What is left when a client has edited its history: call ids, the text alone, the questions.
+        self._issued: dict[str, _Entry | None] = {}
+        self._given: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        self._alike: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        self._num_alike = 0
 
     def match(self, request: CompletionRequest) -> Match:
         """Find the parent of ``request`` among the completed interactions."""
@@ -177,7 +180,10 @@ class ParentIndex:
         if edited is not None:
             return self._edited(*edited, history, base=None)
         # A known answer after other messages: the client omitted some, or edited one.
-        strays = ((position, self._traces.given(messages[position])) for position in _answer_positions(messages))
+        strays = (
+            (position, self._given.get(message_digest(messages[position]), ()))
+            for position in _answer_positions(messages)
+        )
         known = ((position, max(entry.num_messages for entry in given)) for position, given in strays if given)
         hint = hint or next(starmap(_edit_or_truncation, known), ForkReason.ROOT)
         return Match(parent=None, new_messages=messages, fork_hint=hint, history=history)
@@ -225,8 +231,10 @@ class ParentIndex:
         if output is None:
             return
         self._answers[extend_digest(prompt_digest, output)].append(entry)
-        if self._clues is not None:
-            self._clues.note_answer(entry, output)
+        self._given[message_digest(output)].append(entry)
+        for call in output.tool_calls:
+            # The tree issues no id twice; an id of two answers would tell nothing.
+            self._issued[call.id] = entry if self._issued.setdefault(call.id, entry) is entry else None
 
     def _choose(self, history: History, position: int) -> tuple[Interaction | None, ForkReason | None]:
         """Return the best candidate for the answer at ``position``, or the reason why none of them is the parent."""
@@ -279,8 +287,7 @@ class ParentIndex:
         output = None if parent is None else parent.output
         if not ids or (output is not None and {call.id for call in output.tool_calls}.issuperset(ids)):
             return None
-        issued = self._traces.issued
-        found = {entry for name in ids if (entry := issued.get(name)) is not None}
+        found = {entry for name in ids if (entry := self._issued.get(name)) is not None}
         return found.pop() if len(found) == 1 else None
 
     def _answered_once(self, history: History, position: int) -> _Entry | None:
@@ -289,7 +296,7 @@ class ParentIndex:
         if not asked:
             # The questions are compared only if this prompt was never asked: a prompt that was asked and has several
             # answers, or none, is certain not to be another one.
-            asked = self._traces.asked_alike(history.messages[:position])
+            asked = self._asked_alike(history.messages[:position])
         same = []
         for entry in asked:
             interaction = self._lookup(entry.id)
@@ -314,7 +321,7 @@ class ParentIndex:
         # the next request (and two blanks are added if it is restarted): no prompt of a conversation is ever repeated,
         # but each answer stays behind its question. Other clients send the last few turns only.
         question, answer = history.messages[max(position - 1, 0)], history.messages[position]
-        given = self._traces.given(answer)
+        given = self._given.get(message_digest(answer), ())
         if len(given) != 1 or given[0].frame.system != history.frame.system:
             return None
         *prompt, output = full_history(self._lookup(given[0].id), self._lookup)
@@ -381,57 +388,20 @@ class ParentIndex:
             history=history,
         )
 
-    @property
-    def _traces(self) -> _EditedHistory:
-        if self._clues is None:
-            self._clues = _EditedHistory(self._entries, self._lookup)
-        return self._clues
-
-
-class _EditedHistory:
-    """Finds answers by what is left when a client has edited their history: call ids, the text alone, the questions."""
-
-    def __init__(self, entries: Sequence[_Entry], lookup: Lookup) -> None:
-        self.issued: dict[str, _Entry | None] = {}
-        self._given: defaultdict[bytes, list[_Entry]] = defaultdict(list)
-        self._entries = entries  # grows
-        self._lookup = lookup
-        self._alike: dict[bytes, list[_Entry]] = {}
-        self._questions: dict[InteractionId, bytes] = {}
-        for entry in entries:
-            if (output := lookup(entry.id).output) is not None:
-                self.note_answer(entry, output)
-
-    def note_answer(self, entry: _Entry, output: ChatMessage) -> None:
-        """Add an answer."""
-        self._given[message_digest(output)].append(entry)
-        for call in output.tool_calls:
-            # The tree issues no id twice; a journal of an earlier version may have ids that tell nothing.
-            self.issued[call.id] = entry if self.issued.setdefault(call.id, entry) is entry else None
-
-    def given(self, answer: ChatMessage) -> Sequence[_Entry]:
-        """Return the interactions that gave this answer, read on its own."""
-        return self._given.get(message_digest(answer), ())
-
-    def asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
+    def _asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
         """Return the interactions whose prompts differ from ``messages`` in the model's answers at most."""
-        for entry in self._entries[len(self._questions) :]:
-            interaction = self._lookup(entry.id)
-            known = None if interaction.parent is None else self._questions.get(interaction.parent)
-            if known is not None and interaction.num_kept is None and interaction.num_instructions is None:
-                questions = _questions_digest(known, (_ANSWER, *interaction.messages))
-            else:
-                # A root, or a turn that replaced messages of its parent, whose digest then is not a prefix of its own.
-                prompt = full_history(interaction, self._lookup, with_answer=False)
-                questions = _questions_digest(ROOT_DIGEST, without_instructions(prompt))
-            self._questions[entry.id] = questions
-            self._alike.setdefault(questions, []).append(entry)
-        return self._alike.get(_questions_digest(ROOT_DIGEST, without_instructions(messages)), ())
+        # Indexed on demand; most sessions never need it.
+        for entry in self._entries[self._num_alike :]:
+            prompt = full_history(self._lookup(entry.id), self._lookup, with_answer=False)
+            self._alike[_questions_digest(prompt)].append(entry)
+        self._num_alike = len(self._entries)
+        return self._alike.get(_questions_digest(messages), ())
 
 
-def _questions_digest(digest: bytes, messages: Sequence[ChatMessage]) -> bytes:
-    """Return the digest of a history in which only the place of each answer counts."""
-    for message in messages:
+def _questions_digest(messages: Sequence[ChatMessage]) -> bytes:
+    """Return the digest of a history, without instructions, in which only the place of each answer counts."""
+    digest = ROOT_DIGEST
+    for message in without_instructions(messages):
         digest = extend_digest(digest, _ANSWER if message.role == "assistant" else message)
     return digest
 

@@ -36,10 +36,9 @@ from areal_actors.domain import (
     SamplingDistribution,
     SessionId,
     SessionRecord,
-    TokenHash,
     TurnEnded,
     as_ints,
-    create_token_hash,
+    digest_tokens,
     digest_turn,
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
@@ -309,12 +308,11 @@ class ConversationTree:
             # The ancestors have those of their own tokens, except for the last one, which was not computed there.
             num_own = len(pending.prompt_suffix) + len(completion.token_ids) - (pending.token_parent is None)
             known = evolve(known, routed_experts=own(completion.routed_experts[-num_own:]))
-        digest = hash_tokens(self.prompt_tokens(pending))
-        digest.update(known.token_ids.tobytes())
+        tokens = digest_tokens(np.concatenate([self.prompt_tokens(pending), known.token_ids]))
         return evolve(
             pending,
             completion=known,
-            digest=digest_turn(pending.id, digest.hexdigest(), known),
+            digest=digest_turn(pending.id, tokens, known),
             output=output,
             status=InteractionStatus.COMPLETED,
             completed_order=order,
@@ -415,14 +413,6 @@ class ConversationTree:
         # The interaction may have completed while the journal wrote the reward, so ``rewarded`` may be out of date.
         now = self.get(rewarded.id)
         return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
-
-
-def hash_tokens(token_ids: Ints) -> TokenHash:
-    """Return the hash of ids, int32 [T]."""
-    digest = create_token_hash()
-    # Copied, because numpy keeps 72 bytes with each array whose buffer was exported.
-    digest.update(token_ids.tobytes())
-    return digest
 
 
 def own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

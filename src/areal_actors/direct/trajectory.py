@@ -118,14 +118,7 @@ class DirectSession:
 
     def views(self, discount: float | None) -> InteractionViews:
         """Return the interactions so far, with the returns under ``discount``; ``None`` keeps assigned rewards."""
-        tree = self.tree
-        return InteractionViews(
-            tree.snapshot(),
-            discount=discount,
-            completions=self.completions,
-            history=tree.history,
-            prompt_tokens=tree.prompt_tokens,
-        )
+        return InteractionViews(self.tree.snapshot(), discount=discount, completions=self.completions)
 
 
 _ONE = CapacityLimits(max_concurrent=1, batch_size=1)

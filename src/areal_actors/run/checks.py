@@ -15,8 +15,7 @@ from anyio import to_thread
 from attrs import frozen
 
 from areal_actors.cache.export import experts_of
-from areal_actors.cache.laws import find_broken
-from areal_actors.cache.rewards import load_rule
+from areal_actors.cache.rewards import load_rule, try_rule
 from areal_actors.config import RunConfig
 from areal_actors.domain import (
     ChatMessage,
@@ -92,9 +91,8 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
         rule = load_rule(reference)
         # Built-in rules are tested with the library; only custom ones are tried here.
         if not isinstance(rule, str):
-            report = find_broken(rule)
-            broken = f"does not keep: {', '.join(report.broken)}; " if report.broken else ""
-            note(setting, reference, f"{broken}keeps {', '.join(report.kept) or 'no law'} ({report.num_trees} trees)")
+            try_rule(rule)
+            note(setting, reference)
     setting, normalisation = "trainer.advantages.normalisation", config.trainer.advantages.normalisation
     if not isinstance(normalisation, Normalisation):
         with _naming(setting):

@@ -20,7 +20,7 @@ import anyio
 import numpy as np
 from attrs import define, evolve, field
 
-from areal_actors.cache import ConversationTree, PromptPlan, Session, hash_tokens, plan_prompt
+from areal_actors.cache import ConversationTree, PromptPlan, Session, plan_prompt
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
@@ -43,7 +43,6 @@ from areal_actors.domain import (
     Sampling,
     StreamItem,
     TextDelta,
-    TokenHash,
     Tool,
     ToolArgumentsDelta,
     ToolCallStarted,
@@ -51,6 +50,7 @@ from areal_actors.domain import (
     TurnEnded,
     Usage,
     as_ints,
+    digest_tokens,
     join_chunks,
     split_completion,
 )
@@ -315,8 +315,8 @@ class RequestPlanner:
                 "Send one of the two.",
                 param="messages",
             )
-        prompt_hash = hash_tokens(plan.token_ids)
-        keys = sample_keys.keys(request, prompt_hash, asked)
+        prompt_digest = digest_tokens(plan.token_ids)
+        keys = sample_keys.keys(request, prompt_digest, asked)
         # The id that the client sees.
         first = f"{request.id_prefix}{self._token()}"
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
@@ -414,10 +414,10 @@ class SampleKeys:
         return keys
 
     def keys(
-        self, request: CompletionRequest, prompt_hash: TokenHash, asked: tuple[str, int] | None = None
+        self, request: CompletionRequest, prompt_digest: str, asked: tuple[str, int] | None = None
     ) -> list[SampleKey]:
         """Return one key per choice. ``asked`` is of the request that this one replaces, and counts for its prompt."""
-        digest = prompt_hash.hexdigest()[:_NUM_KEY_DIGITS]
+        digest = prompt_digest[:_NUM_KEY_DIGITS]
         choices = range(request.num_choices)
         if request.seed is not None:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]

@@ -21,6 +21,7 @@ import anyio.lowlevel
 import torch
 from attrs import define, evolve, field, frozen
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
@@ -75,7 +76,7 @@ class TorchEngine:
         *,
         model: Any,
         decode: Decode | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         version: int = 0,
         create_runner: CreateRunner = create_runner,
     ) -> AsyncIterator[TorchEngine]:
@@ -278,7 +279,7 @@ class TorchEngine:
         self._ended.set()
         self._is_unwatched.set()
 
-    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], Any]) -> None:
+    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], object]) -> None:
         """End the engine when a turn of ``thread`` takes longer than ``limit`` seconds. Runs on a thread.
 
         It counts how often it finds the same turn instead of comparing times: if the whole process was stopped for an

@@ -208,7 +208,7 @@ class GraphRunner:
                     wanted.append(offset - 1)
             computed = self._decoder.prefill(np.concatenate(ids), spans, wanted)
         if starting := [*ready, *done]:
-            stored = [g.slot.logits for g in ready if g.slot is not None]
+            stored = [g.slot.logits for g in ready if g.slot is not None and g.slot.logits is not None]
             logits = torch.cat((torch.stack(stored), computed)) if stored else computed
             samples += self._sample(logits, starting, [g.uniform() for g in starting])
         # Copies, because a row would keep all others in memory.

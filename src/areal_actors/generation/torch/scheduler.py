@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from areal_actors.generation.torch.attention import common_prefix
 from areal_actors.generation.torch.sampler import has_penalties, is_neutral
 
 if TYPE_CHECKING:
+    import torch
+
     from areal_actors.generation.torch.constraint import Constraint
 
 
@@ -208,7 +210,7 @@ class Slot:
     ready: int = 0
     owner: Generation | None = None
     used: int = 0
-    logits: Any = None
+    logits: torch.Tensor | None = None
     experts: ExpertLog | None = None
 
 
@@ -319,7 +321,7 @@ class Scheduler:
         is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too
         return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
 
-    def _fill(self, slot: Slot, tokens: Ints, ready: int, logits: Any = None) -> None:
+    def _fill(self, slot: Slot, tokens: Ints, ready: int, logits: torch.Tensor | None = None) -> None:
         slot.tokens, slot.ready, slot.logits = tokens, ready, logits
 
     def plan_prefills(self) -> list[Prefill]:
@@ -336,7 +338,7 @@ class Scheduler:
                 break
         return plan
 
-    def complete_prefill(self, prefill: Prefill, logits: Any = None) -> None:
+    def complete_prefill(self, prefill: Prefill, logits: torch.Tensor | None = None) -> None:
         """Record that the keys and values of a prefill are computed.
 
         ``logits`` follow its last token if it was the last part of the prompt.

@@ -23,7 +23,7 @@ from areal_actors.cache.rewards import (
 )
 from areal_actors.cache.session import IssuedSession, Session, SessionSettings, SessionStore
 from areal_actors.cache.tensors import from_tensors, pad_together, to_arrays, to_tensors
-from areal_actors.cache.tree import ConversationTree, PromptPlan, parse_reward
+from areal_actors.cache.tree import ConversationTree, PromptPlan, hash_tokens, parse_reward
 
 __all__ = [
     "RULES",
@@ -47,6 +47,7 @@ __all__ = [
     "from_tensors",
     "full_history",
     "full_ids",
+    "hash_tokens",
     "load_rule",
     "lookup_in",
     "pad_together",

@@ -40,7 +40,7 @@ class Draw(Protocol):
         ...
 
 
-@frozen(kw_only=True)
+@frozen
 class Law:
     """One law.
 
@@ -50,7 +50,21 @@ class Law:
     name: str
     statement: str
     holds: Callable[[str | Rule, RewardTree, Draw], None]
-    needs_chain: bool = False
+    needs_chain: bool
+
+
+LAWS: dict[str, Law] = {}
+"""Every law, by name."""
+
+
+def _law(*, needs_chain: bool = False) -> Callable[[Callable[[str | Rule, RewardTree, Draw], None]], None]:
+    """Make a function a law, with its words as the law's name and its docstring as the statement."""
+
+    def add(holds: Callable[[str | Rule, RewardTree, Draw], None]) -> None:
+        name = holds.__name__.strip("_").replace("_", " ")
+        LAWS[name] = Law(name, holds.__doc__ or "", holds, needs_chain)
+
+    return add
 
 
 def is_close(left: Returns, right: Returns) -> bool:
@@ -73,14 +87,18 @@ def _own(tree: RewardTree) -> Returns:
     return dict(zip(tree.ids, tree.rewards, strict=True))
 
 
+@_law()
 def _leaves_keep_their_own(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """An answer without continuations returns its own reward."""
     returns = backpropagate(tree, draw.number(0, 1), rule)
     leaves = [name for position, name in enumerate(tree.ids) if position not in tree.parents]
     own = _own(tree)
     assert {name: own[name] for name in leaves} == {name: returns[name] for name in leaves}
 
 
-def _closed_form(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+@_law(needs_chain=True)
+def _chains_have_a_closed_form(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """On a chain, a return is the sum of later rewards, each discounted once per step."""
     discount = draw.number(0, 1)
     expected = {
         InteractionId(str(k)): math.fsum(reward * discount**i for i, reward in enumerate(tree.rewards[k:]))
@@ -89,11 +107,15 @@ def _closed_form(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     assert is_close(expected, backpropagate(tree, discount, rule))
 
 
-def _no_future_is_identity(rule: str | Rule, tree: RewardTree, _: Draw) -> None:
+@_law()
+def _discount_0_is_the_identity(rule: str | Rule, tree: RewardTree, _: Draw) -> None:
+    """With discount 0, every answer returns its own reward."""
     assert _own(tree) == backpropagate(tree, 0.0, rule)
 
 
+@_law()
 def _linear(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """The returns of a sum of rewards are the sum of their returns, and scaling goes through."""
     size, scale, discount = len(tree.ids), draw.number(-3, 3), draw.number(0, 1)
     others = tuple(draw.number(-1e3, 1e3) for _ in range(size))
     mixed = tuple(scale * a + b for a, b in zip(tree.rewards, others, strict=True))
@@ -103,7 +125,9 @@ def _linear(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     assert is_close(sums, backpropagate(evolve(tree, rewards=mixed), discount, rule))
 
 
-def _scales(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+@_law()
+def _returns_scale_with_rewards(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """Rewards in a larger or smaller unit give returns in that unit, however small they are."""
     # A power of two: floating-point results of a rule that scales are then the same digits.
     scale, discount = 2.0 ** (draw.index(2 * _MAX_EXPONENT + 1) - _MAX_EXPONENT), draw.number(0, 1)
     scaled = evolve(tree, rewards=tuple(scale * reward for reward in tree.rewards))
@@ -117,7 +141,9 @@ _MAX_EXPONENT = 40
 """Rewards are made up to 2**40 times as large or small."""
 
 
+@_law()
 def _free_of_order(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """Permuting siblings, roots and arrival changes nothing."""
     discount, order = draw.number(0, 1), draw.order(len(tree.ids))
     places = {old: new for new, old in enumerate(order)}
     parents = (tree.parents[old] for old in order)
@@ -129,7 +155,9 @@ def _free_of_order(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     assert is_close(backpropagate(tree, discount, rule), backpropagate(permuted, discount, rule))
 
 
+@_law()
 def _bounded(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """No return exceeds the largest reward times the sum of discounts along the longest path."""
     discount = draw.number(0, 0.95)
     largest = max(map(abs, tree.rewards), default=0.0)
     longest = max((len(_line(tree, position)) for position in range(len(tree.ids))), default=0)
@@ -137,7 +165,9 @@ def _bounded(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
     assert all(abs(value) <= bound * (1 + 1e-9) for value in backpropagate(tree, discount, rule).values())
 
 
+@_law()
 def _roots_are_independent(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """Rewards of one conversation change nothing in another one of the session."""
     discount, size = draw.number(0, 1), len(tree.ids)
     other = draw.tree()
     both = RewardTree(
@@ -149,7 +179,9 @@ def _roots_are_independent(rule: str | Rule, tree: RewardTree, draw: Draw) -> No
     assert is_close(backpropagate(tree, discount, rule), {name: returns[name] for name in tree.ids})
 
 
+@_law()
 def _siblings_are_strangers(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """A reward reaches the answer that earned it and its ancestors, and no other answer."""
     if not tree.ids:
         return
     changed = draw.index(len(tree.ids))
@@ -171,70 +203,13 @@ def _line(tree: RewardTree, position: int | None) -> list[int]:
     return line
 
 
+@_law()
 def _pure(rule: str | Rule, tree: RewardTree, draw: Draw) -> None:
+    """Asking twice gives the same, also when another discount was asked for in between."""
     first, second = draw.number(0, 1), draw.number(0, 1)
     expected = backpropagate(tree, first, rule)
     backpropagate(tree, second, rule)
     assert expected == backpropagate(tree, first, rule)
-
-
-LAWS: Mapping[str, Law] = {
-    law.name: law
-    for law in (
-        Law(
-            name="leaves keep their own",
-            statement="An answer without continuations returns its own reward.",
-            holds=_leaves_keep_their_own,
-        ),
-        Law(
-            name="chains have a closed form",
-            statement="On a chain, a return is the sum of later rewards, each discounted once per step.",
-            holds=_closed_form,
-            needs_chain=True,
-        ),
-        Law(
-            name="discount 0 is the identity",
-            statement="With discount 0, every answer returns its own reward.",
-            holds=_no_future_is_identity,
-        ),
-        Law(
-            name="linear",
-            statement="The returns of a sum of rewards are the sum of their returns, and scaling goes through.",
-            holds=_linear,
-        ),
-        Law(
-            name="returns scale with rewards",
-            statement="Rewards in a larger or smaller unit give returns in that unit, however small they are.",
-            holds=_scales,
-        ),
-        Law(
-            name="free of order",
-            statement="Permuting siblings, roots and arrival changes nothing.",
-            holds=_free_of_order,
-        ),
-        Law(
-            name="bounded",
-            statement="No return exceeds the largest reward times the sum of discounts along the longest path.",
-            holds=_bounded,
-        ),
-        Law(
-            name="roots are independent",
-            statement="Rewards of one conversation change nothing in another one of the session.",
-            holds=_roots_are_independent,
-        ),
-        Law(
-            name="siblings are strangers",
-            statement="A reward reaches the answer that earned it and its ancestors, and no other answer.",
-            holds=_siblings_are_strangers,
-        ),
-        Law(
-            name="pure",
-            statement="Asking twice gives the same, also when another discount was asked for in between.",
-            holds=_pure,
-        ),
-    )
-}
-"""Every law, by name."""
 
 
 # -------------------------------------------------------------------------------------------- without Hypothesis

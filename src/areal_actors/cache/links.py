@@ -1,9 +1,8 @@
-"""Parent lookup: finds the interaction that a request continues, in time that depends on the new messages only.
+"""Parent lookup: finds the interaction that a request continues.
 
 The conversational parent is the completed interaction whose messages and answer are the longest prefix of the request's
 messages. Completed interactions are kept in buckets by the digest of messages + answer. A request is digested prefix by
-prefix, and the longest prefix with a bucket wins. Recent histories are kept with their digests, so that an agent that
-continues a conversation costs one comparison per old message and one digest per new one.
+prefix (about 5 µs a message), and the longest prefix with a bucket wins.
 
 Some clients edit the echo of an answer: they add default arguments to its calls, or their own words to its text. Such
 an answer is found by
@@ -59,9 +58,6 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
 )
-
-# An agent and a few sub-agents that talk in turns.
-_MAX_RECENT = 4
 
 
 @frozen
@@ -122,14 +118,6 @@ class _Entry:
     num_messages: int
 
 
-@frozen
-class _Recent:
-    """A recent history, and the interactions that were requested with exactly it."""
-
-    history: History
-    ids: tuple[InteractionId, ...]
-
-
 @frozen(order=True)
 class _Evidence:
     """How certain it is that an answer is the echoed one; among equals, the most recently completed wins."""
@@ -154,17 +142,16 @@ class ParentIndex:
         self._entries: list[_Entry] = []
         # Made on demand; most sessions never need it.
         self._clues: _EditedHistory | None = None
-        self._recent: tuple[_Recent, ...] = ()
 
     def match(self, request: CompletionRequest) -> Match:
         """Find the parent of ``request`` among the completed interactions."""
-        history, recent = self._digest(request)
+        history = _digest(request)
         messages = history.messages
         edited: tuple[_Entry, int] | None = None
         hint: ForkReason | None = None
         has_foreign = False
         for position in _answer_positions(messages):
-            parent, reason = self._choose(history, position, recent)
+            parent, reason = self._choose(history, position)
             if edited is not None:
                 # The parent is known; only a faithful echo before it is missing, whose tokens can be extended.
                 if parent is not None and reason is None and self._is_ancestor(parent, edited[0]):
@@ -204,7 +191,7 @@ class ParentIndex:
         num_own = int(request.has_instructions)
         instructions, new = request.messages[:num_own], request.messages[num_own:]
         said = full_history(parent, self._lookup)[int(parent.has_instructions) :]
-        history, _ = self._digest(evolve(request, messages=(*instructions, *said, *new)))
+        history = _digest(evolve(request, messages=(*instructions, *said, *new)))
         position = len(history.messages) - len(new) - 1
         ended = self._answers.get(history.digest(position + 1), ())
         frames = [entry.frame for entry in ended if entry.id == parent.id]
@@ -214,18 +201,8 @@ class ParentIndex:
 
     def begin(self, interaction_id: InteractionId, history: History) -> None:
         """Record that ``history`` was requested under this id."""
-        messages = history.messages
-        self._ask(_Entry(interaction_id, history.frame, len(messages)), history.digest(len(messages)))
-        # Equal messages have equal digests, which are compared in a tenth of the time.
-        same = [
-            recent
-            for recent in self._recent
-            if recent.history.digests == history.digests and recent.history.messages == messages
-        ]
-        ids = (*(i for recent in same for i in recent.ids), interaction_id)
-        # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
-        others = [recent for recent in self._recent if not history.digests.startswith(recent.history.digests)]
-        self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
+        num_messages = len(history.messages)
+        self._ask(_Entry(interaction_id, history.frame, num_messages), history.digest(num_messages))
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
         """Add an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
@@ -251,38 +228,18 @@ class ParentIndex:
         if self._clues is not None:
             self._clues.note_answer(entry, output)
 
-    def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
-        """Return the request's history, reusing the digests of the recent history that shares most messages with it."""
-        messages = request.messages
-        frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
-        num_shared, recent = 0, None
-        for other in self._recent:
-            num_equal = _num_equal(other.history.messages, messages)
-            if recent is None or num_equal > num_shared:
-                num_shared, recent = num_equal, other
-        known = b""
-        if recent is not None and num_shared > num_leading_instructions(messages):
-            known = recent.history.digests[: num_shared * DIGEST_SIZE]
-        history = History(messages, prefix_digests(messages, known=known), frame)
-        is_whole = recent is not None and num_shared == len(recent.history.messages)
-        return history, recent if is_whole else None
-
-    def _choose(
-        self, history: History, position: int, recent: _Recent | None
-    ) -> tuple[Interaction | None, ForkReason | None]:
+    def _choose(self, history: History, position: int) -> tuple[Interaction | None, ForkReason | None]:
         """Return the best candidate for the answer at ``position``, or the reason why none of them is the parent."""
         reason: ForkReason | None = None
         best: tuple[_Evidence, Interaction, Frame] | None = None
         for entry in self._answers.get(history.digest(position + 1), ()):
             interaction = self._lookup(entry.id)
-            if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
+            if interaction.output is None:
                 continue
-            is_asked = recent is not None and position == len(recent.history.messages) and entry.id in recent.ids
-            if not is_asked:  # with exactly these messages
-                stored = without_instructions(full_history(interaction, self._lookup, with_answer=False))
-                echoed = without_instructions(history.messages[:position])
-                if len(stored) != len(echoed) or not all(map(is_echo, stored, echoed)):
-                    continue
+            stored = without_instructions(full_history(interaction, self._lookup))
+            echoed = without_instructions(history.messages[: position + 1])
+            if len(stored) != len(echoed) or not all(map(is_echo, stored, echoed)):
+                continue
             if interaction.completed_order is None:
                 reason = reason or ForkReason.PARENT_UNFINISHED
                 continue
@@ -296,8 +253,6 @@ class ParentIndex:
             is_proven = evidence.has_same_system
             if not is_proven:
                 # Under other instructions, equal words may be a coincidence; call ids are issued only once.
-                stored = without_instructions(full_history(interaction, self._lookup))
-                echoed = without_instructions(history.messages[: position + 1])
                 is_proven = any(s.tool_calls and has_same_calls(s, e) for s, e in zip(stored, echoed, strict=True))
             if not is_proven:
                 reason = ForkReason.NEW_SYSTEM_PROMPT
@@ -484,9 +439,10 @@ def _questions_digest(digest: bytes, messages: Sequence[ChatMessage]) -> bytes:
 _ANSWER = ChatMessage(role="assistant")
 
 
-def _num_equal(left: Sequence[ChatMessage], right: Sequence[ChatMessage]) -> int:
-    """Return the number of equal messages at the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+def _digest(request: CompletionRequest) -> History:
+    messages = request.messages
+    frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
+    return History(messages, prefix_digests(messages), frame)
 
 
 def _edit_or_truncation(position: int, num_messages: int) -> ForkReason:

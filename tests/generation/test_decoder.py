@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.generation.torch_operations import TorchOperations, create_graph_runner
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_actors.domain import Snapshot
@@ -12,8 +13,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.attention import Span
 from areal_actors.generation.torch.forward import LlamaForward
-from areal_actors.generation.torch.graphs import GraphRunner, SlotDecoder, check_room
-from areal_actors.generation.torch.operations import TorchOperations
+from areal_actors.generation.torch.graphs import SlotDecoder, check_room
 from areal_actors_testing.engine_contract import collect, join_ids
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
@@ -71,7 +71,7 @@ async def test_weights_are_replaced_in_place(llama, create_request, recompute):
 
     def create(forward, config, *, context_length):
         forwards.append(forward)
-        return GraphRunner(forward, config, context_length=context_length)
+        return create_graph_runner(forward, config, context_length=context_length)
 
     new = type(llama)(llama.config).eval()
     config = TorchEngineConfig(dtype="float32", max_concurrent=2)

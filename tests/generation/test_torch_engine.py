@@ -12,13 +12,14 @@ import pytest
 import torch
 from anyio.lowlevel import checkpoint
 from attrs import evolve
+from tests.generation.torch_operations import create_graph_runner
 from transformers import BloomConfig, BloomForCausalLM, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_actors.domain import FinishReason, Snapshot
 from areal_actors.errors import EngineError, InvalidRequest, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig, worker
 from areal_actors.generation.torch.forward import GenericForward, LlamaForward, create_forward
-from areal_actors.generation.torch.graphs import GraphRunner, create_runner
+from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.generation.torch.worker import StepRunner
 from areal_actors_testing.engine_contract import collect, join_ids
 
@@ -62,7 +63,7 @@ def path(request, monkeypatch) -> str:
     return request.param
 
 
-@pytest.fixture(params=[create_runner, GraphRunner], ids=["flat", "graphs"])
+@pytest.fixture(params=[create_runner, create_graph_runner], ids=["flat", "graphs"])
 def runner(request):
     """Both ways to compute steps; the one of accelerators runs ahead of the host, and is not recorded here."""
     return request.param
@@ -72,7 +73,7 @@ async def test_logprobs_are_exact_in_any_batch(llama, create_request, recompute,
     """Mixed lengths, shared prefixes, chunked prefill, joining and leaving: each token's logprob is the model's own."""
     prompts = create_prompts(14)
     requests = [create_request(i, p, max_new_tokens=10 + 3 * i) for i, p in enumerate(prompts)]
-    create = GraphRunner if path == "graphs" else create_runner
+    create = create_graph_runner if path == "graphs" else create_runner
     async with TorchEngine.open(CONFIG, model=llama, create_runner=create) as engine:
         results = await run_all(engine, requests)
         kind = type(engine._worker._forward)

@@ -21,13 +21,14 @@ import anyio.lowlevel
 import torch
 from attrs import define, evolve, field, frozen
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.generation.base import Decode, find_stop_ids, validate_request
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
-from areal_actors.generation.torch.forward import Forward, LlamaForward, create_forward
+from areal_actors.generation.torch.forward import Forward, LlamaForward, LlamaShape, create_forward
 from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.generation.torch.known_models import find_shape, keep_shape, open_known
 from areal_actors.generation.torch.scheduler import Generation
@@ -75,7 +76,7 @@ class TorchEngine:
         *,
         model: Any,
         decode: Decode | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         version: int = 0,
         create_runner: CreateRunner = create_runner,
     ) -> AsyncIterator[TorchEngine]:
@@ -91,17 +92,19 @@ class TorchEngine:
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
-        info = evolve(_describe(config, model), has_grammars=tokenizer is not None)
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        known = find_shape(Path(model), device) if isinstance(model, str | Path) else None
+        info = evolve(_describe(config, model, device, known), has_grammars=tokenizer is not None)
         compiler = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size=info.vocab_size)
         engine = cls(config, info, decode, compiler)
         engine._version = version
-        await engine._start(model, create_runner)
+        await engine._start(model, known, create_runner)
         try:
             yield engine
         finally:
             await engine._close()
 
-    async def _start(self, model: Any, create_runner: CreateRunner) -> None:
+    async def _start(self, model: Any, known: LlamaShape | None, create_runner: CreateRunner) -> None:
         native: Any = anyio.lowlevel.current_token().native_token
         # The thread schedules a call on this event loop without waiting for it: asyncio has call_soon_threadsafe, trio
         # run_sync_soon.
@@ -110,10 +113,10 @@ class TorchEngine:
 
         def open_forward() -> Forward:
             directory = Path(model) if isinstance(model, str | Path) else None
-            if directory is not None and (shape := find_shape(directory, device)) is not None:
-                known = open_known(directory, shape, dtype=dtype, device=device)
-                if known is not None:
-                    return known
+            if directory is not None and known is not None:
+                opened = open_known(directory, known, dtype=dtype, device=device)
+                if opened is not None:
+                    return opened
             forward = create_forward(own_copy(model, dtype, device), max_length=self._info.context_length)
             if directory is not None and isinstance(forward, LlamaForward):
                 keep_shape(directory, device, forward.shape)
@@ -123,15 +126,15 @@ class TorchEngine:
             post(lambda: self._take(news))
 
         ready = anyio.Event()
-        opened = Reply(ready)
-        self._replies.add(opened)
+        started = Reply(ready)
+        self._replies.add(started)
         self._worker = Worker(
             self._config,
             open_forward=open_forward,
             create_runner=create_runner,
             context_length=self._info.context_length,
             report=report,
-            opened=opened,
+            opened=started,
             version=self._version,
         )
         thread = threading.Thread(target=self._worker.run, name="areal-torch-engine", daemon=True)
@@ -144,8 +147,8 @@ class TorchEngine:
         except BaseException:
             await self._close()
             raise
-        if opened.error is not None:
-            raise opened.error.__cause__ if isinstance(opened.error.__cause__, ArealError) else opened.error
+        if started.error is not None:
+            raise started.error.__cause__ if isinstance(started.error.__cause__, ArealError) else started.error
 
     async def _close(self) -> None:
         self._worker.post(self._worker.close)
@@ -276,7 +279,7 @@ class TorchEngine:
         self._ended.set()
         self._is_unwatched.set()
 
-    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], Any]) -> None:
+    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], object]) -> None:
         """End the engine when a turn of ``thread`` takes longer than ``limit`` seconds. Runs on a thread.
 
         It counts how often it finds the same turn instead of comparing times: if the whole process was stopped for an
@@ -330,10 +333,9 @@ class _Stream:
         return chunk
 
 
-def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(model, str | Path) and (shape := find_shape(Path(model), device)) is not None:
-        name, vocab_size, limit = str(model), shape.vocab_size, shape.context_length
+def _describe(config: TorchEngineConfig, model: Any, device: str, known: LlamaShape | None) -> EngineInfo:
+    if known is not None:
+        name, vocab_size, limit = str(model), known.vocab_size, known.context_length
     else:
         if isinstance(model, str | Path):
             from transformers import AutoConfig

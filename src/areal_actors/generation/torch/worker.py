@@ -544,7 +544,7 @@ class StepRunner:
             # Separate batches: a row must not depend on the prompts in its batch.
             groups = [(order, ()), ([], prefills)]
         parts = [self._compute(rows, spans) for rows, spans in groups if rows or spans]
-        stored = [g.slot.logits for g in ready if g.slot is not None]
+        stored = [g.slot.logits for g in ready if g.slot is not None and g.slot.logits is not None]
         at = len(order)
         order = [*order, *ready, *(p.generation for p in prefills if p.is_last)]
         if stored:

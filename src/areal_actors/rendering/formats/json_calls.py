@@ -13,7 +13,6 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from areal_actors.domain import JsonText, Tool
 from areal_actors.lib.json_prefix import MAX_DEPTH, MAX_DIGITS, mend_surrogates
@@ -118,7 +117,7 @@ def _parse_int(text: str) -> int:
 _JSON = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_finite, parse_int=_parse_int)
 
 
-def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
+def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> object:
     """Return the value of strict JSON. Raises ``NoCall`` for any other text and for deep nesting.
 
     An object is accepted if and only if ``JsonPrefix`` finds it complete, so that a call which is read while it is
@@ -138,7 +137,7 @@ def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     raise NoCall
 
 
-def decode_object(text: str, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def decode_object(text: str, *, max_depth: int = MAX_DEPTH) -> dict[str, object]:
     """Return the value of ``text`` if it is a JSON object. Raises ``NoCall`` otherwise."""
     value = decode_json(text, max_depth=max_depth)
     if not isinstance(value, dict):
@@ -155,7 +154,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-def encode_arguments(values: Mapping[str, Any]) -> str:
+def encode_arguments(values: Mapping[str, object]) -> str:
     """Return the JSON text of arguments that were not written as JSON.
 
     The text of fewer arguments is a beginning of the text of more, so that arguments can be emitted one by one.

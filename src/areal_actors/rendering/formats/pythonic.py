@@ -13,7 +13,6 @@ import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from areal_actors.domain import Exactly, Grammar, InOrder, OneOf, Repeated, Tool, ToolCall
 from areal_actors.lib.json_prefix import MAX_DEPTH
@@ -155,7 +154,7 @@ def _read_call(source: Source) -> Reading[Call]:
     return Call(name=name, arguments=encode_arguments(_unite(arguments)))
 
 
-def _read_argument(source: Source) -> Reading[dict[str, Any]]:
+def _read_argument(source: Source) -> Reading[dict[str, object]]:
     if (yield from source.expect("**")):
         values = yield from _read_value(source, 0)
         if not isinstance(values, dict):
@@ -166,7 +165,7 @@ def _read_argument(source: Source) -> Reading[dict[str, Any]]:
     return {key: (yield from _read_value(source, 0))}
 
 
-def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _unite(parts: Sequence[dict[str, object]]) -> dict[str, object]:
     """Merge dictionaries. Raises ``NoCall`` if a key occurs twice."""
     united = {key: value for part in parts for key, value in part.items()}
     if len(united) < sum(map(len, parts)):
@@ -174,7 +173,7 @@ def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return united
 
 
-def _read_value(source: Source, depth: int) -> Reading[Any]:
+def _read_value(source: Source, depth: int) -> Reading[object]:
     # Every level is a nested generator, so the depth of hostile input is bounded.
     if depth > MAX_DEPTH:
         raise NoCall
@@ -189,7 +188,7 @@ def _read_value(source: Source, depth: int) -> Reading[Any]:
     return (yield from _read_string(source, opening))
 
 
-def _read_pair(source: Source, depth: int) -> Reading[dict[str, Any]]:
+def _read_pair(source: Source, depth: int) -> Reading[dict[str, object]]:
     key = yield from _read_value(source, depth)
     if not isinstance(key, str):
         raise NoCall
@@ -197,7 +196,7 @@ def _read_pair(source: Source, depth: int) -> Reading[dict[str, Any]]:
     return {key: (yield from _read_value(source, depth))}
 
 
-def _parse_word(word: str) -> Any:
+def _parse_word(word: str) -> object:
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     found = _NUMBER.fullmatch(word)

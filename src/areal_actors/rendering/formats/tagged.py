@@ -26,7 +26,6 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
 
 from attrs import frozen
 
@@ -53,7 +52,7 @@ _MAX_REFERENCES = 20
 class Parameter:
     """One parameter of a tool: its schema, and the tool's schema, to which references point."""
 
-    def __init__(self, schema: object, root: Mapping[str, Any], *, is_strict: bool = False) -> None:
+    def __init__(self, schema: object, root: Mapping[str, object], *, is_strict: bool = False) -> None:
         self._root = root
         self._is_strict = is_strict
         self._given = schema if isinstance(schema, Mapping) else {}
@@ -67,7 +66,7 @@ class Parameter:
         return JsonText(schema={**definitions, **self._given}, is_strict=self._is_strict)
 
     @property
-    def choices(self) -> Sequence[Any] | None:
+    def choices(self) -> Sequence[object] | None:
         """The permitted values, if the schema lists them; otherwise ``None``."""
         if "const" in self.schema:
             return (self.schema["const"],)
@@ -85,19 +84,19 @@ def parameters_of(tools: Sequence[Tool], name: str) -> Mapping[str, Parameter]:
     }
 
 
-def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Mapping[str, object], root: Mapping[str, object]) -> Mapping[str, object]:
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        found: Any = root
+        found: object = root
         for step in reference[2:].split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
         schema = found if isinstance(found, Mapping) else {}
     return {}
 
 
-def _types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+def _types_of(schema: Mapping[str, object], root: Mapping[str, object]) -> frozenset[str]:
     """Return the types that values may have, as far as the schema says. No part of the schema is visited twice."""
     types: frozenset[str] = frozenset()
     waiting, seen = [schema], set[int]()
@@ -128,14 +127,14 @@ def _types_of_value(value: object) -> frozenset[str]:
     return _TYPES.get(type(value), frozenset())
 
 
-def _sequence(value: object) -> Sequence[Any]:
+def _sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
 # ---------------------------------------------------------------------------------------- reading and writing
 
 
-def read_value(text: str, parameter: Parameter | None) -> Any:
+def read_value(text: str, parameter: Parameter | None) -> object:
     """Return the value that ``text`` represents. Without known types, it is parsed as JSON if possible."""
     types = parameter.types if parameter else _ALL_TYPES
     if types == {"string"}:
@@ -156,7 +155,7 @@ def format_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def values_of(arguments: str) -> Mapping[str, Any]:
+def values_of(arguments: str) -> Mapping[str, object]:
     """Return the arguments of a call as a mapping.
 
     Text that is not a JSON object becomes one argument named ``arguments``.
@@ -203,7 +202,7 @@ class TaggedFormat(ToolFormat):
         known = parameters_of(tools, name)
         *inner, last = self.closing.split()
         end_value, next_tags = self.after_value.strip(), (self.before_key, self.closing.split()[0])
-        values: dict[str, Any] = {}
+        values: dict[str, object] = {}
         if (yield from source.sees(self.before_key)):
             source.begin_call(name, arguments="{")
         while (yield from source.expect(self.before_key)):
@@ -260,7 +259,7 @@ class TaggedFormat(ToolFormat):
         """Return name and arguments in the family's tags."""
         return self._write(call.name, values_of(call.arguments))
 
-    def _write(self, name: str, values: Mapping[str, Any]) -> str:
+    def _write(self, name: str, values: Mapping[str, object]) -> str:
         written = "".join(
             f"{self.before_key}{key}{self.between}{format_value(value)}{self.after_value}"
             for key, value in values.items()

@@ -21,13 +21,11 @@ from attrs import frozen
 from starlette.routing import BaseRoute, Match
 
 from areal_actors.errors import Unavailable
-from areal_actors.kernel import root_cause
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.proxy.access import read_key
 from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import ClientDisconnected, Exchange, Receive, Send, Traffic
 from areal_actors.proxy.failures import (
-    describe_failure,
     format_anthropic_failure,
     format_openai_failure,
 )
@@ -144,20 +142,10 @@ class EveryPath(BaseRoute):
             await self._traffic.serve(exchange, self.serve)
         except ClientDisconnected:
             return
-        except Exception as raised:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
-            error = root_cause(raised)
-            failure = describe_failure(error, exchange.request_id)
-            if failure.is_unforeseen:
-                _log.error("request_failed", request=exchange.request_id, exc_info=error)
-            if exchange.is_started:
-                # If the response is not completed, the server closes the connection, as the proxy itself would do.
-                _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
-                return
+        except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
             # In the dialect of the client that asked.
             is_anthropic = b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
-            words = format_anthropic_failure(failure) if is_anthropic else format_openai_failure(failure)
-            headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-            await exchange.send_json(failure.status, words, headers)
+            await exchange.fail(error, format_anthropic_failure if is_anthropic else format_openai_failure)
 
 
 def segments_of(exchange: Exchange) -> list[str]:

@@ -164,7 +164,7 @@ def test_quotes_that_were_not_escaped_belong_to_the_input():
 
 
 @pytest.mark.parametrize("form", [{"type": "text"}, None, {"type": "grammar", **GRAMMAR}])
-def test_the_format_is_described_to_the_model(form):
+def test_format_is_described_to_the_model(form):
     """On both routes, in both notations."""
     nested = {"type": "grammar", "grammar": GRAMMAR} if form and form["type"] == "grammar" else form
     custom = {"name": "patch", "description": "Edit files.", "format": form}
@@ -193,14 +193,14 @@ def test_the_format_is_described_to_the_model(form):
         {"format": 3},
     ],
 )
-def test_a_malformed_freeform_tool_is_refused_by_its_place(wrong):
+def test_malformed_freeform_tool_is_refused_by_its_place(wrong):
     """With the field."""
     with pytest.raises(InvalidRequest, match=r"tools\[0\]"):
         ResponsesDialect().parse({"input": "hi", "tools": [PATCH | wrong]})
 
 
 @given(arguments=ARGUMENTS, cuts=CUTS)
-def test_a_streamed_call_of_a_freeform_tool_is_that_of_the_whole_answer(arguments, cuts):
+def test_streamed_call_of_a_freeform_tool_is_that_of_the_whole_answer(arguments, cuts):
     """Events are those of the SDK, deltas join to the item, and the item is the one without a stream."""
     dialect = ResponsesDialect(clock=lambda: 1700000000.5)
     parsed = dialect.parse({"input": "hi", "tools": [PATCH, FUNCTION], "stream": True})
@@ -225,7 +225,7 @@ def test_a_streamed_call_of_a_freeform_tool_is_that_of_the_whole_answer(argument
 
 
 @given(arguments=ARGUMENTS, cuts=CUTS)
-def test_a_streamed_chat_call_of_a_freeform_tool_is_that_of_the_whole_answer(arguments, cuts):
+def test_streamed_chat_call_of_a_freeform_tool_is_that_of_the_whole_answer(arguments, cuts):
     """The type is said once, and the pieces join to the call without a stream."""
     dialect = ChatDialect()
     body = {"messages": [{"role": "user", "content": "hi"}], "tools": [CHAT_PATCH], "stream": True}
@@ -430,7 +430,7 @@ def test_results_of_every_kind_are_read_as_text(call, result, text):
     assert (message.role, message.content, message.tool_call_id) == ("tool", text, "c1")
 
 
-def test_a_screenshot_is_an_image():
+def test_screenshot_is_an_image():
     """Refused by name from clients whose images are refused."""
     call = CALLED | {"type": "computer_call", "action": {"type": "screenshot"}, "pending_safety_checks": []}
     shot = {"type": "computer_screenshot", "image_url": "https://x/y.png"}
@@ -445,7 +445,7 @@ def test_a_screenshot_is_an_image():
 
 
 @pytest.mark.parametrize("kind", sorted(OPENAI_TOOLS))
-def test_a_tool_choice_names_a_typed_tool_by_its_type(kind):
+def test_tool_choice_names_a_typed_tool_by_its_type(kind):
     """And a freeform tool by its name; the answer repeats the choice."""
     tools = [{"type": kind, **OFFERED.get(kind, {})}, PATCH]
     parsed = ResponsesDialect().parse({"input": "hi", "tools": tools, "tool_choice": {"type": kind}})
@@ -505,7 +505,7 @@ def test_tools_that_an_item_of_the_input_offers_are_tools_of_the_request():
     assert parsed.forms["files__patch"].namespace == "files"
 
 
-def test_a_shell_in_a_container_of_the_vendor_is_a_server_tool():
+def test_shell_in_a_container_of_the_vendor_is_a_server_tool():
     """Its commands would run on OpenAI's machines."""
     hosted = {"type": "shell", "environment": {"type": "container_auto"}}
 
@@ -517,7 +517,7 @@ def test_a_shell_in_a_container_of_the_vendor_is_a_server_tool():
 
 @pytest.mark.anyio
 @pytest.mark.parametrize(("policy", "status"), [(ToolPolicy.REFUSE, [400, 400]), (ToolPolicy.DROP, [200, 200])])
-async def test_the_setting_decides_about_server_tools(policy, status):
+async def test_setting_decides_about_server_tools(policy, status):
     """``refuse`` never leaves one out, ``drop`` always does."""
     config = ProxyConfig(unsupported_blocks=UnsupportedBlocks(server_tools=policy))
     search = {"type": "web_search"}
@@ -558,7 +558,7 @@ async def connected():
 
 
 @pytest.mark.anyio
-async def test_a_freeform_tool_is_called_and_answered_through_the_sdk():
+async def test_freeform_tool_is_called_and_answered_through_the_sdk():
     """Responses, streamed and not; chat completions; and the history that follows."""
     async with connected() as client:
         first = await client.responses.create(model="gpt-5.4", input="Edit it.", tools=[PATCH])

@@ -79,7 +79,7 @@ ENDS = {
         ("messages", "stop_sequence", "tool_use"),
     ],
 )
-async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(route, cut, whole):
+async def test_call_that_a_stop_string_cuts_is_not_to_be_run(route, cut, whole):
     """The end of the stream tells it from a whole call, after which the stop string came."""
     stop = {"stop_sequences" if route == "messages" else "stop": ["print", "Done"]}
     after = ANSWER.replace("print(x)", "x") + "\nDone."
@@ -90,7 +90,7 @@ async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(route, cut, whole
     assert ends == [cut, whole]
 
 
-async def test_a_call_that_was_cut_is_recognised_when_it_comes_back():
+async def test_call_that_was_cut_is_recognised_when_it_comes_back():
     """The stream's client has the beginning of a call. It is what was stored, so its echo finds its parent."""
     cut = sampled(ANSWER)[:-16]
     async with open_stack(cut, sampled("Sorry.")) as stack, httpx.AsyncClient() as http:

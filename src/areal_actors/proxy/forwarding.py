@@ -12,7 +12,7 @@ proxy aborts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import anyio
@@ -22,8 +22,6 @@ from starlette.routing import BaseRoute, Match
 
 from areal_actors.errors import Unavailable
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.access import read_key
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import ClientDisconnected, Exchange, Receive, Send, Traffic
 from areal_actors.proxy.failures import (
     format_anthropic_failure,
@@ -152,13 +150,3 @@ def segments_of(exchange: Exchange) -> list[str]:
     """Return the non-empty segments of the path."""
     path: str = exchange.scope["path"]
     return [segment for segment in path.split("/") if segment]
-
-
-def names_in(exchange: Exchange, body: bytes) -> Iterator[str]:
-    """Return what may name a session in a request, in the order in which it counts: path, query, key and body."""
-    yield from segments_of(exchange)
-    yield exchange.query.get("session_id", "")
-    yield read_key(exchange.headers) or ""
-    if b'"session_id"' in body:
-        named = parse_object(body).get("session_id")
-        yield named if isinstance(named, str) else ""

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_actors.domain import Snapshot
@@ -16,7 +12,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.attention import Span
 from areal_actors.generation.torch.forward import LlamaForward
-from areal_actors.generation.torch.graphs import GraphRunner, SlotDecoder, check_room, choose_sizes
+from areal_actors.generation.torch.graphs import GraphRunner, SlotDecoder, check_room
 from areal_actors.generation.torch.operations import TorchOperations
 from areal_actors_testing.engine_contract import collect, join_ids
 
@@ -66,18 +62,6 @@ def test_copied_prefix_is_continued(llama):
         actual = decoder.prefill(ids[7:], [Span(1, 7, 9, 0)], [1])
 
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
-
-
-@given(st.integers(1, 2000))
-def test_batches_are_padded_little(largest):
-    """Sizes ascend to the largest; a batch is at most doubled, and grows by a third at most from 16 on."""
-    sizes = choose_sizes(largest)
-
-    assert sizes[-1] == largest
-    assert list(sizes) == sorted(set(sizes))
-    for smaller, size in pairwise(sizes):
-        assert size <= 2 * smaller
-        assert size - (smaller + 1) < max(8, 0.34 * size)
 
 
 @pytest.mark.anyio

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_actors.errors import CheckpointError
-from areal_actors.training import directories
+from areal_actors.lib import atomic_write
 from areal_actors.training.checkpoints import (
     Contents,
     generator_states,
@@ -123,7 +123,7 @@ def test_saving_a_step_again_replaces_it(tmp_path):
 def test_a_crash_while_replacing_loses_nothing(tmp_path):
     """Between moving the old one aside and the new one in, the old one is found."""
     save_small(tmp_path, 3)
-    (tmp_path / "step-00000003").rename(tmp_path / f"step-00000003{directories.REPLACED}")
+    (tmp_path / "step-00000003").rename(tmp_path / f"step-00000003{atomic_write.REPLACED}")
 
     assert find_latest(tmp_path).step == 3
 

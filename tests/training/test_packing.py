@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.training.masks import visible
 
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.packing import (
@@ -15,7 +16,6 @@ from areal_actors.training.packing import (
     pack_padded,
     pack_tree,
     subtree_ends,
-    visible,
 )
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=7)

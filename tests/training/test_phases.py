@@ -10,16 +10,14 @@ import torch
 from attrs import evolve
 
 from areal_actors.domain import as_floats, unfold_group
-from areal_actors.errors import CheckpointError, ConfigError, ExportError
+from areal_actors.errors import ConfigError, ExportError
 from areal_actors.training.config import (
     AdvantageConfig,
     Aggregation,
     CaptureConfig,
     ComputeDtype,
-    GangConfig,
     KlConfig,
     Layout,
-    LoraConfig,
     Normalisation,
     ObjectiveConfig,
     OptimizerConfig,
@@ -31,7 +29,6 @@ from areal_actors.training.statistics import RowRecorder
 from areal_actors.training.trainer import PolicyTrainer
 
 PLAIN = TrainerConfig(dtype=ComputeDtype.FLOAT32, optimizer=OptimizerConfig(max_grad_norm=None, learning_rate=1e-3))
-RL = [Phase(name=PhaseName.RL, config=PLAIN)]
 # The plain policy gradient: no clip, no baseline, so that the reference stays short.
 REINFORCE = evolve(
     PLAIN,
@@ -206,20 +203,6 @@ def test_a_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model)
         PolicyTrainer(make_model(), phases=(sft_phase(config, num_steps=1), Phase(config=config)))
 
 
-@pytest.mark.parametrize(
-    ("settings", "complaint"),
-    [
-        ({"lora": LoraConfig(rank=2)}, r"lora is LoraConfig\(rank=2"),
-        ({"dtype": ComputeDtype.BFLOAT16}, "dtype is bfloat16 in phase 2"),
-        ({"gang": GangConfig(num_processes=2)}, "gang is GangConfig"),
-    ],
-)
-def test_settings_of_the_whole_run_are_the_same_in_all_phases(make_model, settings, complaint):
-    """What they decide is made before the first phase, so that a later one would silently have the first one's."""
-    with pytest.raises(ConfigError, match=complaint):
-        PolicyTrainer(make_model(), phases=[sft_phase(PLAIN, num_steps=1), Phase(config=evolve(PLAIN, **settings))])
-
-
 def test_each_phase_has_its_own_custom_functions_and_checks(make_model, make_agent_group, tmp_path):
     """Those of the first one would otherwise be used to the end."""
     code = "def halves(groups):\n    return [[0.5] * len(group.rows) for group in groups]\n"
@@ -241,21 +224,3 @@ def test_each_phase_has_its_own_custom_functions_and_checks(make_model, make_age
     assert trainer.train_step([group], recorder=recorder).custom == {"rows": 4.0}
     assert trainer.gate.tolerance == 100.0
     assert all(set(row.advantages) == {0.0, 0.5} for row in recorder.rows())
-
-
-def test_a_resumed_run_must_have_had_the_same_phases(make_model, make_agent_group, tmp_path):
-    """Otherwise a step would go on with the moments of another phase. Steps that are still to come may change."""
-
-    def create(*lengths):
-        return PolicyTrainer(make_model(), phases=[sft_phase(PLAIN, num_steps=length) for length in lengths] + RL)
-
-    trainer = create(1)
-    for step in range(2):
-        trainer.train_step([make_agent_group(step)])
-    trainer.save(tmp_path)
-
-    with pytest.raises(CheckpointError, match=r"after these steps: 1 of sft, 1 of rl\. By these .* would be: 2 of sft"):
-        create(2).restore(tmp_path)
-    with pytest.raises(CheckpointError, match="would be: 2 of rl"):
-        create().restore(tmp_path)
-    assert create(1).restore(tmp_path) == {}

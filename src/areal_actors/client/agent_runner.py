@@ -22,7 +22,6 @@ from attrs import define, evolve, field, frozen
 
 from areal_actors.cache import parse_reward
 from areal_actors.client.agent_session import AgentSession
-from areal_actors.client.hooks import hooked
 from areal_actors.client.http import RetryPolicy, lent_client
 from areal_actors.domain import InteractionId, SessionId
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, RewardError, Unauthorized
@@ -121,8 +120,7 @@ class AgentRunner:
                     retries=self._retries,
                     random=self._random,
                 )
-                with hooked():
-                    result = await batch.run(items, self._max_concurrent)
+                result = await batch.run(items, self._max_concurrent)
         except BaseException:
             progress.close(None)
             raise

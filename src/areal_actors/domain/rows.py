@@ -257,15 +257,11 @@ class Group:
 
 @frozen(kw_only=True)
 class DrawnProblem:
-    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it.
-
-    ``num_easy`` is the number of groups in a row, up to the last one, for which it was easy.
-    """
+    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it."""
 
     row: int
     num_drawn: int
     solve_rate: float | None = None
-    num_easy: int = 0
 
 
 @frozen(kw_only=True)
@@ -293,7 +289,6 @@ class PoolSizes:
 
     easy: int
     hard: int
-    retired: int
     num_run: int
     solve_rate: float | None = None
 

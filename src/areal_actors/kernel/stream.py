@@ -62,10 +62,6 @@ class BufferedCall(Protocol):
         """Discard the call if it is queued, or cancel its handler."""
         ...
 
-    def close(self) -> None:
-        """Forget the call, because its consumer has left."""
-        ...
-
 
 class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], Generic[Item]):
     """Used once: ``async with ref.stream(message) as items: async for item in items: ...``.
@@ -131,17 +127,14 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
             DeadlineExceeded: the handler still runs after that, and the block is not already raising an error.
         """
         call = self._opened()
-        try:
-            if not call.is_done:
-                call.cancel()
-                with self._loop.new_scope(deadline=self._loop.now() + self._cleanup_seconds, shield=True):
-                    await call.signal.wait()
-            if not call.is_done and error is None:
-                raise DeadlineExceeded(
-                    f"{self._what} still runs {self._cleanup_seconds} s after its cancellation; shorten what it shields"
-                )
-        finally:
-            call.close()
+        if not call.is_done:
+            call.cancel()
+            with self._loop.new_scope(deadline=self._loop.now() + self._cleanup_seconds, shield=True):
+                await call.signal.wait()
+        if not call.is_done and error is None:
+            raise DeadlineExceeded(
+                f"{self._what} still runs {self._cleanup_seconds} s after its cancellation; shorten what it shields"
+            )
 
     def _opened(self) -> BufferedCall:
         if self._call is None:

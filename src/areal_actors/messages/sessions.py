@@ -23,7 +23,6 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
     StreamItem,
-    TurnEnded,
 )
 from areal_actors.kernel import Message, Ref, StreamMessage
 
@@ -88,39 +87,6 @@ class OpenSession(Message[Sessions, SessionOpened]):
 
     The recorded turns of an earlier run of this agent are answered again, as long as its requests are the same.
     """
-
-
-@frozen(kw_only=True)
-class OpenedEpisode:
-    """A recorded episode, under the ``name`` that it has in the journal, with the ``turns`` of earlier runs.
-
-    With ``is_remade``, these have tokens of weights that are not on disk.
-    """
-
-    name: SessionId
-    turns: tuple[TurnEnded, ...] = field(default=(), repr=False)
-    is_remade: bool = False
-
-
-@frozen(kw_only=True)
-class OpenEpisode(Message[Sessions, OpenedEpisode | None]):
-    """Record an episode that has no session in this process, as one of a workflow that samples from the engine.
-
-    Replies with ``None`` if episodes are not recorded.
-    """
-
-    place: EpisodePlace
-    key: SampleKey
-
-
-@frozen(kw_only=True)
-class RecordTurn(Message[Sessions, None]):
-    """Record a turn of such an episode, whose name is the turn's ``session``.
-
-    Replies once the turn is durable, or at once if the episode is over. Recording a turn twice is harmless.
-    """
-
-    turn: TurnEnded
 
 
 @frozen(kw_only=True)

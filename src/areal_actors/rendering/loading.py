@@ -19,7 +19,8 @@ from tokenizers import Tokenizer
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import ModelError, RenderError
 from areal_actors.rendering.extension import ParityProbe, SuffixRenderer, find_end_of_turn
-from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, choose_format
+from areal_actors.rendering.formats.base import ToolFormat
+from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, choose_format
 from areal_actors.rendering.renderer import Renderer
 from areal_actors.rendering.template import (
     Adaptation,

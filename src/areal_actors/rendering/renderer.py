@@ -26,13 +26,11 @@ from areal_actors.rendering.extension import (
     find_thought,
     shape_of,
 )
+from areal_actors.rendering.formats.base import AnswerParser, ReasoningFormat, ToolFormat
 from areal_actors.rendering.formats.reading import CallParser
 from areal_actors.rendering.parsers import (
-    AnswerParser,
     AnswerStream,
     PlainText,
-    ReasoningFormat,
-    ToolFormat,
     join_deltas,
 )
 from areal_actors.rendering.template import PromptFormatter

@@ -35,7 +35,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, Tool
 from areal_actors.errors import ModelError, RenderError
-from areal_actors.rendering.parsers import ToolFormat
+from areal_actors.rendering.formats.base import ToolFormat
 from areal_actors.rendering.tokens import Vocabulary
 
 

@@ -103,7 +103,7 @@ def try_functions(config: RunConfig) -> tuple[TriedFunction, ...]:
     setting, surrogate = "trainer.objective.surrogate", config.trainer.objective.surrogate
     if not isinstance(surrogate, Surrogate):
         with _naming(setting):
-            custom.try_surrogate(custom.load_surrogate(surrogate))
+            custom.try_surrogate(custom.CustomSurrogate(function=load_function(surrogate)))
         note(setting, surrogate)
     for index, metric in enumerate(config.trainer.metrics):
         with _naming(f"trainer.metrics[{index}]"):
@@ -219,5 +219,5 @@ def _compare(policy: PolicyTrainer, prompt: Ints, sampled: Completion) -> str | 
     gap = compared.mean_gap
     return (
         f"its log-probabilities are off by {gap:.3g} per token from what the trainer computes for the same "
-        f"tokens, and {gap / excess:.2g} are allowed. {policy.gate.explain([compared])}"
+        f"tokens, and {gap / excess:.2g} are allowed. {policy.gate.explain()}"
     )

@@ -208,7 +208,7 @@ async def _open_group_journal(
     """
     config, spec = context.config, context.spec
     # One process uses the file, as the run directory is locked. Its loss is not that of a service's sessions.
-    settings = evolve(config.journal, allow_shared=True, retention_days=0.0)
+    settings = evolve(config.journal, retention_days=0.0)
     try:
         journal = await stack.enter_async_context(SqliteJournal.open(context.directory.groups, settings))
         digest = await to_thread.run_sync(sampling_digest, spec.config)
@@ -400,30 +400,35 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer) -> Publish
 
 def _create_publisher(context: RoleContext, *, by: PublishBy, dtype: str) -> Publisher:
     """Create a publisher for engines in ``dtype``, to which it converts the weights as the engine itself would."""
-    from areal_actors.training.publication import AdapterPublisher, create_publisher
+    import torch
+
+    from areal_actors.training.publication import AdapterPublisher, DiskPublisher, MemoryPublisher
 
     config, root = context.config, context.directory.published
     num_kept = config.trainer.publish_keep
     if config.serves_adapters:
         return AdapterPublisher(root=root, base=resolve_model(config.model).path, num_kept=num_kept)
-    return create_publisher(by, root=root, dtype=dtype, num_kept=num_kept)
+    if by is PublishBy.MEMORY:
+        return MemoryPublisher()
+    return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)
 
 
 def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:
     """Write the trained weights under the run's name. Blocks. Raises ``CheckpointError``."""
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-    model, adapter = policy.model, policy.adapter
-    if not policy.gang.is_alone:  # a process of a gang holds only a shard
+    if policy.gang.is_alone:
+        model, state, adapter = policy.model, policy.state_dict(), policy.adapter
+    else:  # a process of a gang holds only a shard
         from areal_actors.training.stored_checkpoints import find_checkpoint
 
         # Training ends with one.
-        model, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
+        model, state, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
     lora = config.trainer.lora
     if adapter is not None and lora is not None and not lora.exports_merged:
         adapter.save(directory.adapter)
         _log.info("adapter_saved", path=str(directory.adapter))
         return
-    save_weights(model, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
+    save_weights(model, state, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
     _log.info("model_saved", model=directory.model, path=str(directory.weights))
 
 

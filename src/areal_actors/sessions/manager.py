@@ -10,7 +10,6 @@ restored when the manager starts.
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
@@ -62,10 +61,7 @@ from areal_actors.messages import (
     Generation,
     Intake,
     LogNumbers,
-    OpenedEpisode,
-    OpenEpisode,
     OpenSession,
-    RecordTurn,
     SessionClosed,
     SessionFinished,
     SessionOpened,
@@ -384,22 +380,6 @@ class SessionManager(Actor[Sessions]):
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
-
-    @OpenEpisode.handler(concurrency=_MANY)
-    async def open_episode(self, message: OpenEpisode) -> OpenedEpisode | None:
-        """Return what is recorded of an episode without a session."""
-        if self._records is None:
-            return None
-        name = SessionId(f"{message.place.group}-{message.place.member}-{secrets.token_hex(8)}")
-        record = await self._records.open(message.place, key=message.key, name=name)
-        return OpenedEpisode(name=record.name, turns=tuple(record.turns), is_remade=record.is_remade)
-
-    @RecordTurn.handler(concurrency=_MANY)
-    async def record_turn(self, message: RecordTurn) -> None:
-        """Record a turn of an episode without a session."""
-        record = None if self._records is None else self._records.find(message.turn.session)
-        if record is not None and not record.has(message.turn):
-            await record.write(message.turn)
 
     @ForgetEpisodes.handler
     async def forget_episodes(self, message: ForgetEpisodes) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
 from hashlib import sha256
 from importlib import import_module
@@ -40,9 +40,6 @@ _log = get_logger(__name__)
 
 ADAPTER_PART = "adapter_model"
 """Stem of the file of an adapter's tensors, which is also the name of its part of a checkpoint."""
-
-WEIGHT_SOURCE = "areal_weight_source"
-"""The attribute of a model on the meta device that says where its weights are; see ``loading``."""
 
 _CONFIG, _BASE = "adapter_config.json", "base_model.json"
 _ALL = "all-linear"
@@ -160,7 +157,7 @@ class Adapter:
             base_model_name_or_path=base["name"],
         )
         # The factors do not depend on what was drawn before, and what is drawn later not on them.
-        with torch.random.fork_rng(devices=[]), _weightless(model) if base["fingerprint"] else nullcontext():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
                 peft.inject_adapter_in_model(settings, model, adapter_name=_NAME)
@@ -352,49 +349,20 @@ def plain_name(name: str) -> str:
 def fingerprint(model: Any) -> str:
     """Return a hash of the names and shapes of a model's weights, and of some numbers of each.
 
-    It is equal for float32 and bfloat16 copies of the same weights, and cheap for any size. Of weights in files
-    (``source``) only the rows with those numbers are read.
+    It is equal for float32 and bfloat16 copies of the same weights, and cheap for any size.
     """
-    found, source = sha256(), getattr(model, WEIGHT_SOURCE, None)
-    if source is None and any(weight.is_meta for weight in model.parameters()):
+    found = sha256()
+    if any(weight.is_meta for weight in model.parameters()):
         return ""  # a rank that receives its weights from the first one, which compares them
     samples = []
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{plain_name(name)} {tuple(tensor.shape)}\n".encode())
-        if source is not None and tensor.is_meta:
-            width = max(1, tensor[:1].numel())
-            places = range(0, tensor.numel(), max(1, tensor.numel() // _SAMPLED))[:_SAMPLED]
-            rows = {
-                place // width: source.rows(plain_name(name), place // width, place // width + 1) for place in places
-            }
-            chosen = torch.stack([rows[place // width].reshape(-1)[place % width] for place in places])
-        else:
-            flat = tensor.detach().reshape(-1)
-            chosen = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+        flat = tensor.detach().reshape(-1)
+        chosen = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
         # In bfloat16, so that float32 and bfloat16 copies of the same weights have one fingerprint.
         samples.append(chosen.to(torch.bfloat16))
     found.update(torch.cat(samples).cpu().view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]
-
-
-@contextmanager
-def _weightless(model: Any) -> Iterator[None]:
-    """Give weights on the meta device the shape of a single number on the CPU, so that peft creates factors there.
-
-    peft puts the factors on the device of the weight, and those of a weight without numbers would have none.
-    """
-    held = [(part._parameters, name) for part in model.modules() for name in part._parameters]  # noqa: SLF001
-    empty = [(parameters, name, weight) for parameters, name in held if (weight := parameters[name]) is not None]
-    empty = [place for place in empty if place[2].is_meta]
-    stand_ins: dict[Tensor, torch.nn.Parameter] = {}
-    for parameters, name, weight in empty:
-        number = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-        parameters[name] = stand_ins.setdefault(weight, torch.nn.Parameter(number, requires_grad=weight.requires_grad))
-    try:
-        yield
-    finally:
-        for parameters, name, weight in empty:
-            parameters[name] = weight.requires_grad_(stand_ins[weight].requires_grad)
 
 
 # ------------------------------------------------------------------------------------------------------ targets
@@ -406,7 +374,7 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     ``all-linear`` leaves out gates and routers, which have fewer outputs than a head of the attention: one for a shared
     expert, or one for each expert or head. Servers have no adapters for them, and there is little to adapt.
 
-    Raises ``ConfigError`` for unknown ones, and if the rank exceeds a dimension of a target, which has no more freedom.
+    Raises ``ConfigError`` for unknown ones.
     """
     linear = _find_linear(model)
     stacked = {
@@ -442,14 +410,6 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {
         name: shape for name, shape in stacked.items() if any(_is_among(x, [name]) for x in config.target_parameters)
     }
-    small = {name: shape[-2:] for name, shape in shapes.items() if min(shape[-2:]) < config.rank}
-    if small:
-        name, shape = min(small.items(), key=lambda item: min(item[1]))
-        raise ConfigError(
-            f"trainer.lora.rank: {config.rank} is more than the smaller dimension of {name}, {shape[0]} by {shape[1]} "
-            f"({len(small)} of {len(shapes)} targets are too small); set it to {min(shape)} or less, or name larger "
-            "target_modules."
-        )
     return shapes
 
 
@@ -472,12 +432,6 @@ def _explain_unknown(model: Any, setting: str, wanted: str, known: Sequence[str]
     close = get_close_matches(wanted, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     listed = ", ".join(known[:_MAX_NAMED]) or "none"
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    if any(module in ends for name, module in model.named_modules() if _is_among(wanted, [name])):
-        return (
-            f"trainer.lora.{setting}: {wanted!r} is an embedding or the output head of {type(model).__name__}, which "
-            f"cannot have an adapter; take some of {listed}."
-        )
     return f"trainer.lora.{setting}: {type(model).__name__} has no {wanted!r} to adapt{hint} It has {listed}."
 
 

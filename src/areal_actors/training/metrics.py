@@ -148,7 +148,6 @@ def _describe_pools(pools: Sequence[PoolSizes]) -> dict[str, float | int | None]
     return {
         "easy_problems": sum(each.easy for each in pools) if pools else None,
         "hard_problems": sum(each.hard for each in pools) if pools else None,
-        "retired_problems": sum(each.retired for each in pools) if pools else None,
         "solve_rate": sum((each.solve_rate or 0.0) * each.num_run for each in pools) / num_run if num_run else None,
     }
 
@@ -172,6 +171,15 @@ def mean_reward(statistics: StepStatistics, lease: Lease) -> float:
     return total / (num_trained + len(replaced))
 
 
+_STEP_KEYS = (
+    *("loss", "grad_norm", "learning_rate", "num_updates", "entropy", "reference_kl", "teacher_kl", "clip_fraction"),
+    *("importance_mean", "importance_max", "out_of_range_fraction", "behaviour_gap_mean", "behaviour_gap_max"),
+    "outside_fraction",
+)
+_DATA_KEYS = ("penalty_mean", "staleness_mean", "staleness_max", "temperature_mean")
+"""The fields of the statistics that are metrics of the same name."""
+
+
 def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
     """Return the metrics of a step on sampled episodes."""
     data = statistics.data
@@ -179,17 +187,14 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
     metrics: dict[str, float | int | None] = {
         "step": statistics.version,
         "version": statistics.version,
-        "penalty_mean": data.penalty_mean,
-        "loss": statistics.loss,
         "kl": statistics.approximate_kl,
-        "reference_kl": statistics.reference_kl,
-        "teacher_kl": statistics.teacher_kl,
-        "entropy": statistics.entropy,
-        "staleness_mean": data.staleness_mean,
-        "staleness_max": data.staleness_max,
+        **{name: getattr(statistics, name) for name in _STEP_KEYS},
+        **{name: getattr(data, name) for name in _DATA_KEYS},
         "tokens": data.num_tokens,
         "trained_tokens": data.num_trained_tokens,
         "packed_tokens": statistics.num_packed_tokens,
+        "greedy_tokens": data.num_greedy_tokens,
+        "adjusted_tokens": data.num_adjusted_tokens,
         # Also of groups in which every episode failed, of which the trainer receives nothing.
         "episodes": data.num_episodes + sum(group.num_episodes for group in lease.drawn.failed),
         "failed_episodes": data.num_failed_episodes + sum(group.num_failed for group in lease.drawn.failed),
@@ -204,19 +209,6 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
         "requeued_groups": lease.drawn.requeued,
         "replaced_groups": len(lease.drawn.replaced),
         **_count_failed_groups(lease.drawn.failed),
-        "grad_norm": statistics.grad_norm,
-        "learning_rate": statistics.learning_rate,
-        "num_updates": statistics.num_updates,
-        "clip_fraction": statistics.clip_fraction,
-        "out_of_range_fraction": statistics.out_of_range_fraction,
-        "importance_mean": statistics.importance_mean,
-        "importance_max": statistics.importance_max,
-        "behaviour_gap_mean": statistics.behaviour_gap_mean,
-        "behaviour_gap_max": statistics.behaviour_gap_max,
-        "temperature_mean": data.temperature_mean,
-        "greedy_tokens": data.num_greedy_tokens,
-        "adjusted_tokens": data.num_adjusted_tokens,
-        "outside_fraction": statistics.outside_fraction,
     }
     metrics["truncated_turns"], metrics["truncated_tokens"] = count_truncated(lease.groups)
     metrics |= _describe_pools(tuple(lease.drawn.pools.values()))

@@ -168,17 +168,6 @@ def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens
     return [_packed(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
 
 
-def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
-    """Return the attention mask, bool [L, L], of segments that cover L positions: whether query i attends to key j."""
-    length = max(segment.stop for segment in segments)
-    result = np.zeros((length, length), dtype=bool)
-    for segment in segments:
-        own = slice(segment.start, segment.stop)
-        result[own, segment.ancestors] = True
-        result[own, own] = np.tri(segment.stop - segment.start, dtype=bool)
-    return result
-
-
 def subtree_ends(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
     """Return, for each of the L positions up to the last of ``segments``, the end of its subtree, int32 [L].
 

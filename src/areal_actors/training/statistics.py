@@ -51,6 +51,18 @@ class DataStatistics:
 
 
 @frozen(kw_only=True)
+class UpdateStatistics:
+    """The statistics of one update of a step."""
+
+    loss: float
+    sums: TokenSums
+    num_outside: int
+    grad_norm: float
+    num_skipped_rows: int
+    num_packed_tokens: int
+
+
+@frozen(kw_only=True)
 class StepStatistics:
     """The statistics of a step. ``version`` is that of the weights after it.
 
@@ -90,27 +102,22 @@ class StepStatistics:
     @classmethod
     def create(
         cls,
-        sums: TokenSums,
+        updates: Sequence[UpdateStatistics],
         *,
         version: int,
-        num_outside: int,
         data: DataStatistics,
-        losses: Sequence[float],
-        grad_norms: Sequence[float],
         learning_rate: float,
-        num_updates: int,
-        num_skipped_rows: int,
-        num_packed_tokens: int,
         seconds: float,
-        custom: Mapping[str, float] | None = None,
+        custom: Mapping[str, float],
     ) -> StepStatistics:
-        """Return the statistics of a step, given its sums over tokens."""
+        """Return the statistics of a step of these ``updates``."""
+        sums = sum((update.sums for update in updates), TokenSums())
         num_tokens, num_plain = sums.num_tokens or float("nan"), sums.num_plain or float("nan")
         return cls(
             version=version,
             data=data,
-            loss=float(np.mean(losses)) if losses else 0.0,
-            grad_norm=float(np.mean(grad_norms)) if grad_norms else 0.0,
+            loss=float(np.mean([update.loss for update in updates])) if updates else 0.0,
+            grad_norm=float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
             learning_rate=learning_rate,
             entropy=sums.entropy / num_tokens,
             approximate_kl=sums.approximate_kl / num_plain,
@@ -122,12 +129,12 @@ class StepStatistics:
             out_of_range_fraction=sums.num_out_of_range / num_tokens,
             behaviour_gap_mean=sums.behaviour_gap / num_plain,
             behaviour_gap_max=sums.behaviour_gap_max,
-            outside_fraction=num_outside / num_tokens,
-            num_updates=num_updates,
-            num_skipped_rows=num_skipped_rows,
-            num_packed_tokens=num_packed_tokens,
+            outside_fraction=sum(update.num_outside for update in updates) / num_tokens,
+            num_updates=sum(update.grad_norm > 0 for update in updates),
+            num_skipped_rows=sum(update.num_skipped_rows for update in updates),
+            num_packed_tokens=sum(update.num_packed_tokens for update in updates),
             seconds=seconds,
-            custom=custom or {},
+            custom=custom,
         )
 
 
@@ -195,15 +202,13 @@ class RowRecorder:
         """Set the rows of the step and the groups that they come from."""
         self._groups, self._rows = tuple(groups), tuple(rows)
 
-    def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], logprobs: Floats) -> None:
-        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
+    def note(self, row: TrainingRow, logprobs: Floats) -> None:
+        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``row``.
 
         The first ones of a row are kept: later passes see weights that this step has changed.
         """
-        bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
-        for index, part in zip(indices, np.split(logprobs, bounds), strict=True):
-            # By identity: rows are copied when baselines are added to them, and share the trajectory.
-            self._logprobs.setdefault(id(rows[index].trajectory), part)
+        # By identity: rows are copied when baselines are added to them, and share the trajectory.
+        self._logprobs.setdefault(id(row.trajectory), logprobs)
 
     def _episodes(self) -> dict[tuple[int, str], Episode]:
         # By group first: groups made from files may name their sessions alike.

@@ -25,9 +25,8 @@ from areal_actors.errors import (
     RemoteError,
     Unreachable,
 )
-from areal_actors.kernel import Actor, ActorSystem, Down, DownReason
+from areal_actors.kernel import ActorSystem, Down, DownReason
 from areal_actors.kernel.remote import Limits, connect, connect_stream, listen, transport
-from areal_actors.kernel.runtime import LocalRef
 from areal_actors_testing.remote import memory_pair, pretend_remote
 
 pytestmark = pytest.mark.anyio
@@ -93,30 +92,13 @@ async def test_connection_cut_ends_all_calls_and_handlers():
 
 
 async def test_watcher_is_told_that_a_remote_actor_is_unreachable():
-    """As of any end: on its control lane."""
+    """As of any end."""
     heard: list[Down] = []
-
-    class Watcher(Actor[Other]):
-        def __init__(self, ref: Any) -> None:
-            self.ref = ref
-
-        async def begin(self, context: Any) -> None:
-            context.watch(self.ref)
-
-        @Foreign.handler
-        async def foreign(self, message: Foreign) -> None: ...
-
-        @Down.handler
-        async def down(self, message: Down) -> None:
-            heard.append(message)
-
     async with ActorSystem.open() as system:
         ref = await system.spawn(EchoActor())
         async with pretend_remote({"desk": ref}) as (peer, _):
             desk = peer.ref(Echoing, "desk")
-            watcher = await system.spawn(Watcher(desk))
-            assert isinstance(watcher, LocalRef)
-            desk.life.watch(watcher.cell.on_down)
+            desk.watch(heard.append)
             await ref.stop()
             await wait_all_tasks_blocked()
 

@@ -333,51 +333,6 @@ async def test_evaluations_come_as_often_as_planned_and_count_failures_as_zero(t
     assert [None, 0.75, 0.75] == [news.metrics["eval_reward"] for news in school.told(StepFinished)]
 
 
-async def test_the_next_step_trains_while_an_evaluation_runs(tmp_path: Path):
-    """Its weights are loaded after it, so that one version samples the whole evaluation; reports keep their order."""
-    engine = LoadingEngine(is_gated=True)
-    plan = evolve(PLAN, total_steps=3, evaluation=EvaluationConfig(every_steps=1, is_async=True))
-    async with open_school(tmp_path, plan, engine=engine, held_out=2) as school:
-        await school.deliver(*range(6))
-        seen = []
-        for _ in range(3):  # before the first step, after the first and after the second
-            while engine.statistics().waiting < 2 or school.policy.version == len(seen):
-                await anyio.wait_all_tasks_blocked()
-            seen.append((school.policy.version, engine.loads[-1][0], [news.step for news in school.told(StepFinished)]))
-            engine.release(2 * len(encode("42")))
-        engine.release(100)  # the last version is evaluated after the last step
-        summary = await school.training.ask(AwaitTraining())
-    steps = school.told(StepFinished)
-
-    assert [(1, 0, []), (2, 1, []), (3, 2, [1])] == seen
-    assert [0, 1, 2, 3] == [news.version for news in school.told(EvaluationFinished)]
-    assert [(1, 1.0), (2, 1.0), (3, 1.0)] == [(news.step, news.metrics["eval_reward"]) for news in steps]
-    assert summary.is_finished
-
-
-async def test_a_resumed_trainer_reports_the_step_whose_evaluation_was_running(tmp_path: Path):
-    """The checkpoint of the step was written meanwhile; the same weights are evaluated again."""
-    engine = LoadingEngine(is_gated=True)
-    plan = evolve(
-        PLAN, evaluation=EvaluationConfig(every_steps=1, is_async=True), checkpoint=CheckpointConfig(every_steps=1)
-    )
-    async with open_school(tmp_path, plan, engine=engine, held_out=2) as school:
-        await school.deliver(0, 1)
-        engine.release(2 * len(encode("42")))
-        while not find_checkpoints(tmp_path):
-            await anyio.wait_all_tasks_blocked()
-        assert [] == school.told(StepFinished)
-    policy = create_policy()
-    counters = policy.restore(tmp_path)
-    async with open_school(tmp_path, plan, policy=policy, counters=counters, held_out=2) as resumed:
-        await resumed.deliver(2, 3, version=1)
-        await resumed.training.ask(AwaitTraining())
-    steps = resumed.told(StepFinished)
-
-    assert [(1, 1.0), (2, 1.0)] == [(news.step, news.metrics["eval_reward"]) for news in steps]
-    assert 0.5 == steps[0].metrics["reward"]
-
-
 async def test_every_sampled_token_is_counted_in_one_step(tmp_path: Path):
     """Those of evaluations too: the speed is what the engine did, over all the time that it had."""
     plan = evolve(PLAN, evaluation=EvaluationConfig(every_steps=1))

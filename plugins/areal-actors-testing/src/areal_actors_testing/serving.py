@@ -60,9 +60,7 @@ from areal_actors.messages import (
     ForgetSession,
     Intake,
     LogNumbers,
-    OpenEpisode,
     OpenSession,
-    RecordTurn,
     Serving,
     SessionClosed,
     SessionFinished,
@@ -196,14 +194,6 @@ class ScriptedSessions(Actor[Sessions]):
         """Return the session that the credential belongs to."""
         credential = message.credential
         return self._store.for_completion(credential, anyio.current_time()).id
-
-    @OpenEpisode.handler
-    async def open_episode(self, message: OpenEpisode) -> None:
-        """Return ``None``: episodes are not recorded here."""
-
-    @RecordTurn.handler
-    async def record_turn(self, message: RecordTurn) -> None:
-        """Ignore it, as ``ForgetEpisodes`` is ignored."""
 
     @ForgetEpisodes.handler
     async def forget_episodes(self, message: ForgetEpisodes) -> None:

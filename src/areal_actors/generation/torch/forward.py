@@ -107,7 +107,7 @@ def _choose_path(model: Any, max_length: int | None) -> Callable[[Any], Forward]
             return LlamaForward.of
         reason = f"the lean path's log-probabilities differ by {deviation:.2g}, of {TOLERANCE:g} allowed"
     # The lean path has fixed frequencies.
-    require_fixed_rotation(model, max_length=max_length)
+    require_fixed_rotation(model.config, max_length=max_length)
     deviation = _deviation(GenericForward(model), expected)
     # NaN is too large as well.
     if not deviation <= TOLERANCE:

@@ -29,12 +29,16 @@ if TYPE_CHECKING:
 
 @define(eq=False)
 class Tokens:
-    """Sampled tokens with their log-probabilities and alternatives, as the engine's thread passes them to consumers."""
+    """Sampled tokens that have not been delivered, with their log-probabilities and alternatives.
+
+    ``num_cached`` tokens of the prompt came from the prefix cache, if this was not reported before.
+    """
 
     ids: list[int] = field(factory=list)
     logprobs: list[float] = field(factory=list)
     raw_logprobs: list[float] = field(factory=list)
     tops: list[tuple[TopLogprob, ...]] = field(factory=list)
+    num_cached: int = 0
 
     def add(self, token_id: int, logprob: float, raw_logprob: float, top: tuple[TopLogprob, ...]) -> None:
         """Append a token."""
@@ -42,13 +46,6 @@ class Tokens:
         self.logprobs.append(logprob)
         self.raw_logprobs.append(raw_logprob)
         self.tops.append(top)
-
-    def extend(self, other: Tokens) -> None:
-        """Append other tokens."""
-        self.ids += other.ids
-        self.logprobs += other.logprobs
-        self.raw_logprobs += other.raw_logprobs
-        self.tops += other.tops
 
 
 def create_uniforms(key: SampleKey) -> Callable[[], float]:
@@ -299,7 +296,7 @@ class Scheduler:
             generation.slot, generation.base = slot, generation.length
             # Count once: generations are admitted again after the weights changed.
             if generation.num_cached is None:
-                generation.num_cached = min(num_cached, generation.num_prompt)
+                generation.num_cached = generation.outbox.num_cached = min(num_cached, generation.num_prompt)
             (self.decoding if logits is not None else self.prefilling).append(generation)
             self.waiting.remove(generation)
             admissions.append(Admission(generation, slot, source, num_cached))

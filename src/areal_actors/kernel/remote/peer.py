@@ -36,7 +36,7 @@ from areal_actors.errors import (
 from areal_actors.kernel.asks import Ask, StreamCall
 from areal_actors.kernel.failure import error_from_data, error_to_data
 from areal_actors.kernel.message import Address, AnyMessage, Handler, Message, StreamMessage, protocol_of, reply_of
-from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Life, Ref, Watched
+from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import Buffer, Frame, Kind, Limits, Outgoing
@@ -128,12 +128,8 @@ class Call:
             if self.kind is Kind.STREAM:
                 # Leaving its block waits for the end of the handler.
                 return
-        self.close()
-        self.finish(error=ActorStopped("the asker left"))
-
-    def close(self) -> None:
-        """Drop a late answer to the call."""
         self.peer.forget(self)
+        self.finish(error=ActorStopped("the asker left"))
 
     def make_room(self) -> None:
         """Report taken items in quarters of the buffer."""
@@ -179,11 +175,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
     def address(self) -> Address:
         """The address of the actor, with its present incarnation as far as is known here."""
         return Address(node=self._node, name=self._name, incarnation=self._incarnation)
-
-    @property
-    def life(self) -> Life:
-        """This ref itself, which reports the end of each incarnation and each loss of the connection."""
-        return self
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """Send ``message`` and wait for its reply; see ``Ref.ask``.
@@ -412,7 +403,7 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
     messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]] = {}
     for message, handler in ref.cell.handlers.items():
         protocol = protocol_of(message)
-        if protocol is None or message is Down:
+        if protocol is None:
             continue
         names = (protocol.__name__, message.__name__)
         if names in messages:
@@ -681,14 +672,6 @@ class Peer:
         if known is not None and known is not ref:
             self._refs[ref.name] = ref
             ref.go_up(self, known.address.incarnation, known.messages)
-
-    def expose(self, name: str, ref: Ref[Any]) -> None:
-        """Make an actor of this process reachable over this connection, whichever side opened the connection.
-
-        Raises:
-            ConfigError: a running actor has the name, or the actor does not run in this process.
-        """
-        self.add(expose(name, ref))
 
     async def wait_closed(self) -> str:
         """Wait until the connection is closed, and return the cause."""

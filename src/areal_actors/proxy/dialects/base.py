@@ -22,6 +22,7 @@ from areal_actors.domain import (
     Chunk,
     Completion,
     CompletionRequest,
+    FinishReason,
     StreamItem,
 )
 from areal_actors.errors import InvalidRequest, Unavailable
@@ -165,9 +166,16 @@ class Dialect(ABC):
         )
 
 
-def create_abort_error() -> Unavailable:
-    """Return the error for an answer whose generation the engine aborted."""
-    return Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+def is_cut(answer: Answer) -> bool:
+    """Return whether the answer ended because it reached its maximum length.
+
+    Raises:
+        Unavailable: the engine aborted it.
+    """
+    # The engine's own finish reason never reaches a client: several clients stop silently on an unknown one.
+    if answer.completion.finish is FinishReason.ABORT:
+        raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+    return answer.completion.finish is FinishReason.LENGTH
 
 
 def has_cut_call(answer: Answer) -> bool:

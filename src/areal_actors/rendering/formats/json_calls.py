@@ -12,10 +12,10 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from areal_actors.domain import Grammar, JsonText, OneOf, Repeated, Tool
+from areal_actors.domain import JsonText, Tool
 from areal_actors.lib.json_prefix import MAX_DEPTH, MAX_DIGITS, mend_surrogates
 from areal_actors.rendering.formats.reading import ARGUMENT_KEYS, Call, NoCall, Reading, Source, check_name
 
@@ -167,14 +167,3 @@ def encode_arguments(values: Mapping[str, Any]) -> str:
 def grammar_of_arguments(tool: Tool) -> JsonText:
     """Return the grammar of the arguments of ``tool`` as one JSON object that matches its schema."""
     return JsonText(schema={"type": "object", **tool.parameters}, is_strict=tool.is_strict)
-
-
-def grammar_of_calls(parts: Iterable[Grammar], *, is_parallel: bool, separator: str = "\n") -> Grammar:
-    """Return the grammar of one of ``parts``, or of several of them with ``separator`` between them."""
-    return Repeated(part=OneOf(parts=tuple(parts)), at_most=None if is_parallel else 1, separator=separator)
-
-
-def format_signatures(tools: Sequence[Tool]) -> str:
-    """Return the tools as one JSON object per line."""
-    signatures = ({"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools)
-    return "\n".join(json.dumps(signature, ensure_ascii=False) for signature in signatures)

@@ -8,7 +8,6 @@ numbers, constants, lists and dictionaries; nothing is evaluated. Names that Pyt
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import unicodedata
@@ -18,10 +17,10 @@ from typing import Any
 
 from areal_actors.domain import Exactly, Grammar, InOrder, OneOf, Repeated, Tool, ToolCall
 from areal_actors.lib.json_prefix import MAX_DEPTH
-from areal_actors.rendering.formats.json_calls import encode_arguments, format_signatures, grammar_of_calls
+from areal_actors.rendering.formats.base import ToolFormat, format_signatures, grammar_of_calls
+from areal_actors.rendering.formats.json_calls import encode_arguments
 from areal_actors.rendering.formats.reading import (
     Call,
-    CallParser,
     CallSyntax,
     NoCall,
     Reading,
@@ -30,7 +29,7 @@ from areal_actors.rendering.formats.reading import (
     check_name,
     drop,
 )
-from areal_actors.rendering.formats.schemas import Parameter, parameters_of, values_of
+from areal_actors.rendering.formats.tagged import Parameter, parameters_of, values_of
 
 _TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 _SIGNS = ("(params_name1=", "<|tool_call_start|>", "<|tool_list_start|>")
@@ -40,13 +39,14 @@ _NUMBER = re.compile(r"[+-]?(?:(?P<whole>0|[1-9]\d*)|\d+\.\d*|\.\d+)(?P<exponent
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
-class Pythonic:
+class Pythonic(ToolFormat):
     """The pythonic format.
 
     Calls are emitted when the list is complete: one invalid element makes the whole list content.
     """
 
     markers = (*_TAGS, *_TAGS.values())
+    result_tags = None
 
     def matches_template(self, template: str) -> bool:
         """Return whether the template shows such a list, or has the tags of LFM2.
@@ -55,9 +55,9 @@ class Pythonic:
         """
         return any(sign in template for sign in _SIGNS)
 
-    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """Return a parser for one answer. ``tools`` is ignored, because literals have types."""
-        return CallParser(_SYNTAX, call_ids)
+    def syntax_for(self, tools: Sequence[Tool]) -> CallSyntax:  # noqa: ARG002 - literals have types
+        """See ``ToolFormat.syntax_for``."""
+        return _SYNTAX
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
         """Return the grammar of a list of calls, with arguments in the order of the schema, required ones first."""
@@ -79,10 +79,6 @@ class Pythonic:
         others = {key: value for key, value in values.items() if not _is_word(key)}
         written = [*named, f"**{others!r}"] if others else named
         return f"[{call.name}({', '.join(written)})]"
-
-    def format_result(self, content: str) -> str:
-        """Return the result as the family's templates show it."""
-        return json.dumps({"output": content}, ensure_ascii=False)
 
 
 def _is_word(text: str) -> bool:

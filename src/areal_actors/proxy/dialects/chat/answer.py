@@ -15,7 +15,6 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Delta,
-    FinishReason,
     InteractionId,
     ReasoningDelta,
     SampledTokens,
@@ -30,9 +29,9 @@ from areal_actors.proxy.dialects.base import (
     Parsed,
     TokenBytes,
     count_reasoning,
-    create_abort_error,
     format_logprobs,
     has_cut_call,
+    is_cut,
 )
 from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS, parse_chat_request
 from areal_actors.proxy.dialects.client_tools import CallForm, read_freeform
@@ -255,11 +254,7 @@ def format_finish(answer: Answer) -> str:
     Raises:
         Unavailable: the engine aborted the generation.
     """
-    # The engine's own finish reason never reaches a client: several clients stop silently on an unknown one.
-    finish = answer.completion.finish
-    if finish is FinishReason.ABORT:
-        raise create_abort_error()
-    if finish is FinishReason.LENGTH:
+    if is_cut(answer):
         return "length"
     # Agents run the calls of ``tool_calls``; arguments that a stop string cut off could pass for whole ones.
     return "tool_calls" if answer.message.tool_calls and not has_cut_call(answer) else "stop"

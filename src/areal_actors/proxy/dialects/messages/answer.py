@@ -16,7 +16,6 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     ChatMessage,
-    FinishReason,
     ReasoningDelta,
     SampledTokens,
     StreamItem,
@@ -31,8 +30,8 @@ from areal_actors.proxy.dialects.base import (
     Parsed,
     TokenBytes,
     count_reasoning,
-    create_abort_error,
     has_cut_call,
+    is_cut,
 )
 from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
 from areal_actors.proxy.dialects.messages.request import (
@@ -105,16 +104,13 @@ def _format_end(answer: Answer) -> dict[str, Any]:
     Raises:
         Unavailable: the engine aborted it.
     """
-    finish = answer.completion.finish
-    if finish is FinishReason.ABORT:
-        raise create_abort_error()
+    was_cut = is_cut(answer)
     # Agents run tools on ``tool_use`` only; a call that a limit or a stop string cut off must not be run.
-    if answer.message.tool_calls and finish is FinishReason.STOP and not has_cut_call(answer):
+    if answer.message.tool_calls and not was_cut and not has_cut_call(answer):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stop_sequence is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_sequence}
-    is_cut = finish is FinishReason.LENGTH
-    return {"stop_reason": "max_tokens" if is_cut else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "max_tokens" if was_cut else "end_turn", "stop_sequence": None}
 
 
 def _format_usage_of(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, Any]:

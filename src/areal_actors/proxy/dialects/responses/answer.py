@@ -16,7 +16,6 @@ from areal_actors.domain import (
     Chunk,
     Completion,
     Delta,
-    FinishReason,
     InteractionId,
     ReasoningDelta,
     SampledTokens,
@@ -30,9 +29,9 @@ from areal_actors.proxy.dialects.base import (
     Parsed,
     TokenBytes,
     count_reasoning,
-    create_abort_error,
     format_logprobs,
     has_cut_call,
+    is_cut,
 )
 from areal_actors.proxy.dialects.client_tools import CallForm, read_freeform
 from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
@@ -64,18 +63,6 @@ class ResponsesDialect(Dialect):
     def open_stream(self, parsed: Parsed) -> ResponseStream:
         """Return the formatter of one streamed answer."""
         return ResponseStream(self, parsed)
-
-
-def _is_cut(answer: Answer) -> bool:
-    """Return whether the answer ended because it reached its maximum length.
-
-    Raises:
-        Unavailable: the engine aborted it.
-    """
-    finish = answer.completion.finish
-    if finish is FinishReason.ABORT:
-        raise create_abort_error()
-    return finish is FinishReason.LENGTH
 
 
 def format_usage(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, Any]:
@@ -264,9 +251,9 @@ class ResponseStream:
         Raises:
             Unavailable: the engine aborted the answer.
         """
-        cut = _is_cut(answer)
+        was_cut = is_cut(answer)
         # A response that a stop string ends is complete, as a text is, but not the call in which the stop string was.
-        last_status = "incomplete" if cut or has_cut_call(answer) else "completed"
+        last_status = "incomplete" if was_cut or has_cut_call(answer) else "completed"
         # Parts of the answer that no delta had. The whole text of a repeated answer is one, because it has no deltas.
         message = answer.message
         self._grow(ReasoningDelta(text=_missing(self._streamed_text("rs"), message.reasoning)))
@@ -283,9 +270,9 @@ class ResponseStream:
             is_last = item is self._items[-1]
             self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)
         output = [item.done for item in self._items if item.done is not None]
-        response = self._format("incomplete" if cut else "completed", output)
-        response["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        response["completed_at"] = None if cut else int(self._dialect.clock())
+        response = self._format("incomplete" if was_cut else "completed", output)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if was_cut else None
+        response["completed_at"] = None if was_cut else int(self._dialect.clock())
         response["usage"] = format_usage(answer, token_bytes)
         return response
 

@@ -478,40 +478,26 @@ ECHO: JsonObject = {
 
 def _echo(body: JsonObject, values: JsonObject, request: CompletionRequest, selection: ToolSelection) -> JsonObject:
     """Return the parameters that the answer repeats, in the SDK's own types."""
-    sampling, summary = request.sampling, values["reasoning"].get("summary")
+    summary = values["reasoning"].get("summary")
     asked = read(values["text"], "format", OBJECT, {})
     form: dict[str, Any] = {"type": asked.get("type", "text")}
     if form["type"] == "json_schema" and isinstance(grammar := request.response_format, JsonText):
         name = asked.get("json_schema", asked).get("name")
-        form |= {
-            "name": name if isinstance(name, str) else "answer",
-            "schema": grammar.schema,
-            "strict": grammar.is_strict,
-        }
-    asked_for = {name: body.get(name) for name in _TEXTS_OF_CLIENTS}
+        name = name if isinstance(name, str) else "answer"
+        form |= {"name": name, "schema": grammar.schema, "strict": grammar.is_strict}
+    of_client = {name: body.get(name) for name in _TEXTS_OF_CLIENTS}
     return {
         **ECHO,
-        **{name: text for name, text in asked_for.items() if isinstance(text, str)},
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
+        **{name: values[name] for name in ECHO if name in values and name not in _TEXTS_OF_CLIENTS},
+        **{name: text for name, text in of_client.items() if isinstance(text, str)},
         "instructions": body.get("instructions"),
-        "max_output_tokens": values["max_output_tokens"],
-        "metadata": dict(request.metadata),
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": request.previous,
         "reasoning": {
             "effort": values["reasoning"].get("effort"),
             "summary": summary if summary in _SUMMARIES else None,
         },
         "store": request.store,
-        "temperature": sampling.temperature,
-        "text": {
-            "format": form,
-            "verbosity": values["text"].get("verbosity") or "medium",
-        },
+        "text": {"format": form, "verbosity": values["text"].get("verbosity") or "medium"},
         **_echo_tools(body, selection),
-        "top_logprobs": sampling.top_logprobs,
-        "top_p": values["top_p"],
     }
 
 

@@ -1,5 +1,20 @@
 """Formats that write values between tags, without their type: a tool's JSON schema says how to read them.
 
+::
+
+    <tool_call>                      <tool_call>f
+    <function=f>                     <arg_key>a</arg_key>
+    <parameter=a>                    <arg_value>text</arg_value>
+    text                             </tool_call>
+    </parameter>
+    </function>                      GLM-4.5; 4.6 and 4.7 omit the line breaks
+    </tool_call>
+
+    Qwen3-Coder, Qwen3.5, Nemotron
+
+A value ends at a closing tag that is followed by another parameter or by the end of the call, so that code which
+contains such tags can be passed. The last closing tag may be missing at the end of an answer.
+
 If the schema says that a value is text, the text is used unchanged. Other values are JSON, or Python's names of
 constants, which some templates produce. A value that is neither stays text; the tool has to decide whether it is
 acceptable.
@@ -8,14 +23,17 @@ acceptable.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from attrs import frozen
+
 from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolCall
-from areal_actors.rendering.formats.json_calls import decode_json, decode_object, format_signatures, grammar_of_calls
-from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source
+from areal_actors.rendering.formats.base import ToolFormat, format_signatures, grammar_of_calls
+from areal_actors.rendering.formats.json_calls import decode_json, decode_object, encode_arguments
+from areal_actors.rendering.formats.reading import Call, CallSyntax, NoCall, Reading, Source, check_name
 
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _PYTHON_NAMES = {"True": True, "False": False, "None": None}
@@ -152,12 +170,16 @@ def values_of(arguments: str) -> Mapping[str, Any]:
 # --------------------------------------------------------------------------------- formats with values in tags
 
 
-class TaggedFormat(ABC):
-    """A ``ToolFormat`` that writes each value between tags. Families differ in the tags and in how calls are read."""
+@frozen(kw_only=True, eq=False)
+class TaggedFormat(ToolFormat):
+    """Calls with each value between tags: the texts that are written around names and values.
+
+    Line breaks in these texts are written, and may be missing where a call is read; those next to a value belong to the
+    format. ``name`` and ``key`` match the names of a tool and of a parameter.
+    """
 
     markers: tuple[str, ...]
-    opening: str
-    """The tag with which every call begins."""
+    signs: tuple[str, ...]
     before_name: str
     after_name: str
     before_key: str
@@ -166,14 +188,40 @@ class TaggedFormat(ABC):
     after_value: str
     closing: str
     """The text after the last value."""
+    name: re.Pattern[str]
+    key: re.Pattern[str]
 
-    @abstractmethod
-    def read(self, source: Source, tools: Sequence[Tool]) -> Reading[tuple[Call, ...]]:
-        """Read one call, including ``opening``; the types of values come from ``tools``."""
+    def syntax_for(self, tools: Sequence[Tool]) -> CallSyntax:
+        """See ``ToolFormat.syntax_for``; the types of values come from ``tools``."""
+        opening, *_ = self.before_name.split()
+        return CallSyntax(anywhere={opening: partial(self._read, tools=tools)})
 
-    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:
-        """Return a parser for one answer; the types of values come from ``tools``."""
-        return CallParser(CallSyntax(anywhere={self.opening: partial(self.read, tools=tools)}), call_ids)
+    def _read(self, source: Source, tools: Sequence[Tool]) -> Reading[tuple[Call, ...]]:
+        yield from _require_all(source, self.before_name)
+        name = check_name((yield from source.match(self.name)).strip())
+        yield from _require_all(source, self.after_name)
+        known = parameters_of(tools, name)
+        *inner, last = self.closing.split()
+        end_value, next_tags = self.after_value.strip(), (self.before_key, self.closing.split()[0])
+        values: dict[str, Any] = {}
+        if (yield from source.sees(self.before_key)):
+            source.begin_call(name, arguments="{")
+        while (yield from source.expect(self.before_key)):
+            key = check_name((yield from source.match(self.key)).strip())
+            yield from _require_all(source, self.between)
+            text = yield from source.until(end_value, before=next_tags)
+            if key in values:
+                raise NoCall
+            if self.after_value.startswith("\n"):
+                text = text.removeprefix("\n").removesuffix("\n")
+            values[key] = read_value(text, known.get(key))
+            source.begin_call(name, arguments=encode_arguments(values)[:-1])
+        yield from _require_all(source, " ".join(inner))
+        is_closed = yield from source.expect(last)
+        # A name alone, with nothing after it, may be any text.
+        if not is_closed and not (source.is_at_end and (values or inner)):
+            raise NoCall
+        return (Call(name=name, arguments=encode_arguments(values)),)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
         """Return the grammar of calls, with parameters in the order of the schema.
@@ -212,13 +260,40 @@ class TaggedFormat(ABC):
         """Return name and arguments in the family's tags."""
         return self._write(call.name, values_of(call.arguments))
 
-    def format_result(self, content: str) -> str:
-        """Return the result between the family's tags."""
-        return f"<tool_response>\n{content}\n</tool_response>"
-
     def _write(self, name: str, values: Mapping[str, Any]) -> str:
         written = "".join(
             f"{self.before_key}{key}{self.between}{format_value(value)}{self.after_value}"
             for key, value in values.items()
         )
         return f"{self.before_name}{name}{self.after_name}{written}{self.closing}"
+
+
+def _require_all(source: Source, tags: str) -> Reading[None]:
+    for tag in tags.split():
+        yield from source.require(tag)
+
+
+QWEN_CODER = TaggedFormat(
+    markers=("<tool_call>", "</tool_call>"),
+    signs=("<tool_call>", "<function=", "<parameter="),
+    before_name="<tool_call>\n<function=",
+    after_name=">\n",
+    before_key="<parameter=",
+    between=">\n",
+    after_value="\n</parameter>\n",
+    closing="</function>\n</tool_call>",
+    name=re.compile(r"[^<>\n]*"),
+    key=re.compile(r"[^<>\n]*"),
+)
+GLM = TaggedFormat(
+    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    signs=("<tool_call>", "<arg_key>", "<arg_value>"),
+    before_name="<tool_call>",
+    after_name="\n",
+    before_key="<arg_key>",
+    between="</arg_key>\n<arg_value>",
+    after_value="</arg_value>\n",
+    closing="</tool_call>",
+    name=re.compile(r"[\w.:/-]*"),
+    key=re.compile(r"[^<\n]*"),
+)

@@ -129,7 +129,6 @@ class MailboxMachine(RuleBasedStateMachine):
     @invariant()
     def never_above_its_bound(self) -> None:
         assert self.size() == len(self.mailbox) <= self.bound
-        assert self.mailbox.peak <= self.bound
 
     @invariant()
     def holds_what_was_accepted_in_order(self) -> None:

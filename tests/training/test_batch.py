@@ -50,7 +50,7 @@ def test_weights_equal_the_slow_count(found, aggregation):
 
 @given(found=owners)
 @pytest.mark.parametrize("aggregation", MEANS)
-def test_the_weights_of_a_mean_sum_to_one(found, aggregation):
+def test_weights_of_a_mean_sum_to_one(found, aggregation):
     """Equal losses average to themselves."""
     array = np.array([row for row, _ in found])
 

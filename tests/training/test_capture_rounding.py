@@ -118,7 +118,7 @@ def test_values_of_the_neighbouring_token_are_bad(seed, dtype, spread):
 
 
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float32", "bfloat16"]), spread=st.floats(0.2, 2.5))
-def test_a_small_other_temperature_shows_over_a_step(seed, dtype, spread):
+def test_small_other_temperature_shows_over_a_step(seed, dtype, spread):
     """A row of temperature 0.9 may be rounding in bfloat16; 1,200 tokens are not."""
     rows = sample(np.random.default_rng(seed), 40, 30, spread=spread, share=SHARES[dtype], temperature=0.9)
     share = np.mean([excess > 1 for excess in model(dtype).excesses(rows)])

@@ -36,7 +36,7 @@ def compare(model, layer, length):
         torch.testing.assert_close(compiled, plain, rtol=1e-5, atol=1e-5)
 
 
-def test_a_layer_that_cannot_be_compiled_runs_as_it_is(make_model, caplog):
+def test_layer_that_cannot_be_compiled_runs_as_it_is(make_model, caplog):
     """The log says which and why, once."""
     model = make_model()
     hidden = torch.randn(1, 5, model.config.hidden_size)

@@ -170,7 +170,7 @@ def test_recomputed_activations_change_no_bit(make_model, make_agent_group, kind
     assert all(torch.equal(weight, expected[name]) for name, weight in other.state_dict().items())
 
 
-def test_a_pass_leaves_the_model_as_it_was(make_model):
+def test_pass_leaves_the_model_as_it_was(make_model):
     """The engine copies the trainer's model between passes: nothing of a pass may follow it."""
     model = make_model()
     before = [dict(part.__dict__) for part in model.modules()]
@@ -276,7 +276,7 @@ def test_settings_that_save_memory_are_predicted_to(model, less):
 @pytest.mark.parametrize(
     "kind", [{}, {"lora": LoraConfig(rank=4)}, {"optimizer": OptimizerConfig(name=OptimizerName.ADAMW_BF16)}]
 )
-def test_the_trainer_counts_its_state_as_the_planner_does(make_model, kind):
+def test_trainer_counts_its_state_as_the_planner_does(make_model, kind):
     """The plan has the bytes of the weights, gradients and moments that a trainer holds after an update."""
     config = TrainerConfig(dtype=ComputeDtype.FLOAT32, **kind)
     trainer = PolicyTrainer(make_model(), config)
@@ -312,7 +312,7 @@ def test_adapters_have_as_many_weights_as_peft_gives_them(targets):
     assert plan(sketch_model(config), lora=lora).gradients == 4 * num_trained
 
 
-def test_an_adapter_that_the_model_cannot_have_is_refused_before_any_weights_are_read(model):
+def test_adapter_that_the_model_cannot_have_is_refused_before_any_weights_are_read(model):
     """A misspelt target would count as no weights at all."""
     with pytest.raises(ConfigError, match="query_proj"):
         plan(model, lora=LoraConfig(target_modules=("query_proj",)))
@@ -347,7 +347,7 @@ def test_row_that_no_memory_holds_is_refused():
         require_room(model, TrainerConfig(), max_length=10**9)
 
 
-def test_an_engine_needs_its_weights_and_the_cache_of_all_slots(model):
+def test_engine_needs_its_weights_and_the_cache_of_all_slots(model):
     """28 layers of 4 heads of 128, keys and values, 2 bytes: 57 kB per token."""
     config = TorchEngineConfig(dtype="bfloat16", max_concurrent=64, max_length=4096)
     found = plan_engine(model, config, device_type="cuda")

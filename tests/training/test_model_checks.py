@@ -31,7 +31,7 @@ def test_ordinary_models_are_supported(make_model, kind):
     assert plan_attention(model)
 
 
-def test_a_head_with_something_behind_it_is_refused(make_model):
+def test_head_with_something_behind_it_is_refused(make_model):
     """A model that scales its logits would be scored wrongly: it is refused by name."""
     model = make_model()
     plain = model.forward

@@ -140,7 +140,7 @@ def slow_kl(estimator, difference):
     bounds=corrections,
     penalties=st.tuples(st.sampled_from([0.0, 0.3]), st.sampled_from(KlEstimator), st.sampled_from([0.0, 0.1])),
 )
-def test_the_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds, penalties):
+def test_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds, penalties):
     """Every combination of surrogate, correction, reference penalty and entropy, token by token."""
     kl, estimator, entropy = penalties
     scores, inputs = random_terms(seed, row_lengths)
@@ -178,7 +178,7 @@ def test_no_advantage_no_policy_gradient(seed, row_lengths, surrogate, bounds):
 
 @given(seed=seeds, row_lengths=lengths)
 @pytest.mark.parametrize("surrogate", [ProbabilityRegion(), ClippedRatio(), ClippedWeight(), Reinforce()])
-def test_the_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate):
+def test_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate):
     """Where all policies are one, the ratio is 1, nothing is clipped and the gradient is -weight · advantage."""
     scores, inputs = random_terms(seed, row_lengths)
     now = scores.logprobs.detach()
@@ -194,7 +194,7 @@ def test_the_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate)
 
 
 @given(seed=seeds, row_lengths=lengths)
-def test_the_gradient_of_gspo_on_policy_is_the_row_mean(seed, row_lengths):
+def test_gradient_of_gspo_on_policy_is_the_row_mean(seed, row_lengths):
     """One ratio per row: every token of a row gets the mean of what its tokens would get under PPO."""
     scores, inputs = random_terms(seed, row_lengths)
     inputs = evolve(inputs, proximal=scores.logprobs.detach(), behaviour=scores.logprobs.detach())
@@ -273,7 +273,7 @@ def test_absurd_rows_stay_finite():
     assert bool(torch.isfinite(gradient).all())
 
 
-def test_a_penalty_in_the_reward_is_not_in_the_loss():
+def test_penalty_in_the_reward_is_not_in_the_loss():
     """It would be paid twice."""
     kl = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
 
@@ -315,7 +315,7 @@ def one_token(*, policy, behaviour, advantage, plain=None):
         (0.02, 0.001, +1.0, True),  # a ratio of 20, and nothing moved
     ],
 )
-def test_a_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behaviour, advantage, flows):
+def test_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behaviour, advantage, flows):
     """The default masks by the sign of the advantage; what flows has the bounded importance weight."""
     scores, inputs = one_token(policy=policy, behaviour=behaviour, advantage=advantage)
 
@@ -327,7 +327,7 @@ def test_a_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behavi
     assert result.sums.num_clipped == (not flows)
 
 
-def test_a_forced_token_is_measured_where_the_trainer_computes():
+def test_forced_token_is_measured_where_the_trainer_computes():
     """A grammar made it certain; under the plain softmax it has not moved, so it is not masked."""
     scores, inputs = one_token(policy=0.3, behaviour=1.0, advantage=-1.0, plain=0.3)
 
@@ -335,7 +335,7 @@ def test_a_forced_token_is_measured_where_the_trainer_computes():
 
 
 @pytest.mark.parametrize("surrogate", [Surrogate.PPO, Surrogate.GSPO])
-def test_a_dual_clip_bounds_an_absurd_token(surrogate):
+def test_dual_clip_bounds_an_absurd_token(surrogate):
     """Behaviour found the token absurd, and it was bad: without the dual clip its ratio is its gradient."""
     gradients = {}
     for dual_clip in (None, 3.0):
@@ -362,7 +362,7 @@ def test_a_dual_clip_bounds_an_absurd_token(surrogate):
         (Surrogate.REINFORCE, False, 1, Centre.POLICY, False),
     ],
 )
-def test_a_clip_is_around_a_policy_that_differs(surrogate, is_decoupled, num_updates, centre, is_weighted):
+def test_clip_is_around_a_policy_that_differs(surrogate, is_decoupled, num_updates, centre, is_weighted):
     """With one update, the weights before it are the policy itself: only behaviour can be the centre."""
     config = ObjectiveConfig(surrogate=surrogate, is_decoupled=is_decoupled)
 
@@ -429,7 +429,7 @@ def scores_of(logprobs):
 
 @pytest.mark.parametrize("estimator", list(KlEstimator))
 @given(seed=seeds)
-def test_the_distance_in_the_loss_pulls_by_its_own_gradient(estimator, seed):
+def test_distance_in_the_loss_pulls_by_its_own_gradient(estimator, seed):
     """By enumeration under a stale behaviour policy: the expected gradient is that of KL(policy || reference)."""
     logits, reference, behaviour = softmaxes(seed, spread=0.3)
     logprobs = logits.log_softmax(0)
@@ -464,7 +464,7 @@ def test_only_k1_in_the_reward_pulls(seed):
 
 
 @given(seed=seeds)
-def test_the_kl_of_the_metrics_is_the_distance_of_the_sampler(seed):
+def test_kl_of_the_metrics_is_the_distance_of_the_sampler(seed):
     """By enumeration: what behaviour sampled gives KL(behaviour || policy), and KL(policy || reference)."""
     logits, reference, behaviour = softmaxes(seed, spread=0.3)
     logprobs = logits.detach().log_softmax(0)

@@ -60,7 +60,7 @@ def test_updates_equal_the_slow_reference():
 
 
 @pytest.mark.parametrize("decay", list(Decay))
-def test_the_rate_rises_then_falls(decay):
+def test_rate_rises_then_falls(decay):
     """Linear rise to the full rate, then the decay to its end."""
     config = OptimizerConfig(learning_rate=1.0, num_warmup_steps=4, decay=decay, num_decay_steps=10, final_fraction=0.2)
 
@@ -68,7 +68,7 @@ def test_the_rate_rises_then_falls(decay):
     assert learning_rate(1000, config) == pytest.approx(1.0 if decay is Decay.CONSTANT else 0.2)
 
 
-def test_the_gradient_is_clipped_to_its_norm():
+def test_gradient_is_clipped_to_its_norm():
     """A gradient twice as large gives the same update; the norm that is reported is the one before."""
     results = []
     for scale in (10.0, 20.0):
@@ -83,7 +83,7 @@ def test_the_gradient_is_clipped_to_its_norm():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_moves_nothing(value):
+def test_gradient_that_is_no_number_moves_nothing(value):
     """Weights, moments and the count stay, and the error says so."""
     parameters = create_parameters()
     optimizer = Optimizer(parameters, OptimizerConfig())
@@ -143,7 +143,7 @@ def copy_of(optimizer):
 @pytest.mark.parametrize(
     ("name", "offload"), [*((name, OffloadTo.NONE) for name in NAMES), (OptimizerName.ADAMW_BF16, OffloadTo.CPU)]
 )
-def test_a_restored_optimiser_continues_bit_for_bit(name, offload):
+def test_restored_optimiser_continues_bit_for_bit(name, offload):
     """Two updates, a copy of the state, two more: as four."""
     optimizer, restored = (create_optimizer(name, offload=offload, learning_rate=0.01) for _ in range(2))
     take_steps(optimizer, [1, 2])

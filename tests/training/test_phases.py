@@ -147,7 +147,7 @@ def test_rows_may_bring_the_scores_of_their_teacher(make_model, make_agent_group
     assert all(torch.equal(unscored.state_dict()[name], weight) for name, weight in before.items())
 
 
-def test_an_excluded_token_is_bounded(make_model, make_agent_group):
+def test_excluded_token_is_bounded(make_model, make_agent_group):
     """A teacher that reports -9999 for a token does not make the whole gradient, and the step stays finite."""
     group = make_agent_group(1)
     taught = scored([group], make_model(seed=5))[0]
@@ -165,7 +165,7 @@ def test_an_excluded_token_is_bounded(make_model, make_agent_group):
 # ------------------------------------------------------------------------------------------------------ phases
 
 
-def test_a_run_resumes_exactly_within_and_between_phases(make_model, make_agent_group, tmp_path):
+def test_run_resumes_exactly_within_and_between_phases(make_model, make_agent_group, tmp_path):
     """Stopped after any step, the weights continue bit-equal: each phase has its own optimiser and settings."""
     phases = [
         sft_phase(PLAIN, num_steps=2, learning_rate=5e-3),
@@ -196,7 +196,7 @@ def test_a_run_resumes_exactly_within_and_between_phases(make_model, make_agent_
     assert [rate for _, rate in seen] == pytest.approx(rates)
 
 
-def test_a_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model):
+def test_penalty_of_a_later_phase_needs_its_reference_at_the_start(make_model):
     """Otherwise the run would fail after its warm start."""
     config = TrainerConfig(objective=ObjectiveConfig(kl=KlConfig(coefficient=0.1)))
     with pytest.raises(ConfigError, match="needs a reference model"):

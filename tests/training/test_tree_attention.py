@@ -72,7 +72,7 @@ def seen_by(segments, window):
 @pytest.mark.parametrize("name", PLANNED)
 @settings(max_examples=12, deadline=None)
 @given(found=tries, window=windows, seed=st.integers(0, 99))
-def test_a_plan_equals_the_mask(name, found, window, seed):
+def test_plan_equals_the_mask(name, found, window, seed):
     """Outputs and all gradients agree on random tries with grouped heads, with and without a window."""
     segments = merge(found).segments
     length = segments[-1].stop
@@ -114,7 +114,7 @@ def test_blocks_hold_everything_visible(found, window, size):
             assert tile.any() or column not in partial or window is not None
 
 
-def test_a_long_pack_needs_no_square_tensor():
+def test_long_pack_needs_no_square_tensor():
     """Plans of 24k tokens stay below a hundredth of the bytes of a mask of bits."""
     shared, branch = 2048, 2760
     rows = [np.append(np.zeros(shared), np.full(branch, 1 + member)).astype(np.int32) for member in range(8)]

@@ -90,7 +90,6 @@ from areal_actors.domain.rows import find_truncated as find_truncated
 from areal_actors.domain.rows import is_tree_order as is_tree_order
 from areal_actors.domain.rows import mask_row as mask_row
 from areal_actors.domain.rows import mask_truncated as mask_truncated
-from areal_actors.domain.rows import tree_attention_mask as tree_attention_mask
 from areal_actors.domain.rows import tree_position_ids as tree_position_ids
 from areal_actors.domain.rows import unfold as unfold
 from areal_actors.domain.rows import unfold_group as unfold_group

@@ -339,17 +339,6 @@ def tree_position_ids(predecessors: Ints) -> Ints:
     return depths
 
 
-def tree_attention_mask(predecessors: Ints) -> npt.NDArray[np.bool_]:
-    """Return whether token i attends to token j, bool [T, T]: to itself and its ancestors."""
-    seen = np.zeros((len(predecessors), len(predecessors)), np.bool_)
-    for start, stop in _runs(predecessors):
-        before = int(predecessors[start])
-        if before >= 0:
-            seen[start:stop] = seen[before]
-        seen[start:stop, start:stop] = np.tri(stop - start, dtype=np.bool_)
-    return seen
-
-
 def context_digests(input_ids: Ints, predecessors: Ints | None = None) -> npt.NDArray[np.uint64]:
     """Return a digest of each token with its context, the tokens that it follows: uint64 [T].
 

@@ -38,7 +38,7 @@ class Ticket:
 class Mailbox:
     """A queue of at most ``bound`` entries, including parked ones."""
 
-    __slots__ = ("bound", "closed", "data", "num_parked", "parked", "peak", "senders", "wake")
+    __slots__ = ("bound", "closed", "data", "num_parked", "parked", "senders", "wake")
 
     def __init__(self, bound: int) -> None:
         if bound < 1:
@@ -48,7 +48,6 @@ class Mailbox:
         self.data: deque[object] = deque()
         self.parked: dict[Hashable, deque[object]] = {}
         self.num_parked = 0
-        self.peak = 0
         self.senders: deque[Ticket] = deque()
         self.wake: Callable[[], object] | None = None
         """Called once at the next arrival; set by a reader that found the mailbox empty."""
@@ -59,13 +58,10 @@ class Mailbox:
     def offer(self, entry: object) -> bool:
         """Append ``entry`` if the mailbox is open, has room and has no waiting senders; return whether it did."""
         data = self.data
-        size = len(data) + self.num_parked
         # Senders that wait go first, even if there is room now.
-        if size >= self.bound or self.closed or self.senders:
+        if len(data) + self.num_parked >= self.bound or self.closed or self.senders:
             return False
         data.append(entry)
-        if size >= self.peak:
-            self.peak = size + 1
         wake = self.wake
         if wake is not None:
             self.wake = None
@@ -99,7 +95,6 @@ class Mailbox:
         while self.senders and len(self) < self.bound and not self.closed:
             ticket = self.senders.popleft()
             self.data.append(ticket.entry)
-            self.peak = max(self.peak, len(self))
             ticket.decide(admitted=True)
         if self.data:
             self.wake_reader()

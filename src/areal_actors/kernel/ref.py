@@ -56,8 +56,6 @@ class ActorStatistics:
     """Asks and streams whose asker left or whose deadline passed, queued or running."""
     num_dropped: int = 0
     """Told messages that were still unhandled when the actor ended."""
-    mailbox_peak: int = 0
-    """The largest number of messages that the mailbox has held at once."""
 
 
 @frozen(kw_only=True)

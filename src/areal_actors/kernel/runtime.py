@@ -466,7 +466,6 @@ class Cell(Watched):
             num_failed=counters.failed,
             num_cancelled=counters.cancelled,
             num_dropped=counters.dropped,
-            mailbox_peak=mailbox.peak,
         )
 
 
@@ -735,7 +734,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         if self._offer(message):
             return
         if cell.mailbox.closed:
-            raise self._stopped(message)
+            raise self.stopped(message)
         raise MailboxFull(
             f"the mailbox of actor {cell.name!r} holds {cell.mailbox.bound} messages and is full; "
             f"use 'await tell' to wait for room, or spawn it with a larger mailbox_size"
@@ -775,12 +774,12 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """
         cell = self.cell
         if cell.mailbox.closed:
-            raise self._stopped(ask.message)
+            raise self.stopped(ask.message)
         if ask.parent is not None:
             refuse_deadlock(ask.parent, cell, type(ask.message).__name__)
         if not cell.mailbox.offer(ask):
             # An ask waits for its reply anyway, so its ticket only has to report a refusal, not an admission.
-            cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self._stopped(ask.message))))
+            cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self.stopped(ask.message))))
 
     def queue_tell(self, message: Message[Any, Any], decided: Callable[[bool], object]) -> None:
         """Put a message that was told over a connection in the mailbox, or queue it for room; never waits.
@@ -815,7 +814,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             cell.mailbox.discard_ticket(ticket)
             raise
         if not ticket.admitted:
-            raise self._stopped(message)
+            raise self.stopped(message)
 
     def _handler(self, message: Any, *, is_stream: bool) -> Handler:
         handler = self.cell.handlers.get(message.__class__)
@@ -830,7 +829,8 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             "Ask or tell a Message, stream a StreamMessage."
         )
 
-    def _stopped(self, message: object) -> ActorStopped:
+    def stopped(self, message: object) -> ActorStopped:
+        """Return the error for a message that the actor, which ends, does not take."""
         return ActorStopped(
             f"actor {self.cell.name!r} takes no more messages ({self.cell.state}); "
             f"{type(message).__name__} was not sent"

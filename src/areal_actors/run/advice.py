@@ -128,7 +128,7 @@ def _of_penalties(config: TrainerConfig) -> Iterator[Inert]:
         yield f"objective.kl.coefficient is {kl.coefficient}", "objective.kl.estimator", "objective.kl.place"
     if objective.overlong.max_tokens is None:
         reason = "objective.overlong.max_tokens is null"
-        yield reason, "objective.overlong.buffer_tokens", "objective.overlong.scale"
+        yield reason, "objective.overlong.buffer_tokens"
     if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
         yield f"objective.aggregation is {objective.aggregation}", "objective.fixed_length"
 
@@ -145,7 +145,7 @@ def _of_training(config: TrainerConfig, *, has_servers: bool) -> Iterator[Inert]
     if not config.capture.enabled:
         yield "capture.enabled is false", "capture.tolerance"
     if config.gang.num_processes == 1:
-        yield "gang.num_processes is 1", "gang.backend", "gang.timeout_seconds"
+        yield "gang.num_processes is 1", "gang.backend"
     if config.lora is not None and not has_servers:
         yield "the embedded engine always gets merged weights", "lora.serving"
 

@@ -23,9 +23,7 @@ import anyio
 from anyio import to_thread
 from attrs import asdict, evolve, frozen
 
-from areal_actors.domain import (
-    Group,
-)
+from areal_actors.domain import Group
 from areal_actors.errors import CaptureViolation, CustomFunctionError, ExportError, TrainingDiverged, TrainingStalled
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread, Ref
 from areal_actors.lib.telemetry import get_logger
@@ -58,10 +56,7 @@ from areal_actors.messages import (
 )
 from areal_actors.training.config import TrainingPlan
 from areal_actors.training.gang_actors import GangPolicy
-from areal_actors.training.metrics import (
-    describe_evaluation,
-    describe_untrained,
-)
+from areal_actors.training.metrics import describe_evaluation, describe_untrained
 from areal_actors.training.phases import GroupTeacher
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics

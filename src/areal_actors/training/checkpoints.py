@@ -6,7 +6,7 @@
         model.safetensors        float32 weights; of a run with an adapter, its directory (``lora``) instead
         optimizer.safetensors    Adam's moments
         rng.safetensors          states of torch's generators
-        checkpoint.json          step, number of the write, sizes and digests of all files, the caller's counters
+        checkpoint.json          step, sizes and digests of all files, the caller's counters
 
 In a gang each rank writes its rows of weights and moments, and none has the whole::
 
@@ -50,7 +50,6 @@ from areal_actors.training.stored_checkpoints import (
     digest_document,
     digest_file,
     find_checkpoints,
-    find_lineage,
 )
 
 _NOTE = ".note"
@@ -87,9 +86,9 @@ class Contents:
 def save_checkpoint(
     root: Path, contents: Contents, *, step: int, num_kept: int = 2, gang: Gang | None = None
 ) -> Checkpoint:
-    """Write a checkpoint of ``step`` and remove all but it and the last ``num_kept`` that it may go on from.
+    """Write a checkpoint of ``step`` and keep the last ``num_kept``, which include it.
 
-    Checkpoints of later steps, which an abandoned attempt left, are kept until this one has passed their step.
+    Later steps are of an attempt that was abandoned because they are damaged: they are removed.
 
     All ranks of ``gang`` call this at the same time. Each writes its rows of the shards, and the first one everything
     else; the others return a checkpoint of which only path and step are known.
@@ -124,7 +123,6 @@ def save_checkpoint(
         checkpoint = Checkpoint(
             path=path,
             step=step,
-            number=1 + max((found.number for found in find_checkpoints(root)), default=0),
             counters=dict(contents.counters),
             digests=digests,
         )
@@ -132,18 +130,19 @@ def save_checkpoint(
         document = {
             "format": FORMAT,
             "step": step,
-            "number": checkpoint.number,
             "sizes": sizes,
             "digests": digests,
             "counters": checkpoint.counters,
         }
         document["digest"] = digest_document(document)
         (partial / DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
+        # Before the directory gets its name: a run must not resume from what this one did not go on from.
+        for later in find_checkpoints(root):
+            if later.step > step:
+                shutil.rmtree(later.path, ignore_errors=True)
     # Only now: until the new one is complete, a run resumes from these.
-    kept = {found.step for found in find_lineage(root)[-num_kept:]}
-    for old in find_checkpoints(root):
-        if old.step < step and old.step not in kept:
-            shutil.rmtree(old.path, ignore_errors=True)
+    for old in find_checkpoints(root)[:-num_kept]:
+        shutil.rmtree(old.path, ignore_errors=True)
     return checkpoint
 
 

@@ -19,10 +19,10 @@ from areal_actors.lib.references import FunctionReference, builtin_or_reference
 from areal_actors.lib.settings import COMMON, constant
 
 _positive: Any = gt(0)
-_finite: Any = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
+_finite = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
 _not_negative: Any = ge(0)
-_finite_not_negative: Any = and_(ge(0.0), lt(math.inf))
-_finite_positive: Any = and_(gt(0.0), lt(math.inf))
+_finite_not_negative = and_(ge(0.0), lt(math.inf))
+_finite_positive = and_(gt(0.0), lt(math.inf))
 _fraction: Any = and_(ge(0), le(1))
 _below_one: Any = and_(ge(0), lt(1))
 _positive_or_none: Any = optional(_positive)
@@ -237,7 +237,7 @@ class OverlongConfig:
 
     max_tokens: int | None = field(default=None, validator=_positive_or_none)
     buffer_tokens: int = field(default=256, validator=_positive)
-    scale: float = field(default=1.0, validator=_finite_not_negative)
+    scale: float = constant(1.0)
 
 
 @frozen(kw_only=True)
@@ -402,7 +402,7 @@ class GangConfig:
 
     num_processes: int = field(default=1, validator=[instance_of(int), _positive])
     backend: GangBackend = GangBackend.AUTO
-    timeout_seconds: float = field(default=300.0, validator=_positive)
+    timeout_seconds: float = constant(300.0)
 
 
 class Activations(StrEnum):

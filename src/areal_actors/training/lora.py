@@ -22,7 +22,7 @@ from difflib import get_close_matches
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import field, frozen
@@ -35,6 +35,9 @@ from areal_actors.models import model_shape
 from areal_actors.training.config import LoraConfig
 from areal_actors.training.directories import atomic_directory, write_tensors
 from areal_actors.training.sharding import scatter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _log = get_logger(__name__)
 
@@ -115,7 +118,7 @@ class _MergedWeights(LazyTensors):
 class Adapter:
     """The adapter of a model, which is in ``model`` from ``create`` on. ``targets`` are by names of weights."""
 
-    model: Any
+    model: PreTrainedModel
     config: LoraConfig
     base: Mapping[str, str]
     """Name and fingerprint of the base model."""
@@ -124,7 +127,7 @@ class Adapter:
     targets: Mapping[str, _Target] = field(repr=False)
 
     @classmethod
-    def create(cls, model: Any, config: LoraConfig, *, seed: int = 0) -> Adapter:
+    def create(cls, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> Adapter:
         """Put an adapter that changes nothing yet, or that of ``config.path``, into ``model``, and freeze the rest.
 
         ``seed`` determines its initial factors. ``model`` is in float32.
@@ -346,7 +349,7 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of the names and shapes of a model's weights, and of some numbers of each.
 
     It is equal for float32 and bfloat16 copies of the same weights, and cheap for any size.
@@ -368,7 +371,7 @@ def fingerprint(model: Any) -> str:
 # ------------------------------------------------------------------------------------------------------ targets
 
 
-def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+def find_adapted(model: PreTrainedModel, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights to adapt, by the names of their linear modules and of stacked parameters.
 
     ``all-linear`` leaves out gates and routers, which have fewer outputs than a head of the attention: one for a shared
@@ -413,7 +416,7 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _find_linear(model: Any) -> dict[str, tuple[int, ...]]:
+def _find_linear(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of all linear modules but the output head, by the names of the modules."""
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     return {
@@ -428,14 +431,14 @@ def _is_among(wanted: str, names: Iterable[str]) -> bool:
     return any(name == wanted or name.endswith(f".{wanted}") for name in names)
 
 
-def _explain_unknown(model: Any, setting: str, wanted: str, known: Sequence[str]) -> str:
+def _explain_unknown(model: PreTrainedModel, setting: str, wanted: str, known: Sequence[str]) -> str:
     close = get_close_matches(wanted, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     listed = ", ".join(known[:_MAX_NAMED]) or "none"
     return f"trainer.lora.{setting}: {type(model).__name__} has no {wanted!r} to adapt{hint} It has {listed}."
 
 
-def _find_targets(model: Any) -> dict[str, _Target]:
+def _find_targets(model: PreTrainedModel) -> dict[str, _Target]:
     """Return the adapted weights by their names in the state dict."""
     from peft.tuners.lora import layer as layers
 

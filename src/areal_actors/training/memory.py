@@ -83,7 +83,7 @@ def device_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def temporary_bytes(
+def _temporary_bytes(
     model: Any,
     *,
     dtype: torch.dtype,
@@ -91,8 +91,8 @@ def temporary_bytes(
     num_tokens: int,
     device_type: str,
     trains_head: bool,
-    is_sharded: bool = False,
-    is_compiled: bool = False,
+    is_sharded: bool,
+    is_compiled: bool,
 ) -> int:
     """Return the bytes that the backward passes of one layer and of the output head need while they run."""
     size = dtype.itemsize
@@ -212,7 +212,7 @@ def plan_trainer(
     return TrainerPlan(
         **held,
         activations=count(kept),
-        temporaries=temporary_bytes(
+        temporaries=_temporary_bytes(
             model,
             dtype=dtype,
             kept=kept,

@@ -12,7 +12,6 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import frozen
 
 from areal_actors.domain import (
     EVAL_SCOPE,
@@ -32,21 +31,11 @@ if TYPE_CHECKING:
     from areal_actors.training.statistics import StepStatistics
 
 
-@frozen(kw_only=True)
-class Lengths:
-    """Sampled tokens and turns of episodes, aligned by index."""
-
-    tokens: tuple[int, ...]
-    turns: tuple[int, ...]
-
-
-def measure_episodes(groups: Iterable[Group]) -> Lengths:
-    """Return the lengths of all successful episodes. A failed episode has no known length."""
+def measure_episodes(groups: Iterable[Group]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sampled tokens and the turns of all successful episodes. A failed episode has no known length."""
     episodes = [episode for group in groups for episode in group.episodes if episode.failure is None]
-    return Lengths(
-        tokens=tuple(sum(row.num_trained_tokens for row in episode.trajectories) for episode in episodes),
-        turns=tuple(episode.num_turns for episode in episodes),
-    )
+    tokens = tuple(sum(row.num_trained_tokens for row in episode.trajectories) for episode in episodes)
+    return tokens, tuple(episode.num_turns for episode in episodes)
 
 
 def count_truncated(groups: Iterable[Group]) -> tuple[int, int]:
@@ -119,7 +108,7 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
         episodes = [episode for group in found for episode in group.episodes]
         rewards = [[episode.reward for episode in group.episodes if episode.failure is None] for group in found]
         succeeded = [reward for group in (*rewards, *(group.rewards for group in replaced)) for reward in group]
-        lengths = measure_episodes(found)
+        tokens, turns = measure_episodes(found)
         numbers: dict[str, float | int | None] = {
             "reward": float(np.mean(succeeded)) if succeeded else None,
             "groups": len(found),
@@ -132,8 +121,8 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
             "rejected_episodes": sum(episode.is_rejected for episode in episodes)
             + sum(group.num_rejected for group in untrained),
             "limited_episodes": sum(episode.limit is not None for episode in episodes),
-            "tokens_mean": float(np.mean(lengths.tokens)) if lengths.tokens else None,
-            "turns_mean": float(np.mean(lengths.turns)) if lengths.turns else None,
+            "tokens_mean": float(np.mean(tokens)) if tokens else None,
+            "turns_mean": float(np.mean(turns)) if turns else None,
             "seconds_mean": float(np.mean([episode.seconds for episode in episodes])) if episodes else None,
         }
         if source in lease.drawn.pools:
@@ -214,8 +203,7 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
     metrics |= _describe_pools(tuple(lease.drawn.pools.values()))
     metrics["held_seconds"] = lease.drawn.held_seconds
     metrics |= describe_lengths("drawn", lease.drawn.tokens, lease.drawn.turns)
-    trained = measure_episodes(lease.groups)
-    metrics |= describe_lengths("trained", trained.tokens, trained.turns)
+    metrics |= describe_lengths("trained", *measure_episodes(lease.groups))
     metrics |= average_numbers([episode.logged for episode in episodes], scope=SCOPE)
     metrics |= describe_sources(lease)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}

@@ -23,27 +23,21 @@ class DataStatistics:
     tokens of all rows; ``num_trained_tokens`` those with a loss.
     """
 
-    num_groups: int = 0
     num_zero_variance_groups: int = 0
     num_episodes: int = 0
     num_failed_episodes: int = 0
     num_rejected_episodes: int = 0
     """Failed episodes that their workflow rejected on purpose."""
-    num_rows: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
     reward_mean: float = 0.0
     """Mean reward of the episodes, as reported by their agents, before any penalty."""
     penalty_mean: float = 0.0
     """Mean over the episodes of all penalties: overlong, and the distance to the reference in the reward."""
-    advantage_mean: float = 0.0
-    advantage_std: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
     temperature_mean: float = 1.0
-    temperature_min: float = 1.0
-    temperature_max: float = 1.0
-    """Largest temperature of the trained tokens, as used to compute their log-probabilities."""
+    """Mean temperature of the trained tokens, as used to compute their log-probabilities."""
     num_greedy_tokens: int = 0
     """Tokens taken at temperature 0, which are not trained."""
     num_adjusted_tokens: int = 0
@@ -153,27 +147,20 @@ def describe_data(
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.failure is None]
-    advantages = _gather([row.advantages[row.positions] for row in rows])
     temperatures = _gather([row.distributions.temperatures for row in rows])
     ages = version - _gather([row.trajectory.versions[row.positions] for row in rows])
     return DataStatistics(
-        num_groups=len(groups),
         num_zero_variance_groups=num_zero_variance_groups,
         num_episodes=len(episodes),
         num_failed_episodes=len(episodes) - len(rewards),
         num_rejected_episodes=sum(episode.is_rejected for episode in episodes),
-        num_rows=len(rows),
         num_tokens=sum(row.trajectory.num_tokens for row in rows),
-        num_trained_tokens=len(advantages),
+        num_trained_tokens=len(ages),
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
         penalty_mean=penalty / len(rewards) if rewards else 0.0,
-        advantage_mean=float(advantages.mean()) if len(advantages) else 0.0,
-        advantage_std=float(advantages.std()) if len(advantages) else 0.0,
         staleness_mean=float(ages.mean()) if len(ages) else 0.0,
         staleness_max=int(ages.max()) if len(ages) else 0,
         temperature_mean=float(temperatures.mean()) if len(temperatures) else 1.0,
-        temperature_min=float(temperatures.min()) if len(temperatures) else 1.0,
-        temperature_max=float(temperatures.max()) if len(temperatures) else 1.0,
         num_greedy_tokens=num_greedy_tokens,
         num_adjusted_tokens=sum(
             int(

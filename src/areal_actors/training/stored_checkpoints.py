@@ -1,8 +1,7 @@
 """Checkpoints as they are found and read; ``checkpoints`` writes them and describes their files.
 
-The latest checkpoint is found by listing the directory, so no pointer can be out of date. Each document has the number
-of the write: the latest is the one that was written last, which has a lower step than others if the run went on from an
-earlier step, or began again in the same directory. A directory whose document is missing, unreadable, or names sizes
+The latest checkpoint, that of the highest step, is found by listing the directory, so no pointer can be out of date.
+A directory whose document is missing, unreadable, or names sizes
 that the files do not have is incomplete and ignored, as is one that does not have its own digest. ``find_latest``
 compares the digests of all files, too, and goes back to an earlier checkpoint where one has other contents than were
 written.
@@ -49,8 +48,6 @@ class Checkpoint:
 
     path: Path
     step: int
-    number: int = 0
-    """The number of the write in its directory."""
     counters: Mapping[str, Any] = field(factory=dict)
     digests: Mapping[str, str] = field(factory=dict, repr=False)
     """The digest of each file."""
@@ -208,7 +205,7 @@ def digest_document(document: Mapping[str, Any]) -> str:
 
 
 def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
-    """Return all complete checkpoints in ``root``, in the order in which they were written; none without ``root``."""
+    """Return all complete checkpoints in ``root`` in the order of their steps; none without ``root``."""
     complete, _ = _scan(root)
     return complete
 
@@ -236,7 +233,6 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
             checkpoint = Checkpoint(
                 path=path,
                 step=int(name[1]),
-                number=int(document["number"]),
                 counters=dict(document["counters"]),
                 digests=dict(document["digests"]),
             )
@@ -246,33 +242,17 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
             found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             incomplete[path] = f"it is incomplete ({error})"
-    return tuple(sorted(found.values(), key=lambda one: (one.number, one.step))), incomplete
-
-
-def find_lineage(root: Path) -> tuple[Checkpoint, ...]:
-    """Return the checkpoint that was written last, and before it those that it may go on from, oldest first.
-
-    Those of its step or a later one were left by an attempt that was abandoned.
-    """
-    return _lineage(find_checkpoints(root))
-
-
-def _lineage(written: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    lineage: list[Checkpoint] = []
-    for checkpoint in reversed(written):
-        if not lineage or checkpoint.step < lineage[-1].step:
-            lineage.append(checkpoint)
-    return tuple(reversed(lineage))
+    return tuple(sorted(found.values(), key=lambda one: one.step)), incomplete
 
 
 def find_latest(root: Path) -> Checkpoint | None:
-    """Return the checkpoint that was written last, and if it is damaged the one before; ``None`` if there is none.
+    """Return the checkpoint of the highest step, and if it is damaged the one before; ``None`` if there is none.
 
     Blocks while its files are read. Raises ``CheckpointError``, naming the files, if all are damaged.
     """
     complete, incomplete = _scan(root)
     damaged: dict[Path, str] = {}
-    for checkpoint in reversed(_lineage(complete)):
+    for checkpoint in reversed(complete):
         if (damage := checkpoint.find_damage()) is None:
             # The removal of an old one may have been interrupted; only what is newer would have been used.
             damaged |= {path: problem for path, problem in incomplete.items() if path.name > checkpoint.path.name}

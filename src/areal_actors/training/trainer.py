@@ -33,7 +33,7 @@ from areal_actors.training.custom import StepInputs, estimate_advantages, load_e
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import guarded
 from areal_actors.training.memory import release_free_memory
-from areal_actors.training.objective import Objective, create_phase_objective, required_scores
+from areal_actors.training.objective import create_phase_objective, required_scores
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.phases import Phase, PhaseName
@@ -51,7 +51,7 @@ class PolicyTrainer(TrainedPolicy):
     model and freezes the rest, which it keeps in the data type of the passes. ``reference`` is a frozen model for KL
     penalties, which it keeps in that type, too; with an adapter, it is the model at the start of the run by default, as
     ``lora.path`` says.
-    ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
+    ``max_length`` bounds the tokens of a row; ``None`` means
     the limit of the model. ``phases`` replace ``config`` by the settings of each phase; by default all steps are of one
     phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
     of another teacher.
@@ -66,12 +66,10 @@ class PolicyTrainer(TrainedPolicy):
         config: TrainerConfig | None = None,
         *,
         reference: Any | None = None,
-        objective: Objective | None = None,
         max_length: int | None = None,
         phases: Sequence[Phase] = (),
         teacher: Any | None = None,
     ) -> None:
-        self._given_objective = objective
         phases = tuple(phases) or (Phase(config=config or TrainerConfig()),)
         super().__init__(model, phases, reference=reference, teacher=teacher, max_length=max_length)
 
@@ -92,7 +90,7 @@ class PolicyTrainer(TrainedPolicy):
         self._centre = (
             Centre.POLICY if is_supervised else objective.resolve_centre(self._num_updates, rounding=rounding)
         )
-        self._objective = self._given_objective or create_phase_objective(self.phase, rounding=rounding)
+        self._objective = create_phase_objective(self.phase, rounding=rounding)
         self.gate = CaptureGate(
             noise=NoiseModel(
                 vocab_size=model_shape(self.model.config).vocab_size, engine_dtype=dtype, trainer_dtype=trainer_dtype

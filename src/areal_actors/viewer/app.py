@@ -22,8 +22,9 @@ from anyio import to_thread
 from attrs import frozen
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_actors.errors import RequestError
@@ -33,7 +34,6 @@ from areal_actors.proxy.server import listen, serve_shielded, url_of
 from areal_actors.viewer.runs import Access, RecordFilter, ViewedRun, find_runs
 
 STATIC = Path(__file__).parent / "static"
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 PAGE_HEADERS = {
     # Texts of models and agents are on the page; they must not become scripts, whatever they contain.
     "content-security-policy": (
@@ -126,8 +126,8 @@ def create_app(
 
     routes = [
         *more,
-        Route("/", _send_asset),
-        Route("/static/{name}", _send_asset),
+        Route("/", _send_index),
+        Mount("/static", StaticFiles(directory=STATIC)),
         Route("/api/runs", list_runs),
         Route("/api/events", events),
         *(Route(f"/api/{name}", answering(name, read)) for name, read in _READERS.items()),
@@ -135,11 +135,8 @@ def create_app(
     return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
 
 
-async def _send_asset(request: Request) -> Response:
-    path = STATIC / request.path_params.get("name", "index.html")
-    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
-        return _answer({"error": "There is no such file."}, status=404)
-    return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
+async def _send_index(_: Request) -> Response:
+    return FileResponse(STATIC / "index.html")
 
 
 async def _refuse(_: Request, error: Exception) -> Response:

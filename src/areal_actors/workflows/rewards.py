@@ -15,13 +15,7 @@ import anyio
 from anyio import BrokenWorkerProcess, to_process
 
 from areal_actors.errors import ConfigError, EpisodeError
-from areal_actors.lib.telemetry import get_logger
 from areal_actors.workflows.agents import describe_error
-
-_log = get_logger(__name__)
-
-_NUM_ATTEMPTS = 2
-"""A worker that dies once may have been killed from outside; one that dies again is killed by the function it runs."""
 
 
 class AsyncRewardWrapper:
@@ -63,25 +57,23 @@ class AsyncRewardWrapper:
         """Return the result of the function. Cancelling kills the worker that runs it.
 
         Raises:
-            EpisodeError: the function raised, took too long, killed its worker twice, or its arguments or its result
+            EpisodeError: the function raised, took too long, killed its worker, or its arguments or its result
                 cannot be sent between processes.
         """
         call = partial(self._function, *args, **kwargs)
         with anyio.move_on_after(self._timeout_seconds):
-            for attempt in range(1, _NUM_ATTEMPTS + 1):
-                try:
-                    outcome, value = await to_process.run_sync(_run, call, cancellable=True)
-                except BrokenWorkerProcess:
-                    _log.warning("reward_worker_died", function=self._name, attempt=attempt)
-                except Exception as error:
-                    raise EpisodeError(
-                        f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
-                    ) from error
-                else:
-                    if outcome:
-                        return value
-                    raise EpisodeError(f"Reward function {self._name} raised {value}")
-            message = f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times."
+            try:
+                is_successful, value = await to_process.run_sync(_run, call, cancellable=True)
+            except BrokenWorkerProcess:
+                message = f"Reward function {self._name} killed its worker process, or something else did."
+            except Exception as error:
+                raise EpisodeError(
+                    f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
+                ) from error
+            else:
+                if is_successful:
+                    return value
+                raise EpisodeError(f"Reward function {self._name} raised {value}")
             if getattr(self._function, "__module__", None) == "__main__":
                 # A worker imports the script to find the function, and would run all of it.
                 message += (

@@ -189,7 +189,7 @@ async def open_school(
         yield School(stage, await stage.inference.system.spawn(actor, name="trainer"), policy, engine, checkpoints)
 
 
-async def test_a_run_trains_evaluates_and_saves(tmp_path: Path):
+async def test_run_trains_evaluates_and_saves(tmp_path: Path):
     """Two steps: evaluations before and after, one checkpoint at the end, and a record of each step."""
     async with open_school(tmp_path, held_out=2) as school:
         await school.deliver(0, 1, 2, 3)
@@ -220,7 +220,7 @@ async def test_weights_are_served_before_they_are_announced(tmp_path: Path):
     assert 2 == view.version
 
 
-async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
+async def test_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
     """Capacity advances only when they have loaded it, and the publication after that waits for them."""
     loading, loaded = anyio.Event(), anyio.Event()
 
@@ -246,7 +246,7 @@ async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is_async):
+async def test_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is_async):
     """A run that resumes from a checkpoint finds the record of its step: it was written first."""
     plan = evolve(PLAN, total_steps=3, checkpoint=CheckpointConfig(every_steps=2, keep=1, is_async=is_async))
     async with open_school(tmp_path, plan) as school:
@@ -286,7 +286,7 @@ async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
     assert DataPosition(next=2) == position
 
 
-async def test_a_stop_cuts_an_evaluation_short(tmp_path: Path):
+async def test_stop_cuts_an_evaluation_short(tmp_path: Path):
     """A stop does not wait for an evaluation; its episodes are aborted."""
     engine = LoadingEngine(is_gated=True)
     async with open_school(tmp_path, engine=engine, held_out=2) as school:
@@ -345,7 +345,7 @@ async def test_every_sampled_token_is_counted_in_one_step(tmp_path: Path):
     assert all(metrics["tokens_per_second"] > 0 for metrics in steps)
 
 
-async def test_a_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_path: Path):
+async def test_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_path: Path):
     """Version, position and moving average; the model was evaluated before, so there is no first evaluation."""
     async with open_school(tmp_path, evolve(PLAN, total_steps=1)) as school:
         await school.deliver(0, 1)

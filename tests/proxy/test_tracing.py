@@ -94,7 +94,7 @@ async def test_client_that_leaves_ends_its_spans() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_refused_request_is_a_span_with_its_status() -> None:
+async def test_refused_request_is_a_span_with_its_status() -> None:
     """It never reaches the sessions; 4xx is an error of the client, not of the server."""
     with spans() as exporter:
         async with open_stack() as stack:
@@ -117,7 +117,7 @@ async def test_no_span_has_a_key_or_a_whole_session() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_trace_that_is_not_sampled_costs_the_sessions_nothing() -> None:
+async def test_trace_that_is_not_sampled_costs_the_sessions_nothing() -> None:
     """The decision of the client or of the sampler holds for all parts."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=ALWAYS_OFF)
@@ -156,7 +156,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 
 
 @pytest.mark.anyio
-async def test_the_standard_variables_send_spans_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standard_variables_send_spans_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that were recorded have arrived when the block ends."""
     with collector() as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
@@ -189,7 +189,7 @@ def test_nothing_is_traced_unless_it_is_asked_for(variables: dict[str, str], mon
         assert tracing.tracer is None
 
 
-def test_a_program_without_tracing_imports_none_of_it() -> None:
+def test_program_without_tracing_imports_none_of_it() -> None:
     """The packages are an extra."""
     code = (
         "import sys; import areal_actors.proxy.app, areal_actors.sessions.manager\n"

@@ -97,25 +97,6 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
         call.make_room()
         return item
 
-    async def gather(self, until: float) -> list[Item]:
-        """Return the items that have arrived by this time of the loop's clock, perhaps none.
-
-        Returns earlier if the handler has ended, or before it would wait for room. Its errors are left to
-        ``__anext__``.
-        """
-        call = self._opened()
-        with self._loop.new_scope(deadline=until):
-            # A remote handler may not know of a last quarter of the room yet.
-            while not call.is_done and 4 * len(call.buffer) < 3 * call.limit:
-                call.arrival = self._loop.new_signal()
-                await call.arrival.wait()
-        call.arrival = None
-        items: list[Item] = []
-        while call.buffer:
-            items.append(call.buffer.popleft())
-            call.make_room()
-        return items
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:

@@ -1,4 +1,4 @@
-"""Access: the credential of a request, the user behind it, and the model that it may use.
+"""Access: the credential, role and retry evidence of a request, the user behind it, and the model that it may use.
 
 Only the session manager knows which key opens which session and for what; ``Authenticator`` only turns a request into a
 ``Credential``. The URL of a session is a capability: every client that knows it may query the model in that session,
@@ -17,16 +17,20 @@ session: they appear in no tree and no export.
 from __future__ import annotations
 
 import hmac
+import re
 import secrets
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
 from typing import Any
 
 import anyio
 from attrs import define, field, frozen
 
+from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import (
     Answer,
+    Attempt,
     Credential,
     Delta,
     IssuedKey,
@@ -35,7 +39,7 @@ from areal_actors.domain import (
     is_model_identifier,
 )
 from areal_actors.domain.accounts import is_user_key
-from areal_actors.errors import NotFound, Unauthorized
+from areal_actors.errors import InvalidRequest, NotFound, Unauthorized
 from areal_actors.kernel import Ref
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.messages import (
@@ -55,6 +59,12 @@ from areal_actors.messages import (
 )
 from areal_actors.proxy.exchange import Exchange
 
+AGENT_HEADER = b"x-areal-agent"
+"""A header that names the requesting agent of a multi-agent episode."""
+_RETRY_COUNT = b"x-stainless-retry-count"
+_IDEMPOTENCY_KEY = b"idempotency-key"
+_MAX_KEY = 255
+_MAX_DIGITS = 4
 _FORGET_SECONDS = 5.0
 _NEEDS_SESSION = (
     "This is the key of a user. It answers completions, which are not trained; for a reward, start a session "
@@ -71,6 +81,41 @@ def read_key(headers: Mapping[bytes, bytes]) -> str | None:
     """Return the key of a request: ``Authorization: Bearer`` as OpenAI's clients send it, else ``x-api-key``."""
     bearer = read_bearer(headers.get(b"authorization", b"").decode("latin-1"))
     return bearer or headers.get(b"x-api-key", b"").strip().decode("latin-1") or None
+
+
+def read_role(exchange: Exchange) -> str | None:
+    """Return the role of the agent that the URL names, or else the header. Raises ``InvalidRequest``."""
+    role = exchange.role
+    if role is None:
+        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
+    if not re.fullmatch(ROLE_PATTERN, role):
+        raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
+    return role
+
+
+def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
+    """Return the retry evidence in ``headers`` with a digest of the request, or ``None`` if there is no evidence.
+
+    The evidence is an idempotency key and the number of earlier attempts, which the SDKs of OpenAI and Anthropic send.
+    A request of a client that sends neither header is always a new request.
+
+    The first attempt has a digest as well (about 1 µs per KiB), because its retry must be matched to it.
+
+    Raises:
+        InvalidRequest: the idempotency key is too long to be stored.
+    """
+    number, key = headers.get(_RETRY_COUNT, b""), headers.get(_IDEMPOTENCY_KEY, b"").strip()
+    if not number and not key:
+        return None
+    if len(key) > _MAX_KEY:
+        raise InvalidRequest(f"The Idempotency-Key has more than {_MAX_KEY} characters; shorten it.")
+    digest = blake2b(operation.encode() + b"\0", digest_size=16)
+    digest.update(body)
+    return Attempt(
+        fingerprint=digest.hexdigest(),
+        number=int(number) if number.isdigit() and len(number) <= _MAX_DIGITS else 0,
+        idempotency_key=key.decode("latin-1") or None,
+    )
 
 
 @frozen(kw_only=True)

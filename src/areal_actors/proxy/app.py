@@ -6,11 +6,9 @@ asks actors for everything. ``actor`` serves it on a socket, and any other ASGI 
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from hashlib import blake2b
 from typing import Any
 
 from attrs import frozen
@@ -19,9 +17,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, Credential
-from areal_actors.errors import InvalidRequest
+from areal_actors.domain import AnswerStarted, Credential
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Accounts,
@@ -41,6 +37,8 @@ from areal_actors.proxy.access import (
     RequestUsage,
     UserAccess,
     create_admin_key,
+    read_attempt,
+    read_role,
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
@@ -63,15 +61,9 @@ from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
 from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_document, describe_routes
 from areal_actors.proxy.stored_responses import StoredResponses
 
-AGENT_HEADER = b"x-areal-agent"
-"""A header that names the requesting agent of a multi-agent episode."""
 LEFT_OUT_HEADER = b"x-areal-left-out"
 """A header of answers that lists the types of tools that were left out of the request."""
 Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
-_RETRY_COUNT = b"x-stainless-retry-count"
-_IDEMPOTENCY_KEY = b"idempotency-key"
-_MAX_KEY = 255
-_MAX_DIGITS = 4
 
 
 @frozen(kw_only=True)
@@ -95,7 +87,7 @@ class CompletionEndpoint:
         if self.resolve is not None:
             body = await self.resolve(body, credential)
         attempt = read_attempt(exchange.headers, exchange.operation, raw)
-        parsed = self.dialect.parse(body, tag=_read_role(exchange))
+        parsed = self.dialect.parse(body, tag=read_role(exchange))
         exchange.keep_alive = self.dialect.keep_alive
         async with (
             exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds if parsed.is_stream else None),
@@ -173,41 +165,6 @@ class CompletionEndpoint:
         if left_out:
             exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
         return raw, body
-
-
-def _read_role(exchange: Exchange) -> str | None:
-    """Return the role of the agent that the URL names, or else the header. Raises ``InvalidRequest``."""
-    role = exchange.role
-    if role is None:
-        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
-    if not re.fullmatch(ROLE_PATTERN, role):
-        raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
-    return role
-
-
-def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
-    """Return the retry evidence in ``headers`` with a digest of the request, or ``None`` if there is no evidence.
-
-    The evidence is an idempotency key and the number of earlier attempts, which the SDKs of OpenAI and Anthropic send.
-    A request of a client that sends neither header is always a new request.
-
-    The first attempt has a digest as well (about 1 µs per KiB), because its retry must be matched to it.
-
-    Raises:
-        InvalidRequest: the idempotency key is too long to be stored.
-    """
-    number, key = headers.get(_RETRY_COUNT, b""), headers.get(_IDEMPOTENCY_KEY, b"").strip()
-    if not number and not key:
-        return None
-    if len(key) > _MAX_KEY:
-        raise InvalidRequest(f"The Idempotency-Key has more than {_MAX_KEY} characters; shorten it.")
-    digest = blake2b(operation.encode() + b"\0", digest_size=16)
-    digest.update(body)
-    return Attempt(
-        fingerprint=digest.hexdigest(),
-        number=int(number) if number.isdigit() and len(number) <= _MAX_DIGITS else 0,
-        idempotency_key=key.decode("latin-1") or None,
-    )
 
 
 # ------------------------------------------------------------------------------------ the application

@@ -179,23 +179,9 @@ class Operations(BaseRoute):
             self._log_access(exchange, "hung_up")
             return
         except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
-            cause = root_cause(error)
-            failure = describe_failure(cause, exchange.request_id)
-            if failure.is_unforeseen:
-                _log.error(
-                    "request_failed",
-                    request=exchange.request_id,
-                    operation=exchange.operation,
-                    session=exchange.session,  # truncated by the log, because the whole id is a capability
-                    exc_info=cause,
-                )
-            if not exchange.is_started:
-                headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-                await exchange.send_json(failure.status, operation.format_failure(failure), headers)
-            else:
+            if exchange.is_started:
                 self._meter.failed_streams.labels(exchange.operation).inc()
-                if exchange.fail_stream is not None:
-                    await exchange.send_events(exchange.fail_stream(failure), is_last=True)
+            await exchange.fail(error, operation.format_failure)
         self._meter.note_answer(exchange.operation, exchange.status, perf_counter() - exchange.started_at)
         self._log_access(exchange, "answered")
 
@@ -391,6 +377,24 @@ class Exchange:
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the response, which has not been started."""
         self._names = (*self._names, (name, value))
+
+    async def fail(self, error: Exception, format_failure: Formatter) -> None:
+        """Report an error to the client, and one that was not foreseen to the log.
+
+        An answer that has begun is ended by the events of a failure if it is a stream. Any other is not completed, so
+        that the server closes the connection.
+        """
+        cause = root_cause(error)
+        failure = describe_failure(cause, self.request_id)
+        if failure.is_unforeseen:
+            # The log truncates the session, because the whole id is a capability.
+            about = {"operation": self.operation, "session": self.session}
+            _log.error("request_failed", request=self.request_id, exc_info=cause, **about)
+        if not self.is_started:
+            headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+            await self.send_json(failure.status, format_failure(failure), headers)
+        elif self.fail_stream is not None:
+            await self.send_events(self.fail_stream(failure), is_last=True)
 
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; see ``dump_json``."""

@@ -146,7 +146,7 @@ def test_evaluation_finds_weights_by_step(tmp_path):
 
 def test_evaluation_during_training_samples_one_version(tmp_path):
     """Every token has the version of its report; each step reports its evaluation, in order."""
-    more = ("total_steps=3", "evaluation={every_steps: 1, is_async: true, num_samples: 2}", "checkpoint.every_steps=1")
+    more = ("total_steps=3", "evaluation={every_steps: 1, num_samples: 2}", "checkpoint.every_steps=1")
     sets = f"eval_datasets={json.dumps(SETS)}"
     trained = train(tmp_path, "measured/trial", *more, sets)
     run = tmp_path / "measured" / "trial"

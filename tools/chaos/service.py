@@ -121,12 +121,13 @@ def witness_sampling(witness: Witness) -> None:
 
 def witness_training(witness: Witness) -> None:
     """Wrap the trainer and its checkpoints."""
-    from areal_actors.training import checkpoints, directories
+    from areal_actors.lib import atomic_write
+    from areal_actors.training import checkpoints
     from areal_actors.training.trainer import PolicyTrainer
 
     _wrap_trainer(witness, PolicyTrainer)
     _before(witness, checkpoints, "write_tensors", Point.CHECKPOINT_PART)
-    _wrap_install(witness, directories)
+    _wrap_install(witness, atomic_write)
 
 
 def _before(witness: Witness, module: Any, name: str, point: Point) -> None:
@@ -140,16 +141,16 @@ def _before(witness: Witness, module: Any, name: str, point: Point) -> None:
     setattr(module, name, wrapped)
 
 
-def _wrap_install(witness: Witness, directories: Any) -> None:
+def _wrap_install(witness: Witness, atomic_write: Any) -> None:
     """A directory is synced last, after its files and before it gets its name."""
-    sync = directories.sync_path
+    sync = atomic_write.sync_path
 
     def syncing(path: Path) -> None:
         sync(path)
         if path.name.endswith(".partial"):
             witness.reach(Point.CHECKPOINT_INSTALL)
 
-    directories.sync_path = syncing
+    atomic_write.sync_path = syncing
 
 
 def _wrap_start(witness: Witness) -> None:

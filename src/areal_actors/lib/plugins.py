@@ -49,7 +49,13 @@ KNOWN_PLUGINS: Mapping[PluginGroup, Mapping[str, str]] = {
     PluginGroup.DATASETS: dict.fromkeys(("harbor", "verifiers", "bfcl"), "environments"),
     PluginGroup.WORKFLOWS: {"verifiers": "environments"},
     PluginGroup.SECTIONS: {"users": "service", "host": "service"},
-    PluginGroup.COMMANDS: {"tasks": "environments", "keys": "service", "host": "service", "entry": "service"},
+    PluginGroup.COMMANDS: {
+        "tasks": "environments",
+        "keys": "service",
+        "host": "service",
+        "entry": "service",
+        "tinker": "tinker",
+    },
 }
 """The plug-ins of this repository, so that a name whose plug-in is missing is answered with the line to install it."""
 

@@ -27,7 +27,7 @@ from urllib.parse import urlsplit
 import anyio
 from anyio import to_thread
 
-from areal_actors.config import RunConfig, load_config
+from areal_actors.config import load_config
 from areal_actors.domain import Role
 from areal_actors.errors import ActorError, Conflict, NotFound
 from areal_actors.kernel import Ref
@@ -191,7 +191,7 @@ async def _serve_until_warned(
         tasks = await stack.enter_async_context(anyio.create_task_group())
         # Renewed from the start, since opening a role (loading a model) may take longer than the lease.
         tasks.start_soon(_keep_lease, bootstrap, directory, spec.lease_seconds, spec.hang_seconds)
-        find = await stack.enter_async_context(_open_finder(bootstrap, spec, config, controller))
+        find = await stack.enter_async_context(_open_finder(bootstrap, spec, controller))
         address = spec.listen
         if address is None:
             # The interface that connections to the controller leave from, which other workers can reach, too.
@@ -232,11 +232,11 @@ async def _serve_until_warned(
 
 @asynccontextmanager
 async def _open_finder(
-    bootstrap: Bootstrap, spec: RoleSpec, config: RunConfig, controller: ReconnectingConnection
+    bootstrap: Bootstrap, spec: RoleSpec, controller: ReconnectingConnection
 ) -> AsyncIterator[Finder]:
     """Connect to the workers that the role depends on, and yield a finder of actors there and in the controller."""
     from areal_actors.run.control_plane import connect_to_worker
-    from areal_actors.run.plan import ACTOR_ROLES, dependencies_of
+    from areal_actors.run.plan import ACTOR_ROLES, DEPENDENCIES
 
     directory = controller.ref(Directory, "directory")
     connections: dict[Role, ReconnectingConnection] = {}
@@ -247,7 +247,7 @@ async def _open_finder(
         return (controller if is_local or role is None else connections[role]).ref(protocol, name)
 
     async with AsyncExitStack() as stack:
-        for role in dependencies_of(spec.role, config):
+        for role in DEPENDENCIES[spec.role]:
             if role not in spec.local_roles:
                 connecting = connect_to_worker(
                     directory,

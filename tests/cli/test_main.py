@@ -126,9 +126,9 @@ def test_train_passes_options_to_the_run(config, run, tmp_path):
         (CheckpointError("disk full"), 1, ["disk full"]),
         (RunDirectoryError("metrics.jsonl could not be written"), 1, ["could not be written"]),
         (
-            OSError(errno.ENOSPC, "No space left on device", "x/curve.svg"),
+            OSError(errno.ENOSPC, "No space left on device", "x/report.html"),
             1,
-            ["x/curve.svg cannot be written", "space"],
+            ["x/report.html cannot be written", "space"],
         ),
         (ZeroDivisionError("division by zero"), 1, ["ZeroDivisionError: division by zero", "--verbose"]),
         (
@@ -262,7 +262,7 @@ def test_runs_command_lists_states_and_notes(tmp_path):
     ):
         directory = write_run(tmp_path / "runs" / name)
         if status is not None:
-            write_record(directory, RunRecord(status=status, reason=reason, warning=f"mind the {name}"))
+            write_record(directory, RunRecord(status=status, reason=reason))
 
     could_not_begin = tmp_path / "runs" / "e"
     (could_not_begin / "logs").mkdir(parents=True)
@@ -276,8 +276,6 @@ def test_runs_command_lists_states_and_notes(tmp_path):
     assert ["finished", "failed", "killed", "unknown", "not begun"] == [record["status"] for record in records]
     assert [3, 3, 3, 3, 0] == [record["steps"] for record in records]
     assert "no room" in shown
-    assert "mind the c" in shown
-    assert "mind the c" == records[2]["warning"]
     assert "0.100 -> 0.300" in shown
     assert 1 == invoke("runs", tmp_path / "absent").exit_code
 

@@ -389,26 +389,6 @@ def test_unknown_agent_mode_is_refused(write):
         load_config(write(rollout=MINIMAL["rollout"] | {"openai": {"mode": "subprocss"}}))
 
 
-@pytest.mark.parametrize("backend", ["torch", "vllm"])
-def test_publish_distributed_needs_sglang(backend):
-    """Others are refused with what to do instead, at the setting that asks for it."""
-    settings = MINIMAL | {"trainer": {"publish": "distributed"}}
-    with pytest.raises(ConfigError, match=rf"trainer publish: .* SGLang .* rollout.backend is {backend}; use disk"):
-        create_config(settings | {"rollout": MINIMAL["rollout"] | {"backend": backend}})
-    accepted = create_config(settings | {"rollout": MINIMAL["rollout"] | {"backend": "sglang"}})
-
-    assert accepted.trainer.publish == "distributed"
-
-
-def test_several_proxies_with_placed_sessions_are_refused():
-    """Requests to the other proxies would hang, so they are refused with what to set; placed proxies reach sessions."""
-    settings = MINIMAL | {"proxy": {"num_processes": 3}}
-    with pytest.raises(ConfigError, match=r"scheduler roles.sessions places .* set roles.proxy.replicas: 3, too"):
-        create_config(settings | {"scheduler": {"roles": {"sessions": {}}}})
-    for roles in ({}, {"generation": {}}, {"sessions": {}, "proxy": {"replicas": 3}}):
-        assert 3 == create_config(settings | {"scheduler": {"roles": roles}}).proxy.num_processes
-
-
 def test_slurm_without_placed_roles_is_refused():
     """Otherwise everything would run on the login node, without a word."""
     with pytest.raises(ConfigError, match=r"scheduler type is slurm, and no role is placed"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-from xml.etree import ElementTree as ET
 
 import pytest
 from attrs import evolve
@@ -13,7 +12,6 @@ from rich.console import Console
 
 from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
 from areal_actors.dashboard.display import render, sparkline
-from areal_actors.dashboard.report import LearningCurve, draw_curve
 from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
 
 
@@ -194,22 +192,3 @@ def test_sparkline_fits_its_width(values, width):
 
     assert len(line) == min(width, len(values))
     assert set(line) <= set("▁▂▃▄▅▆▇█")
-
-
-@pytest.mark.parametrize(
-    "curve",
-    [
-        LearningCurve(),
-        LearningCurve(title="a / $b", rewards=((1, 0.1), (2, 0.5)), evaluations=((0, 0.1), (2, 0.6))),
-        LearningCurve(title="<script>&", rewards=((1, 0.1),)),
-    ],
-)
-def test_learning_curve_is_drawn(curve):
-    """Well-formed SVG with its title as text, and PNG; the same run gives the same bytes."""
-    svg = draw_curve(curve, form="svg")
-
-    root = ET.fromstring(svg)
-    assert curve.title in "".join(root.itertext())
-    assert not root.findall(".//{http://www.w3.org/2000/svg}script")
-    assert svg == draw_curve(curve, form="svg")
-    assert draw_curve(curve, form="png").startswith(b"\x89PNG")

@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from areal_actors.dashboard import (
-    AdvantageWriter,
     FailureWriter,
     RolloutDumper,
     RunDirectory,
@@ -18,7 +17,7 @@ from areal_actors.dashboard import (
     UntrainedWriter,
 )
 from areal_actors.dashboard.records import read_records
-from areal_actors.messages import GroupsTrained, RowAdvantage
+from areal_actors.messages import GroupsTrained
 
 
 def on_event(listener, *heard):
@@ -75,18 +74,6 @@ def test_resumed_run_dumps_each_episode_once(tmp_path, news, decode):
     assert {path.name for path in directory.eval_rollouts.iterdir()} == {"1", "2"}
 
 
-def test_advantages_are_written_by_step(tmp_path):
-    """A resumed run repeats the steps after its checkpoint, and removes their files first."""
-    directory = RunDirectory(path=tmp_path)
-    row = RowAdvantage(task="a-7", member=1, num_tokens=5, advantage=-0.5)
-    on_event(AdvantageWriter(directory), *(GroupsTrained(step=step, rows=(row, row)) for step in (1, 2, 3)))
-    on_event(AdvantageWriter(directory, resumed_step=1))
-
-    assert ["1.jsonl"] == [path.name for path in directory.advantages.iterdir()]
-    expected = {"task": "a-7", "member": 1, "num_tokens": 5, "advantage": -0.5}
-    assert [expected, expected] == list(read_records(directory.advantages / "1.jsonl"))
-
-
 def test_untrained_episodes_are_listed_with_the_reason(tmp_path, news):
     """Also over a resumption; what is trained after it leaves the list, and the file goes with the last.
 
@@ -97,7 +84,7 @@ def test_untrained_episodes_are_listed_with_the_reason(tmp_path, news):
     episodes = [news.episode(task, version=version, member=m) for task, version in ((1, 0), (2, 3)) for m in (0, 1)]
     alone = news.episode(3, version=3)
     evaluated, failed = news.episode(4, is_eval=True), news.episode(5, failure="no answer")
-    trained = GroupsTrained(step=4, rows=(), tasks=("6",))
+    trained = GroupsTrained(step=4, tasks=("6",))
     on_event(write(), *episodes, alone, news.episode(6, version=3), evaluated, failed, trained)
     reasons = [(record["task_id"], record["sample_idx"], record["reason"]) for record in read_records(path)]
 
@@ -107,14 +94,14 @@ def test_untrained_episodes_are_listed_with_the_reason(tmp_path, news):
         ("3", 0, "run_ended"),
     ]
     again = news.episode(2, version=3, is_repeated=True)
-    on_event(write(resumed_step=4), again, GroupsTrained(step=5, rows=(), tasks=("2",)))
+    on_event(write(resumed_step=4), again, GroupsTrained(step=5, tasks=("2",)))
     assert ["1", "1", "3"] == [record["task_id"] for record in read_records(path)]
     killed = write(resumed_step=4)
     killed.open()
     assert ["1", "1"] == [record["task_id"] for record in read_records(path)]
-    killed.on_event(GroupsTrained(step=6, rows=()))
+    killed.on_event(GroupsTrained(step=6))
     assert ["1", "1", "3"] == [record["task_id"] for record in read_records(path)]
-    on_event(write(resumed_step=1), GroupsTrained(step=2, rows=(), tasks=("1",)))
+    on_event(write(resumed_step=1), GroupsTrained(step=2, tasks=("1",)))
     assert not path.exists()
 
 

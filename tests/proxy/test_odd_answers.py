@@ -11,7 +11,7 @@ import pytest
 from tests.proxy.stack import open_stack
 
 from areal_actors.client import OpenAIProxyClient
-from areal_actors.rendering import TemplateRenderer
+from areal_actors.rendering import Renderer
 from areal_actors_testing.families import FAMILIES
 
 pytestmark = pytest.mark.anyio
@@ -314,7 +314,7 @@ async def test_reasoning_tokens_are_counted_on_every_route():
 # ------------------------------------------------------------------------------------------------------- failures
 
 
-class Unformattable(TemplateRenderer):
+class Unformattable(Renderer):
     """A renderer whose tokens have no bytes, so that an answer with log-probabilities cannot be formatted."""
 
     def token_bytes(self, token_ids, *, is_start=True):

@@ -10,7 +10,7 @@ from tests.rendering import templates
 
 from areal_actors.domain import ChatMessage, Ints, Tool, as_ints
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.rendering import TemplateRenderer, create_renderer
+from areal_actors.rendering import Renderer, create_renderer
 
 TOOL = Tool(
     name="multiply",
@@ -29,7 +29,7 @@ arguments = st.dictionaries(st.sampled_from(["a", "b"]), st.integers(0, 99) | pl
 
 
 @cache
-def renderer_of(name: str) -> TemplateRenderer:
+def renderer_of(name: str) -> Renderer:
     """The renderer of one of the templates, made once."""
     source = getattr(templates, name)
     return create_renderer(create_tiny_tokenizer(template=source, more_special=templates.MORE_SPECIAL))
@@ -46,7 +46,7 @@ def write_call(values: dict[str, object]) -> str:
     return f"<tool_call>\n{body}\n</tool_call>"
 
 
-def sample(renderer: TemplateRenderer, text: str, *, is_closed: bool = True) -> Ints:
+def sample(renderer: Renderer, text: str, *, is_closed: bool = True) -> Ints:
     """The ids that the tokenizer has for ``text``, as if a model had sampled them."""
     vocabulary = renderer.vocabulary
     ids = vocabulary.encode(vocabulary.guard(text))

@@ -9,7 +9,7 @@ import pytest
 from areal_actors.domain import Exactly, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolChoice
 from areal_actors.errors import UnsupportedParameter
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.rendering import HasTokenizer, RendererConfig, create_renderer
+from areal_actors.rendering import RendererConfig, create_renderer
 from areal_actors.rendering.parsers import TOOL_FORMATS
 
 F = Tool(name="f", parameters={"type": "object", "properties": {"a": {"type": "integer"}}})
@@ -87,9 +87,3 @@ def test_every_format_passes_on_how_strict_a_tool_is(name):
         schemas = [leaf for leaf in _leaves(form) if isinstance(leaf, JsonText)] if form else []
 
         assert {leaf.is_strict for leaf in schemas} <= {tool.is_strict}
-
-
-def test_engine_can_see_the_tokenizer(renderer):
-    """It needs it for its masks."""
-    assert isinstance(renderer, HasTokenizer)
-    assert renderer.tokenizer.get_vocab_size() == renderer.vocab_size

@@ -15,7 +15,7 @@ from tokenizers import processors
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.models.built_in import SPECIAL_TOKENS, create_tiny_tokenizer
-from areal_actors.rendering import Renderer, TextDelta, create_renderer, join_deltas
+from areal_actors.rendering import TextDelta, create_renderer, join_deltas
 from areal_actors_testing.families import FAMILIES
 
 names = st.sampled_from(["CHATML", "QWEN", "QWEN_THINKING", "GEMMA"])
@@ -196,15 +196,6 @@ def test_answer_is_rendered_as_it_was_parsed():
     text = renderer.decode(renderer.render([say("user", "x"), answer]))
 
     assert renderer.decode(ids) in text
-
-
-def test_template_renderer_implements_renderer():
-    """``TemplateRenderer`` fits the protocol that other renderers plug in at."""
-    renderer: Renderer = renderer_of("CHATML")
-
-    assert (2,) == renderer.stop_token_ids
-    assert 384 + len(templates.MORE_SPECIAL) == renderer.vocab_size
-    assert ChatMessage(role="assistant", content="") == renderer.parse([])
 
 
 @given(hostile_texts)

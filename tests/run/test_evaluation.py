@@ -9,21 +9,17 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from anyio import to_thread
-from attrs import evolve
 from click.testing import CliRunner, Result
-from tests.run.trained import ENGINE, train
+from tests.run.trained import train
 
 from areal_actors.cli import cli
 from areal_actors.config import create_config
 from areal_actors.errors import EpisodeError
 from areal_actors.run.evaluation import evaluate
-from areal_actors.run.inference import InferenceConfig, open_inference
 
 HERE = Path(__file__).parent
 AGENTS = HERE / "evaluated_agents.py"
@@ -169,30 +165,6 @@ def test_evaluation_during_training_samples_one_version(tmp_path):
         assert {"eval/easy/pass_at_1", "eval/easy/pass_at_2"} <= step.keys()
 
 
-@pytest.mark.parametrize("agent", ["Noting", "Anthropic"])
-async def test_evaluation_of_url_sends_key_and_seeds(tmp_path, agent, anyio_backend_name, monkeypatch):
-    """Both protocols; the same code counts turns and failures, and the results say that tokens are unknown."""
-    config = create_config(
-        SETTINGS | {"fileroot": str(tmp_path), "rollout": {"workflow": f"{AGENTS}:{agent}"}}, directory=tmp_path
-    )
-    engine = evolve(ENGINE, deterministic=True)
-    async with open_inference("tiny", InferenceConfig(engine=engine)) as inference, inference.session() as session:
-        monkeypatch.setenv("OPENAI_API_KEY", session.api_key)
-        monkeypatch.setenv("ANTHROPIC_API_KEY", session.api_key)
-        options = {"model": inference.endpoint.url, "served_name": "policy", "backend": anyio_backend_name}
-        summary = await to_thread.run_sync(partial(evaluate, config, **options))
-        again = await to_thread.run_sync(partial(evaluate, config, output=tmp_path / "again", **options))
-    records = read(summary.directory.episodes)
-
-    assert (3, 0) == (summary.sets[0].num_episodes, summary.sets[0].num_failed)
-    assert {2 if agent == "Noting" else 1} == {one["turns"] for one in records}
-    assert {None} == {one["tokens"] for one in records}
-    rewards = [{one["task_id"]: one["reward"] for one in read(found.directory.episodes)} for found in (summary, again)]
-    assert rewards[0] == rewards[1]
-    assert "not available" in summary.to_json()["tokens"]
-    assert all(one["turns"][0]["messages"] for one in read(summary.directory.sessions))
-
-
 def test_evaluation_without_success_is_an_error_with_results(tmp_path):
     """An agent that never calls the model is broken, not bad at the problems."""
     config = create_config(
@@ -211,16 +183,9 @@ def test_evaluation_without_success_is_an_error_with_results(tmp_path):
         ({"eval_datasets": SETS}, (), "names easy, hard, and there is eval_dataset"),
         ({"eval_dataset": None, "eval_datasets": {"a/b": SETTINGS["eval_dataset"]}}, (), "has the name 'a/b'"),
         ({}, ("--served-name", "x"), "give its URL as --model"),
-        ({}, ("--model", "http://127.0.0.1:9"), "cannot be reached"),
-        ({}, ("--model", "http://127.0.0.1:9"), "measured: asking the model at http://127.0.0.1:9\n"),
         ({}, ("--model", "nowhere@3"), "there is no run in"),
         ({}, ("--model", "tinny"), "did you mean 'tiny'"),
         ({}, ("--resume",), "to resume"),
-        (
-            {"rollout": {"workflow": f"{AGENTS}:Sampling"}},
-            ("--model", "http://127.0.0.1:9", "--served-name", "x"),
-            "samples tokens itself",
-        ),
     ],
 )
 def test_evaluation_reports_mistakes_before_sampling(tmp_path, changes, arguments, complaint):

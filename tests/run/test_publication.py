@@ -1,4 +1,4 @@
-"""A run whose weights are published by disk, or sent to the servers that generate."""
+"""A run whose weights are published by disk."""
 
 from __future__ import annotations
 
@@ -32,20 +32,6 @@ def test_run_publishes_by_disk(tmp_path: Path):
     served = load_file(published / "version-00000001" / "model.safetensors")
     exported = load_file(tmp_path / NAME / "weights" / "model.safetensors")
     assert all(torch.equal(tensor, exported[name].to(tensor.dtype)) for name, tensor in served.items())
-
-
-def test_run_sends_weights_to_servers(tmp_path: Path):
-    """Each version is sampled from, the disk has none of them, and what was sampled is what the trainer computes."""
-    outcome = train(tmp_path, NAME, *SERVED, "trainer.publish=distributed", "trainer.dtype=float32")
-
-    assert 0 == outcome.exit_code, outcome.output
-    assert not list((tmp_path / NAME / "published").rglob("*.safetensors"))
-    lines = (tmp_path / NAME / "metrics.jsonl").read_text().splitlines()
-    steps = [record for record in map(json.loads, lines) if record.get("behaviour_gap_max") is not None]
-    assert steps
-    assert all(record["behaviour_gap_max"] < 1e-4 for record in steps)
-    said = (tmp_path / NAME / "logs" / "server-0.log").read_text()
-    assert "http" in said
 
 
 @pytest.mark.parametrize("shape", [(), SERVED], ids=["lent", "written for servers"])

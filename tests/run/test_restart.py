@@ -12,6 +12,7 @@ import httpx
 import pytest
 from anyio.abc import TaskStatus
 from openai import AsyncOpenAI
+from tests.plugins import skipping_without_plugin
 
 from areal_actors.domain import JournalEvent, SessionId, TurnEnded
 from areal_actors.errors import JournalError
@@ -21,7 +22,6 @@ from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.run.inference import Inference, InferenceConfig, open_actors
-from areal_actors.run.verifying import Verification, verify_turns
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = [
@@ -179,6 +179,8 @@ async def test_episode_continues_when_service_is_killed(loses: bool):  # noqa: F
 
 def is_verified(journal: MemoryJournal, *, num_turns: int) -> bool:
     """Whether every turn has a digest that fits it and those before it."""
+    with skipping_without_plugin():
+        from areal_actors_evals.verifying import Verification, verify_turns
     found = Verification(run="")
     turns = (event for event in journal.events if isinstance(event, TurnEnded))
     assert len(list(verify_turns(turns, found, where="journal"))) == num_turns, found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import signal
 import sqlite3
 import time
 from collections.abc import Callable, Iterator
@@ -12,17 +11,15 @@ from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import CliRunner, Result
+from tests.plugins import skipping_without_plugin
 from tests.stacks.commands import Command, start_command
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import areal_actors
 from areal_actors.cli import cli
 from areal_actors.dashboard import RunDirectory
-from areal_actors.run.verifying import verify_run
-from areal_actors.sessions.shards import shard_journal
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]
@@ -185,46 +182,11 @@ def test_run_killed_within_episodes_samples_no_turn_again(tmp_path: Path, monkey
     assert (1, True) == (verified.num_dumps, verified.is_complete), verified.differences
 
 
-def test_killed_process_of_run_loses_no_turn(tmp_path: Path):
-    """Its sessions continue in its successor; the trained rows have the turns from before the kill."""
-    run_dir, agent = tmp_path / "run", ROOT / "tools" / "chaos" / "tool_agent.py"
-    options = (
-        f"dataset={{python: '{agent}:problems', size: 64, seed: 0}}",
-        f"rollout.workflow={agent}:ToolAgent",
-        *("eval_dataset=null", "batch_size=2", "rollout.group_size=2", "total_steps=1000"),
-        *("proxy.num_processes=2", "logging.row_dumps.every_steps=1"),
-    )
-    directory = RunDirectory(path=run_dir)
-    shard = shard_journal(directory.journal, 1)
-    with run_elsewhere(run_dir, *options) as process:
-
-        def answered() -> list[tuple[str, str]]:
-            # A turn is written to its process' journal, then to that of the run, and then answered. One that the kill
-            # finds between the two was given to no agent; an agent that starts over samples another in its place.
-            recorded = {turn for _, turn in unfinished_turns(directory.groups)}
-            return [(name, turn) for name, turn in unfinished_turns(shard) if turn in recorded]
-
-        wait_until(lambda: process.poll() is not None or len(answered()) >= 4)
-        before = answered()
-        for child in psutil.Process(process.pid).children(recursive=True):
-            if "areal_actors.worker" in child.cmdline():
-                child.kill()
-        known = {session for session, _ in before}
-        wait_until(lambda: process.poll() is not None or {name for name, _ in unfinished_turns(shard)} - known)
-        # An interrupt before that would end the run without a step.
-        episodes = {episode_of(name) for name in known}
-        wait_until(lambda: process.poll() is not None or episodes & trained_turns(directory).keys())
-        process.send_signal(signal.SIGINT)
-        process.communicate(timeout=MAX_SECONDS)
-    log = (tmp_path / "run.log").read_text()
-
-    assert 0 == process.returncode, log
-    turns = trained_turns(directory)
-    met = [(episode_of(name), turn) for name, turn in before if episode_of(name) in turns]
-    assert met
-    assert [] == [turn for name, turn in met if turn not in turns[name]]
-    verified = verify_run(run_dir)
-    assert verified.is_complete, verified.differences
+def verify_run(path: Path) -> Any:
+    """What the command ``verify`` finds in the run."""
+    with skipping_without_plugin():
+        from areal_actors_evals.verifying import verify_run as verify
+    return verify(path)
 
 
 def unfinished_turns(path: Path) -> list[tuple[str, str]]:

@@ -30,7 +30,6 @@ _COPIES.set_forkserver_preload(
         "areal_actors.run.evaluation",
         "areal_actors.generation.torch.engine",
         "areal_actors.training.trainer",
-        "matplotlib.backends.backend_agg",
         "transformers.models.llama.modeling_llama",
     ]
 )

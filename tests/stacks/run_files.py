@@ -46,11 +46,6 @@ def write_run(path: Path, *, num_steps: int = 3) -> RunDirectory:
             for sample, reward in enumerate(rewards)
         ]
         write_lines(directory.rollouts / "1" / f"{task}.jsonl", rows)
-    trained = [(0, -0.75), (1, 0.75)]
-    advantages = [{"task": "0", "member": member, "num_tokens": 5, "advantage": value} for member, value in trained]
-    # Before, the same problem was trained from a group of an earlier version, whose rows were longer.
-    write_lines(directory.advantages / "2.jsonl", [row | {"num_tokens": 9} for row in advantages])
-    write_lines(directory.advantages / "3.jsonl", [row | {"task": "5"} for row in advantages] + advantages)
     turn = {
         "fork": "root",
         "token_parent": None,

@@ -46,7 +46,6 @@ from areal_actors.training.packing import Pack
 from areal_actors.training.publication import DiskPublisher
 from areal_actors.training.sharding import gather
 from areal_actors.training.trainer import PolicyTrainer
-from areal_actors.training.weight_store import StorePublisher, WeightStore
 
 ROOT = Path(__file__).parents[2]
 GANG = GangConfig(num_processes=2, backend=GangBackend.GLOO, timeout_seconds=60)
@@ -199,17 +198,13 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def publish(trainer: PolicyTrainer, directory: Path) -> dict[str, Any]:
-    """Publish the weights as a directory and to a store; the peaks of both, and what the store has then."""
+    """Publish the weights as a directory; return the peak of memory."""
     if trainer.gang.rank > 0:
-        for _ in range(2):
-            trainer.state_dict()
+        trainer.state_dict()
         return {}
     with LiveBytes() as writing:
         DiskPublisher(root=directory, dtype=torch.bfloat16).publish(trainer)
-    store = WeightStore(root=directory / "kept", bucket_bytes=2**20)
-    with LiveBytes() as keeping:
-        StorePublisher(store=store, dtype="bfloat16").publish(trainer)
-    return {"writing": writing.peak, "keeping": keeping.peak, "store": store}
+    return {"writing": writing.peak}
 
 
 def save(trainer: PolicyTrainer, case: Mapping[str, Any]) -> None:

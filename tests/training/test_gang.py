@@ -211,7 +211,7 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind, 
 
 @pytest.mark.parametrize("case", [{"model": "wide"}, {"model": "mixtral"}, {"model": "mixtral", "lora": 4}])
 def test_weights_are_published_layer_by_layer(other, tmp_path, case):
-    """They are those of one process; the first rank has one layer of them, and the store one copy and a layer."""
+    """They are those of one process, and the first rank holds one layer of them at a time."""
     alone = create_trainer(case)
     play(alone, {"steps": 1})
     expected = DiskPublisher(root=tmp_path / "one", dtype=torch.bfloat16).publish(alone).path
@@ -224,21 +224,17 @@ def test_weights_are_published_layer_by_layer(other, tmp_path, case):
         found = play(trainer, case)
     assert {"problem": ""} == other.hear()
 
-    kept = found["store"].take(1).tensors
     written, one = (
         load_file(tmp_path / "two/version-00000001/model.safetensors"),
         load_file(expected / "model.safetensors"),
     )
-    assert list(kept) == list(written)
     assert one.keys() == written.keys()
     for name, tensor in one.items():
-        assert torch.equal(kept[name], written[name])
         torch.testing.assert_close(tensor, written[name], rtol=1e-2, atol=1e-3)
     # The views of the rank's own part are counted, too. A whole layer is in the data type of the engine; under an
     # adapter, one weight at a time is merged in float32.
     own = bytes_of(list(trainer.model.parameters()))
     assert found["writing"] <= own + 2 * 2 * largest + (4 * largest if "lora" in case else 0)
-    assert found["keeping"] <= found["writing"] + bytes_of(list(kept.values()))
 
 
 @pytest.mark.parametrize("kind", ["wide", "mixtral"])

@@ -119,8 +119,6 @@ def test_groups_list_rewards_by_problem(directory):
     listed = run.list_groups("rollout", 1)["groups"]
     assert [("0", [0.0, 1.0]), ("11", [1.0, 1.0])] == [(group["task"], group["rewards"]) for group in listed]
     assert [-0.5, 0.5] == [row["above_mean"] for row in run.read_group("rollout", 1, "0")]
-    assert [-0.75, 0.75] == [row["advantage"] for row in run.read_group("rollout", 1, "0")]
-    assert [None, None] == [row["advantage"] for row in run.read_group("rollout", 1, "11")]
     assert [2, 2] == [row["trained_tokens"] for row in run.read_group("rollout", 1, "0")]
     assert [] == run.list_groups("rollout", 5)["groups"]
     assert [] == run.list_groups("eval-rollout", 1)["groups"]

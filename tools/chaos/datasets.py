@@ -81,12 +81,10 @@ class Play:
     num_kills: int = 0
     is_forked: bool = False
     """Whether processes are copies of this one, which takes a third of the time of new ones."""
-    num_proxies: int = 1
-    """Processes of the proxy; those after the first are no copies."""
 
     def settings(self) -> dict[str, Any]:
         """Return the configuration of the run."""
-        return settings(self.seed) | ({"proxy": {"num_processes": self.num_proxies}} if self.num_proxies > 1 else {})
+        return settings(self.seed)
 
     @property
     def run_dir(self) -> RunDirectory:
@@ -364,7 +362,7 @@ def _import_all(directory: Path) -> None:
         importlib.import_module(f"areal_actors.{name}")
     for name in ("areal_actors.cli.commands", "areal_actors.proxy.app", "hypercorn.asyncio.run", "hypercorn.protocol"):
         importlib.import_module(name)
-    for name in ("transformers", "openai", "matplotlib.pyplot", "tools.chaos.tool_agent"):
+    for name in ("transformers", "openai", "tools.chaos.tool_agent"):
         importlib.import_module(name)
     save_config(load_config(directory / "run.yaml"), directory / "saved.yaml")
 
@@ -381,7 +379,6 @@ def main(kind: type[Play] = Play) -> int:
     parser.add_argument("--minutes", type=float, default=math.inf, help="stop after so long, whatever was killed")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--fork", action="store_true", help="copy this process for each one: faster, and less real")
-    parser.add_argument("--proxies", type=int, default=1, help="processes of the proxy (proxy.num_processes)")
     parser.add_argument("--json", type=Path, help="append the counts to this file, as a line")
     parser.add_argument("--directory", type=Path, help="where everything is written down, and kept")
     options = parser.parse_args()
@@ -389,7 +386,7 @@ def main(kind: type[Play] = Play) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     click.echo(f"{options.kills} kills, seed {options.seed}, in {directory}")
     running = kind(directory, options.seed, random.Random(options.seed))
-    running.is_forked, running.num_proxies = options.fork, options.proxies
+    running.is_forked = options.fork
     began = time.monotonic()
     try:
         play(running, kills=options.kills, minutes=options.minutes)
@@ -412,7 +409,6 @@ def _record(played: Play, seconds: float) -> dict[str, Any]:
         "play": played.__module__.rpartition(".")[2] if played.__module__ != "__main__" else Path(sys.argv[0]).stem,
         "seed": played.seed,
         "is_forked": played.is_forked,
-        "num_proxies": played.num_proxies,
         "kills": played.num_kills,
         "seconds": round(seconds),
         "counts": dict(sorted(played.counts.items())),

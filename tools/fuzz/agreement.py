@@ -14,12 +14,12 @@ from tools.fuzz.words import Client, Reply
 from areal_actors.domain import Answer, AnswerStarted, ToolChoice
 from areal_actors.lib.exact_json import dump_json
 from areal_actors.lib.json_prefix import JsonPrefix
-from areal_actors.rendering import TemplateRenderer, join_deltas
+from areal_actors.rendering import Renderer, join_deltas
 
 __all__ = ["find_disagreements"]
 
 
-def find_disagreements(client: Client, parsed: Any, answer: Answer, renderer: TemplateRenderer) -> Iterator[str]:
+def find_disagreements(client: Client, parsed: Any, answer: Answer, renderer: Renderer) -> Iterator[str]:
     """What a client reads of the tokens of ``answer`` at once and token by token, where it differs or is not JSON."""
     whole = _read_whole(client, parsed, answer, renderer)
     streamed = _read_stream(client, parsed, answer, renderer)
@@ -54,14 +54,14 @@ def _options(parsed: Any) -> dict[str, Any]:
     }
 
 
-def _read_whole(client: Client, parsed: Any, answer: Answer, renderer: TemplateRenderer) -> Reply:
+def _read_whole(client: Client, parsed: Any, answer: Answer, renderer: Renderer) -> Reply:
     message = renderer.parse(answer.completion.token_ids, **_options(parsed))
     document = client.dialect.format_answers(parsed, [evolve(answer, message=message)])
     (reply,) = client.read(json.loads(dump_json(document)))
     return reply
 
 
-def _read_stream(client: Client, parsed: Any, answer: Answer, renderer: TemplateRenderer) -> Reply:
+def _read_stream(client: Client, parsed: Any, answer: Answer, renderer: Renderer) -> Reply:
     parser = renderer.open_stream(is_eager=True, **_options(parsed))
     deltas = [delta for token_id in answer.completion.token_ids.tolist() for delta in parser.feed([token_id])]
     deltas += parser.finish()

@@ -21,15 +21,17 @@ import anyio
 import httpx
 from attrs import evolve, field, frozen
 from tests.client.service import open_service
-from tests.stacks.shards import CONFIG, open_first
 
 from areal_actors.cache import SessionSettings
 from areal_actors.domain import SessionId
+from areal_actors.journal import SqliteJournal
 from areal_actors.messages import CollectSession, ForgetSession
+from areal_actors.proxy import ProxyConfig
 from areal_actors.run.inference import Inference, InferenceConfig
+from areal_actors.sessions.intake import IntakeConfig
 from areal_actors.sessions.manager import SessionsConfig
 
-__all__ = ["Arena", "Attack", "Attacker", "Victim", "connect", "create_arena", "open_arena", "open_sharded_arena"]
+__all__ = ["Arena", "Attack", "Attacker", "Victim", "connect", "create_arena", "open_arena", "open_durable_arena"]
 
 CONTROL = ("rl/set_reward", "rl/end_session", "rl/finalize")
 FORBIDDEN = (*CONTROL * 5, "export_trajectories", "rl/start_session", "grant_capacity", "keys", "keys/x")
@@ -293,22 +295,30 @@ async def open_arena() -> AsyncIterator[Arena]:
 
 
 @asynccontextmanager
-async def open_sharded_arena(directory: Path, before: Arena | None = None) -> AsyncIterator[tuple[Arena, Inference]]:
-    """Open a service with two processes and a journal. Of the sessions that live, each process has one.
+async def open_durable_arena(directory: Path, before: Arena | None = None) -> AsyncIterator[tuple[Arena, Inference]]:
+    """Open a service with a journal.
 
     ``before`` is the arena of the service that has run in ``directory`` until now. Its sessions are restored.
     """
-    config = evolve(CONFIG, sessions=SessionsConfig(lifetimes=_LIFETIMES))
-    async with open_first(directory, config) as service, service.second(), connect(service.url) as http:
-        inference = service.inference
+    config = InferenceConfig(
+        proxy=ProxyConfig(drain_seconds=0.0, admin_key="sk-admin-of-the-test"),
+        sessions=SessionsConfig(lifetimes=_LIFETIMES),
+        intake=IntakeConfig(grace_seconds=0.0),
+    )
+    async with (
+        SqliteJournal.open(directory / "journal.sqlite") as journal,
+        open_service(config, journal=journal) as inference,
+        connect(inference.endpoint.url) as http,
+    ):
         if before is None:
             yield await _open_victims(inference, http), inference
         else:
-            yield evolve(before, url=service.url, http=http, inspect=partial(_collect, inference)), inference
+            url = inference.endpoint.url
+            yield evolve(before, url=url, http=http, inspect=partial(_collect, inference)), inference
 
 
 def connect(url: str) -> httpx.AsyncClient:
-    """A client, which keeps its connections, whichever process accepted them."""
+    """A client, which keeps its connections."""
     return httpx.AsyncClient(base_url=url, timeout=30)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from random import Random
 
-from tools.redteam.attacks import Arena, Attacker, State, open_arena, open_sharded_arena
+from tools.redteam.attacks import Arena, Attacker, State, open_arena, open_durable_arena
 
 from areal_actors.messages import LeaseGroups
 
@@ -30,17 +30,16 @@ async def play(seed: int, count: int) -> tuple[Counter[int], list[str]]:
 
 
 async def play_restarts(seed: int, count: int, directory: Path, *, num_restarts: int) -> tuple[Counter[int], list[str]]:
-    """As ``play``, against a service with two processes that restarts meanwhile, each time from its journals.
+    """As ``play``, against a service that restarts meanwhile, each time from its journal.
 
     An attack also succeeds if a restart changes a reward or an end, and if the trainer gets another reward than the
-    runner's for a session. Half of the attacks are replays: a restart may forget whose keys are of no use any more, and
-    a process cannot know the sessions of the other one.
+    runner's for a session. Half of the attacks are replays: a restart may forget whose keys are of no use any more.
     """
     statuses: Counter[int] = Counter()
     successes: list[str] = []
     arena, attacker, before = None, None, None
     for restart in range(num_restarts + 1):
-        async with open_sharded_arena(directory, arena) as (arena, inference):
+        async with open_durable_arena(directory, arena) as (arena, inference):
             attacker = attacker or Attacker(Random(seed), arena.victims, captured=arena.captured, share_of_replays=0.5)
             before = before or await arena.state()
             if (now := await arena.state()) != before:

@@ -383,29 +383,18 @@ def _age(ended_at: float, now: float) -> str:
 SHARD_NAME = r"[a-z0-9]{1,16}"
 """Pattern of a service's name."""
 
-_NAMED = re.compile(rf"(?:.*-|)({SHARD_NAME})\.[A-Za-z0-9_-]{{16,}}(?:\.\d{{1,3}})?(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
-_NUMBERED = re.compile(r".*[A-Za-z0-9_-]{16,}\.(\d{1,3})(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
+_NAMED = re.compile(rf"(?:.*-|)({SHARD_NAME})\.[A-Za-z0-9_-]{{16,}}(?:@[A-Za-z0-9._-]+)?", re.DOTALL)
 
 
 def create_token_factory(
-    shard: str | None, token: Callable[[], str] = lambda: secrets.token_urlsafe(16), *, process: int = 0
+    shard: str | None, token: Callable[[], str] = lambda: secrets.token_urlsafe(16)
 ) -> Callable[[], str]:
-    """Return a factory of unguessable tokens: they begin with the name ``shard``, and end with the number ``process``.
-
-    The first process, 0, has no number in its tokens.
-    """
+    """Return a factory of unguessable tokens, which begin with the name ``shard``."""
     prefix = "" if shard is None else f"{shard}."
-    suffix = f".{process}" if process else ""
-    return lambda: f"{prefix}{token()}{suffix}"
+    return lambda: f"{prefix}{token()}"
 
 
 def shard_of(text: str) -> str | None:
     """Return the service's name in a session's id or key; ``None`` if there is none."""
     found = _NAMED.fullmatch(text)
     return None if found is None else found[1]
-
-
-def process_of(text: str) -> int:
-    """Return the number of the process that issued a session's id or key; 0 if there is none."""
-    found = _NUMBERED.fullmatch(text)
-    return 0 if found is None else int(found[1])

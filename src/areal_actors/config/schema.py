@@ -53,7 +53,6 @@ from areal_actors.training.config import (
     EvaluationConfig,
     KlPlace,
     LoraServing,
-    PublishBy,
     StopConfig,
     TrainerConfig,
     TrainingPlan,
@@ -317,13 +316,8 @@ class LoggingConfig:
 
 
 def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
-    """Reject publishing by broadcast and router replay with servers that are not SGLang's."""
+    """Reject router replay with servers whose experts are not read."""
     rollout = getattr(run, "rollout", None)
-    if trainer.publish is PublishBy.DISTRIBUTED and rollout is not None and not rollout.backend.receives_broadcasts:
-        raise ValueError(
-            f"publish: distributed sends weights to SGLang servers, and rollout.backend is {rollout.backend}; use "
-            "disk, or memory within one process"
-        )
     if trainer.router_replay and rollout is not None and not rollout.backend.records_experts:
         raise ValueError(
             "router_replay needs the experts that the embedded engine and SGLang record, and rollout.backend is "
@@ -331,21 +325,12 @@ def _check_publish(run: RunConfig, _: object, trainer: TrainerConfig) -> None:
         )
 
 
-def _check_scheduler(run: RunConfig, _: object, scheduler: SchedulerConfig) -> None:
-    """Reject a cluster without jobs, and several proxies of a service that could not reach its sessions."""
+def _check_scheduler(_run: object, _: object, scheduler: SchedulerConfig) -> None:
+    """Reject a cluster without jobs."""
     if scheduler.type is SchedulerType.SLURM and not scheduler.roles.placed:
         raise ValueError(
             "type is slurm, and no role is placed, so that everything would run in this process; name the roles that "
             "are jobs, such as roles: {trainer: {gpus: 1}, generation: {gpus: 1}}"
-        )
-    proxy, roles = getattr(run, "proxy", None), scheduler.roles
-    # The additional proxies reach only actors of the service's process. They would come up and take their share of the
-    # connections, whose requests would wait for sessions that are never exposed there (6 of 12 with two proxies).
-    if proxy is not None and proxy.num_processes > 1 and roles.proxy is None and roles.sessions is not None:
-        raise ValueError(
-            f"roles.sessions places sessions in a worker, which the {proxy.num_processes} proxies of "
-            f"proxy.num_processes do not reach; set roles.proxy.replicas: {proxy.num_processes}, too, or leave "
-            "roles.sessions out"
         )
 
 

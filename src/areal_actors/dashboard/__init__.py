@@ -1,7 +1,7 @@
 """Output of a run for people: the live display, the metrics, the learning curve and the report.
 
 Every writer here receives the events of a run (``messages.Progress``) from ``reporter``, on a worker thread:
-``open`` once, ``on_event`` for each event, ``close`` once. Rich, matplotlib, jinja2 and clients of trackers are loaded
+``open`` once, ``on_event`` for each event, ``close`` once. Rich, jinja2 and clients of trackers are loaded
 on first use.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from areal_actors.dashboard.display import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
 from areal_actors.dashboard.dumps import (
-    AdvantageWriter,
     Decode,
     FailureWriter,
     RolloutDumper,
@@ -24,7 +23,7 @@ from areal_actors.dashboard.metrics import (
     read_gauges,
     summarize_run,
 )
-from areal_actors.dashboard.report import write_curve, write_report
+from areal_actors.dashboard.report import write_report
 from areal_actors.dashboard.samples import SessionSampler
 from areal_actors.dashboard.trackers import (
     TrackedRun,
@@ -36,7 +35,6 @@ from areal_actors.dashboard.trackers import (
 
 __all__ = [
     "STEP_KEYS",
-    "AdvantageWriter",
     "Decode",
     "DisplayStyle",
     "FailureWriter",
@@ -58,6 +56,5 @@ __all__ = [
     "read_gauges",
     "require_trackers",
     "summarize_run",
-    "write_curve",
     "write_report",
 ]

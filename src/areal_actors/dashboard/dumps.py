@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from attrs import asdict, evolve
+from attrs import evolve
 
 from areal_actors.dashboard.files import RunDirectory
 from areal_actors.dashboard.records import RecordFile, append_lines, format_record, read_records, rewrite_records
@@ -23,7 +23,6 @@ from areal_actors.dashboard.reporter import Listener
 from areal_actors.domain import Ints, Outcome, unfold
 from areal_actors.interchange import dump_path, dump_row, find_dumps, open_seal_key, seal_row, write_rows
 from areal_actors.kernel import Message
-from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.messages import EpisodeFinished, GroupsTrained, Progress, RowsTrained
 
@@ -108,29 +107,6 @@ def _remove_versions(root: Path, *, at_least: int) -> None:
 
 def _without_versions(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in record.items() if key not in ("head_version", "tail_version")}
-
-
-class AdvantageWriter(Listener):
-    """Writes ``advantages/<step>.jsonl``: the mean advantage of each row that a step trained."""
-
-    name = "advantages"
-
-    def __init__(self, directory: RunDirectory, *, resumed_step: int | None = None) -> None:
-        self._root = directory.advantages
-        self._resumed_step = resumed_step
-
-    def open(self) -> None:
-        """Remove the files of steps that will be repeated."""
-        for path in self._root.glob("*.jsonl"):
-            if path.stem.isdecimal() and int(path.stem) > (self._resumed_step or 0):
-                path.unlink()
-
-    def on_event(self, news: Message[Progress, None]) -> None:
-        """Write the rows of a step. Raises ``OSError``."""
-        if isinstance(news, GroupsTrained):
-            self._root.mkdir(parents=True, exist_ok=True)
-            lines = "".join(format_record(asdict(row)) for row in news.rows)
-            atomic_write(self._root / f"{news.step}.jsonl", lines)
 
 
 class UntrainedWriter(Listener):

@@ -22,7 +22,7 @@
       rows.key           the key that seals them, readable by its owner only
       tensorboard/       scalars
       trackers.json      the names of the run in other trackers
-      report.html        the run on one page, offline; curve.svg, curve.png: its learning curve
+      report.html        the run on one page, offline
 
 The directory of an evaluation, <trial>.eval/<model>/, has config.yaml, failures.jsonl, sessions.jsonl, eval-rollout/,
 logs/ and report.html in the same form, and::
@@ -85,8 +85,6 @@ class RunDirectory:
     """Training rows as text, by version and task."""
     eval_rollouts = _Entry("eval-rollout")
     """Rows of evaluations as text, by version and task."""
-    advantages = _Entry("advantages")
-    """The advantages of the rows of each step, one file per step."""
     untrained = _Entry("untrained.jsonl")
     """One JSON object for each successful episode that no step trained."""
     rows = _Entry("rows")
@@ -130,10 +128,6 @@ class RunDirectory:
     """One JSON object for each episode of an evaluation that is over."""
     evaluation = _Entry("evaluation.json")
     """The identity of an evaluation, and its results once it is over."""
-    curve_svg = _Entry("curve.svg")
-    """The learning curve, for the report and the web."""
-    curve_png = _Entry("curve.png")
-    """The learning curve, for other uses."""
 
     @property
     def has_run(self) -> bool:

@@ -7,15 +7,12 @@ conversations is limited by their size in the page. The template is ``report.htm
 
 from __future__ import annotations
 
-import io
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from attrs import frozen
+from typing import Any
 
 from areal_actors import __version__
 from areal_actors.dashboard.files import RunDirectory
@@ -24,9 +21,6 @@ from areal_actors.dashboard.records import read_records
 from areal_actors.dashboard.run_record import read_record
 from areal_actors.errors import RunDirectoryError
 from areal_actors.lib.telemetry import redact_settings
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
 
 _MAX_SESSION_BYTES = 2_000_000
 """Limit on the size of all conversations in the page together; about a hundred long ones."""
@@ -40,12 +34,10 @@ _LEAST_LOGPROB = -4.0
 
 
 def write_report(directory: RunDirectory) -> Path:
-    """Write ``report.html`` and the learning curve of a run, or the page of an evaluation; return the page's path.
+    """Write ``report.html`` of a run or of an evaluation, and return its path.
 
     Raises ``RunDirectoryError`` if there is neither, or its files cannot be read or written.
     """
-    from markupsafe import Markup
-
     is_evaluation = directory.evaluation.exists()
     if not is_evaluation and not directory.metrics.exists():
         raise RunDirectoryError(
@@ -53,8 +45,6 @@ def write_report(directory: RunDirectory) -> Path:
             "runs/<experiment>/<trial>."
         )
     try:
-        if directory.metrics.exists():
-            write_curve(directory)
         if is_evaluation:
             document = json.loads(directory.evaluation.read_text(encoding="utf-8"))
             page = _render("evaluation.html.jinja", directory, evaluation=document)
@@ -64,14 +54,12 @@ def write_report(directory: RunDirectory) -> Path:
             further = {
                 key: None for one in records for key in one if key not in STEP_KEYS and not key.endswith("/count")
             }
-            svg = directory.curve_svg.read_text(encoding="utf-8")
             page = _render(
                 "report.html.jinja",
                 directory,
                 summary=summarize_run(directory).to_json(),
                 record=read_record(directory),
-                # Not escaped again: matplotlib wrote the picture, and escapes its texts.
-                curve=Markup(svg[svg.index("<svg") :]),  # noqa: S704
+                curve=draw_curve(records),
                 keys=(*STEP_KEYS, *further),
                 # Evenly spread, counted from the end, so that the last step is shown.
                 steps=records[::-1][:: max(1, math.ceil(len(records) / _MAX_STEPS))][::-1],
@@ -191,77 +179,22 @@ def mask_at(runs: Sequence[Sequence[int]], num_tokens: int) -> list[int]:
     return [*values[:num_tokens], *([0] * (num_tokens - len(values)))]
 
 
-_REWARD_COLOR = "#3b7dd8"
-_EVAL_COLOR = "#d8663b"
-_STYLE: Any = {
-    "svg.hashsalt": "areal_actors",  # the same run gives the same bytes
-    "svg.fonttype": "none",  # text stays text: small, and sharp
-    "font.family": "sans-serif",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.edgecolor": "#888888",
-    "text.color": "#333333",
-    "axes.labelcolor": "#333333",
-    "xtick.color": "#666666",
-    "ytick.color": "#666666",
-}
+def draw_curve(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the points of the learning curve, and the ticks of its axes, in a picture of 720 x 300 points."""
+    lines = {
+        name: [(record["step"], record[key]) for record in records if record.get(key) is not None and "step" in record]
+        for name, key in (("training", "reward"), ("held_out", "eval_reward"))
+    }
+    steps = [step for line in lines.values() for step, _ in line] or [0]
+    values = [value for line in lines.values() for _, value in line] or [0.0]
+    low, high = min(0.0, *values), max(values)
+    num_steps, height = (max(steps) - min(steps)) or 1, (high - low) or 1.0
 
+    def place(step: float, value: float) -> tuple[float, float]:
+        return round(50 + 650 * (step - min(steps)) / num_steps, 1), round(270 - 250 * (value - low) / height, 1)
 
-@frozen(kw_only=True)
-class LearningCurve:
-    """Points of the picture: ``(step, reward)`` pairs."""
-
-    title: str = ""
-    rewards: tuple[tuple[int, float], ...] = ()
-    evaluations: tuple[tuple[int, float], ...] = ()
-
-
-def read_curve(directory: RunDirectory) -> LearningCurve:
-    """Return the curve of the records in ``metrics.jsonl``. Raises ``OSError``."""
-    records = list(read_records(directory.metrics))
-
-    def points(key: str) -> tuple[tuple[int, float], ...]:
-        return tuple((int(r["step"]), float(r[key])) for r in records if r.get(key) is not None and "step" in r)
-
-    title = f"{directory.path.parent.name} / {directory.path.name}"
-    return LearningCurve(title=title, rewards=points("reward"), evaluations=points("eval_reward"))
-
-
-def write_curve(directory: RunDirectory) -> None:
-    """Write ``curve.svg`` and ``curve.png`` of a run. Raises ``OSError``."""
-    curve = read_curve(directory)
-    directory.curve_svg.write_bytes(draw_curve(curve, form="svg"))
-    directory.curve_png.write_bytes(draw_curve(curve, form="png"))
-
-
-def draw_curve(curve: LearningCurve, *, form: str) -> bytes:
-    """Return the picture as ``svg`` or ``png``. Needs no display, and does not change matplotlib's global state."""
-    import matplotlib as mpl
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import MaxNLocator
-
-    buffer = io.BytesIO()
-    with mpl.rc_context(_STYLE):
-        figure = Figure(figsize=(7.2, 3.6), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots()
-        # Without the backslash, matplotlib reads a formula of TeX between two dollar signs.
-        axes.set_title(curve.title.replace("$", r"\$"), fontsize=11, loc="left")
-        axes.set_xlabel("step")
-        axes.set_ylabel("mean reward")
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        _plot_line(axes, curve.rewards, label="training", color=_REWARD_COLOR, marker="", linewidth=1.8)
-        _plot_line(axes, curve.evaluations, label="held out", color=_EVAL_COLOR, marker="o", linewidth=1.0)
-        if curve.rewards or curve.evaluations:
-            axes.legend(frameon=False, loc="lower right")
-        # Neither form has the time of its making, so that the same run gives the same bytes.
-        metadata: dict[str, Any] = {"Date": None} if form == "svg" else {"Software": None}
-        figure.savefig(buffer, format=form, dpi=144, metadata=metadata)
-    return buffer.getvalue()
-
-
-def _plot_line(axes: Axes, points: Sequence[tuple[int, float]], **style: Any) -> None:
-    if points:
-        axes.plot([step for step, _ in points], [value for _, value in points], markersize=5, **style)
+    return {
+        **{name: [place(step, value) for step, value in line] for name, line in lines.items()},
+        "steps": [(place(step, low)[0], step) for step in sorted({min(steps), max(steps)})],
+        "values": [(place(0, low + share * height)[1], low + share * height) for share in (0, 0.25, 0.5, 0.75, 1)],
+    }

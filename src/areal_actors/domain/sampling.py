@@ -314,24 +314,22 @@ class PauseMode(StrEnum):
 
 @frozen(kw_only=True)
 class Snapshot:
-    """Weights to load: in memory, as a directory of safetensors, or kept by the trainer and fetched on request.
+    """Weights to load: in memory, or as a directory of safetensors.
 
     ``state`` (parameter name to tensor, with the names of the model's state dict; shared, not copied) stays valid and
-    unchanged until ``Engine.load`` has returned. Tied weights may be omitted. With ``is_kept`` an engine requests the
-    tensors that its servers need (``messages.Weights``), until a newer version is published. An ``adapter`` is a
-    directory that peft can load, of low-rank changes to the weights in ``path``.
+    unchanged until ``Engine.load`` has returned. Tied weights may be omitted. An ``adapter`` is a directory that peft
+    can load, of low-rank changes to the weights in ``path``.
     """
 
     version: int
     state: Mapping[str, Any] | None = field(default=None, repr=False, eq=False)
     path: Path | None = None
     adapter: Path | None = None
-    is_kept: bool = False
 
     @property
     def is_empty(self) -> bool:
         """Whether there is nothing to load."""
-        return self.state is None and self.path is None and not self.is_kept
+        return self.state is None and self.path is None
 
 
 @frozen(kw_only=True)

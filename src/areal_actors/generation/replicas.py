@@ -502,7 +502,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
         self._publication += 1
         # Joining replicas load a lasting snapshot on their own schedule. Tensors that are only lent are not
         # available later, so joining replicas are sent those at once.
-        is_lent = snapshot.path is None and not snapshot.is_kept
+        is_lent = snapshot.path is None
         states = {ReplicaState.SERVING} | ({ReplicaState.JOINING} if is_lent else set())
         asked = [replica for replica in self._replicas.values() if replica.state in states]
         await self._update_all(asked, snapshot)

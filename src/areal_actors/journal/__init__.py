@@ -23,7 +23,7 @@ from areal_actors.journal.recovery import (
     restate,
     restore_groups,
 )
-from areal_actors.journal.sqlite import SqliteJournal, count_waiting_groups
+from areal_actors.journal.sqlite import SqliteJournal
 
 __all__ = [
     "Journal",
@@ -38,7 +38,6 @@ __all__ = [
     "RestoredGroups",
     "SqliteJournal",
     "as_of",
-    "count_waiting_groups",
     "read_journal",
     "recover",
     "restate",

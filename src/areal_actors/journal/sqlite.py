@@ -22,7 +22,7 @@ import sqlite3
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Self
@@ -471,16 +471,6 @@ class Store:
             advice = "Free some space, or look after the disk; then start the service again, which goes on from what "
             advice += "was written."
         return JournalError(f"{self.path} could not be {verb} ({reason}). {advice}")
-
-
-def count_waiting_groups(path: Path) -> int:
-    """Return how many groups of a journal that no process has open are in no saved version; 0 if it cannot be read."""
-    try:
-        with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro", uri=True)) as connection:
-            found: int = connection.execute("SELECT count(*) FROM waiting_groups").fetchone()[0]
-            return found
-    except sqlite3.Error:
-        return 0
 
 
 _NETWORK = (

@@ -57,7 +57,7 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 def to_checkpoint_tensors(
-    model: Any | None, state: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, is_copied: bool = False
+    model: Any | None, state: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Return the weights on the CPU, each once, contiguous, by their names in checkpoints.
 
@@ -68,17 +68,16 @@ def to_checkpoint_tensors(
             names are unchanged.
         state: The weights by their names in the model's state dict.
         dtype: The dtype to which floating-point tensors are cast; ``None`` leaves them unchanged.
-        is_copied: Whether tensors that are already on the CPU in ``dtype`` are copied; otherwise they are shared.
 
     Raises:
         ModelError: A value of ``state`` is not a tensor.
     """
-    buckets = checkpoint_buckets(model, state, dtype=dtype, is_copied=is_copied)
+    buckets = checkpoint_buckets(model, state, dtype=dtype)
     return {name: tensor for bucket in buckets for name, tensor in bucket.items()}
 
 
 def checkpoint_buckets(
-    model: Any | None, state: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, is_copied: bool = False
+    model: Any | None, state: Mapping[str, Tensor], *, dtype: torch.dtype | None = None
 ) -> Iterator[dict[str, Tensor]]:
     """Yield what ``to_checkpoint_tensors`` returns in parts: the weights of one layer, or one weight outside of layers.
 
@@ -89,7 +88,7 @@ def checkpoint_buckets(
         tensor = state[name].detach()
         # Cast on the device, one tensor at a time, so that fewer bytes leave it.
         cast = tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-        return cast.clone() if is_copied and cast is tensor and cast.is_cpu else cast.cpu()
+        return cast.cpu()
 
     for names in _bucket_names(model, state):
         # No name for the tensors: a generator that waits would hold them while it makes the next ones.

@@ -13,6 +13,7 @@ A distribution adds an object by an entry point, whose group says what it is::
 | ``PROBLEMS`` | a key of problems that commands work on in an environment | a ``ProblemEnvironment`` |
 | ``SECTIONS`` | a section of the configuration | an attrs class |
 | ``ACCOUNTS`` | any | a function from the ``RunConfig`` to the actor that keeps users and their keys |
+| ``UPSTREAMS`` | ``url`` | a coroutine function that finds the model behind a URL, for evaluations |
 | ``COMMANDS`` | a command of ``areal-actors`` | a click command |
 
 Classes of settings are imported when a configuration is read, all other objects when something names them. ``import
@@ -42,6 +43,7 @@ class PluginGroup(StrEnum):
     SECTIONS = "areal_actors.sections"
     COMMANDS = "areal_actors.commands"
     ACCOUNTS = "areal_actors.accounts"
+    UPSTREAMS = "areal_actors.upstreams"
 
 
 KNOWN_PLUGINS: Mapping[PluginGroup, Mapping[str, str]] = {
@@ -49,12 +51,12 @@ KNOWN_PLUGINS: Mapping[PluginGroup, Mapping[str, str]] = {
     PluginGroup.DATASETS: dict.fromkeys(("harbor", "verifiers", "bfcl"), "environments"),
     PluginGroup.WORKFLOWS: {"verifiers": "environments"},
     PluginGroup.SECTIONS: {"users": "service", "host": "service"},
+    PluginGroup.UPSTREAMS: {"url": "evals"},
     PluginGroup.COMMANDS: {
         "tasks": "environments",
-        "keys": "service",
-        "host": "service",
-        "entry": "service",
         "tinker": "tinker",
+        "verify": "evals",
+        **dict.fromkeys(("keys", "host", "entry"), "service"),
     },
 }
 """The plug-ins of this repository, so that a name whose plug-in is missing is answered with the line to install it."""

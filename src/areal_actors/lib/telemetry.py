@@ -37,7 +37,6 @@ _QUIET = (
     "httpcore",
     "openai",
     "transformers",
-    "matplotlib",
     "PIL",
     "urllib3",
     "asyncio",

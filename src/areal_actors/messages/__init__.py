@@ -3,7 +3,7 @@
 ::
 
     Accounts
-      ▲ asks                               ┌──asks──▶ Weights (next to Training)
+      ▲ asks
     Proxy ──asks──▶ Sessions ──asks──▶ Generation ◀──publishes── Training ──leads──▶ Ranks
       ├──borrows──▶ Models (each with Sessions and Generation of its own)
       │                ▲                                            │ ▲
@@ -64,13 +64,11 @@ from areal_actors.messages.directory import (
     ExpectWorker,
     FetchRoleSpec,
     KeepLease,
-    ProxyLost,
     Report,
     ReportFailure,
     ReportGang,
     ReportReady,
     RoleSpec,
-    ServiceProcess,
     TakeFailure,
     WeightsPublished,
 )
@@ -115,7 +113,6 @@ from areal_actors.messages.progress import (
     GroupsTrained,
     PhaseChanged,
     Progress,
-    RowAdvantage,
     RowsTrained,
     RunEnded,
     SessionArchived,
@@ -158,8 +155,6 @@ from areal_actors.messages.sessions import (
     SessionsView,
     SetReward,
     SettleTaken,
-    ShardOpened,
-    Shards,
     StartSession,
     StoredAnswer,
     StreamComplete,
@@ -180,15 +175,6 @@ from areal_actors.messages.training import (
     TrainAlong,
     Training,
     TrainingSummary,
-)
-from areal_actors.messages.weights import (
-    DescribeWeights,
-    GroupPlace,
-    Receiver,
-    SendWeights,
-    TensorBucket,
-    Weights,
-    WriteWeights,
 )
 
 __all__ = [
@@ -222,7 +208,6 @@ __all__ = [
     "DescribeOwner",
     "DescribeReplicas",
     "DescribeSessions",
-    "DescribeWeights",
     "Directory",
     "DiscardLease",
     "DismissWorker",
@@ -245,7 +230,6 @@ __all__ = [
     "GatherWeights",
     "Generate",
     "Generation",
-    "GroupPlace",
     "GroupsTrained",
     "HasKeys",
     "HideAnswer",
@@ -269,10 +253,8 @@ __all__ = [
     "Permit",
     "PhaseChanged",
     "Progress",
-    "ProxyLost",
     "PublishWeights",
     "Ranks",
-    "Receiver",
     "RecordTurn",
     "RefundGroup",
     "ReplicaState",
@@ -289,15 +271,12 @@ __all__ = [
     "RevokeKey",
     "RoleSpec",
     "Rollouts",
-    "RowAdvantage",
     "RowsTrained",
     "RunEnded",
     "RunProblem",
     "SaveShards",
     "SaveVersion",
     "SaveWeights",
-    "SendWeights",
-    "ServiceProcess",
     "Serving",
     "SessionArchived",
     "SessionClosed",
@@ -309,8 +288,6 @@ __all__ = [
     "SetReward",
     "SettlePermit",
     "SettleTaken",
-    "ShardOpened",
-    "Shards",
     "StartSession",
     "StepFinished",
     "StoreEpisodes",
@@ -319,7 +296,6 @@ __all__ = [
     "TakeFailure",
     "TakeSession",
     "TakenSession",
-    "TensorBucket",
     "TokensSampled",
     "TrainAlong",
     "Training",
@@ -329,7 +305,5 @@ __all__ = [
     "UseModel",
     "VersionAdvanced",
     "WatchSessions",
-    "Weights",
     "WeightsPublished",
-    "WriteWeights",
 ]

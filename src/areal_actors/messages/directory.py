@@ -22,23 +22,6 @@ class Directory:
 
 
 @frozen(kw_only=True)
-class ServiceProcess:
-    """One of the processes of a service, which has a proxy and sessions. Its ``number`` ends their ids and keys.
-
-    It serves HTTP on a unix socket in ``sockets``, to which the router at ``url`` forwards requests.
-    """
-
-    number: int
-    sockets: Path
-    url: str
-
-    @property
-    def socket(self) -> Path:
-        """The path of its socket."""
-        return self.sockets / f"{self.number}.sock"
-
-
-@frozen(kw_only=True)
 class RoleSpec:
     """Instructions for a worker: its role in a run that resumes from ``checkpoint`` with the problems after ``start``.
 
@@ -46,8 +29,7 @@ class RoleSpec:
     process. A worker that serves hangs if it is silent for ``hang_seconds``; ``None`` leaves that to the lease.
     ``listen`` is an address for the worker's own actors; by default it is any port of the interface through
     which it reaches the controller. ``admin_key`` is the administrator's key for a proxy. ``has_intake`` and the like
-    say which actors the run has: one with an intake is a service. ``process`` is set for a proxy of a service with
-    several processes.
+    say which actors the run has: one with an intake is a service.
     ``is_replaced_alone`` says whether the worker may be restarted while the others continue; otherwise its end ends the
     attempt. ``has_begun`` says whether an earlier process has begun the run, so that its settings have been tried.
     """
@@ -66,7 +48,6 @@ class RoleSpec:
     start: DataPosition = field(factory=DataPosition)
     listen: str | None = None
     admin_key: str | None = field(default=None, repr=False)
-    process: ServiceProcess | None = None
     is_replaced_alone: bool = False
     has_begun: bool = False
 
@@ -218,12 +199,7 @@ class AwaitProxies(Message[Directory, tuple[str, ...]]):
 
 @frozen(kw_only=True)
 class CountLostProxies(Message[Directory, int]):
-    """Return how many proxies have ended after they served, in workers or further processes of this run."""
-
-
-@frozen(kw_only=True)
-class ProxyLost(Message[Directory, None]):
-    """News: one of the processes that share the port of the controller's proxy has ended."""
+    """Return how many proxies have ended after they served."""
 
 
 @frozen(kw_only=True)

@@ -74,27 +74,10 @@ class RowsTrained(Message[Progress, None]):
 
 
 @frozen(kw_only=True)
-class RowAdvantage:
-    """The mean advantage of the trained tokens of a row, which is a branch of the session of one episode."""
-
-    task: str
-    """The name of the problem, as that of its file of rollouts."""
-    member: int
-    """The index of the episode in its group."""
-    num_tokens: int
-    """Length of the row."""
-    advantage: float
-
-
-@frozen(kw_only=True)
 class GroupsTrained(Message[Progress, None]):
-    """News: the advantages of the rows of a training step. Sent before the ``StepFinished`` of the same step.
-
-    ``tasks`` are the problems of all groups of the step, also of those without a row.
-    """
+    """News: the problems of all groups of a training step. Sent before the ``StepFinished`` of the same step."""
 
     step: int
-    rows: tuple[RowAdvantage, ...]
     tasks: tuple[str, ...] = ()
 
 

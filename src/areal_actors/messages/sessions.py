@@ -90,8 +90,6 @@ class OpenSession(Message[Sessions, SessionOpened]):
 
     The recorded turns of an earlier run of this agent are answered again, as long as its requests are the same.
     """
-    record: SessionId | None = None
-    """The name under which another process records the turns of this session, as those of such an episode."""
 
 
 @frozen(kw_only=True)
@@ -263,7 +261,7 @@ class EndSession(Message[Sessions, SessionClosed]):
 class SessionsView:
     """The session manager's counters: live and ended sessions, pending answers, recognised retries.
 
-    ``num_failed_journals`` is the number of processes of the service whose journal can no longer be written.
+    ``num_failed_journals`` is 1 if the journal can no longer be written.
     """
 
     num_live: int
@@ -320,18 +318,6 @@ class WatchSessions(Message[Sessions, None]):
     """Notify ``watcher`` of every session that ends or expires from now on."""
 
     watcher: Ref[Intake]
-
-
-class Shards:
-    """Address of the router of a service with several processes, each of which has a session manager."""
-
-
-@frozen(kw_only=True)
-class ShardOpened(Message[Shards, None]):
-    """News: the session manager of ``process`` can be reached, now or as soon as it has started."""
-
-    process: int
-    sessions: Ref[Sessions]
 
 
 # ---------------------------------------------------------------------------------------------------------- intake

@@ -18,7 +18,6 @@ from areal_actors.messages import (
     Generation,
     Intake,
     Models,
-    ServiceProcess,
     Serving,
     Sessions,
 )
@@ -28,15 +27,13 @@ from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.dialects.base import TokenBytes
 from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.metrics import ReadRun
-from areal_actors.proxy.router import listen_as
 from areal_actors.proxy.server import bind, serve_until_cancelled, url_of
 
 
 class ProxyServer(Actor[Serving]):
     """An actor that serves the HTTP application and forwards requests as messages.
 
-    The arguments are those of ``create_app``. With ``process``, it serves the socket of that process of a service, to
-    which a router forwards, instead of the address in ``config``.
+    The arguments are those of ``create_app``.
 
     Raises:
         ConfigError: at spawn, if the address cannot be used.
@@ -56,14 +53,12 @@ class ProxyServer(Actor[Serving]):
         token_bytes: TokenBytes | None = None,
         model: str = "policy",
         read_run: ReadRun | None = None,
-        process: ServiceProcess | None = None,
     ) -> None:
         config = config or ProxyConfig()
         self._config = config
         self._admin_key = config.admin_key or create_admin_key()
         self._traffic = Traffic()
         self._url = ""
-        self._process = process
         self._app = create_app(
             sessions=sessions,
             exports=exports,
@@ -82,11 +77,8 @@ class ProxyServer(Actor[Serving]):
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
         """Bind the socket and serve it in the background until the actor stops."""
-        if self._process is None:
-            listener = bind(self._config)
-            self._url = url_of(listener, self._config.public_host)
-        else:
-            listener, self._url = listen_as(self._process), self._process.url
+        listener = bind(self._config)
+        self._url = url_of(listener, self._config.public_host)
         try:
             seconds = self._config.drain_seconds
             context.tasks.start_soon(

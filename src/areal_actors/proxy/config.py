@@ -40,8 +40,6 @@ class ProxyConfig:
     """Name under which agents reach this machine, if it differs from ``host``."""
     server: HttpServer = HttpServer.UVICORN
     """The library that serves HTTP on asyncio; on trio it is always Hypercorn."""
-    num_processes: int = field(default=1, validator=[ge(1), le(1_024)])
-    """Number of processes that share the port, each with a proxy and sessions; engine and trainer stay in the first."""
     admin_key: str | None = field(default=None, repr=False, metadata=COMMON)
     """Key for the routes that start and export sessions. A random one is generated if it is not set."""
     session_urls: bool = True

@@ -289,9 +289,9 @@ class Exchange:
 
     @property
     def client(self) -> str | None:
-        """The address of the client. Behind a unix socket, it is the one that the router of the service has seen."""
+        """The address of the client, if it has one."""
         client: tuple[str, int] | None = self.scope.get("client")
-        return client[0] if client else self.headers.get(b"x-forwarded-for", b"").decode("latin-1") or None
+        return client[0] if client else None
 
     @property
     def operation(self) -> str:

@@ -1,7 +1,7 @@
 """Forwarding of HTTP requests to the process that answers them: the choice of that process, and the passing on.
 
-One way serves all: the router of a service with several processes (``router``), the controller of proxies on other
-machines (``run.forwarding``), the entry point of several services, and models behind a URL (``run.upstream``).
+One way serves all: the controller of proxies on other machines (``run.forwarding``), the entry point of several
+services, and models behind a URL (``areal-actors-evals``).
 
 A request is read completely before it is sent on, as the proxy itself would do: a client that is slow or disconnects
 then costs the proxy nothing, and a request that reached no proxy can be sent to another one. The answer is passed on as
@@ -49,7 +49,6 @@ _HOP_BY_HOP = frozenset(
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 _OWN = _HOP_BY_HOP | {b"host", b"content-length", b"expect"}
 _RETRY_SECONDS = 0.25
-FORWARDED_FOR = b"x-forwarded-for"
 
 
 async def forward(

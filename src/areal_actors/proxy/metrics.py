@@ -233,7 +233,7 @@ _SESSIONS = (
     (gauge, "sessions_ended", "Sessions that have ended and are not forgotten.", "num_ended"),
     (gauge, "interactions_pending", "Answers that are being made.", "num_pending"),
     (_counter, "retries_recognised", "Retries that joined or repeated an earlier request.", "num_retries"),
-    (gauge, "failed_journals", "Processes whose journal can no longer be written.", "num_failed_journals"),
+    (gauge, "failed_journals", "1 if the journal can no longer be written.", "num_failed_journals"),
 )
 _CAPACITY = (
     (gauge, "capacity_available", "Episode groups that may start now.", "available"),

@@ -20,7 +20,7 @@ from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import ModelError, RenderError
 from areal_actors.rendering.extension import ParityProbe, SuffixRenderer, find_end_of_turn
 from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, choose_format
-from areal_actors.rendering.renderer import TemplateRenderer
+from areal_actors.rendering.renderer import Renderer
 from areal_actors.rendering.template import (
     Adaptation,
     ChatTemplate,
@@ -49,7 +49,7 @@ class RendererConfig:
     chat_template: str | None = None
 
 
-def load_renderer(model_path: Path | str, *, config: RendererConfig | None = None) -> TemplateRenderer:
+def load_renderer(model_path: Path | str, *, config: RendererConfig | None = None) -> Renderer:
     """Create a renderer for the model in the directory ``model_path``.
 
     Reads the tokenizer files, and further end tokens from ``generation_config.json`` if it exists.
@@ -136,7 +136,7 @@ def create_renderer(
     config: RendererConfig | None = None,
     stop_token_ids: Sequence[int] = (),
     now: Callable[[], datetime] = datetime.now,
-) -> TemplateRenderer:
+) -> Renderer:
     """Create a renderer for ``tokenizer``, whose backend is modified: truncation and padding are switched off.
 
     ``stop_token_ids`` are end tokens that neither the tokenizer nor the template defines. ``now`` is the clock for
@@ -175,7 +175,7 @@ def create_renderer(
         ends_text = sorted((vocabulary.special[i] for i in stops if i in vocabulary.special), key=len, reverse=True)
         suffix = SuffixRenderer(formatter=formatter, closing=re.compile("|".join(map(re.escape, ends_text))))
         probe = ParityProbe(formatter=formatter, suffix=suffix, vocabulary=vocabulary, stop_token_ids=stops)
-    return TemplateRenderer(
+    return Renderer(
         vocabulary=vocabulary,
         formatter=formatter,
         stop_token_ids=stops,

@@ -188,7 +188,9 @@ def choose_format(name: str, formats: Mapping[str, FormatT], *, template: str, p
 
 
 class AnswerStream:
-    """A ``StreamParser`` made of stages: text, thinking, stop strings, calls.
+    """Incremental parser of one answer, from ids to deltas, in stages: text, thinking, stop strings, calls.
+
+    The deltas join to the same message however the ids are chunked.
 
     ``hidden`` are ids that clients do not see: end tokens and other special tokens. Stop strings count outside of the
     thinking, which is no text that the client asked for; in a call they count, because engines cannot tell it apart.
@@ -217,7 +219,10 @@ class AnswerStream:
         return deltas
 
     def feed(self, token_ids: Ints | Sequence[int]) -> tuple[Delta, ...]:
-        """Return the deltas that are certain after these ids."""
+        """Return the deltas that are certain after these ids.
+
+        Text that may become a tag, and partial characters, are held back.
+        """
         shown = as_list(token_ids)
         # Most chunks contain no hidden id, and then the list is used as it is.
         if not self._hidden.isdisjoint(shown):
@@ -226,7 +231,7 @@ class AnswerStream:
         return self._read(self._reasoning.feed(text)) if text else ()
 
     def finish(self) -> tuple[Delta, ...]:
-        """Return what was held back."""
+        """Return what was held back, at the end of the answer. Call it once."""
         text = self._detokenizer.finish()
         said = self._read((*self._reasoning.feed(text), *self._reasoning.finish()))
         return (*said, *self._tools.feed(self._stop.finish()), *self._tools.finish())

@@ -1,7 +1,8 @@
-"""``TemplateRenderer``: the ``Renderer`` protocol for any Hugging Face chat template.
+"""``Renderer`` converts messages to token ids and back, for any Hugging Face chat template.
 
 Its parts are ``template`` (messages to text), ``tokens`` (text to ids and back), ``extension`` (the next messages
-alone) and ``parsers`` (answers). ``loading`` assembles them.
+alone) and ``parsers`` (answers). ``loading`` assembles them. ``cache`` decides which turn extends which, and ``proxy``
+formats responses for clients.
 """
 
 from __future__ import annotations
@@ -9,18 +10,16 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any
+from typing import TypeAlias
 
 from attrs import field, frozen
 from tokenizers import Tokenizer
 
 from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, OneOf, Tool, ToolChoice, as_ints
 from areal_actors.errors import RenderError, UnsupportedParameter
-from areal_actors.rendering.base import StreamParser
 from areal_actors.rendering.extension import (
     ParityProbe,
     Shape,
-    Trait,
     Verdict,
     canonical_json,
     find_left_out,
@@ -39,11 +38,12 @@ from areal_actors.rendering.parsers import (
 from areal_actors.rendering.template import PromptFormatter
 from areal_actors.rendering.tokens import Vocabulary
 
-_NO_OPTIONS: Mapping[str, Any] = {}
+Options: TypeAlias = Mapping[str, object]
+"""Further variables of a chat template."""
+
+_NO_OPTIONS: Options = {}
 _MAX_KEPT = 4096
 """Number of cached verdicts, bounded because a client may send any number of shapes."""
-_MAX_OUTLINE = 32
-"""Number of messages up to which it is cached that a template shows messages of these traits."""
 _MIN_TELLING = 16
 _MAX_SHOWN = 40
 """Number of characters of a rendering that an error repeats."""
@@ -52,11 +52,13 @@ _QUESTION = ChatMessage(role="user", content="question")
 
 
 @frozen(kw_only=True, eq=False)
-class TemplateRenderer:
-    """A renderer for a chat template and a tokenizer. Made by ``load_renderer`` or ``create_renderer``.
+class Renderer:
+    """Conversion of messages to ids and back, for one model. Made by ``load_renderer`` or ``create_renderer``.
 
-    ``probe`` is ``None`` for a template without an end of turn: then nothing can be extended, and every turn is
-    rendered as a whole.
+    Independent of any conversation, and fast enough to call in an event loop.
+
+    ``stop_token_ids`` end an answer: the template's end of turn first, then the model's other end tokens. ``probe`` is
+    ``None`` for a template without an end of turn: then nothing can be extended, and every turn is rendered as a whole.
     """
 
     vocabulary: Vocabulary
@@ -67,7 +69,6 @@ class TemplateRenderer:
     probe: ParityProbe | None
     _verdicts: dict[Shape, Verdict] = field(factory=dict, init=False)
     _openings: dict[str, bool] = field(factory=dict, init=False)
-    _shown: set[tuple[tuple[Trait, ...], bool, str]] = field(factory=set, init=False)
     _hidden: AbstractSet[int] = field(init=False)
     _hidden_with_tools: AbstractSet[int] = field(init=False)
 
@@ -90,7 +91,7 @@ class TemplateRenderer:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether answers may contain thinking."""
+        """Whether answers may contain thinking, in which stop strings do not count."""
         return self.reasoning_format is not None
 
     def render(
@@ -98,34 +99,30 @@ class TemplateRenderer:
         messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Tool] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
     ) -> Ints:
-        """Render the whole conversation; see ``Renderer.render``."""
+        """Return the ids of the whole conversation and of the header that asks for an answer, int32 [T].
+
+        Raises:
+            RenderError: the template refuses the conversation, or leaves a message out.
+        """
         options = template_kwargs or _NO_OPTIONS
         text = self.formatter.format(messages, tools=tools, options=options)
         self._check_shown(text, messages, has_tools=bool(tools), options=options)
-        return self.vocabulary.encode_prompt(text)
+        return as_ints(self.vocabulary.encode(text))
 
-    def _check_shown(
-        self, text: str, messages: Sequence[ChatMessage], *, has_tools: bool, options: Mapping[str, Any]
-    ) -> None:
+    def _check_shown(self, text: str, messages: Sequence[ChatMessage], *, has_tools: bool, options: Options) -> None:
         """Raise ``RenderError`` if the template has left a message out of ``text``."""
         contents = [(message.content or "").strip() for message in messages]
         # Short texts may occur in the prompt by chance.
         if all(len(content) >= _MIN_TELLING and content in text for content in contents):
             return
-        shape = tuple(map(Trait.of, messages)), has_tools, canonical_json(options)
-        if len(messages) > _MAX_OUTLINE or shape not in self._shown:
-            index = find_left_out(self.formatter, messages, has_tools=has_tools, options=options)
-            if index is not None:
-                raise RenderError(
-                    f"The model's chat template leaves out message {index} (of role {messages[index].role}) of "
-                    f"{len(messages)}. Send it in another place, or as the user's."
-                )
-            if len(messages) <= _MAX_OUTLINE:
-                if len(self._shown) >= _MAX_KEPT:
-                    self._shown.clear()
-                self._shown.add(shape)
+        index = find_left_out(self.formatter, messages, has_tools=has_tools, options=options)
+        if index is not None:
+            raise RenderError(
+                f"The model's chat template leaves out message {index} (of role {messages[index].role}) of "
+                f"{len(messages)}. Send it in another place, or as the user's."
+            )
 
     def render_answer(
         self,
@@ -133,7 +130,7 @@ class TemplateRenderer:
         answer: ChatMessage,
         *,
         tools: Sequence[Tool] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
     ) -> Ints:
         """Return the ids that a model would sample to give ``answer`` after the prompt of ``messages``, int32 [n].
 
@@ -162,9 +159,14 @@ class TemplateRenderer:
         begun: ChatMessage,
         *,
         tools: Sequence[Tool] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
     ) -> Ints:
-        """Return the ids of the beginning of an answer after the prompt of ``messages``, int32 [n].
+        """Return the ids of the beginning of an answer, which the model continues, after the prompt of ``messages``.
+
+        Only requests whose client begins the answer need it.
+
+        Returns:
+            int32 [n], up to the end of the text of ``begun``.
 
         Raises:
             RenderError: the template does not write the text of ``begun``, unchanged, after its own prompt.
@@ -223,9 +225,21 @@ class TemplateRenderer:
         new: Sequence[ChatMessage],
         is_closed: bool,
         tools: Sequence[Tool] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
     ) -> Ints | ForkReason:
-        """Render only the new messages; see ``Renderer.extend``.
+        """Return the ids that follow the parent's exact ids (prompt and sampled answer) to ask for an answer.
+
+        Only ``new`` is rendered and tokenised. If the result would differ from the template's rendering of the whole
+        conversation, a ``ForkReason`` is returned instead: call ``render`` then (which also shows why, if the template
+        refuses the conversation).
+
+        Args:
+            history: the parent's messages, followed by its answer.
+            new: the messages after the answer.
+            is_closed: the sampled ids end with one of ``stop_token_ids``; otherwise the returned ids start by closing
+                the turn.
+            tools: the tools that are offered.
+            template_kwargs: further variables of the template.
 
         Raises:
             ValueError: ``history`` does not end with an answer of the assistant.
@@ -260,11 +274,20 @@ class TemplateRenderer:
         *,
         tools: Sequence[Tool] = (),
         stop: Sequence[str] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
         call_ids: Callable[[], str] | None = None,
         is_plain: bool = False,
     ) -> ChatMessage:
-        """Parse a complete answer; see ``Renderer.parse``."""
+        """Return the assistant's message that these sampled ids represent. Never raises: malformed text stays content.
+
+        Args:
+            token_ids: the sampled ids.
+            tools: the tools that were offered; without any, the answer is not searched for tool calls.
+            stop: stop strings; the text ends before the first of them that is outside of the thinking.
+            template_kwargs: those of the prompt.
+            call_ids: creates the ids of tool calls; random ones by default.
+            is_plain: everything is content, including reasoning and calls, as after a raw prompt.
+        """
         stream = self.open_stream(
             tools=tools, stop=stop, template_kwargs=template_kwargs, call_ids=call_ids, is_plain=is_plain
         )
@@ -275,12 +298,16 @@ class TemplateRenderer:
         *,
         tools: Sequence[Tool] = (),
         stop: Sequence[str] = (),
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
         call_ids: Callable[[], str] | None = None,
         is_plain: bool = False,
         is_eager: bool = False,
-    ) -> StreamParser:
-        """Return a parser for one answer; see ``Renderer.open_stream``."""
+    ) -> AnswerStream:
+        """Return a parser for one answer as it arrives; its deltas join to the message that ``parse`` returns.
+
+        With ``is_eager``, calls are emitted while they are read. A call that turns out to be malformed after its
+        arguments have begun is then a call with incomplete arguments, where ``parse`` returns its text as content.
+        """
         call_ids = call_ids or (lambda: f"call_{secrets.token_hex(12)}")
         tool_format = self.tool_format if tools and not is_plain else None
         reasoning: AnswerParser = PlainText()
@@ -306,9 +333,16 @@ class TemplateRenderer:
         tool_choice: ToolChoice | str = ToolChoice.AUTO,
         parallel_tool_calls: bool = True,
         response_format: Grammar | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        template_kwargs: Options | None = None,
     ) -> Grammar | None:
-        """Return the grammar of an answer; see ``Renderer.constrain``."""
+        """Return the grammar that an answer must match, including its reasoning.
+
+        It enforces calls as ``tool_choice`` demands, or ``response_format``. With a ``response_format`` and ``tools``
+        that may be called, the answer is either. Returns ``None`` if nothing is required.
+
+        Raises:
+            UnsupportedParameter: the model's tool format has no grammar.
+        """
         has_calls = tool_choice not in (ToolChoice.AUTO, ToolChoice.NONE)
         # A response format alone would forbid the calls that ``auto`` permits.
         may_call = tool_choice == ToolChoice.AUTO and bool(tools) and response_format is not None
@@ -329,9 +363,7 @@ class TemplateRenderer:
             forms.append(self._behind_thinking(response_format, template_kwargs, has_calls=False))
         return OneOf(parts=tuple(forms)) if len(forms) > 1 else next(iter(forms), None)
 
-    def _behind_thinking(
-        self, answer: Grammar, template_kwargs: Mapping[str, Any] | None, *, has_calls: bool
-    ) -> Grammar:
+    def _behind_thinking(self, answer: Grammar, template_kwargs: Options | None, *, has_calls: bool) -> Grammar:
         if self.reasoning_format is None:
             return answer
         is_open = self._is_open(self.reasoning_format, template_kwargs or _NO_OPTIONS)
@@ -339,22 +371,33 @@ class TemplateRenderer:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; see ``HasTokenizer.tokenizer``."""
+        """The tokenizer that defines the ids."""
         return self.vocabulary.backend
 
     def encode(self, text: str, *, is_start: bool) -> Ints:
-        """Encode a raw text; see ``Renderer.encode``."""
+        """Return the ids of a raw text, int32 [T]; special tokens that it spells out are recognised.
+
+        With ``is_start``, the tokens that the tokenizer puts at the beginning of every text come first, once.
+        """
         return as_ints(self.vocabulary.encode_raw(text, is_start=is_start))
 
     def decode(self, token_ids: Ints | Sequence[int]) -> str:
-        """Decode ids; see ``Renderer.decode``."""
+        """Return the plain text of ids, special tokens included.
+
+        Never raises; ids outside the vocabulary are skipped.
+        """
         return self.vocabulary.decode(token_ids)
 
     def token_bytes(self, token_ids: Ints | Sequence[int], *, is_start: bool = True) -> list[bytes]:
-        """Return the bytes of each token; see ``Renderer.token_bytes``."""
+        """Return the bytes that each of these sampled tokens adds to the text of an answer.
+
+        A token may begin or end within a character, and joined bytes are UTF-8. Special tokens are spelled out; ids
+        outside the vocabulary have no bytes. With ``is_start``, the first token begins the answer, which matters to
+        tokenizers that drop the white space there.
+        """
         return self.vocabulary.token_bytes(token_ids, is_start=is_start)
 
-    def _is_open(self, form: ReasoningFormat, options: Mapping[str, Any]) -> bool:
+    def _is_open(self, form: ReasoningFormat, options: Options) -> bool:
         """Return whether prompts with these options end inside the reasoning; cached."""
         key = canonical_json(options)
         if key not in self._openings:

@@ -10,54 +10,33 @@ characters.
 
 *Long texts.* A prompt of 94,000 tokens takes 100 to 400 ms. Within ``deferring_long_texts``, ``encode`` raises
 ``LongText`` instead, with which an event loop tokenises the text in a thread; the tokenizer releases the GIL.
-
-*Shared texts.* Conversations begin with the same instructions and tools, and a template that rewrites the history has
-all of it rendered anew. ``encode_prompt`` splits a text before special tokens, such as ``<|im_start|>``, and keeps the
-ids of long segments. A tokenizer treats the texts between such tokens separately, unless they take the white space
-before them (``lstrip``), are found only between words, or only after other changes. Therefore a text is split only at
-tokens without these features, and only once a probe has shown that texts before and after them do not interact.
 """
 
 from __future__ import annotations
 
 import codecs
-import json
 import re
-import threading
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from functools import partial
-from itertools import pairwise
-from sys import getsizeof
-from typing import Any, Protocol, TypeVar
+from typing import Protocol
 
 import numpy as np
 from attrs import Factory, field, frozen
 from tokenizers import Tokenizer, decoders
 
-from areal_actors.domain import Ints, as_ints
+from areal_actors.domain import Ints
 
 _BREAK = "\udc00"
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _REPLACEMENT = "\ufffd"
 _BYTE_TOKEN = re.compile("<0x[0-9A-Fa-f]{2}>")
-_SEPARATE = frozenset({"Metaspace", "Replace", "ByteFallback", "Fuse"})
-"""Decoder steps that treat each token separately until they are joined, except for bytes."""
 _MAX_HELD_TOKENS = 8
 """Limit of held-back tokens: a character has at most four bytes, so that more tokens cannot complete it."""
-
-
 _LONG = 16_384
 """Characters that take some milliseconds to tokenise."""
-_MIN_CACHED = 128
-"""Characters that take longer to tokenise than to find: 20 µs instead of 1."""
-_MAX_CACHED_BYTES = 16 * 2**20
-_BORDER_TEXTS = ("a", " ", "a ", " a", "\n\n", "12", " .", "'s", "é", "你好", "▁", "\u0301", "_", "<")
-"""Texts that tokenizers join with what is before or after them, or change at the start or the end of a text."""
 
-IdsT = TypeVar("IdsT", list[int], Ints)
-EncodedTexts = MutableMapping[Hashable, Any]  # ids as the method returns them that was called: a list or an array
+EncodedTexts = MutableMapping[Hashable, list[int]]
 
 _deferred: ContextVar[EncodedTexts | None] = ContextVar("deferred", default=None)
 
@@ -68,7 +47,7 @@ class LongText(Exception):
     ``encode`` returns its ids, and may be called in any thread.
     """
 
-    def __init__(self, key: Hashable, encode: Callable[[], Any]) -> None:
+    def __init__(self, key: Hashable, encode: Callable[[], list[int]]) -> None:
         super().__init__("a long text")
         self.key = key
         self.encode = encode
@@ -89,42 +68,13 @@ class deferring_long_texts:  # noqa: N801 - as a function with ``contextmanager`
         _deferred.reset(self._token)
 
 
-def _encode_or_defer(key: Hashable, num_characters: int, encode: Callable[[], IdsT]) -> IdsT:
+def _encode_or_defer(key: Hashable, num_characters: int, encode: Callable[[], list[int]]) -> list[int]:
     encoded = _deferred.get() if num_characters >= _LONG else None
     if encoded is None:
         return encode()
     if key not in encoded:
         raise LongText(key, encode)
-    ids: IdsT = encoded[key]
-    return ids
-
-
-class _SegmentCache:
-    """The ids of the segments that were used last, for any number of threads. They take at most 16 MiB."""
-
-    def __init__(self) -> None:
-        self._ids: OrderedDict[str, Ints] = OrderedDict()
-        self._num_bytes = 0
-        self._lock = threading.Lock()
-
-    def get(self, text: str) -> Ints | None:
-        """Return the ids of a segment, or ``None``."""
-        with self._lock:
-            ids = self._ids.get(text)
-            if ids is not None:
-                self._ids.move_to_end(text)
-            return ids
-
-    def put(self, text: str, ids: Ints) -> None:
-        """Keep the ids of a segment, unless it would take the place of too many others."""
-        num_bytes = getsizeof(text) + ids.nbytes
-        with self._lock:
-            if text not in self._ids and num_bytes <= _MAX_CACHED_BYTES // 8:
-                self._ids[text] = ids
-                self._num_bytes += num_bytes
-            while self._num_bytes > _MAX_CACHED_BYTES:
-                text, ids = self._ids.popitem(last=False)
-                self._num_bytes -= getsizeof(text) + ids.nbytes
+    return encoded[key]
 
 
 class Detokenizer(Protocol):
@@ -159,33 +109,22 @@ class _WindowDetokenizer:
     The text of a token is the difference to the text of the preceding group alone.
 
     Decoders of the SentencePiece kind drop the space in front of their first token and join bytes to characters, so a
-    token cannot be decoded without its neighbours. Most tokens, however, have the same text after any other token:
-    ``pieces`` contains that text, and ``""`` for tokens that depend on the preceding ones.
+    token cannot be decoded without its neighbours.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], pieces: Mapping[int, str]) -> None:
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
-        self._pieces = pieces
         self._said: list[int] = []
         self._held: list[int] = []
-        self._is_amid = False
-        """True if the last token had a piece; if the next one has a piece too, it needs no window."""
 
     def feed(self, token_ids: Iterable[int]) -> str:
         said: list[str] = []
         for token_id in token_ids:
-            piece = self._pieces[token_id]
-            # The look-up replaces decoding the token together with its neighbours.
-            if piece and self._is_amid:
-                self._said = [token_id]
-                said.append(piece)
-            else:
-                self._held.append(token_id)
-                text = self._decode([*self._said, *self._held])
-                # The decoder replaces an incomplete character; wait for the rest of it, up to the limit.
-                if not text.endswith(_REPLACEMENT) or len(self._held) >= _MAX_HELD_TOKENS:
-                    said.append(self._say(text))
-                self._is_amid = bool(piece) and not self._held
+            self._held.append(token_id)
+            text = self._decode([*self._said, *self._held])
+            # The decoder replaces an incomplete character; wait for the rest of it, up to the limit.
+            if not text.endswith(_REPLACEMENT) or len(self._held) >= _MAX_HELD_TOKENS:
+                said.append(self._say(text))
         return "".join(said)
 
     def finish(self) -> str:
@@ -197,21 +136,17 @@ class _WindowDetokenizer:
         return text[len(before) :]
 
 
-ValueT = TypeVar("ValueT")
+class _BytesOfTokens(dict[int, bytes]):
+    """A cache of the bytes of each token, computed on first use. Ids from ``size`` on have none."""
 
-
-class _Table(dict[int, ValueT]):
-    """A cache of a value per token, computed on first use; it has at most as many entries as there are tokens."""
-
-    def __init__(self, look_up: Callable[[int], ValueT], *, size: int, nothing: ValueT) -> None:
+    def __init__(self, look_up: Callable[[int], bytes], *, size: int) -> None:
         super().__init__()
         self._look_up = look_up
         self._size = size
-        self._nothing = nothing
 
-    def __missing__(self, token_id: int) -> ValueT:
+    def __missing__(self, token_id: int) -> bytes:
         if not 0 <= token_id < self._size:
-            return self._nothing
+            return b""
         value = self[token_id] = self._look_up(token_id)
         return value
 
@@ -226,24 +161,8 @@ class Vocabulary:
     size: int
     _foreign: re.Pattern[str] | None = field(alias="foreign")
     _foreign_start: re.Pattern[str] | None = field(alias="foreign_start")
-    _added: re.Pattern[str] | None = field(alias="added")
-    """The tokens that the tokenizer finds in a text before it does anything else to it."""
-    _borders: dict[str, bool] = field(alias="borders")
-    """Whether a text may be split before such a token, so far as that is known."""
-    _segments: _SegmentCache = field(init=False, factory=_SegmentCache)
     _bytes_of: Mapping[int, bytes] = field(
-        init=False,
-        default=Factory(lambda self: _Table(self._look_up_bytes, size=self.size, nothing=b""), takes_self=True),
-    )
-    # A table of size 0 for an unknown decoder, so that every token goes through the window.
-    _pieces: Mapping[int, str] = field(
-        init=False,
-        default=Factory(
-            lambda self: _Table(
-                self._look_up_piece, size=self.size if _has_pieces(self.backend.decoder) else 0, nothing=""
-            ),
-            takes_self=True,
-        ),
+        init=False, default=Factory(lambda self: _BytesOfTokens(self._look_up_bytes, size=self.size), takes_self=True)
     )
 
     @staticmethod
@@ -255,20 +174,12 @@ class Vocabulary:
         # first, because the alternatives of a regular expression are tried in order.
         spelled = sorted((text for text in special.values() if len(text) > 1), key=len, reverse=True)
         anyone = "|".join(map(re.escape, spelled))
-        added = backend.get_added_tokens_decoder().values()
-        found_first = sorted((token.content for token in added if not token.normalized), key=len, reverse=True)
-        # Whether a token is found that must stand alone, as a word, depends on the characters around it.
-        has_borders = bool(found_first) and not any(token.single_word for token in added)
         return Vocabulary(
             backend=backend,
             special=special,
             size=max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1,
             foreign=re.compile(anyone) if spelled else None,
             foreign_start=re.compile(f"(?=(?:{anyone}))(.)", re.DOTALL) if spelled else None,
-            added=re.compile("|".join(map(re.escape, found_first))) if has_borders else None,
-            # A token that takes the white space before it would not find it in another segment. Others than special
-            # tokens are often white space themselves, and would make short segments.
-            borders={token.content: False for token in added if token.lstrip or not token.special},
         )
 
     def guard(self, text: str) -> str:
@@ -291,53 +202,6 @@ class Vocabulary:
         if _BREAK not in text:
             return self._encode(text)
         return [token_id for piece in text.split(_BREAK) for token_id in self._encode(piece)]
-
-    def encode_prompt(self, text: str) -> Ints:
-        """Return the ids that ``encode`` returns, int32 [T]. Long segments that occurred before are looked up."""
-        if len(text) < _MIN_CACHED:
-            return as_ints(self._encode_pieces(text))
-        segments = [segment for piece in text.split(_BREAK) for segment in self._split(piece)]
-        known = [self._segments.get(part) if is_cached else None for part, is_cached in segments]
-        num_new = sum(len(part) for (part, _), ids in zip(segments, known, strict=True) if ids is None)
-        return _encode_or_defer((text,), num_new, partial(self._encode_segments, segments, known))
-
-    def _split(self, text: str) -> Iterator[tuple[str, bool]]:
-        """Yield the text in parts that are tokenised separately, each with whether its ids are kept.
-
-        These are long segments, and runs of short ones.
-        """
-        starts = [0]
-        if self._added is not None:
-            starts += [found.start() for found in self._added.finditer(text) if self._is_border(found.group())]
-        done = 0
-        for start, end in pairwise((*starts, len(text))):
-            if end - start >= _MIN_CACHED:
-                if done < start:
-                    yield text[done:start], False
-                yield text[start:end], True
-                done = end
-        if done < len(text):
-            yield text[done:], False
-
-    def _is_border(self, token: str) -> bool:
-        """Return whether a text may be split before this token."""
-        is_border = self._borders.get(token)
-        if is_border is None:
-            befores = [(text, self._encode(text)) for text in (*_BORDER_TEXTS, token)]
-            afters = [(text, self._encode(text)) for text in (token, *(token + text for text in _BORDER_TEXTS))]
-            is_border = self._borders[token] = all(
-                self._encode(before + after) == left + right for before, left in befores for after, right in afters
-            )
-        return is_border
-
-    def _encode_segments(self, segments: Sequence[tuple[str, bool]], known: Sequence[Ints | None]) -> Ints:
-        parts: list[Ints] = []
-        for (text, is_cached), ids in zip(segments, known, strict=True):
-            part = as_ints(self._encode(text)) if ids is None else ids
-            if is_cached and ids is None:
-                self._segments.put(text, part)
-            parts.append(part)
-        return as_ints(np.concatenate(parts)) if parts else as_ints([])
 
     def encode_raw(self, text: str, *, is_start: bool) -> list[int]:
         """Return the ids of a text that was not rendered, with special tokens recognised.
@@ -381,7 +245,7 @@ class Vocabulary:
         """Return a detokenizer for one answer."""
         if isinstance(self.backend.decoder, decoders.ByteLevel):
             return _ByteDetokenizer(self._bytes_of)
-        return _WindowDetokenizer(self._decode, self._pieces)
+        return _WindowDetokenizer(self._decode)
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         text: str = self.backend.decode([i for i in token_ids if 0 <= i < self.size], skip_special_tokens=False)
@@ -400,14 +264,6 @@ class Vocabulary:
             return token.encode()
         return bytes(_BYTE_OF[char] for char in token)
 
-    def _look_up_piece(self, token_id: int) -> str:
-        """Return the text of a token after any other token that has a piece."""
-        token = self.backend.id_to_token(token_id)
-        if token is None or _BYTE_TOKEN.fullmatch(token):
-            return ""
-        piece = self._decode_after(token_id)
-        return "" if piece.endswith(_REPLACEMENT) else piece
-
     def _decode_after(self, token_id: int) -> str:
         # The token is decoded twice in a row because the decoder drops the space of the first token.
         return self._decode([token_id, token_id])[len(self._decode([token_id])) :]
@@ -416,21 +272,6 @@ class Vocabulary:
 def as_list(token_ids: Ints | Sequence[int]) -> list[int]:
     """Return ids as plain ints, which are faster to look up than NumPy's."""
     return token_ids.tolist() if isinstance(token_ids, np.ndarray) else list(map(int, token_ids))
-
-
-def _has_pieces(decoder: decoders.Decoder | None) -> bool:
-    """Return whether the decoder treats all tokens but bytes separately, except for the space of the first one."""
-    if decoder is None:
-        return False
-    state = json.loads(decoder.__getstate__())
-    kinds = state["decoders"] if state["type"] == "Sequence" else [state]
-    is_joined = False
-    for kind in kinds:
-        is_space = kind["type"] == "Strip" and kind["start"] <= 1 and kind["stop"] == 0
-        if (kind["type"] not in _SEPARATE and not is_space) or (is_joined and not is_space):
-            return False
-        is_joined = is_joined or kind["type"] == "Fuse"
-    return True
 
 
 _PRINTABLE = frozenset({*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)})

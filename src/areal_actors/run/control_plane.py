@@ -1,8 +1,7 @@
 """The control plane of a run: what exists from before the first worker until after the last one.
 
 It is the controller's listener, the directory of workers, the scheduler with the supervisor of workers, and the socket
-at which agents reach all proxies. ``controller`` runs the attempts of a run on top of it. ``open_proxies``
-gives a run in one process more proxies, each a process, on the same port.
+at which agents reach all proxies. ``controller`` runs the attempts of a run on top of it.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -27,7 +25,6 @@ from areal_actors.kernel.remote import Listener, ReconnectingConnection, listen,
 from areal_actors.kernel.remote.sockets import is_loopback
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.scratch import scratch_directory
-from areal_actors.lib.task_groups import open_tasks
 from areal_actors.messages import (
     AwaitEndpoint,
     AwaitGang,
@@ -43,16 +40,11 @@ from areal_actors.messages import (
     ExpectWorker,
     FetchRoleSpec,
     KeepLease,
-    ProxyLost,
     Report,
     ReportFailure,
     ReportGang,
     ReportReady,
     RoleSpec,
-    ServiceProcess,
-    Sessions,
-    ShardOpened,
-    Shards,
     TakeFailure,
     WeightsPublished,
 )
@@ -64,16 +56,10 @@ from areal_actors.run.plan import PlacedRole
 from areal_actors.run.supervise import WorkerSupervisor, worker_spec
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
 from areal_actors.schedulers.config import (
-    LocalConfig,
-    RestartsConfig,
-    RoleConfig,
     SchedulerConfig,
     SchedulerType,
     open_scheduler,
 )
-
-_UNLIMITED = 1_000_000
-"""The restart limit of additional proxies: one that dies repeatedly does not affect the rest of the service."""
 
 
 @frozen(kw_only=True)
@@ -209,91 +195,6 @@ async def _open_scheduler(
             # All roles have to fit at the same time, since each waits for the others.
             scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)
         yield scheduler
-
-
-# ---------------------------------------------------------------------------- more proxies of a run in one process
-
-
-@asynccontextmanager
-async def _counting_loss(directory: Ref[Directory] | None, report: Report) -> AsyncIterator[None]:  # noqa: ARG001 - of ``while_ready``
-    """Tell ``directory`` when the block ends that a proxy has ended."""
-    try:
-        yield
-    finally:
-        if directory is not None:
-            directory.tell_nowait(ProxyLost())
-
-
-@asynccontextmanager
-async def open_proxies(
-    actors: Mapping[str, Ref[Any]],
-    endpoint: Endpoint,
-    *,
-    num_processes: int,
-    config: Path,
-    logs: Path,
-    first: ServiceProcess | None = None,
-    directory: Ref[Directory] | None = None,
-    secret: bytes | None = None,
-    local_roles: tuple[Role, ...] = tuple(Role),
-) -> AsyncIterator[Ref[Directory] | None]:
-    """Start the processes of a service behind the ``first`` one, whose proxy has ``endpoint``.
-
-    Each has a proxy, a session manager and a journal, for the sessions that the router (``actors["sessions"]``) opens
-    there. A process that dies is replaced, with its sessions; its clients retry, and ``directory`` counts it. All use
-    ``actors`` of this process (sessions, exports, capacity, generation, and if the run has them intake and accounts).
-    ``local_roles`` are those of this process. If generation is not among them, its engines are in workers that know
-    ``secret``.
-
-    ``config`` is the file with the settings of the run, and ``logs`` a directory for the output of the processes. The
-    proxies are ready some seconds later, and all end with the block. Yields the directory that knows which are ready;
-    ``None`` without a ``first`` process.
-    """
-    if first is None:
-        yield None
-        return
-    config = config.absolute()  # noqa: ASYNC240 - asks for the working directory only
-    scheduling = SchedulerConfig(restarts=RestartsConfig(max=_UNLIMITED), local=LocalConfig(oversubscribe=True))
-    opening = open_control_plane(
-        scheduling, directory=config.parent, logs=logs, placed={}, proxy=ProxyConfig(), secret=secret
-    )
-    async with opening as control_plane, AsyncExitStack() as stack:
-        for name, ref in actors.items():
-            control_plane.listener.expose(name, ref)
-        secret = control_plane.secret
-        router: Ref[Shards] = actors["sessions"]
-        for number in range(1, num_processes):
-            connecting = connect_to_worker(control_plane.directory, f"proxy-{number}", secret=secret, node="controller")
-            connection = await stack.enter_async_context(connecting)
-            await router.ask(ShardOpened(process=number, sessions=connection.ref(Sessions, "sessions")))
-        tasks = await stack.enter_async_context(open_tasks())
-        for number in range(1, num_processes):
-            name = f"proxy-{number}"
-            spec = RoleSpec(
-                role=Role.PROXY,
-                config=config,
-                directory=config.parent,
-                lease_seconds=scheduling.lease_seconds,
-                hang_seconds=scheduling.hang_seconds,
-                # The actors of other roles are reached through this process, the controller of these workers.
-                local_roles=local_roles,
-                has_intake="intake" in actors,
-                has_accounts="accounts" in actors,
-                listen=control_plane.worker_address(name),
-                admin_key=endpoint.admin_key,
-                process=evolve(first, number=number),
-                is_replaced_alone=True,
-            )
-            running = partial(
-                control_plane.supervisor.run_restarting,
-                name,
-                spec,
-                RoleConfig(),
-                while_ready=partial(_counting_loss, directory),
-            )
-            tasks.start_soon(running)
-        yield control_plane.directory
-        tasks.cancel_scope.cancel()
 
 
 # ------------------------------------------------------------------------------------------- the directory of workers
@@ -466,11 +367,6 @@ class DirectoryActor(Actor[Directory]):
     def _count_lost(self, entry: _Entry) -> None:
         """Count a proxy whose incarnation ends."""
         self._num_lost_proxies += entry.report is not None and entry.report.endpoint is not None
-
-    @ProxyLost.handler
-    async def note_lost(self, message: ProxyLost) -> None:  # noqa: ARG002
-        """Count a proxy that is not a worker of this run."""
-        self._num_lost_proxies += 1
 
     @EndpointChanged.handler
     async def note_endpoint(self, message: EndpointChanged) -> None:

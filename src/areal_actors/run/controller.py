@@ -32,11 +32,10 @@ from anyio.abc import TaskGroup
 from attrs import asdict, evolve
 
 from areal_actors.dashboard.report import write_report
-from areal_actors.dashboard.run_record import RunRecord, follow_record, read_record, write_record
+from areal_actors.dashboard.run_record import RunRecord, read_record, write_record
 from areal_actors.domain import DataPosition, Role, RunStatus
 from areal_actors.errors import ActorError, ActorStopped, RunDirectoryError, SchedulerError, Unreachable
 from areal_actors.generation.replicas import ReplicaSet, ReplicaSetConfig
-from areal_actors.journal import count_waiting_groups
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.kernel.failure import root_cause
 from areal_actors.kernel.remote import ReconnectingConnection
@@ -66,9 +65,8 @@ from areal_actors.messages import (
     TrainingSummary,
 )
 from areal_actors.proxy.access import create_admin_key
-from areal_actors.proxy.router import open_router
 from areal_actors.rendering import Renderer
-from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane, open_proxies
+from areal_actors.run.control_plane import ControlPlane, connect_to_worker, open_control_plane
 from areal_actors.run.directory import no_checkpoint
 from areal_actors.run.job import load_rendering
 from areal_actors.run.openers import RoleContext, open_role
@@ -250,21 +248,6 @@ class RunController:
             from areal_actors.training.stored_checkpoints import find_latest, parse_position
 
             found = find_latest(plan.directory.checkpoints)
-            step = None if found is None else found.step
-            if is_first:
-                # Before the reporter removes the steps that are lost from the metrics.
-                path = (
-                    (plan.config.journal.path or plan.directory.journal) if plan.is_service else plan.directory.groups
-                )
-                record = follow_record(
-                    plan.directory,
-                    checkpoint=step,
-                    every_steps=plan.config.checkpoint.every_steps,
-                    has_work=lambda: count_waiting_groups(path) >= plan.config.batch_size,
-                )
-                self._record = evolve(record, is_service=plan.is_service)
-                if record.warning is not None:
-                    _log.warning("no_progress", detail=record.warning)
             return (None, DataPosition()) if found is None else (found.step, parse_position(found.counters["caller"]))
 
         checkpoint, start = None, DataPosition()
@@ -440,45 +423,24 @@ class _Attempt:
 
     @asynccontextmanager
     async def _open(self, role: Role, renderer: Renderer) -> AsyncIterator[None]:
-        """Open a role in this process, and more proxies in processes if the configuration wants them."""
+        """Open a role in this process."""
         plan = self._plan
-        routed = plan.proxy if role is Role.PROXY else evolve(plan.proxy, num_processes=1)
-        async with open_router(routed, log=plan.directory.logs / "router.log") as process:
-            context = RoleContext(
-                name=f"{role}-local",
-                config=evolve(plan.config, proxy=plan.proxy) if role is Role.PROXY else plan.config,
-                spec=self._begin(role, "controller", process=process),
-                renderer=renderer,
-                find=self.find,
-                agents=plan.agents,
-                supervised=plan.supervised,
-            )
-            async with self._open_here(context):
-                yield
-
-    @asynccontextmanager
-    async def _open_here(self, context: RoleContext) -> AsyncIterator[None]:
-        plan = self._plan
+        context = RoleContext(
+            name=f"{role}-local",
+            config=evolve(plan.config, proxy=plan.proxy) if role is Role.PROXY else plan.config,
+            spec=self._begin(role, "controller"),
+            renderer=renderer,
+            find=self.find,
+            agents=plan.agents,
+            supervised=plan.supervised,
+        )
         async with open_role(context) as opened:
             # In the controller process there is one engine, which needs no router.
             self._add({"generation" if name == REPLICA else name: ref for name, ref in opened.actors.items()})
             if opened.endpoint is None:
                 yield
                 return
-            names = ("sessions", "exports", "capacity", "generation", "intake", "accounts")
-            # Closed before the proxy in this process, and like it before the sessions that all of them use.
-            more = open_proxies(
-                {name: self._local[name] for name in names if name in self._local},
-                opened.endpoint,
-                num_processes=plan.config.proxy.num_processes,
-                config=plan.directory.config,
-                logs=plan.directory.logs,
-                first=context.spec.process,
-                directory=self._control_plane.directory,
-                secret=self._control_plane.secret,
-                local_roles=plan.local_roles,
-            )
-            async with self._controller.listening(opened.endpoint), more:
+            async with self._controller.listening(opened.endpoint):
                 yield
 
     async def _finish(self, training: Ref[Training]) -> None:

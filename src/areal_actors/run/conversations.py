@@ -40,7 +40,7 @@ from areal_actors.errors import ArealError, ConfigError, DatasetError, ModelErro
 from areal_actors.models import resolve_tokenizer
 from areal_actors.proxy.dialects.chat.request import parse_messages, parse_tools
 from areal_actors.proxy.dialects.messages.request import parse_anthropic_conversation, parse_anthropic_tools
-from areal_actors.rendering import HasTokenizer, Renderer, TemplateRenderer
+from areal_actors.rendering import Renderer
 from areal_actors.training.phases import supervised_group
 
 _MAX_NAMED = 3
@@ -71,7 +71,7 @@ class SupervisedData:
 
 
 def conversations_to_rows(
-    conversations: Iterable[Mapping[str, Any]], renderer: TemplateRenderer, *, max_tokens: int | None = None
+    conversations: Iterable[Mapping[str, Any]], renderer: Renderer, *, max_tokens: int | None = None
 ) -> list[Trajectory]:
     """Return the training rows of conversations in OpenAI's or Anthropic's form.
 
@@ -85,7 +85,7 @@ def conversations_to_rows(
     return [row for group in _groups(named, renderer, max_tokens=max_tokens) for row in group.rows]
 
 
-def load_conversations(path: Path, renderer: TemplateRenderer, *, max_tokens: int | None = None) -> tuple[Group, ...]:
+def load_conversations(path: Path, renderer: Renderer, *, max_tokens: int | None = None) -> tuple[Group, ...]:
     """Return a group for each line of a JSONL file. Blocks; raises ``DatasetError`` naming file and lines."""
     groups = _groups(read_json_lines(path), renderer, max_tokens=max_tokens)
     if not groups:
@@ -144,7 +144,7 @@ class _Conversation:
 
 
 def _groups(
-    named: Iterable[tuple[str, Mapping[str, Any]]], renderer: TemplateRenderer, *, max_tokens: int | None
+    named: Iterable[tuple[str, Mapping[str, Any]]], renderer: Renderer, *, max_tokens: int | None
 ) -> tuple[Group, ...]:
     groups: list[Group] = []
     wrong: list[str] = []
@@ -219,7 +219,7 @@ def _untrained(raw: Any) -> frozenset[int]:
     return frozenset(found)
 
 
-def _rows(where: str, conversation: _Conversation, renderer: TemplateRenderer) -> tuple[Trajectory, ...]:
+def _rows(where: str, conversation: _Conversation, renderer: Renderer) -> tuple[Trajectory, ...]:
     """Return the rows of a conversation, each answer as a completion of the prompt before it."""
     tree = ConversationTree(SessionId(where))
     for index, answer in enumerate(conversation.messages):
@@ -303,9 +303,7 @@ def _row_of(record: Mapping[str, Any]) -> Trajectory:
 
 
 def vocabulary_of(renderer: Renderer) -> Vocabulary:
-    """Return the vocabulary of a renderer's tokenizer. Raises ``ModelError`` for one that does not provide it."""
-    if not isinstance(renderer, HasTokenizer):
-        raise ModelError(f"{type(renderer).__name__} has no tokenizer whose token ids could be compared.")
+    """Return the vocabulary of a renderer's tokenizer."""
     return {token_id: text for text, token_id in renderer.tokenizer.get_vocab(with_added_tokens=True).items()}
 
 

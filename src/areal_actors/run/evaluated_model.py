@@ -13,6 +13,7 @@ from areal_actors.client.attribution import parse_root
 from areal_actors.config import RunConfig, load_config
 from areal_actors.dashboard import RunDirectory
 from areal_actors.errors import CheckpointError, ConfigError
+from areal_actors.lib.plugins import PluginGroup, install_advice
 from areal_actors.models import TRAINED_DOCUMENT, resolve_model, resolve_tokenizer
 from areal_actors.run.exporting import load_trained, save_weights
 
@@ -86,10 +87,12 @@ def find_model(config: RunConfig, text: str | None, *, served_name: str | None =
     """Return the model of ``--model``: RUN, RUN@STEP, a directory, a name or a URL; by default ``config.model``.
 
     Raises:
-        ConfigError: ``served_name`` is given without a URL, or a step without a run.
+        ConfigError: ``served_name`` is given without a URL, a step without a run, or a URL without its plug-in.
         CheckpointError: the run has no weights, or none of that step.
     """
     if text is not None and text.startswith(("http://", "https://")):
+        if (advice := install_advice(PluginGroup.UPSTREAMS, "url")) is not None:
+            raise ConfigError(f"--model {text} {advice}")
         url = parse_root(text)
         parts = urlsplit(url)
         return EvaluatedModel(

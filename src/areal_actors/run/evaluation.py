@@ -38,6 +38,7 @@ from areal_actors.generation.servers.config import Backend
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
+from areal_actors.lib.plugins import PluginGroup, load_plugin
 from areal_actors.lib.telemetry import get_logger, logging_to_file
 from areal_actors.messages import Evaluate, Exports, Progress, Sessions
 from areal_actors.models import resolve_model
@@ -48,7 +49,6 @@ from areal_actors.run.inference import Inference, InferenceConfig, open_actors, 
 from areal_actors.run.job import load_held_out, load_rendering, prepare_agents
 from areal_actors.run.reporting import create_reporter
 from areal_actors.run.rollouts import create_runner
-from areal_actors.run.upstream import Upstream, find_upstream, open_upstream
 from areal_actors.workflows import EpisodeEngine, PluginWorkflow, RolloutWorkflow
 
 _log = get_logger(__name__)
@@ -166,9 +166,12 @@ async def run_evaluation(
         held_out = await to_thread.run_sync(load_held_out, config)
     num_samples = config.evaluation.num_samples
     # Its keys are read before an agent is opened, which sets placeholders in their variables.
-    upstream = None if model.url is None else await find_upstream(model.url, model.served_name, os.environ)
+    upstream = None
+    if model.url is not None:
+        find_upstream = load_plugin(PluginGroup.UPSTREAMS, "url")
+        upstream = await find_upstream(model.url, model.served_name, os.environ)
     location = None if upstream is not None else await to_thread.run_sync(model.materialize, directory.path)
-    name = model.label if upstream is None or upstream.model is None else f"{upstream.url} {upstream.model}"
+    name = model.label if upstream is None else upstream.label
     fingerprint = await to_thread.run_sync(model.fingerprint, location)
     identity = _identify(config, held_out, fingerprint=fingerprint)
     if is_resumed:
@@ -280,7 +283,7 @@ async def _open_runner(
     directory: RunDirectory,
     listeners: Sequence[Listener],
     *,
-    upstream: Upstream | None,
+    upstream: Any,
     model: str | None,
 ) -> AsyncIterator[Ref[Any]]:
     """Open the agents and their runner, at the model behind ``upstream`` or with the weights in ``model``."""
@@ -299,8 +302,8 @@ async def _open_runner(
             )
         else:
             _require_requests(agents)
-            proxy = evolve(config.proxy, port=0, num_processes=1)
-            ref, endpoint = await stack.enter_async_context(open_upstream(upstream, proxy))
+            proxy = evolve(config.proxy, port=0)
+            ref, endpoint = await stack.enter_async_context(upstream.open(proxy))
             system = await stack.enter_async_context(ActorSystem.open(name="evaluation"))
             progress: Ref[Progress] = await system.spawn(report(decode=lambda _: ""), name="progress")
             sessions, exports = cast("Ref[Sessions]", ref), cast("Ref[Exports]", ref)
@@ -343,7 +346,7 @@ async def _open_inference(
     )
     renderer = await to_thread.run_sync(load_rendering, config)
     settings = evolve(
-        settings_of(config, proxy=evolve(config.proxy, port=0, num_processes=1), intake=None),
+        settings_of(config, proxy=evolve(config.proxy, port=0), intake=None),
         create_accounts=None,
         models=ModelsConfig(),
         limits=InferenceConfig().limits,

@@ -7,17 +7,16 @@ roles of a run (``openers``) spawn the same actors with the functions below, eac
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext, suppress
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import anyio
 from anyio import to_thread
 from attrs import asdict, evolve, field, frozen
 
-from areal_actors.cache.session import process_of
 from areal_actors.config import RunConfig
 from areal_actors.dashboard.reporter import ProgressReporter
 from areal_actors.domain import (
@@ -27,14 +26,11 @@ from areal_actors.domain import (
     InteractionId,
     JournalEvent,
     SessionId,
-    SessionStarted,
     TrainedModel,
-    TurnEnded,
 )
 from areal_actors.errors import ActorStopped, ModelError
 from areal_actors.generation import Engine, Snapshot
 from areal_actors.generation.actor import GenerationActor
-from areal_actors.generation.base import Decode
 from areal_actors.generation.model_host import ModelHost, ModelsConfig, ModelStack
 from areal_actors.generation.replicas import EngineSet, ReplicaSet
 from areal_actors.generation.servers.config import ServedEngine
@@ -44,7 +40,6 @@ from areal_actors.journal import (
     NoJournal,
     RecoveredSession,
     as_of,
-    read_journal,
     recover,
     restate,
     restore_groups,
@@ -68,7 +63,6 @@ from areal_actors.messages import (
     Models,
     OpenSession,
     Progress,
-    ServiceProcess,
     Serving,
     SessionOpened,
     Sessions,
@@ -77,8 +71,7 @@ from areal_actors.messages import (
 from areal_actors.models import Catalogue, resolve_model
 from areal_actors.proxy import ProxyConfig, ProxyServer
 from areal_actors.proxy.metrics import ReadRun
-from areal_actors.proxy.router import open_router
-from areal_actors.rendering import HasTokenizer, Renderer, RendererConfig, load_renderer
+from areal_actors.rendering import Renderer, RendererConfig, load_renderer
 from areal_actors.rollouts.capacity import CapacityConfig, CapacityGranter
 from areal_actors.rollouts.exporter import ExportConfig, Exporter, QueueConfig
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue
@@ -88,22 +81,14 @@ from areal_actors.run.rollouts import RolloutEngine, open_rollouts
 from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.sessions.intake import IntakeConfig, IntakeKeeper, IntakePeers
 from areal_actors.sessions.manager import SessionManager, SessionsConfig
-from areal_actors.sessions.shards import SessionRouter
 from areal_actors.training.advantages import has_signal
 from areal_actors.training.config import AdvantageConfig
 from areal_actors.workflows import GenerationConfig
-
-if TYPE_CHECKING:
-    from areal_actors.generation.servers.broadcasting import FindWeights
 
 FORGET_SECONDS = 5.0
 
 UNLIMITED = 1_000_000
 """The number of open sessions allowed if they are not trained on."""
-
-
-OpenShards = Callable[[], AbstractAsyncContextManager[Sequence[Journal]]]
-"""Opens the journals of the further processes of a service for a block."""
 
 
 @frozen(kw_only=True)
@@ -137,10 +122,7 @@ class InferenceConfig:
 
 @frozen(kw_only=True)
 class SessionActors:
-    """The actors that share the journal.
-
-    ``sessions`` is the session manager, or in the first of several processes the router.
-    """
+    """The actors that share the journal."""
 
     sessions: Ref[Sessions]
     exports: Ref[Exports]
@@ -166,8 +148,6 @@ class Inference(SessionActors):
     generation: Ref[Generation]
     serving: Ref[Serving]
     progress: Ref[Progress] | None = None
-    process: ServiceProcess | None = None
-    """The first process of a service, if it has several."""
 
     @property
     def actors(self) -> dict[str, Ref[Any]]:
@@ -316,16 +296,14 @@ async def open_actors(
     start: DataPosition | None = None,
     progress: ProgressReporter | None = None,
     journal: Journal | None = None,
-    open_shards: OpenShards | None = None,
 ) -> AsyncIterator[Inference]:
     """Open the actors around an engine that is already open.
 
     ``version`` and ``start`` are the policy version and data position of a resumed run. ``progress`` is notified of the
     sessions that an intake accepts. The actions of external agents are written to ``journal``, and its content is
-    restored first. ``open_shards`` is as in ``spawn_session_actors``. Raises ``JournalError`` if the journal cannot
-    be read.
+    restored first. Raises ``JournalError`` if the journal cannot be read.
     """
-    async with open_router(config.proxy) as process, ActorSystem.open() as system:
+    async with ActorSystem.open() as system:
         generation = await spawn_generation(system, engine)
         reporter = None if progress is None else await system.spawn(progress, name="progress")
         actors = await spawn_session_actors(
@@ -337,9 +315,8 @@ async def open_actors(
             start=start,
             progress=reporter,
             journal=journal,
-            open_shards=open_shards,
         )
-        serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation, process=process)
+        serving = await spawn_proxy(system, config, actors, renderer=renderer, generation=generation)
         yield Inference(
             **asdict(actors, recurse=False),
             system=system,
@@ -348,7 +325,6 @@ async def open_actors(
             generation=generation,
             serving=serving,
             progress=reporter,
-            process=process,
         )
 
 
@@ -389,7 +365,6 @@ async def spawn_session_actors(
     start: DataPosition | None = None,
     progress: Ref[Progress] | None = None,
     journal: Journal | None = None,
-    open_shards: OpenShards | None = None,
     group_journal: GroupJournal | None = None,
     restored_queue: RestoredQueue | None = None,
     is_replaying: bool = False,
@@ -397,12 +372,11 @@ async def spawn_session_actors(
 ) -> SessionActors:
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
-    ``open_shards`` opens the journals of the service's other processes, which open them again once this returns.
     Groups of a dataset are written to ``group_journal``, and if ``is_replaying`` also the turns of episodes that are
     not over; ``restored_queue`` is what it had.
     """
     journal = journal or NoJournal()
-    recovered, facts = await _read_journals(journal, open_shards, version=version)
+    recovered, facts = await _read_journal(journal, version=version)
     restored = restore_groups(facts, version=version)
     del facts
     queue = restored_queue or RestoredQueue()
@@ -426,9 +400,6 @@ async def spawn_session_actors(
         wall_clock=wall_clock,
     )
     del recovered  # the manager owns the sessions from here on
-    if config.proxy.num_processes > 1:
-        router = SessionRouter(sessions, num_processes=config.proxy.num_processes, journal=journal)
-        sessions = cast("Ref[Sessions]", await system.spawn(router, name="session-router"))
     exporter = Exporter(
         sessions=sessions,
         capacity=capacity,
@@ -471,58 +442,19 @@ async def spawn_session_actors(
     )
 
 
-async def spawn_shard(
-    system: ActorSystem,
-    config: InferenceConfig,
-    actors: SessionActors,
-    *,
-    renderer: Renderer,
-    generation: Ref[Generation],
-    journal: Journal,
-    process: int,
-) -> SessionActors:
-    """Restore the sessions in ``journal``, and spawn the session manager of another process of the run.
-
-    ``actors`` are those of the first process, which records the episodes of a dataset. Raises ``JournalError`` if the
-    journal cannot be read.
-    """
-    recovered = await read_journal(journal)
-    sessions = await _spawn_session_manager(
-        system,
-        config,
-        renderer=renderer,
-        generation=generation,
-        capacity=actors.capacity,
-        journal=journal,
-        recovered=recovered,
-        process=process,
-        intake=actors.intake,
-        recorder=actors.sessions,
-    )
-    return evolve(actors, sessions=sessions)
-
-
-async def _read_journals(
-    journal: Journal, open_shards: OpenShards | None, *, version: int
+async def _read_journal(
+    journal: Journal, *, version: int
 ) -> tuple[Mapping[SessionId, RecoveredSession], list[JournalEvent]]:
-    """Return the sessions in ``journal``, and the events of all journals from which groups are restored."""
-    recovered: Mapping[SessionId, RecoveredSession] = {}
-    facts: list[JournalEvent] = []
-    async with nullcontext(()) if open_shards is None else open_shards() as shards:
-        for one in (*shards, journal):
-            told = [fact async for fact in one.read()]
-            if one is journal:
-                # Of sessions of other processes, it has only the start, and whether they were forgotten.
-                told = [fact for fact in told if not (isinstance(fact, SessionStarted) and process_of(fact.session))]
-            known = [as_of(fact, version) for fact in told]
-            recovered = recover(known)
-            # Weights newer than the checkpoint are lost, so their samples count as samples of ``version``. This is
-            # written to the journal now, since the lost version numbers will be assigned again.
-            again = restate(told, recovered, version=version)
-            if again:
-                await one.write(*again)
-            facts += known if one is journal else [fact for fact in known if not isinstance(fact, TurnEnded)]
-    return recovered, facts
+    """Return the sessions in ``journal``, and the events from which groups are restored."""
+    told = [fact async for fact in journal.read()]
+    known = [as_of(fact, version) for fact in told]
+    recovered = recover(known)
+    # Weights newer than the checkpoint are lost, so their samples count as samples of ``version``. This is written to
+    # the journal now, since the lost version numbers will be assigned again.
+    again = restate(told, recovered, version=version)
+    if again:
+        await journal.write(*again)
+    return recovered, known
 
 
 async def _spawn_session_manager(system: ActorSystem, config: InferenceConfig, **options: Any) -> Ref[Sessions]:
@@ -555,12 +487,11 @@ async def spawn_proxy(
     renderer: Renderer,
     generation: Ref[Generation],
     read_run: ReadRun | None = None,
-    process: ServiceProcess | None = None,
 ) -> Ref[Serving]:
     """Spawn the proxy, and the host of trained models if they are enabled.
 
     The host returns refs of the actors that it opens, so it has to be in the process of the proxy. ``read_run``
-    is as in ``create_app``. ``process`` is set in a service with several processes.
+    is as in ``create_app``.
     """
     models: Ref[Models] | None = None
     if config.models.fileroot is not None and config.models.max_loaded:
@@ -577,7 +508,6 @@ async def spawn_proxy(
         config=config.proxy,
         token_bytes=renderer.token_bytes,
         read_run=read_run,
-        process=process,
     )
     return await system.spawn(proxy, name="proxy")
 
@@ -613,20 +543,17 @@ async def open_engine(
     renderer: Renderer,
     version: int = 0,
     files: Path | None = None,
-    find_weights: FindWeights | None = None,
 ) -> AsyncIterator[Engine | EngineSet]:
     """Open the engine for ``model``, which is a transformers model that nothing else uses, or its directory.
 
     ``files`` is the directory that the model was loaded from, if ``model`` is not one: servers start with it and then
-    receive the weights of ``model``. ``find_weights`` returns the actor that sends weights published later, if they are
-    sent over the network.
+    load the weights of ``model``.
     """
-    tokenizer = renderer.tokenizer if isinstance(renderer, HasTokenizer) else None
     if isinstance(config, TorchEngineConfig):
         from areal_actors.generation.torch import TorchEngine
 
         async with TorchEngine.open(
-            config, model=model, decode=renderer.decode, tokenizer=tokenizer, version=version
+            config, model=model, decode=renderer.decode, tokenizer=renderer.tokenizer, version=version
         ) as engine:
             yield engine
         return
@@ -637,9 +564,7 @@ async def open_engine(
     directory = files or snapshot.path
     if directory is None:
         raise ModelError("Servers need the directory of the model that they serve; pass it as files.")
-    async with _open_servers(
-        config, snapshot, files=directory, tokenizer=tokenizer, decode=renderer.decode, find_weights=find_weights
-    ) as served:
+    async with _open_servers(config, snapshot, files=directory, renderer=renderer) as served:
         yield served
 
 
@@ -649,9 +574,7 @@ async def _open_servers(
     snapshot: Snapshot,
     *,
     files: Path,
-    tokenizer: Any,
-    decode: Decode,
-    find_weights: FindWeights | None,
+    renderer: Renderer,
 ) -> AsyncIterator[EngineSet]:
     from areal_actors.generation.servers.dialect import RoutedLayers
     from areal_actors.generation.servers.engine import open_server_engines
@@ -659,7 +582,7 @@ async def _open_servers(
 
     kind, config = find_kind(served.backend), served.config
     # Servers need the added tokens for grammars that contain special tokens.
-    added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
+    added = renderer.tokenizer.get_added_tokens_decoder()
     added_tokens = {token.content: token_id for token_id, token in added.items()}
     recording = {"routed_layers": RoutedLayers.of(files)} if served.records_experts else {}
     async with AsyncExitStack() as stack:
@@ -685,8 +608,7 @@ async def _open_servers(
             snapshot=snapshot,
             publish_directory=served.directory / "published",
             processes=launched,
-            find_weights=find_weights,
             adapters=served.adapters,
-            decode=decode,
+            decode=renderer.decode,
         )
         yield await stack.enter_async_context(opening)

@@ -37,7 +37,7 @@ from areal_actors.lib.plugins import PluginGroup, plugin_names
 from areal_actors.lib.references import import_reference
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import ModelFiles, create_empty_policy, load_policy, model_shape, resolve_model
-from areal_actors.rendering import Renderer, TemplateRenderer, load_renderer
+from areal_actors.rendering import Renderer, load_renderer
 from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData, load_conversations, load_rollouts
 from areal_actors.sandbox import create_sandbox
@@ -108,7 +108,7 @@ def load_supervised(config: RunConfig) -> SupervisedData | None:
     return SupervisedData(groups=groups, batch_size=settings.batch_size, seed=config.seed)
 
 
-def load_rendering(config: RunConfig) -> TemplateRenderer:
+def load_rendering(config: RunConfig) -> Renderer:
     """Load the renderer, which converts between messages and token ids."""
     return load_renderer(resolve_model(config.tokenizer or config.model).path, config=config.renderer)
 

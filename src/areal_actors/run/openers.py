@@ -44,7 +44,6 @@ from areal_actors.messages import (
     RoleSpec,
     Rollouts,
     Sessions,
-    Weights,
     WeightsPublished,
 )
 from areal_actors.models import resolve_model, resolve_tokenizer
@@ -63,7 +62,6 @@ from areal_actors.run.inference import (
     spawn_generation,
     spawn_proxy,
     spawn_session_actors,
-    spawn_shard,
 )
 from areal_actors.run.job import (
     Job,
@@ -74,10 +72,9 @@ from areal_actors.run.job import (
     prepare_agents,
 )
 from areal_actors.run.loop import train
-from areal_actors.run.plan import REPLICA, Finder, needs_weights
+from areal_actors.run.plan import REPLICA, Finder
 from areal_actors.run.ranks import RankOpener, open_ranks
 from areal_actors.run.rollouts import create_runner
-from areal_actors.sessions.shards import open_shard_journals, shard_journal
 from areal_actors.training.config import PublishBy
 from areal_actors.workflows import EpisodeEngine, RolloutWorkflow
 
@@ -85,11 +82,8 @@ if TYPE_CHECKING:
     from areal_actors.run.conversations import SupervisedData
     from areal_actors.training.publication import Publisher
     from areal_actors.training.trainer import PolicyTrainer
-    from areal_actors.training.weight_store import WeightStore
 
 _log = get_logger(__name__)
-
-_MIB = 1 << 20
 
 
 @frozen(kw_only=True)
@@ -151,11 +145,8 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[OpenRole]:
     config = context.config
     files = await to_thread.run_sync(resolve_model, config.model)
     served = config.served_engine(context.directory.path)
-    find_weights = partial(context.find, Weights, "weights") if needs_weights(config) else None
     async with (
-        open_engine(
-            served or config.embedded_engine, model=files.path, renderer=context.renderer, find_weights=find_weights
-        ) as engine,
+        open_engine(served or config.embedded_engine, model=files.path, renderer=context.renderer) as engine,
         ActorSystem.open(name=context.name) as system,
     ):
         generation = await spawn_generation(system, engine, name=REPLICA)
@@ -177,10 +168,7 @@ async def _open_generation(context: RoleContext) -> AsyncIterator[OpenRole]:
 async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
     """Open the actors that share the journal of a service, or that of the groups of a dataset."""
     config, spec, find = context.config, context.spec, context.find
-    # Placed proxies have no sessions: all are in this process.
-    is_spread = {Role.PROXY, Role.SESSIONS} <= set(spec.local_roles)
-    proxy = config.proxy if is_spread else evolve(config.proxy, num_processes=1)
-    settings = settings_of(config, proxy=proxy, intake=config.intake if spec.has_intake else None)
+    settings = settings_of(config, proxy=config.proxy, intake=config.intake if spec.has_intake else None)
     async with AsyncExitStack() as stack:
         # Until then, engines may have the weights of an earlier attempt. The trainer has loaded the model by then, so a
         # start that fails because of its settings leaves no journal.
@@ -193,13 +181,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
         if spec.has_rollouts and not spec.has_intake and config.journal.enabled:
             group_journal, restored_queue = await _open_group_journal(context, stack)
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-        open_shards = partial(
-            open_shard_journals,
-            config.journal.path or context.directory.journal,
-            config.journal,
-            num_processes=proxy.num_processes,
-            is_kept=journal is not None,
-        )
         generation = await find(Generation, "generation")
         warn_of_length(config, (await generation.ask(DescribeEngine())).info.context_length)
         opened = await spawn_session_actors(
@@ -211,7 +192,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
             start=spec.start,
             progress=await find(Progress, "progress"),
             journal=journal,
-            open_shards=open_shards,
             group_journal=group_journal,
             restored_queue=restored_queue,
             is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
@@ -262,7 +242,7 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
     find, spec = context.find, context.spec
     proxy_config = context.config.proxy
     if spec.admin_key is not None:
-        # The controller, or the router of the service, listens at the configured address, and forwards requests.
+        # The controller listens at the configured address, and forwards requests.
         proxy_config = evolve(proxy_config, admin_key=spec.admin_key, port=0, public_host=None)
     actors = SessionActors(
         sessions=await find(Sessions, "sessions"),
@@ -273,37 +253,16 @@ async def _open_proxy(context: RoleContext) -> AsyncIterator[OpenRole]:
     )
     config = settings_of(context.config, proxy=proxy_config, intake=None)
     generation = await find(Generation, "generation")
-    async with AsyncExitStack() as stack:
-        opened: dict[str, Ref[Any]] = {}
-        if spec.process is not None and spec.process.number:
-            path = shard_journal(context.config.journal.path or context.directory.journal, spec.process.number)
-            # Without a journal of the service it is removed before the next start, and may be anywhere.
-            is_kept = spec.has_intake and context.config.journal.enabled
-            settings = evolve(context.config.journal, allow_shared=context.config.journal.allow_shared or not is_kept)
-            journal = await stack.enter_async_context(SqliteJournal.open(path, settings))
-            system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-            actors = await spawn_shard(
-                system,
-                config,
-                actors,
-                renderer=context.renderer,
-                generation=generation,
-                journal=journal,
-                process=spec.process.number,
-            )
-            opened["sessions"] = actors.sessions
-        else:
-            system = await stack.enter_async_context(ActorSystem.open(name=context.name))
-        opened["proxy"] = serving = await spawn_proxy(
+    async with ActorSystem.open(name=context.name) as system:
+        serving = await spawn_proxy(
             system,
             config,
             actors,
             renderer=context.renderer,
             generation=generation,
             read_run=partial(read_gauges, context.directory),
-            process=spec.process,
         )
-        yield OpenRole(actors=opened, endpoint=await serving.ask(DescribeEndpoint()))
+        yield OpenRole(actors={"proxy": serving}, endpoint=await serving.ask(DescribeEndpoint()))
 
 
 # ---------------------------------------------------------------------------------------------------- training
@@ -375,20 +334,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[OpenRole]:
     await find(Generation, "generation")
     job = await to_thread.run_sync(_load_job, context)
     async with AsyncExitStack() as stack:
-        store: WeightStore | None = None
-        actors: dict[str, Ref[Any]] = {}
-        if needs_weights(config):
-            from areal_actors.training.weight_store import WeightStore, WeightStoreActor
-
-            settings = config.trainer
-            store = WeightStore(
-                root=directory.published,
-                bucket_bytes=settings.publish_bucket_mib * _MIB,
-                num_kept=settings.publish_keep,
-            )
-            weights = await stack.enter_async_context(ActorSystem.open(name="weights"))
-            actors["weights"] = await weights.spawn(WeightStoreActor(store), name="weights")
-        publisher = await _publish_first(context, job.policy, store)
+        publisher = await _publish_first(context, job.policy)
         members = await stack.enter_async_context(context.open_ranks(job))
         teacher = await stack.enter_async_context(open_group_teacher(config, context.renderer))
         system = await stack.enter_async_context(ActorSystem.open(name=context.name))
@@ -412,8 +358,7 @@ async def _open_trainer(context: RoleContext) -> AsyncIterator[OpenRole]:
             supervised=None if job.supervised is None else job.supervised.batch,
             teacher=teacher,
         )
-        actors["trainer"] = await system.spawn(trainer, name="trainer")
-        yield OpenRole(actors=actors)
+        yield OpenRole(actors={"trainer": await system.spawn(trainer, name="trainer")})
 
 
 def _load_job(context: RoleContext) -> Job:
@@ -427,13 +372,8 @@ def _load_job(context: RoleContext) -> Job:
     return Job(config=config, directory=directory, policy=policy, supervised=supervised, counters=counters)
 
 
-async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: WeightStore | None) -> Publisher:
-    """Publish the first weights to the engines, test the engines, and return the publisher for later weights.
-
-    The first weights are not broadcast: engines join the process group only once they serve.
-    """
-    from areal_actors.training.weight_store import StorePublisher
-
+async def _publish_first(context: RoleContext, policy: PolicyTrainer) -> Publisher:
+    """Publish the first weights to the engines, test the engines, and return the publisher for later weights."""
     config, spec = context.config, context.spec
     generation = await context.find(Generation, "generation")
     are_together = {Role.GENERATION, Role.TRAINER} <= set(spec.local_roles)
@@ -454,8 +394,6 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer, store: Wei
     await check_capture_of(generation, policy=policy, renderer=context.renderer)
     await (await context.find(Directory, "directory")).ask(WeightsPublished(attempt=spec.attempt))
     dtype = (await generation.ask(DescribeEngine())).info.dtype
-    if store is not None and not config.serves_adapters:
-        return StorePublisher(store=store, dtype=dtype)
     by = PublishBy.MEMORY if are_together and config.trainer.publish is PublishBy.MEMORY else PublishBy.DISK
     return _create_publisher(context, by=by, dtype=dtype)
 

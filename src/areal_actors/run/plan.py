@@ -21,7 +21,6 @@ from areal_actors.rollouts.runner import Agents
 from areal_actors.run.conversations import SupervisedData
 from areal_actors.run.signals import RunControl
 from areal_actors.schedulers.config import RoleConfig
-from areal_actors.training.config import PublishBy
 
 P = TypeVar("P")
 
@@ -63,17 +62,6 @@ class Finder(Protocol):
     async def __call__(self, protocol: type[P], name: str, /) -> Ref[P]:
         """Return a ref to the actor of this name in any process. If it is opened in this process, wait for it."""
         ...
-
-
-def needs_weights(config: RunConfig) -> bool:
-    """Return whether engines receive published weights from the trainer's process."""
-    return config.trainer.publish is PublishBy.DISTRIBUTED
-
-
-def dependencies_of(role: Role, config: RunConfig) -> tuple[Role, ...]:
-    """Return the roles whose actors ``role`` uses, in addition to the controller's."""
-    asks_trainer = role is Role.GENERATION and needs_weights(config)
-    return (*DEPENDENCIES[role], Role.TRAINER) if asks_trainer else DEPENDENCIES[role]
 
 
 def has_rollouts(config: RunConfig, *, is_service: bool) -> bool:

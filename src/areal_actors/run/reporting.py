@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import (
-    AdvantageWriter,
     FailureWriter,
     MetricsWriter,
     RolloutDumper,
@@ -50,8 +49,6 @@ def create_reporter(
     listeners: list[Listener] = [failures, sampler]
     if config.rollout.dump_to_file:
         listeners.append(RolloutDumper(directory, decode=decode, resumed_step=resumed_step))
-    if config.rollout.dump_to_file and not further:
-        listeners.append(AdvantageWriter(directory, resumed_step=resumed_step))
     if further:
         listeners += further
     else:

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from hashlib import blake2b
 
 import anyio
-from attrs import define, evolve, field
+from attrs import define, field
 
 from areal_actors.cache import ConversationTree, PromptPlan
 from areal_actors.domain import (
@@ -26,9 +26,7 @@ from areal_actors.domain import (
 )
 from areal_actors.errors import JournalError
 from areal_actors.journal import Journal, RecordedEpisode, Recording, start_episode
-from areal_actors.kernel import Ref
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.messages import RecordTurn, Sessions
 from areal_actors.sessions.journal import answer_of
 
 _log = get_logger(__name__)
@@ -75,40 +73,6 @@ class EpisodeRecord:
             (known.interaction.id, known.interaction.status) == (turn.interaction.id, turn.interaction.status)
             for known in self.turns
         )
-
-
-@define(eq=False, kw_only=True)
-class RecordedJournal:
-    """The journal of a session in another process than the one that records its episode (``recorder``).
-
-    Its events are written to ``journal``, from which the session is restored if its process dies alone. Its turns are
-    then recorded under ``name``, for the next run of its agent. In this order: a turn that was recorded, and that the
-    restored session does not have, would be answered to another agent in place of the turn that was given to this one.
-    """
-
-    name: SessionId
-    journal: Journal
-    recorder: Ref[Sessions]
-
-    @property
-    def failure(self) -> str | None:
-        """As ``Journal.failure``."""
-        return self.journal.failure
-
-    async def write(self, *events: JournalEvent) -> None:
-        """Write ``events``, and record the turns among them. Raises ``JournalError`` if they are not durable."""
-        await self.journal.write(*events)
-        for event in events:
-            if isinstance(event, TurnEnded):
-                await self.recorder.ask(RecordTurn(turn=evolve(event, session=self.name)))
-
-    def note(self, *events: JournalEvent) -> None:
-        """Write ``events`` without waiting. Turns that did not complete are not answered again, nor recorded."""
-        self.journal.note(*events)
-
-    def read(self) -> AsyncIterator[JournalEvent]:
-        """Yield the events of all sessions of the process."""
-        return self.journal.read()
 
 
 class EpisodeRecords:

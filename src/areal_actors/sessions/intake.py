@@ -40,7 +40,6 @@ from areal_actors.errors import (
     Conflict,
     CustomFunctionError,
     NotFound,
-    RemoteError,
     Unavailable,
     Unreachable,
 )
@@ -278,16 +277,6 @@ class IntakeKeeper(Actor[Intake]):
 
     async def _take_in(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
         """Turn a session into an episode of its group."""
-        try:
-            await self._make_episode(group, seat, session)
-        except RemoteError as error:
-            if error.type_name != Unreachable.__name__:
-                raise
-            # The process of the session was disconnected because the service ends. The next start finds the session in
-            # the journal, ended, and takes it in.
-            _log.warning("session_left", session=session, reason=str(error))
-
-    async def _make_episode(self, group: OpenGroup, seat: Seat, session: SessionId) -> None:
         record = await self._read(session)
         if record is not None and not has_reward(record) and not seat.last_word.is_set():
             with anyio.move_on_after(self._config.grace_seconds):

@@ -33,7 +33,6 @@ from areal_actors.domain import (
     ChatMessage,
     CompletionRequest,
     Credential,
-    EpisodeLimits,
     InteractionId,
     SampledTokens,
     SampleKey,
@@ -87,7 +86,6 @@ from areal_actors.rendering import LongText, Renderer, deferring_long_texts
 from areal_actors.sessions.episodes import (
     EpisodeRecord,
     EpisodeRecords,
-    RecordedJournal,
     answer_again,
     digest_request,
 )
@@ -105,8 +103,6 @@ from areal_actors.sessions.retries import CachedRequest, RetryCache
 
 _log = get_logger(__name__)
 
-_OPENING = "areal.opening"
-"""The name in a session's metadata of what it was opened with. The journal keeps it for a process that is replaced."""
 _MANY = 100_000
 """Concurrency of handlers that wait for the journal: they wait together, so that it can batch their events."""
 
@@ -134,8 +130,6 @@ class _Extras:
     journal: SessionJournal | None = None
     record: EpisodeRecord | None = None
     """The record of an episode, which outlives the session. The session's journal writes to it."""
-    is_recorded: bool = False
-    """Whether this process or another records the turns."""
     hidden: set[InteractionId] = field(factory=set)
     """Answers that a client has deleted."""
     threads: dict[InteractionId, tuple[tuple[ChatMessage, ...], tuple[Tool, ...]]] = field(factory=dict)
@@ -202,10 +196,6 @@ class SessionManager(Actor[Sessions]):
     Sessions opened as durable are written to ``journal``; ``recovered`` are those that it contained when this process
     started. ``records`` has the episodes whose agents may start over; without it, these are not recorded.
     ``wall_clock`` returns seconds since 1970.
-
-    With several processes, there is a manager in each (``shards``). Those with a ``process`` above 0 write all
-    their sessions to their journals, and tell ``intake`` which of the restored ones have ended. ``recorder`` is the
-    manager that has ``records`` for them.
     """
 
     def __init__(
@@ -221,24 +211,19 @@ class SessionManager(Actor[Sessions]):
         recovered: Mapping[SessionId, RecoveredSession] | None = None,
         records: EpisodeRecords | None = None,
         wall_clock: Callable[[], float] = time.time,
-        process: int = 0,
-        intake: Ref[Intake] | None = None,
-        recorder: Ref[Sessions] | None = None,
     ) -> None:
         self._generation = generation
         self._capacity = capacity
         self._config = config or SessionsConfig()
         self._seed = seed
-        tokens = token_factory or create_token_factory(self._config.service_name, process=process)
+        tokens = token_factory or create_token_factory(self._config.service_name)
         self._store = SessionStore(token_factory=tokens, settings=self._config.lifetimes)
         self._extras: dict[SessionId, _Extras] = {}
         self._num_retries = 0
         self._planner = RequestPlanner(renderer, token_factory=tokens)
         # One at a time, so that long prompts leave the other cores to short ones.
         self._encoding = anyio.CapacityLimiter(1)
-        self._intake = intake
-        self._process = process
-        self._recorder = recorder
+        self._intake: Ref[Intake] | None = None
         self._journal = None if isinstance(journal, NoJournal) else journal
         self._recovered = dict(recovered or {})
         self._records = records
@@ -250,28 +235,14 @@ class SessionManager(Actor[Sessions]):
         recovered, self._recovered = self._recovered, {}
         now, wall_now = anyio.current_time(), self._wall_clock()
         for session in recovered.values():
-            opening = session.started.metadata.get(_OPENING, {})
-            record = opening.get("record")
             self._store.restore(restore_session(session, now=now, wall_now=wall_now))
             self._extras[session.id] = _Extras(
                 keys=SampleKeys.restore(session.started.sample_key, session.turns),
                 attempts=restore_retry_cache(session, now=now, wall_now=wall_now),
-                max_tokens=opening.get("max_tokens"),
-                budget=EpisodeBudget(limits=EpisodeLimits(**opening.get("limits", {})), roles=opening.get("roles")),
-                journal=self._session_journal(session.id, record=record),
-                is_recorded=record is not None,
+                journal=self._session_journal(session.id),
             )
-            if record is not None and self._recorder is not None:
-                # The process may have been killed between the write of a turn and its recording.
-                for turn in session.turns:
-                    await self._recorder.ask(RecordTurn(turn=evolve(turn, session=record)))
         await self.learn_engine()
         context.tasks.start_soon(self._expire_idle)
-        if self._process:
-            # The process may have been killed between the write of an end and its announcement. Twice is harmless.
-            ended = [one for one in recovered.values() if one.ended_at is not None]
-            news = tuple(SessionFinished(session=one.id, is_final=one.is_final) for one in ended)
-            context.tasks.start_soon(self._announce, *news)
         yield
 
     async def learn_engine(self, *, max_length: int | None = None) -> None:
@@ -283,13 +254,10 @@ class SessionManager(Actor[Sessions]):
         length = view.info.context_length
         self._planner.learn(evolve(view.info, context_length=min(length, max_length or length)))
 
-    def _session_journal(self, session: SessionId, *, record: SessionId | None = None) -> SessionJournal | None:
-        journal = self._journal
-        if journal is None:
+    def _session_journal(self, session: SessionId) -> SessionJournal | None:
+        if self._journal is None:
             return None
-        if record is not None and self._recorder is not None:
-            journal = RecordedJournal(name=record, journal=journal, recorder=self._recorder)
-        return SessionJournal(session=session, journal=journal, clock=self._wall_clock)
+        return SessionJournal(session=session, journal=self._journal, clock=self._wall_clock)
 
     # ------------------------------------------------------------------------------------------- lifecycle
 
@@ -297,9 +265,7 @@ class SessionManager(Actor[Sessions]):
     async def open(self, message: OpenSession) -> SessionOpened:
         """Open a session with an id and two keys. If it is durable, reply once its start is in the journal."""
         opened = self.open_session(message)
-        # The process of a shard is replaced alone, and the run continues with its sessions.
-        is_durable = message.is_durable or self._process > 0
-        journal = self._session_journal(opened.session, record=message.record) if is_durable else None
+        journal = self._session_journal(opened.session) if message.is_durable else None
         if journal is not None:
             extras = self._extras[opened.session]
             extras.journal = journal
@@ -314,7 +280,7 @@ class SessionManager(Actor[Sessions]):
             extras = self._extras[opened.session]
             record = await self._records.open(message.episode, key=extras.keys.base, name=opened.session)
             extras.keys = SampleKeys.restore(extras.keys.base, record.turns, is_rerun=True)
-            extras.record, extras.is_recorded = record, True
+            extras.record = record
             extras.journal = SessionJournal(session=record.name, journal=record, clock=self._wall_clock)
         return opened
 
@@ -327,7 +293,7 @@ class SessionManager(Actor[Sessions]):
             now=anyio.current_time(),
             key=message.api_key,
             group=message.group,
-            metadata={**message.metadata, **(_describe_opening(message) if self._process else {})},
+            metadata=message.metadata,
             user=message.user,
             user_key=message.user_key,
             roles=message.roles,
@@ -338,7 +304,6 @@ class SessionManager(Actor[Sessions]):
             permit=message.permit,
             max_tokens=message.max_tokens,
             budget=EpisodeBudget(limits=message.limits, roles=message.limited_roles),
-            is_recorded=message.record is not None,
         )
         return SessionOpened(
             session=issued.id,
@@ -451,9 +416,6 @@ class SessionManager(Actor[Sessions]):
         with suppress(NotFound):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
-        if self._process and self._journal is not None:
-            # The first process deletes the session's group once this returns, and then knows it no more.
-            await self._journal.write()
 
     @OpenEpisode.handler(concurrency=_MANY)
     async def open_episode(self, message: OpenEpisode) -> OpenedEpisode | None:
@@ -529,10 +491,9 @@ class SessionManager(Actor[Sessions]):
         """Remember the watcher that is notified of sessions that end."""
         self._intake = message.watcher
 
-    async def _announce(self, *news: SessionFinished) -> None:
+    async def _announce(self, news: SessionFinished) -> None:
         if self._intake is not None:
-            for finished in news:
-                await self._intake.tell(finished)
+            await self._intake.tell(news)
 
     # ----------------------------------------------------------------------------------------- completions
 
@@ -690,9 +651,9 @@ class SessionManager(Actor[Sessions]):
             request = evolve(request, sampling=evolve(request.sampling, max_new_tokens=extras.max_tokens))
         plan, digest = self._planner.plan(session, request), None
         num_left = extras.admit(session.tree, request, tag or AGENT_ROLE)
-        if extras.is_recorded:
+        if extras.record is not None:
             digest = digest_request(plan, tag)
-            recorded = () if extras.record is None else extras.record.recording.take(digest)
+            recorded = extras.record.recording.take(digest)
             if recorded:
                 answers = answer_again(session.tree, plan, recorded, tag)
                 extras.note_answered(request, answers, message.attempt, plan.parent)
@@ -713,15 +674,3 @@ class SessionManager(Actor[Sessions]):
         extras.note_thread(request, [choice.interaction for choice in turn.choices])
         turn.begin_in(extras.attempts, message.attempt)
         return turn
-
-
-def _describe_opening(message: OpenSession) -> dict[str, Any]:
-    """Return the metadata from which a session of a run is restored with its limits and the record of its episode."""
-    limits, roles = message.limits, message.limited_roles
-    described = {
-        "record": message.record,
-        "max_tokens": message.max_tokens,
-        "limits": {"max_turns": limits.max_turns, "max_sampled_tokens": limits.max_sampled_tokens},
-        "roles": None if roles is None else list(roles),
-    }
-    return {_OPENING: described}

@@ -57,7 +57,7 @@ from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnde
 from areal_actors.kernel import Ref
 from areal_actors.lib.tracing import CompletionTrace, SampledChoice
 from areal_actors.messages import Generate, Generation
-from areal_actors.rendering import Renderer, StreamParser, join_deltas
+from areal_actors.rendering import AnswerStream, Renderer, join_deltas
 from areal_actors.sessions.journal import SessionJournal
 from areal_actors.sessions.retries import CachedRequest, RetryCache
 
@@ -473,7 +473,7 @@ class Choice:
         """The deltas so far, with the beginning that the client wrote; of a stream, those that the client has."""
         self._num_unsent = 0 if plan.request.begun is None else len(self._parse(as_ints([])).content or "")
         """Characters of that beginning that the client does not receive."""
-        self._parser: StreamParser | None = None
+        self._parser: AnswerStream | None = None
         # An answer that is neither streamed nor searched for stop strings is parsed at once, when it is complete.
         if is_streaming or self._stop:
             self._parser = self._open_parser(is_eager=is_streaming)
@@ -487,7 +487,7 @@ class Choice:
         self.answer: Answer | None = None
         """The answer, once complete."""
 
-    def _open_parser(self, *, is_eager: bool) -> StreamParser:
+    def _open_parser(self, *, is_eager: bool) -> AnswerStream:
         request = self._plan.request
         return self._renderer.open_stream(
             tools=_callable_tools(request),

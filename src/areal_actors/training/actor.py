@@ -2,8 +2,8 @@
 
 ``run.loop`` has the loop itself: the order in which these operations are called.
 
-Engines that are lent the weights have loaded them when ``publish`` returns. If they load a copy, from disk or from the
-weight store, the next step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them. With
+Engines that are lent the weights have loaded them when ``publish`` returns. If they load a copy from disk, the next
+step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them. With
 evaluation.is_async, the next step trains while Evaluate runs, and its weights are published after it: the engines hold
 one version. The step is reported when its evaluation is over.
 
@@ -386,9 +386,9 @@ class TrainerActor(Actor[Training]):
 
     async def _report_rows(self, batch: Lease, recorder: RowRecorder) -> None:
         step, every = self.version, self.plan.rows_every_steps
-        if batch.id >= 0:  # what is imitated has no advantage
+        if batch.id >= 0:  # not a batch to imitate
             tasks = tuple(group.problem.task for group in batch.groups)
-            await self._tell(GroupsTrained(step=step, rows=recorder.advantages(), tasks=tasks))
+            await self._tell(GroupsTrained(step=step, tasks=tasks))
         if every and step % every == 0:
             await self._tell(RowsTrained(step=step, rows=recorder.rows()))
 

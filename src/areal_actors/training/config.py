@@ -164,8 +164,6 @@ class PublishBy(StrEnum):
     """By reference: the engine is in the trainer's process."""
     DISK = "disk"
     """As a directory of safetensors that engines elsewhere can read."""
-    DISTRIBUTED = "distributed"
-    """Broadcast to the processes of SGLang servers; written to disk only for a server that it cannot reach."""
 
 
 @frozen(kw_only=True)
@@ -514,14 +512,9 @@ class TrainerConfig:
     metrics: tuple[FunctionReference, ...] = field(default=(), validator=deep_iterable(builtin_or_reference(())))
     """Your own functions (file.py:name), whose numbers appear in the metrics of each step as custom/<name>."""
     publish: PublishBy = PublishBy.MEMORY
-    """How new weights reach the engines.
-
-    Engines in other processes read them from a shared disk, or, on SGLang servers, can receive them by broadcast.
-    """
+    """How new weights reach the engines. Those in other processes read them from a shared disk."""
     publish_keep: int = constant(2)
     """Number of published versions to keep on disk; a replica that joins reads the latest."""
-    publish_bucket_mib: int = constant(512)
-    """Size of the parts in which weights are broadcast; trainer and servers each need this much free device memory."""
     seed: int = field(default=0, validator=ge(0))
 
     def __attrs_post_init__(self) -> None:

@@ -163,10 +163,7 @@ def _forget_others(root: Path, version: int, num_kept: int) -> None:
 
 
 def create_publisher(by: PublishBy, *, root: Path, dtype: str, num_kept: int) -> Publisher:
-    """Return a publisher ``by`` memory or by disk; ``dtype`` (such as ``bfloat16``) is the engine's.
-
-    Weights that are broadcast are published by ``store`` instead.
-    """
+    """Return a publisher ``by`` memory or by disk; ``dtype`` (such as ``bfloat16``) is the engine's."""
     if by is PublishBy.MEMORY:
         return MemoryPublisher()
     return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)

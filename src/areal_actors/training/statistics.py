@@ -10,7 +10,6 @@ import numpy.typing as npt
 from attrs import define, field, frozen
 
 from areal_actors.domain import Episode, Floats, Group, TrainedRow
-from areal_actors.messages import RowAdvantage
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.distributions import tokens_of
 from areal_actors.training.objective import TokenSums
@@ -205,23 +204,6 @@ class RowRecorder:
         for index, part in zip(indices, np.split(logprobs, bounds), strict=True):
             # By identity: rows are copied when baselines are added to them, and share the trajectory.
             self._logprobs.setdefault(id(rows[index].trajectory), part)
-
-    def advantages(self) -> tuple[RowAdvantage, ...]:
-        """Return the mean advantage of each row with trained tokens, in the order of the batch."""
-        members = self._episodes()
-        found = []
-        for row in self._rows:
-            is_trained = row.trajectory.loss_mask == 1
-            if is_trained.any():
-                found.append(
-                    RowAdvantage(
-                        task=self._groups[row.group].problem.task,
-                        member=members[row.group, row.trajectory.session].member,
-                        num_tokens=row.trajectory.num_tokens,
-                        advantage=float(row.advantages[is_trained].mean()),
-                    )
-                )
-        return tuple(found)
 
     def _episodes(self) -> dict[tuple[int, str], Episode]:
         # By group first: groups made from files may name their sessions alike.

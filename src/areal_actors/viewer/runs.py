@@ -27,8 +27,6 @@ Status = Callable[[], Mapping[str, Mapping[str, Any]]]
 """Returns the statistics of each actor of a run in this process, by name."""
 
 _MAX_TASKS = 256
-_MAX_STALENESS = 16
-"""Steps after which a group is looked for that began under a version."""
 _MAX_CONFIG = 40_000
 _MAX_FAILURES = 200
 _MAX_FILES = 4096
@@ -223,17 +221,6 @@ class ViewedRun:
         rows = list(read_records(root / str(version) / f"{task}.jsonl"))
         mean = sum(float(row.get("reward") or 0.0) for row in rows) / max(len(rows), 1)
         kept = ("sample_idx", "reward", "seqlen", "prompt_len", "head_version", "tail_version", "prompt", "completion")
-        keys = [(row.get("sample_idx"), row.get("seqlen")) for row in rows]
-        advantages: dict[tuple[Any, Any], list[float | None]] = {}
-        # The problem may have been trained by several of the steps after ``version``, from groups of other versions:
-        # the step that trained these rows has the most of them.
-        for step in range(version + 1, version + 2 + _MAX_STALENESS) if kind == "rollout" else ():
-            found: dict[tuple[Any, Any], list[float | None]] = {}
-            for row in read_records(self.directory.advantages / f"{step}.jsonl"):
-                if row.get("task") == task:
-                    found.setdefault((row.get("member"), row.get("num_tokens")), []).append(row.get("advantage"))
-            if sum(key in found for key in keys) > sum(key in advantages for key in keys):
-                advantages = found
         untrained = {
             record.get("sample_idx"): record.get("reason")
             for record in (read_records(self.directory.untrained) if kind == "rollout" else ())
@@ -242,10 +229,8 @@ class ViewedRun:
         return [
             {name: row.get(name) for name in kept}
             | {"untrained": untrained.get(row.get("sample_idx"))}
-            # Rows of equal length of one episode have been trained in their order.
-            | {"advantage": (advantages.get(key) or [None]).pop(0)}
             | {"above_mean": float(row.get("reward") or 0.0) - mean, "trained_tokens": _num_trained(row)}
-            for key, row in zip(keys, rows, strict=True)
+            for row in rows
         ]
 
 
@@ -287,7 +272,6 @@ def describe_runs(paths: Sequence[Path]) -> list[dict[str, Any]]:
         state = {
             "status": absent if record is None else record.status,
             "reason": record and record.reason,
-            "warning": record and record.warning,
         }
         found.append({"name": run.name} | state | summary)
     return found
@@ -304,7 +288,6 @@ def format_runs(runs: Sequence[Mapping[str, Any]]) -> str:
         ended_badly = run["status"] in (RunStatus.FAILED, RunStatus.KILLED)
         notes = (
             run["reason"] if ended_badly else None,
-            run["warning"],
             run["verdict"] and f"did not learn: {run['verdict']}",
         )
         lines += [f"{'':{width}}  {note}" for note in notes if note]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import anyio
 import pytest
 from tests.stacks.replica_stack import EIGHT, CountingEngine, open_replica_stack, reading, request
@@ -42,17 +44,17 @@ async def test_late_replica_gets_weights_before_requests():
     assert {2} == set(one.versions)
 
 
-async def test_late_replica_loads_kept_weights():
-    """Unlike what is lent, it is there until the next publication; a snapshot of nothing is refused."""
+async def test_late_replica_loads_weights_on_disk():
+    """Unlike what is lent, they are there until the next publication; a snapshot of nothing is refused."""
     async with open_replica_stack("a") as stack:
-        await stack.router.ask(PublishWeights(snapshot=Snapshot(version=1, is_kept=True)))
+        await stack.router.ask(PublishWeights(snapshot=Snapshot(version=1, path=Path("published"))))
         late = await stack.add("b")
         await anyio.sleep(5)
         states = await stack.states()
         with pytest.raises(ModelError, match="neither state nor path"):
             await stack.router.ask(PublishWeights(snapshot=Snapshot(version=2)))
 
-    assert [Snapshot(version=1, is_kept=True)] == late.loaded
+    assert [Snapshot(version=1, path=Path("published"))] == late.loaded
     assert {"a": "serving", "b": "serving"} == states
 
 

@@ -13,12 +13,12 @@ import numpy as np
 import torch
 from attrs import evolve, frozen
 from tests.generation.servers.gateways import open_gateway
-from tests.generation.servers.server_stack import ReplicatedServers, Trainer, open_replicated, open_trainer
+from tests.generation.servers.server_stack import ReplicatedServers, open_replicated
 
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot, as_floats
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.launching import LaunchedServers, find_kind, launch_servers
-from areal_actors.models import resolve_model
+from areal_actors.models import load_policy, resolve_model
 from areal_actors.rendering import load_renderer
 from areal_actors_testing.engine_contract import Subject
 
@@ -38,8 +38,6 @@ class RealServer:
     launched: LaunchedServers
     policy: torch.nn.Module
     subject: Subject
-    trainer: Trainer
-    """Keeps the policy for servers that are sent it."""
 
     def gap(self, chunks) -> float:
         """The largest difference between the server's log-probabilities and ours."""
@@ -65,10 +63,9 @@ async def open_server_stack(
 ) -> AsyncIterator[RealServer]:
     """Servers and an engine; through a gateway, where there is a Python ``smg`` that one is installed for."""
     path = resolve_model("tiny").path
-    renderer = load_renderer(path)
+    renderer, policy = load_renderer(path), load_policy(path).float().eval()
 
     def recompute(prompt, output):
-        policy = trainer.policy.model
         ids = torch.tensor(np.concatenate([prompt, output]), dtype=torch.long)
         with torch.no_grad():
             logprobs = torch.log_softmax(policy(ids[None]).logits[0, len(prompt) - 1 : -1].float(), -1)
@@ -77,7 +74,6 @@ async def open_server_stack(
     kind = find_kind(Backend.SGLANG)
     added = {token.content: index for index, token in renderer.tokenizer.get_added_tokens_decoder().items()}
     async with (
-        open_trainer(path, directory) as trainer,
         launch_servers(kind, config, model=path, logs=directory / "logs") as launched,
         open_gateway(smg, launched.urls, log=directory / "gateway.log") if smg else nullcontext() as gateway_url,
         open_replicated(
@@ -88,10 +84,8 @@ async def open_server_stack(
             snapshot=Snapshot(version=0, path=path),
             publish_directory=directory / "published",
             processes=launched,
-            find_weights=trainer.find,
         ) as engine,
     ):
-        policy = trainer.policy.model
         subject = Subject(
             engine=engine,
             create_snapshot=lambda version: Snapshot(version=version, state=policy.state_dict()),
@@ -102,7 +96,7 @@ async def open_server_stack(
             decode=renderer.decode,
             stop_token_ids=(2,),
         )
-        yield RealServer(engine=engine, launched=launched, policy=policy, subject=subject, trainer=trainer)
+        yield RealServer(engine=engine, launched=launched, policy=policy, subject=subject)
 
 
 def ask(real: RealServer, name: str, *, num_tokens: int = 200) -> EngineRequest:
@@ -119,9 +113,3 @@ async def wait_for_tokens(real: RealServer, number: int) -> None:
     """Wait until so many tokens were sampled; fewer than were requested, so that a request still runs."""
     while real.engine.statistics().sampled_tokens < number:
         await anyio.sleep(0.005)
-
-
-def keep(real: RealServer, version: int) -> Snapshot:
-    """Publish the policy for the server to ask for."""
-    real.trainer.policy.version = version
-    return real.trainer.publish()

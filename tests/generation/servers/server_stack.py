@@ -1,4 +1,4 @@
-"""An engine over servers that are fakes over echoes, and a trainer's side from which they are sent weights."""
+"""An engine over servers that are fakes over echoes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import torch
 from attrs import asdict, define
 from tests.generation.servers.fake_process import script
 
@@ -22,7 +21,6 @@ from areal_actors.domain import (
     Sampling,
     Snapshot,
 )
-from areal_actors.errors import CheckpointError
 from areal_actors.generation.servers.config import ServerConfig
 from areal_actors.generation.servers.engine import ServerEngine, open_server_engines
 from areal_actors.generation.servers.sglang import SGLangDialect
@@ -36,12 +34,9 @@ from areal_actors.messages import (
     Replicas,
     ReplicaState,
     ResumeGeneration,
-    Weights,
 )
-from areal_actors.models import load_policy
 from areal_actors.run.inference import spawn_generation
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.training.weight_store import StorePublisher, WeightStore, WeightStoreActor
 from areal_actors_testing.sglang_server import FakeSGLang, open_sglang_server
 
 CONFIG = ServerConfig(health_interval_seconds=0.05, start_timeout_seconds=20, health_timeout_seconds=2)
@@ -139,64 +134,6 @@ def open_engine(servers, model: Path, tmp_path: Path, *, config: ServerConfig = 
         publish_directory=tmp_path / "published",
         **options,
     )
-
-
-@define
-class Policy:
-    """A model with versions, as a trainer has it; each version has other weights than the one before."""
-
-    model: Any
-    version: int = 0
-    num_lost: int = 0
-    """Tensors that it does not tell of."""
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return dict(list(self.model.state_dict().items())[self.num_lost :])
-
-    @torch.no_grad()
-    def step(self) -> None:
-        self.version += 1
-        for parameter in self.model.parameters():
-            parameter.add_(0.01)
-
-
-@define(eq=False, kw_only=True)
-class FullStore(WeightStore):
-    """One whose disk is full, while it is told to be."""
-
-    is_full: bool = False
-
-    def write(self, version: int) -> Path:
-        if self.is_full:
-            raise CheckpointError("no room")
-        return super().write(version)
-
-
-@define
-class Trainer:
-    """Publishes a policy by keeping it; ``keeper`` gives it to servers, in buckets of a few tensors."""
-
-    policy: Policy
-    store: FullStore
-    keeper: Ref[Weights]
-
-    async def find(self) -> Ref[Weights]:
-        return self.keeper
-
-    def publish(self) -> Snapshot:
-        return StorePublisher(store=self.store).publish(self.policy)
-
-    def step(self) -> Snapshot:
-        self.policy.step()
-        return self.publish()
-
-
-@asynccontextmanager
-async def open_trainer(model: Path, tmp_path: Path) -> AsyncIterator[Trainer]:
-    policy = Policy(load_policy(model).float().eval())
-    store = FullStore(root=tmp_path / "kept", bucket_bytes=64 * 1024)
-    async with ActorSystem.open(name="weights") as system:
-        yield Trainer(policy, store, await system.spawn(WeightStoreActor(store), name="weights"))
 
 
 def ask(number: int = 0, *, routing_key: str = "", **sampling) -> EngineRequest:

@@ -29,7 +29,7 @@ KINDS = [
     for value in vars(messages).values()
     if isinstance(value, type) and issubclass(value, AnyMessage) and attrs.has(value)
 ]
-AT_HOME = {messages.WatchSessions, messages.UseModel, messages.AddReplica, messages.ShardOpened}
+AT_HOME = {messages.WatchSessions, messages.UseModel, messages.AddReplica}
 """They or their replies contain refs; they are used within one system."""
 TRAVELLING = [kind for kind in KINDS if kind not in AT_HOME]
 RECURSIVE = {"part", "parts"}

@@ -19,7 +19,7 @@ from tests.kernel.remote.echo_actor import SECRET, Echo, EchoActor, Echoing, Not
 from areal_actors.errors import ConfigError, ProtocolError, RemoteError
 from areal_actors.kernel import ActorSystem
 from areal_actors.kernel.remote import Limits, connect, connect_stream, listen
-from areal_actors.kernel.remote.frames import Kind, Outbox, Outgoing
+from areal_actors.kernel.remote.frames import Kind, Outgoing
 from areal_actors.kernel.remote.hello import greet, receive_hello, send_packet
 from areal_actors.kernel.remote.sockets import SocketStream
 from areal_actors_testing.remote import memory_pair
@@ -147,14 +147,12 @@ class TestAStop:
     async def test_connection_survives_a_suspended_process(self):
         """Data that arrived during the suspension is read before the silence is judged."""
         ends = [SocketStream(end) for end in socket.socketpair()]
-        outbox = Outbox()
         async with ends[0], ends[1], anyio.create_task_group() as tasks:
             tasks.start_soon(welcome, ends[1])
             async with connect_stream(ends[0], secret=SECRET, limits=Limits(cleanup_seconds=0.1)) as peer:
-                for _ in range(20):
+                for number in range(20):
                     await wait_all_tasks_blocked()
-                    outbox.put(Outgoing(Kind.PING))
-                    ends[1].raw.send(outbox.take())
+                    ends[1].raw.send(*Outgoing(Kind.PING).frame(number))
                     jump(20.0)
                     await wait_all_tasks_blocked()
 

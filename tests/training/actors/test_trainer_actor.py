@@ -259,23 +259,6 @@ async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is
     assert [3] == [checkpoint.step for checkpoint in find_checkpoints(tmp_path)]
 
 
-async def test_the_advantages_of_a_step_are_told_before_it(tmp_path: Path):
-    """One for each row, by problem and episode; those of a group add up to nothing, as groups are normalised."""
-    async with open_school(tmp_path, evolve(PLAN, total_steps=1)) as school:
-        await school.deliver(0, 1)
-        await school.training.ask(AwaitTraining())
-    told, step = (item for item in school.rollout_stack.notebook.news if isinstance(item, GroupsTrained | StepFinished))
-
-    assert isinstance(told, GroupsTrained)
-    assert isinstance(step, StepFinished)
-    assert told.step == step.step == 1
-    assert {"0", "1"} == {row.task for row in told.rows}
-    for task in ("0", "1"):
-        rows = [row for row in told.rows if row.task == task]
-        assert len(rows) == len({row.member for row in rows}) > 1
-        assert sum(row.advantage for row in rows) == pytest.approx(0, abs=1e-5)
-
-
 async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
     """The trainer saves where it stands and tells why; groups that came in part are not lost."""
     async with open_school(tmp_path) as school:

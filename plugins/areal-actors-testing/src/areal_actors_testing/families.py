@@ -17,7 +17,7 @@ from attrs import frozen
 
 from areal_actors.domain import ToolCall
 from areal_actors.models.built_in import create_tiny_tokenizer
-from areal_actors.rendering import TemplateRenderer, create_renderer
+from areal_actors.rendering import Renderer, create_renderer
 from areal_actors.rendering.parsers import TOOL_FORMATS
 
 
@@ -55,7 +55,7 @@ class Family:
         path = resources.files("areal_actors_testing") / "chat_templates" / f"{self.name}.jinja"
         return path.read_text(encoding="utf-8")
 
-    def create_renderer(self) -> TemplateRenderer:
+    def create_renderer(self) -> Renderer:
         """Return the renderer of this family, which is created once."""
         return _create_renderer(self)
 
@@ -82,7 +82,7 @@ class Family:
 
 
 @cache
-def _create_renderer(family: Family) -> TemplateRenderer:
+def _create_renderer(family: Family) -> Renderer:
     from tokenizers import AddedToken
 
     tokenizer = create_tiny_tokenizer(template=family.template)

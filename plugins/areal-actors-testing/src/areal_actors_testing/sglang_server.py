@@ -17,15 +17,12 @@ from base64 import b64encode
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
 from contextlib import aclosing, asynccontextmanager
-from datetime import timedelta
 from enum import StrEnum
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 import numpy as np
-from anyio import to_thread
 from anyio.abc import TaskGroup
 from attrs import define, field
 from starlette.applications import Starlette
@@ -41,13 +38,6 @@ from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve
 
-_GROUP_PATHS = (
-    "/init_weights_update_group",
-    "/destroy_weights_update_group",
-    "/begin_weight_update",
-    "/update_weights_from_distributed",
-    "/end_weight_update",
-)
 _ADAPTER_PATHS = ("/load_lora_adapter", "/unload_lora_adapter")
 _PATHS = (
     "/model_info",
@@ -58,7 +48,6 @@ _PATHS = (
     "/pause_generation",
     "/continue_generation",
     "/update_weights_from_disk",
-    *_GROUP_PATHS,
     *_ADAPTER_PATHS,
 )
 
@@ -81,23 +70,6 @@ class Fault(StrEnum):
     """Another client aborts it after two tokens."""
     DEATH = "death"
     """The server dies after two tokens."""
-
-
-class UpdateFault(StrEnum):
-    """Faults of one update in a group."""
-
-    REFUSED_BEGIN = "refused_begin"
-    """The update may not begin; a retry counts as another update."""
-    LEFT_OPEN = "left_open"
-    """Another client began an update before, and was killed."""
-    REFUSED = "refused"
-    """The tensors are rejected before any is received."""
-    HALF = "half"
-    """Half of a bucket is received, and loading it fails."""
-    SILENCE = "silence"
-    """Nothing is received or answered until the group is left."""
-    DEATH = "death"
-    """The server dies with half of a bucket received."""
 
 
 # ------------------------------------------------------------------------------------------- streams of answers
@@ -179,145 +151,6 @@ def parse_request(body: Mapping[str, Any], end_token_id: int | None) -> EngineRe
     )
 
 
-# ------------------------------------------------------------------------------------------- weights in a group
-
-_SECONDS = 20.0
-"""Timeout of a wait in a group; real servers wait for half an hour."""
-
-
-@define(eq=False)
-class _ReceivedWeights:
-    """The groups of one incarnation of a server, and the tensors received since the update began."""
-
-    has_died: bool = False
-    fault: UpdateFault | None = None
-    _is_open: bool = False
-    _groups: dict[str, Any] = field(factory=dict)
-    _left: anyio.Event = field(factory=anyio.Event)
-    _state: dict[str, Any] = field(factory=dict)
-
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The names of the groups."""
-        return tuple(self._groups)
-
-    async def join(self, body: Mapping[str, Any]) -> str | None:
-        """Join a group; return the problem, if any."""
-        try:
-            joining = partial(join_group, body, is_registered=False)
-            self._groups[body["group_name"]] = await to_thread.run_sync(joining, abandon_on_cancel=True)
-        except (RuntimeError, ValueError) as error:
-            return f"Failed to initialize custom process group: {error}."
-        return None
-
-    async def leave(self, name: str) -> str | None:
-        """Leave a group; waits in it fail."""
-        group = self._groups.pop(name, None)
-        self._left.set()
-        if group is None:
-            return "The group to be destroyed does not exist."
-        await to_thread.run_sync(leave_group, group)
-        return None
-
-    def begin(self, fault: UpdateFault | None) -> str | None:
-        """Begin an update with the fault ``fault``."""
-        self.fault, self._left = fault, anyio.Event()
-        is_open = self._is_open or fault is UpdateFault.LEFT_OPEN
-        self._is_open = True
-        if is_open or fault is UpdateFault.REFUSED_BEGIN:
-            return "a weight-update session is already open; call end_weight_update() first"
-        self._state = {}
-        return None
-
-    async def receive(self, body: Mapping[str, Any]) -> str | None:
-        """Receive a bucket; return the problem, if any."""
-        group = self._groups.get(body["group_name"])
-        if not self._is_open or group is None or self.fault is UpdateFault.REFUSED:
-            return "update_weights_from_distributed must run between begin_weight_update() and end_weight_update()"
-        if self.fault is UpdateFault.SILENCE:
-            await self._left.wait()
-            return "Failed to receive weights: the group is gone"
-        is_half = self.fault in (UpdateFault.HALF, UpdateFault.DEATH)
-        try:
-            found = await to_thread.run_sync(receive_tensors, group, body, is_half, abandon_on_cancel=True)
-        except RuntimeError as error:
-            return f"Failed to receive weights: {error}"
-        self._state |= found
-        if self.fault is UpdateFault.DEATH:
-            self.has_died = True
-        return "Please discard the whole weights." if is_half else None
-
-    def snapshot(self, version: int) -> Snapshot:
-        """Return the received weights as a snapshot."""
-        return Snapshot(version=version, state=self._state)
-
-    def end(self) -> str | None:
-        """End the update."""
-        if not self._is_open:
-            return "no weight-update session is open; call begin_weight_update() first"
-        self._is_open = False
-        return None
-
-    def die(self) -> None:
-        """Stop: the other members of its groups lose it."""
-        self.has_died = True
-        self._left.set()
-        while self._groups:
-            leave_group(self._groups.popitem()[1])
-
-
-def join_group(body: Mapping[str, Any], *, is_registered: bool = True) -> Any:
-    """Join a group as servers do, given its address. Raises ``RuntimeError`` if nothing listens there.
-
-    These are the calls that real servers make, so code that works with this function works with them.
-    """
-    from torch.distributed import (  # type: ignore[attr-defined]  # exported, not declared
-        Backend,
-        PrefixStore,  # pyright: ignore[reportPrivateImportUsage]
-        ProcessGroupGloo,
-        distributed_c10d,
-        rendezvous,  # pyright: ignore[reportPrivateImportUsage]
-    )
-
-    timeout, size = timedelta(seconds=_SECONDS), body["world_size"]
-    address = f"tcp://{body['master_address']}:{body['master_port']}"
-    store, rank, size = next(rendezvous(address, body["rank_offset"], size, timeout=timeout))
-    store.set_timeout(timeout)
-    name = body["group_name"]
-    store = PrefixStore(name, store)
-    # torch registers the name of a group once in a process, in which several fakes may run: these create the group as
-    # ``_new_process_group_helper`` does, but do not register it.
-    if not is_registered:
-        return ProcessGroupGloo(PrefixStore("cpu/", PrefixStore(f"{name}/", store)), rank, size, timeout=timeout)
-    group, _ = distributed_c10d._new_process_group_helper(  # noqa: SLF001 - real servers use it too, as there is no public way
-        size, rank, [], Backend(body["backend"]), store, group_name=name, timeout=timeout
-    )
-    distributed_c10d._world.pg_group_ranks[group] = {each: each for each in range(size)}  # noqa: SLF001
-    return group
-
-
-def receive_tensors(group: Any, body: Mapping[str, Any], is_half: bool = False) -> dict[str, Any]:  # noqa: FBT001, FBT002
-    """Return the tensors that ``body`` describes, or the first half. Raises ``RuntimeError`` if they do not arrive."""
-    import torch
-
-    described = list(zip(body["names"], body["dtypes"], body["shapes"], strict=True))
-    state = {}
-    for name, dtype, shape in described[: len(described) // 2] if is_half else described:
-        state[name] = torch.empty(shape, dtype=getattr(torch, dtype))
-        group.broadcast([state[name]], torch.distributed.BroadcastOptions()).wait()
-    return state
-
-
-def leave_group(group: Any) -> None:
-    """Leave a group."""
-    import torch
-
-    if isinstance(group, torch.distributed.ProcessGroupGloo):
-        group.abort()
-    else:
-        torch.distributed.destroy_process_group(group)
-
-
 # -------------------------------------------------------------------------------------------------- the server
 
 
@@ -325,8 +158,7 @@ def leave_group(group: Any) -> None:
 class FakeSGLang:
     """A server that can be killed and started again, on one port. ``faults`` apply to the next requests, in order.
 
-    ``update_faults`` apply to the next updates in a group, one to each; those that are ``None`` succeed. ``paths``
-    records the paths of all requests, ``bodies`` the requests to generate, and ``routing_keys`` their headers.
+    ``paths`` records the paths of all requests, ``bodies`` the requests to generate, ``routing_keys`` their headers.
     """
 
     engine: Engine
@@ -337,7 +169,6 @@ class FakeSGLang:
     is_incremental: bool = False
     port: int = 0
     faults: deque[Fault] = field(factory=deque)
-    update_faults: deque[UpdateFault | None] = field(factory=deque)
     paths: list[str] = field(factory=list)
     bodies: list[dict[str, Any]] = field(factory=list)
     routing_keys: list[str | None] = field(factory=list)
@@ -352,7 +183,6 @@ class FakeSGLang:
     _remembered: dict[str, str] = field(factory=dict)
     _users: Counter[str | None] = field(factory=Counter)
     _unused: ChangeSignal = field(factory=ChangeSignal)
-    _received: _ReceivedWeights = field(factory=_ReceivedWeights)
     _streams: set[anyio.CancelScope] = field(factory=set)
     _dying: anyio.Event = field(factory=anyio.Event)
     _ended: anyio.Event | None = None
@@ -367,17 +197,11 @@ class FakeSGLang:
         """The label of its weights."""
         return self._label
 
-    @property
-    def groups(self) -> tuple[str, ...]:
-        """The names of the process groups that it has joined."""
-        return self._received.groups
-
     async def start(self) -> None:
         """Listen, with the weights in the model's directory, on the same port as before."""
         # It may have been killed while it was paused.
         await self.engine.resume()
-        self._received = _ReceivedWeights()
-        # A new process knows no group, no adapter and no request of the one before.
+        # A new process knows no adapter and no request of the one before.
         self.adapters, self._remembered, self._users = {}, {}, Counter()
         # Published weights are lost with the process: it starts from the directory of its model.
         await self._load(Snapshot(version=self.engine.version + 1, path=self.model), UNLABELLED)
@@ -405,7 +229,6 @@ class FakeSGLang:
 
     def _die(self) -> None:
         self._dying.set()
-        self._received.die()
         for stream in self._streams:
             stream.cancel()
 
@@ -415,8 +238,6 @@ class FakeSGLang:
         if path == "/generate":
             return await self._generate(request)
         body = json.loads(await request.body() or "{}")
-        if path in _GROUP_PATHS:
-            return _said(await self._update_in_group(path, body))
         if path in _ADAPTER_PATHS:
             return await self._change_adapters(path, body["lora_name"], body.get("lora_path", ""))
         if path == "/update_weights_from_disk":
@@ -441,8 +262,6 @@ class FakeSGLang:
             "/server_info": {
                 "version": self.version,
                 "dtype": info.dtype,
-                "device": "cpu",
-                "tp_size": 1,
                 "max_req_input_len": info.context_length,
                 "grammar_backend": "xgrammar",
                 "enable_lora": bool(self.max_adapter_rank),
@@ -460,24 +279,6 @@ class FakeSGLang:
             return str(error)
         self._labels[snapshot.version] = self._label = label
         return None
-
-    async def _update_in_group(self, path: str, body: Mapping[str, Any]) -> str | None:
-        received = self._received
-        match path:
-            case "/init_weights_update_group":
-                return await received.join(body)
-            case "/destroy_weights_update_group":
-                return await received.leave(body["group_name"])
-            case "/begin_weight_update":
-                return received.begin(self.update_faults.popleft() if self.update_faults else None)
-            case "/end_weight_update":
-                return received.end()
-        problem = await received.receive(body)
-        if received.has_died:
-            self._die()
-        if problem is None and body.get("weight_version") is not None:
-            return await self._load(received.snapshot(self.engine.version + 1), body["weight_version"])
-        return problem
 
     async def _change_adapters(self, path: str, name: str, root: str) -> Response:
         problem = None

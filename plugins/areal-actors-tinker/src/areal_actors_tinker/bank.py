@@ -215,9 +215,7 @@ class AdapterBank:
                         losses.append(formula.formula(logprobs, floats, chosen))
                         found[index] = logprobs.detach().numpy()
                     part = torch.stack(losses).sum()
-                    if not math.isfinite(float(part.detach())):
-                        raise TrainingDiverged(f"The loss {loss} is {float(part.detach())}; the data was not used.")
-                    total += float(part.detach())
+                    total += _finite(part, loss)
                     if part.requires_grad:
                         part.backward()
         except BaseException:
@@ -471,6 +469,14 @@ class AdapterBank:
         with torch.device("meta"):
             plain: Any = AutoModelForCausalLM.from_config(self.model.config)
         export_model(plain, directory, state=self.merged(adapter), tokenizer_directory=files)
+
+
+def _finite(total: Tensor, loss: str) -> float:
+    """Return a loss as a number. Raises ``TrainingDiverged`` if it is none."""
+    value = float(total.detach())
+    if not math.isfinite(value):
+        raise TrainingDiverged(f"The loss {loss} is {value}; the data was not used.")
+    return value
 
 
 def read_settings(directory: Path) -> AdapterSettings:

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from attrs import frozen
+from attrs import field, frozen
 from torch import Tensor
 
 from areal_actors.errors import InvalidRequest
@@ -38,7 +38,7 @@ class Loss:
 
     formula: Formula
     inputs: tuple[str, ...]
-    settings: Settings = {}  # noqa: RUF012 - frozen
+    settings: Settings = field(factory=dict)
 
 
 def _cross_entropy(p: Tensor, given: Inputs, settings: Settings) -> Tensor:  # noqa: ARG001 - it has no settings

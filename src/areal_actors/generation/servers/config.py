@@ -25,11 +25,6 @@ class Backend(StrEnum):
     VLLM = "vllm"
 
     @property
-    def receives_broadcasts(self) -> bool:
-        """Whether its servers can be sent weights over the network."""
-        return self is Backend.SGLANG
-
-    @property
     def records_experts(self) -> bool:
         """Whether it reports the experts of each token."""
         return self is not Backend.VLLM

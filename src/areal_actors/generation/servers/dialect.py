@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Se
 from contextlib import AbstractAsyncContextManager, aclosing, asynccontextmanager, suppress
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, Protocol, Self
 
 import httpx
 import numpy as np
@@ -42,7 +42,6 @@ from areal_actors.domain import (
 from areal_actors.errors import ConfigError, EngineError
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.http import Answer, address_of, as_answer, failure_of, open_events
-from areal_actors.messages import GroupPlace, TensorBucket
 
 
 @frozen(kw_only=True)
@@ -51,8 +50,7 @@ class ServerFacts:
 
     ``weight_version`` is the label that its weights were given. ``vocab_size`` is 0 if the server does not report it.
     With ``has_grammars``, the server accepts every ``Grammar``; ``logprobs_follow_truncation`` is as in ``EngineInfo``.
-    Its tensors are on ``device``, and ``num_ranks`` processes receive weights together; 0 if they cannot. It loads
-    adapters of a rank up to ``max_adapter_rank``; 0 if it loads none.
+    It loads adapters of a rank up to ``max_adapter_rank``; 0 if it loads none.
     """
 
     software: str
@@ -65,8 +63,6 @@ class ServerFacts:
     max_concurrent: int
     has_grammars: bool = False
     logprobs_follow_truncation: bool = False
-    device: str = "cpu"
-    num_ranks: int = 0
     max_adapter_rank: int = 0
 
 
@@ -159,39 +155,6 @@ class ServerDialect(Protocol):
         The server is paused. Keys and values of the old weights are dropped. Raises ``ModelError`` if the server
         rejects the weights; it then keeps its old ones.
         """
-        ...
-
-
-@runtime_checkable
-class BroadcastDialect(ServerDialect, Protocol):
-    """A kind of server whose processes can join a process group and receive weights in it.
-
-    The server is paused meanwhile. Every method raises ``EngineError`` with the reason if the server refuses.
-    """
-
-    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace) -> None:
-        """Let the server's processes join the group at ``place``; return when they have joined."""
-        ...
-
-    async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
-        """Let the server's processes leave the group; pending receives in it fail."""
-        ...
-
-    async def begin_update(self, client: httpx.AsyncClient) -> None:
-        """Prepare to receive weights. An earlier update that was not ended, by any client, is ended first."""
-        ...
-
-    async def receive(
-        self, client: httpx.AsyncClient, group: str, bucket: TensorBucket, *, version: str | None
-    ) -> None:
-        """Receive and load a bucket, and return when that is done. The last bucket carries the label of all weights.
-
-        Keys and values of the old weights are dropped with it. After an error, some of the weights are new.
-        """
-        ...
-
-    async def end_update(self, client: httpx.AsyncClient) -> None:
-        """Prepare to sample again, or to load from disk."""
         ...
 
 

@@ -50,7 +50,6 @@ from areal_actors.errors import (
 from areal_actors.generation.base import Decode, StopScanner, find_stop_ids, validate_request
 from areal_actors.generation.replicas import EngineSet, ReplicaSetConfig
 from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
-from areal_actors.generation.servers.broadcasting import FindWeights, WeightReceiver, create_weight_receiver
 from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
 from areal_actors.generation.servers.dialect import Attribution, Delta, ServerDialect
 from areal_actors.generation.servers.publishing import Publisher, ServerAdmission, Weights
@@ -74,7 +73,6 @@ class ServerEngine:
         weights: Weights,
         publisher: Publisher,
         *,
-        receiver: WeightReceiver | None = None,
         adapters: Adapters | None = None,
         decode: Decode | None = None,
     ) -> None:
@@ -85,7 +83,6 @@ class ServerEngine:
         self._loaded: Weights | None = None
         """The weights that the server was given last; ``None`` while they are undefined, as during a load."""
         self._publisher = publisher
-        self._receiver = receiver
         self._adapters = adapters
         self._decode = decode
         self._info: EngineInfo
@@ -122,11 +119,6 @@ class ServerEngine:
                 f"{server.url} did not answer within {seconds:g} s (start_timeout_seconds). Check that the server "
                 "runs, and that this machine reaches it."
             )
-        if self._receiver is not None and not facts.num_ranks:
-            raise EngineError(
-                f"{server.url} cannot be sent weights: its processes are parallel in other ways than by tensors. "
-                "Start several servers in the place of data parallelism, or publish by disk (trainer.publish)."
-            )
         model = self._publisher.model
         try:
             config = json.loads((model / "config.json").read_text(encoding="utf-8"))
@@ -149,16 +141,11 @@ class ServerEngine:
         )
 
     async def close(self) -> None:
-        """Let a server that keeps running leave our process groups, and unload our adapters from it."""
-        server, receiver, adapters = self._server, self._receiver, self._adapters
-        if not server.is_ready:
-            return
-        if adapters is not None:
+        """Unload our adapters from a server that keeps running."""
+        server, adapters = self._server, self._adapters
+        if server.is_ready and adapters is not None:
             with anyio.move_on_after(server.config.health_timeout_seconds, shield=True), suppress(EngineError):
                 await adapters.unload_unused(server.control, ())
-        if receiver is not None:
-            with anyio.CancelScope(shield=True):
-                await receiver.forget()
 
     # ------------------------------------------------------------------------------------------ the protocol
 
@@ -248,16 +235,8 @@ class ServerEngine:
             if self._adapters is not None and snapshot.adapter is not None:
                 adapter = await to_thread.run_sync(self._adapters.admit, snapshot.version, snapshot.adapter)
                 weights = Weights(version=snapshot.version, path=self._weights.path, adapter=adapter)
-            elif not snapshot.is_kept:
-                weights = await to_thread.run_sync(self._publisher.write, snapshot)
-            elif self._receiver is not None:
-                buckets = await self._receiver.describe(snapshot.version)
-                weights = Weights(version=snapshot.version, buckets=buckets)
             else:
-                raise ModelError(
-                    f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
-                    "publish its state or a path."
-                )
+                weights = await to_thread.run_sync(self._publisher.write, snapshot)
             async with self._control:
                 if not self._server.is_ready:
                     self._weights = weights
@@ -299,7 +278,7 @@ class ServerEngine:
             except ModelError:
                 self._weights = former
                 try:
-                    await self._command(self._update_from_disk(former))
+                    await self._command(self._update(former))
                 except ModelError:
                     _log.warning("server_lost", url=server.url, reason="it refuses the former weights as well")
                     self._mark_unhealthy()
@@ -334,26 +313,10 @@ class ServerEngine:
         server.changed.notify()
 
     async def _update(self, weights: Weights) -> None:
-        """Have the server receive weights from the store, or load them from disk if that fails or they are there."""
+        """Have the server load weights."""
         # Unknown until the load is complete: an interrupted load leaves undefined weights under an old label.
         self._loaded = None
-        if weights.path is None:
-            assert self._receiver is not None
-            error = await self._receiver.receive(weights.version, weights.buckets)
-            if error is None:
-                self._loaded = weights
-                return
-            _log.warning("weights_not_received", url=self._server.url, version=weights.version, reason=str(error))
-        await self._update_from_disk(weights)
-
-    async def _update_from_disk(self, weights: Weights) -> None:
-        """Have the server load weights from disk, to which those in the store are written if necessary."""
-        self._loaded = None
-        path = weights.path
-        if path is None:
-            assert self._receiver is not None
-            path = await self._receiver.write(weights.version)
-        await self._dialect.update_from_disk(self._server.control, path, version=weights.label)
+        await self._dialect.update_from_disk(self._server.control, weights.path, version=weights.label)
         self._loaded = weights
 
     async def restore(self) -> None:
@@ -386,10 +349,7 @@ class ServerEngine:
                 server.changed.notify()
                 # Requests that still run there must not sample from weights that are half loaded.
                 await server.until_silent(self._pause_server())
-                if self._receiver is not None:
-                    await self._receiver.forget()
-                # From disk: a restarted server is in no group, and others must not wait for one to form.
-                await server.until_silent(self._update_from_disk(weights))
+                await server.until_silent(self._update(weights))
             self._loaded = weights
             await server.until_silent(self._pause_server() if self._is_paused else self._dialect.resume(server.control))
         except ArealError as error:
@@ -576,7 +536,6 @@ async def open_server_engines(
     snapshot: Snapshot,
     publish_directory: Path,
     processes: ServerProcesses | None = None,
-    find_weights: FindWeights | None = None,
     adapters: AdapterSlots | None = None,
     decode: Decode | None = None,
 ) -> AsyncIterator[EngineSet]:
@@ -591,15 +550,13 @@ async def open_server_engines(
         publish_directory: where weights are written for the servers, which must see it under the same path.
         processes: the servers' processes, if they were started here. If one ends while it is opened, opening fails
             with the reason; one that hangs is killed.
-        find_weights: finds the weight store of snapshots with ``is_kept``.
         adapters: serve adapters of this size next to ``model``, whose weights the servers keep: snapshots after
             the first one are adapters.
         decode: the text of tokens, for stop strings that begin in tokens which another server has sampled.
 
     Raises:
-        ConfigError: with ``find_weights`` or ``adapters``, if servers of this kind cannot receive them.
-        EngineError: a server is too old, has exited, cannot receive weights, or was not ready within
-            ``start_timeout_seconds``.
+        ConfigError: with ``adapters``, if servers of this kind cannot load them.
+        EngineError: a server is too old, has exited, or was not ready within ``start_timeout_seconds``.
         ModelError: a server rejects the snapshot.
     """
     loaded = None
@@ -621,16 +578,9 @@ async def open_server_engines(
                 for url in urls
             ]
             engines: list[ServerEngine] = []
-            receivers: list[WeightReceiver] = []
             for server in servers:
                 server.peers = servers if config.gateway_url is not None else [server]
-                receiver = None
-                if find_weights is not None:
-                    receiver = create_weight_receiver(server, find_weights)
-                    receivers.append(receiver)
-                engines.append(
-                    ServerEngine(server, weights, publisher, receiver=receiver, adapters=loaded, decode=decode)
-                )
+                engines.append(ServerEngine(server, weights, publisher, adapters=loaded, decode=decode))
             watching = await stack.enter_async_context(open_tasks())
             for server, engine in zip(servers, engines, strict=True):
                 watching.start_soon(server.watch, engine.restore)
@@ -641,12 +591,12 @@ async def open_server_engines(
                 yield EngineSet(
                     engines={engine.server.url: engine for engine in engines},
                     snapshot=Snapshot(version=weights.version, path=weights.path),
-                    admission=ServerAdmission(publisher, loaded, tuple(receivers)),
+                    admission=ServerAdmission(publisher, loaded),
                     config=ReplicaSetConfig(
                         wait_seconds=config.start_timeout_seconds,
                         max_attempts=config.max_failures,
-                        # A pause, a broadcast and a load from disk may take as long as an update each.
-                        load_seconds=3 * config.update_timeout_seconds + 60,
+                        # A pause and a load may take as long as an update each.
+                        load_seconds=2 * config.update_timeout_seconds + 60,
                         retry_seconds=config.health_interval_seconds,
                         max_retry_seconds=config.health_interval_seconds,
                     ),

@@ -24,9 +24,7 @@ from attrs import define, field, frozen
 from areal_actors.domain import Snapshot
 from areal_actors.errors import ModelError
 from areal_actors.generation.servers.adapters import Adapters, PublishedAdapter
-from areal_actors.generation.servers.broadcasting import WeightReceiver
 from areal_actors.lib.locks import take
-from areal_actors.messages import TensorBucket
 
 _FILE = "model.safetensors"
 _PREFIX, _LOCKED = "weights-", ".lock"
@@ -37,15 +35,11 @@ _MAX_NAMED = 5
 
 @frozen(kw_only=True)
 class Weights:
-    """A version that servers load from ``path``, or, without a path, receive from the weight store in ``buckets``.
-
-    With an ``adapter``, servers have the weights in ``path`` already.
-    """
+    """A version that servers load from ``path``; with an ``adapter``, they have the weights there already."""
 
     version: int
-    path: Path | None = None
+    path: Path
     adapter: PublishedAdapter | None = None
-    buckets: tuple[TensorBucket, ...] = ()
 
     @property
     def label(self) -> str:
@@ -87,11 +81,6 @@ class Publisher:
         if snapshot.state is None:
             raise ModelError(f"Snapshot of version {snapshot.version} has neither state nor path; give it one of them.")
         return self._write(snapshot.version, snapshot.state)
-
-    def admit(self, version: int, buckets: tuple[TensorBucket, ...]) -> None:
-        """Raise ``ModelError`` if a version in the weight store does not fit the model."""
-        pairs = [pair for bucket in buckets for pair in zip(bucket.names, bucket.shapes, strict=True)]
-        _check_shapes(version, dict(pairs), read_shapes(self.model))
 
     def _write(self, version: int, state: Mapping[str, Any]) -> Weights:
         import torch
@@ -156,19 +145,15 @@ class Publisher:
 
 @frozen
 class ServerAdmission:
-    """Checks each snapshot before servers hear of it, and writes tensors to disk once for all servers.
-
-    ``receivers`` are the servers that can receive weights from the store.
-    """
+    """Checks each snapshot before servers hear of it, and writes tensors to disk once for all servers."""
 
     publisher: Publisher
     adapters: Adapters | None
-    receivers: tuple[WeightReceiver, ...]
 
     async def admit(self, snapshot: Snapshot) -> Snapshot:
         """Return the snapshot in a form that servers can load at any time, also when they come back.
 
-        Raises ``ModelError`` if it does not fit the servers, and ``EngineError`` if the weight store does not have it.
+        Raises ``ModelError`` if it does not fit the servers.
         """
         if self.adapters is not None:
             if snapshot.adapter is None:
@@ -178,21 +163,8 @@ class ServerAdmission:
                 )
             await to_thread.run_sync(self.adapters.admit, snapshot.version, snapshot.adapter)
             return snapshot
-        if not snapshot.is_kept:
-            weights = await to_thread.run_sync(self.publisher.write, snapshot)
-            return Snapshot(version=weights.version, path=weights.path)
-        if not self.receivers:
-            raise ModelError(
-                f"Snapshot of version {snapshot.version} is in a weight store that this engine does not know; "
-                "publish its state or a path."
-            )
-        buckets: tuple[TensorBucket, ...] = ()
-        # All servers are announced before the first one asks for its weights, so that they share a broadcast. The check
-        # of shapes takes longer than a broadcast waits for servers that were not announced.
-        for receiver in self.receivers:
-            buckets = await receiver.describe(snapshot.version)
-        await to_thread.run_sync(self.publisher.admit, snapshot.version, buckets)
-        return snapshot
+        weights = await to_thread.run_sync(self.publisher.write, snapshot)
+        return Snapshot(version=weights.version, path=weights.path)
 
     async def keep_only(self, snapshot: Snapshot) -> None:
         """Remove what was written for other snapshots, which no server loads any more."""

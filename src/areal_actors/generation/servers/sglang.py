@@ -3,8 +3,7 @@
 * ``/generate`` takes ids and streams ids. Log-probabilities are those of ``softmax(logits / T)`` before top-p, top-k
   and min-p; the raw ones are known if only truncation is requested at T = 1.
 * Versions are reported at the end, as spans, and so are the experts of all tokens, if they are asked for.
-* Weights are read from disk, or received in a process group, which each process of tensor parallelism joins as a rank.
-  Servers with other kinds of parallelism cannot join.
+* Weights are read from disk.
 """
 
 from __future__ import annotations
@@ -42,7 +41,6 @@ from areal_actors.generation.servers.http import (
     parse_version,
     post_command,
 )
-from areal_actors.messages import GroupPlace, TensorBucket
 
 OLDEST = (0, 5, 21)
 """The first version that reports version spans, and whose health can be checked while it is paused."""
@@ -58,7 +56,7 @@ _PAUSES = {PauseMode.KEEP: "retract", PauseMode.WAIT: "retract", PauseMode.ABORT
 
 @frozen(kw_only=True)
 class SGLangDialect:
-    """Implements ``BroadcastDialect`` for SGLang.
+    """Implements ``AdapterDialect`` for SGLang.
 
     ``added_tokens`` maps texts of added tokens to ids, for grammars. Answers that no client streams arrive in events of
     ``stream_interval`` tokens. With ``routed_layers``, answers have the experts of each token.
@@ -96,9 +94,6 @@ class SGLangDialect:
             lengths = [info.get("max_req_input_len"), models["data"][0].get("max_model_len")]
             state = (info.get("internal_states") or [{}])[0]
             concurrent = state.get("effective_max_running_requests_per_dp") or info.get("max_running_requests") or 256
-            # A rank is identified by its place in tensor parallelism alone, so servers with other kinds of parallelism
-            # cannot join a group.
-            is_tensor_parallel = all(int(info.get(name) or 1) == 1 for name in ("dp_size", "pp_size"))
             return ServerFacts(
                 software=f"sglang {version}",
                 model=str(Path(model["model_path"])),
@@ -108,8 +103,6 @@ class SGLangDialect:
                 dtype=str(info["dtype"]),
                 max_concurrent=int(concurrent) * int(info.get("dp_size") or 1),
                 has_grammars=info.get("grammar_backend") == "llguidance",
-                device=str(info.get("device") or "cuda"),
-                num_ranks=int(info.get("tp_size") or 1) if is_tensor_parallel else 0,
                 max_adapter_rank=int(info.get("max_lora_rank") or 0) if info.get("enable_lora") else 0,
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
@@ -217,51 +210,6 @@ class SGLangDialect:
     async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
         """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
         await post_adapter(client, "/unload_lora_adapter", {"lora_name": name})
-
-    async def join_group(self, client: httpx.AsyncClient, place: GroupPlace) -> None:
-        """Join a process group; see ``BroadcastDialect.join_group``."""
-        body = {
-            "master_address": place.host,
-            "master_port": place.port,
-            "rank_offset": place.offset,
-            "world_size": place.size,
-            "group_name": place.name,
-            "backend": place.backend,
-        }
-        await post_command(client, "/init_weights_update_group", body)
-
-    async def leave_group(self, client: httpx.AsyncClient, name: str) -> None:
-        """Leave a process group; see ``BroadcastDialect.leave_group``."""
-        await post_command(client, "/destroy_weights_update_group", {"group_name": name})
-
-    async def begin_update(self, client: httpx.AsyncClient) -> None:
-        """Begin an update; see ``BroadcastDialect.begin_update``."""
-        answer = await ask(client, "POST", "/begin_weight_update", {})
-        # An earlier client may have been killed during an update.
-        if answer.is_refusal:
-            await self.end_update(client)
-            await post_command(client, "/begin_weight_update", {})
-        elif answer.is_error:
-            raise EngineError(describe_failure(client, "/begin_weight_update", answer))
-
-    async def receive(
-        self, client: httpx.AsyncClient, group: str, bucket: TensorBucket, *, version: str | None
-    ) -> None:
-        """Receive a bucket; see ``BroadcastDialect.receive``."""
-        body: dict[str, Any] = {
-            "names": bucket.names,
-            "dtypes": bucket.dtypes,
-            "shapes": bucket.shapes,
-            "group_name": group,
-            "flush_cache": version is not None,
-        }
-        if version is not None:
-            body["weight_version"] = version
-        await post_command(client, "/update_weights_from_distributed", body)
-
-    async def end_update(self, client: httpx.AsyncClient) -> None:
-        """End an update; see ``BroadcastDialect.end_update``."""
-        await post_command(client, "/end_weight_update", {})
 
 
 # ---------------------------------------------------------------------------------------------------- reading

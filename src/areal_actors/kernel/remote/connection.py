@@ -7,6 +7,7 @@ exactly once, with a cause in words, and its owner is notified at that moment.
 from __future__ import annotations
 
 import math
+from collections import deque
 from typing import Protocol
 
 import anyio
@@ -14,12 +15,15 @@ from anyio.abc import ByteStream, TaskGroup
 from anyio.lowlevel import checkpoint
 
 from areal_actors.errors import ProtocolError
-from areal_actors.kernel.remote.frames import CHUNK_BYTES, Assembler, Frame, Kind, Limits, Outbox, Outgoing
+from areal_actors.kernel.remote.frames import Buffer, Frame, FrameReader, Kind, Limits, Outgoing
 from areal_actors.lib.change_signal import ChangeSignal
-from areal_actors.lib.loops import Loop, running_loop
+from areal_actors.lib.loops import Loop, Signal, running_loop
 
 LOST = (anyio.EndOfStream, anyio.BrokenResourceError, anyio.ClosedResourceError, OSError)
 """Errors of a byte stream whose other end is gone."""
+
+_JOINED_BYTES = 64 * 1024
+"""Small messages are joined up to about this size: one write for many costs a fraction of many writes."""
 
 
 class Owner(Protocol):
@@ -33,10 +37,9 @@ class Owner(Protocol):
 
 
 class Connection:
-    """Moves messages between an outbox, a byte stream, and its owner."""
+    """Moves messages between a queue, a byte stream, and its owner."""
 
     def __init__(self, stream: ByteStream, limits: Limits) -> None:
-        self.outbox = Outbox()
         self.limits = limits
         self.loop: Loop = running_loop()
         self.cause: str | None = None
@@ -45,6 +48,9 @@ class Connection:
         self._owner: Owner | None = None
         self._scope = anyio.CancelScope()
         self._heard_at = self.loop.now()
+        self._queue: deque[Outgoing] = deque()
+        self._arrival: Signal | None = None
+        self._num_written = 0
         self._is_writing = False
         self._written = ChangeSignal()
 
@@ -52,6 +58,19 @@ class Connection:
         """Run in ``tasks`` until the connection is cut."""
         self._owner = owner
         tasks.start_soon(self._run, name="connection")
+
+    def send(self, outgoing: Outgoing) -> None:
+        """Queue a message for the writer, unless the connection is cut."""
+        if self.cause is None:
+            self._queue.append(outgoing)
+            if self._arrival is not None:
+                self._arrival.set()
+
+    def withdraw(self, outgoing: Outgoing) -> bool:
+        """Remove a queued message that has not been written yet. Return whether that was possible."""
+        if not outgoing.is_sent:
+            self._queue.remove(outgoing)
+        return not outgoing.is_sent
 
     def cut(self, cause: str) -> None:
         """End the connection, unless it has already ended."""
@@ -70,8 +89,8 @@ class Connection:
         """
         deadline = self.loop.now() + self.limits.cleanup_seconds
         with self.loop.new_scope(deadline=deadline, shield=True):
-            self.outbox.put(Outgoing(Kind.BYE))
-            while (self.outbox or self._is_writing) and self.cause is None:
+            self.send(Outgoing(Kind.BYE))
+            while (self._queue or self._is_writing) and self.cause is None:
                 await self._written.wait()
         self.cut("this side has closed the connection")
 
@@ -89,34 +108,50 @@ class Connection:
 
     async def _read(self) -> None:
         assert self._owner is not None, "started with an owner"
-        assembler = Assembler(self.limits.max_message_bytes)
+        reader = FrameReader(self._receive, self.limits.max_message_bytes)
         try:
             while True:
-                data = await self._stream.receive(CHUNK_BYTES)
-                self._heard_at = self.loop.now()
-                for frame in assembler.feed(data):
-                    if frame.kind is Kind.BYE:
-                        self.cut("the other side has closed the connection")
-                    elif self.cause is None and frame.kind is not Kind.PING:
-                        self._owner.on_frame(frame)
+                frame = await reader.read()
+                if frame.kind is Kind.BYE:
+                    self.cut("the other side has closed the connection")
+                elif self.cause is None and frame.kind is not Kind.PING:
+                    self._owner.on_frame(frame)
         except ProtocolError as error:
             self.cut(f"the other side broke the protocol: {error}")
         except LOST as error:
             self.cut(_describe_loss(error))
 
+    async def _receive(self) -> bytes:
+        data = await self._stream.receive()
+        self._heard_at = self.loop.now()
+        return data
+
     async def _write(self) -> None:
         try:
             while True:
-                while data := self.outbox.take():
+                while self._queue:
                     self._is_writing = True
-                    await self._stream.send(data)
+                    for data in self._take():
+                        await self._stream.send(data)  # type: ignore[arg-type]  # every stream here takes any buffer
                 self._is_writing = False
                 self._written.notify()
-                arrival = self.loop.new_signal()
-                self.outbox.wake = arrival.set
-                await arrival.wait()
+                self._arrival = self.loop.new_signal()
+                await self._arrival.wait()
+                self._arrival = None
         except LOST as error:
             self.cut(_describe_loss(error))
+
+    def _take(self) -> list[Buffer]:
+        """Return the next bytes to write: messages joined, up to the first one with buffers, and these."""
+        heads: list[Buffer] = []
+        buffers: list[Buffer] = []
+        while self._queue and not buffers and sum(map(len, heads)) < _JOINED_BYTES:
+            outgoing = self._queue.popleft()
+            outgoing.is_sent = True
+            head, *buffers = outgoing.frame(self._num_written)
+            self._num_written += 1
+            heads.append(head)
+        return [b"".join(heads), *buffers]
 
     async def _send_heartbeats(self) -> None:
         limits = self.limits
@@ -128,7 +163,7 @@ class Connection:
             silent = self._silence()
             if silent > limits.silence_seconds:
                 self.cut(f"nothing was heard from the other side for {silent:.1f} s")
-            self.outbox.put(Outgoing(Kind.PING), is_ahead=True)
+            self.send(Outgoing(Kind.PING))
 
     def _silence(self) -> float:
         return self.loop.now() - self._heard_at

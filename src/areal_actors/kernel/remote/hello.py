@@ -18,7 +18,6 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import anyio
@@ -27,14 +26,15 @@ import msgspec
 from anyio.abc import ByteStream
 from attrs import asdict, frozen
 
+from areal_actors import __version__
 from areal_actors.errors import ConfigError, ProtocolError, Unreachable
 from areal_actors.kernel.remote.frames import DEFAULT_MESSAGE_BYTES, Limits
 
 _MAGIC = b"areal-actors\n"
 _PREFIX = struct.Struct("<13sI")
 _MAX_BYTES = 64 * 1024
-_VERSIONS = (2, 2)
-"""Oldest and newest version of the wire format that this package speaks."""
+_VERSION = 3
+"""The version of the wire format. All processes of a run have the same version of this package."""
 
 _MIN_SECRET_BYTES = 16
 
@@ -50,10 +50,9 @@ class Hello:
     incarnation: int
     nonce: str
     window_messages: int
+    wire: int
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
-    oldest: int = _VERSIONS[0]
-    newest: int = _VERSIONS[1]
-    package: str = ""
+    package: str = __version__
 
 
 def check_secret(secret: bytes) -> None:
@@ -71,18 +70,13 @@ def check_secret(secret: bytes) -> None:
 
 def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
     """Return the hello of this side, with a fresh nonce."""
-    try:
-        package = version("areal_actors")
-    except PackageNotFoundError:
-        # The program runs from a source tree that is not installed.
-        package = "unknown"
     return Hello(
         node=node,
         incarnation=incarnation,
         nonce=secrets.token_hex(32),
         window_messages=limits.window_messages,
+        wire=_VERSION,
         max_message_bytes=limits.max_message_bytes,
-        package=package,
     )
 
 
@@ -190,11 +184,10 @@ def _hello(words: Any) -> Hello:
 
 
 def _check_version(own: Hello, other: Hello) -> None:
-    if own.newest < other.oldest or other.newest < own.oldest:
+    if own.wire != other.wire:
         raise Unreachable(
-            f"this side (areal_actors {own.package}) speaks versions {own.oldest} to {own.newest} of the wire, "
-            f"node {other.node!r} (areal_actors {other.package}) {other.oldest} to {other.newest}; "
-            "install matching versions",
+            f"this side (areal_actors {own.package}) speaks version {own.wire} of the wire, node {other.node!r} "
+            f"(areal_actors {other.package}) version {other.wire}; install the same version on both",
             sent=False,
         )
 

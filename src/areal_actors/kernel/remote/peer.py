@@ -122,9 +122,9 @@ class Call:
             return
         peer = self.peer
         self.ref.num_cancelled += 1
-        if not peer.connection.outbox.withdraw(self.outgoing):
+        if not peer.connection.withdraw(self.outgoing):
             # The first bytes have left, so that only the other side can cancel it now.
-            peer.queue(Outgoing(Kind.CANCEL, self.outgoing.id), is_ahead=True)
+            peer.connection.send(Outgoing(Kind.CANCEL, self.outgoing.id))
             if self.kind is Kind.STREAM:
                 # Leaving its block waits for the end of the handler.
                 return
@@ -140,7 +140,7 @@ class Call:
         self.num_taken += 1
         if self.num_taken * 4 >= self.limit and not self.is_done:
             words = self.peer.codec.encode([self.num_taken])
-            self.peer.queue(Outgoing(Kind.TAKEN, self.outgoing.id, words), is_ahead=True)
+            self.peer.connection.send(Outgoing(Kind.TAKEN, self.outgoing.id, words))
             self.num_taken = 0
 
 
@@ -441,7 +441,6 @@ class Server:
         self._running: dict[int, Ask] = {}
         self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
         self._num_unadmitted: Counter[str] = Counter()
-        self._withdrawn_id = 0
         self._last_id = 0
         for one in exposed.values():
             self._watch(one)
@@ -473,7 +472,7 @@ class Server:
         except ArealError as error:
             if frame.kind is Kind.TELL:
                 _log.warning("message_lost", actor=name, node=self._peer.node, reason=str(error))
-                self._peer.queue(Outgoing(Kind.END, frame.id), is_ahead=True)
+                self._peer.connection.send(Outgoing(Kind.END, frame.id))
             else:
                 self._fail(frame.id, name, error)
 
@@ -482,9 +481,6 @@ class Server:
         ask = self._running.get(call)
         if ask is not None:
             ask.cell.abandon(ask)
-        elif call > self._last_id:
-            # The buffers of the request are still arriving; it must not start.
-            self._withdrawn_id = call
 
     def on_taken(self, call: int, num_items: int) -> None:
         """Grant the handler of a stream room for more items."""
@@ -507,14 +503,14 @@ class Server:
         if ask.error is not None:
             self._fail(call, ask.cell.name, ask.error)
         elif isinstance(ask, StreamCall):
-            self._peer.queue(Outgoing(Kind.END, call))
+            self._peer.connection.send(Outgoing(Kind.END, call))
         else:
             try:
                 reply = self._peer.encode_reply(ask.handler.message, ask.claim())
             except ProtocolError as error:
                 self._fail(call, ask.cell.name, error, is_handlers=True)
             else:
-                self._peer.queue(Outgoing(Kind.REPLY, call, reply), is_ahead=True)
+                self._peer.connection.send(Outgoing(Kind.REPLY, call, reply))
 
     def _find(self, name: str) -> Exposed:
         exposed = self._exposed.get(name)
@@ -529,8 +525,6 @@ class Server:
         if known is None or known[1].is_stream is not (frame.kind is Kind.STREAM):
             names = ", ".join(sorted(one for _, one in exposed.messages)) or "nothing"
             raise ProtocolError(f"actor {name!r} does not take {protocol}.{message} this way; it handles {names}")
-        if frame.id == self._withdrawn_id:
-            raise ActorStopped("the asker left")
         cls, handler = known
         value = self._peer.codec.from_data(body, cls, cls.__name__)
         if frame.kind is Kind.TELL:
@@ -552,7 +546,7 @@ class Server:
 
     def _note_told(self, call: int, name: str, message: str, admitted: bool) -> None:  # noqa: FBT001 - a callback
         self._num_unadmitted[name] -= 1
-        self._peer.queue(Outgoing(Kind.END, call), is_ahead=True)
+        self._peer.connection.send(Outgoing(Kind.END, call))
         if not admitted:
             reason = "the actor has ended"
             _log.warning("message_lost", actor=name, node=self._peer.node, message=message, reason=reason)
@@ -562,7 +556,7 @@ class Server:
 
         def note(down: Down) -> None:
             words = [exposed.name, down.incarnation, str(down.reason), down.error, down.is_restarting]
-            self._peer.queue(Outgoing(Kind.DOWN, 0, self._peer.codec.encode(words)))
+            self._peer.connection.send(Outgoing(Kind.DOWN, 0, self._peer.codec.encode(words)))
 
         self._watches.append((exposed, note))
         exposed.ref.cell.watch(note)
@@ -570,7 +564,7 @@ class Server:
     def _fail(self, call: int, name: str, error: ArealError, *, is_handlers: bool = False) -> None:
         kernel = type(error).__name__ if type(error).__name__ in KERNEL_ERRORS and not is_handlers else None
         words = [kernel, str(error)] if kernel else [None, error_to_data(error, name)]
-        self._peer.queue(Outgoing(Kind.ERROR, call, self._peer.codec.encode(words)))
+        self._peer.connection.send(Outgoing(Kind.ERROR, call, self._peer.codec.encode(words)))
 
 
 class _Served(Ask):
@@ -597,7 +591,7 @@ class _ServedStream(_Served, StreamCall):
             self.room = self.cell.loop.new_signal()
             await self.room.wait()
         self.num_sent += 1
-        self.peer.queue(Outgoing(Kind.ITEM, self.call, self.peer.encode_reply(self.handler.message, item)))
+        self.peer.connection.send(Outgoing(Kind.ITEM, self.call, self.peer.encode_reply(self.handler.message, item)))
 
     def grant(self, num_items: int) -> None:
         """Note that the consumer has taken ``num_items``."""
@@ -720,12 +714,7 @@ class Peer:
         self._pending[self._next_id] = call
         self._next_id += 1
         call.ref.num_running += call.kind is not Kind.TELL
-        self.connection.outbox.put(call.outgoing)
-
-    def queue(self, outgoing: Outgoing, *, is_ahead: bool = False) -> None:
-        """Queue an answer in the data lane or the control lane, unless the connection is cut."""
-        if self.connection.cause is None:
-            self.connection.outbox.put(outgoing, is_ahead=is_ahead)
+        self.connection.send(call.outgoing)
 
     def forget(self, call: Call) -> None:
         """Remove a call whose asker has left; a late answer to it is dropped."""
@@ -764,7 +753,7 @@ class Peer:
 
     def announce(self, exposed: Exposed) -> None:
         """Notify the other side that an actor is exposed."""
-        self.queue(Outgoing(Kind.EXPOSED, 0, self.codec.encode(exposed.to_data())))
+        self.connection.send(Outgoing(Kind.EXPOSED, 0, self.codec.encode(exposed.to_data())))
 
     # ------------------------------------------------------------------------------------------------ receiving
 

@@ -117,9 +117,8 @@ function drawHead() {
   $("title").textContent = summary.name;
   document.title = `${summary.name}: step ${summary.steps}`;
   const end = { failed: "This run failed. ", killed: "This run was killed. " }[summary.record?.status];
-  const warning = summary.record?.warning;
-  $("verdict").hidden = !summary.verdict && !end && !warning;
-  put($("verdict"), end && h("p", {}, h("b", {}, end), summary.record.reason ?? ""), warning && h("p", {}, warning), summary.verdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict));
+  $("verdict").hidden = !summary.verdict && !end;
+  put($("verdict"), end && h("p", {}, h("b", {}, end), summary.record.reason ?? ""), summary.verdict && h("p", {}, h("b", {}, "This run does not learn. "), summary.verdict));
   setState(state.isConnected ?? true);
   const facts = {
     step: number(summary.steps),
@@ -284,15 +283,13 @@ async function groups(isUpdate) {
 
   async function openGroup(version, task) {
     const { rows } = await get("group", { run: state.chosen, kind: view.kind, version, task });
-    const status = state.summary.record?.status;
-    const untrained = view.kind !== "rollout" ? "" : state.summary.is_live || ["running", "serving"].includes(status) ? " · not trained yet" : " · not trained";
-    const trained = (row) => typeof row.advantage === "number" ? ` · advantage ${row.advantage >= 0 ? "+" : ""}${number(row.advantage)}` : row.untrained ? ` · not trained: ${row.untrained.replaceAll("_", " ")}` : untrained;
+    const untrained = (row) => row.untrained ? ` · not trained: ${row.untrained.replaceAll("_", " ")}` : "";
     const shared = rows.length > 1 && rows.every((row) => row.prompt === rows[0].prompt);
     put(detail, 
       h("h2", {}, `Problem ${task}, version ${version}`),
       shared && h("details", { class: "card" }, h("summary", {}, "What the model read, with system text and tools (the same for all rows)"), h("pre", {}, rows[0].prompt ?? "")),
       h("div", { class: "columns" }, rows.map((row) => h("div", { class: "card" },
-        h("p", { class: "facts" }, `sample ${row.sample_idx} · reward `, h("b", {}, number(row.reward)), ` · ${row.above_mean >= 0 ? "+" : ""}${number(row.above_mean)} against the group's mean${trained(row)} · ${row.trained_tokens} trained tokens · version ${row.head_version}${row.tail_version === row.head_version ? "" : `–${row.tail_version}`}`),
+        h("p", { class: "facts" }, `sample ${row.sample_idx} · reward `, h("b", {}, number(row.reward)), ` · ${row.above_mean >= 0 ? "+" : ""}${number(row.above_mean)} against the group's mean${untrained(row)} · ${row.trained_tokens} trained tokens · version ${row.head_version}${row.tail_version === row.head_version ? "" : `–${row.tail_version}`}`),
         !shared && h("details", {}, h("summary", {}, "what the model read"), h("pre", {}, row.prompt ?? "")),
         h("pre", {}, row.completion ?? "")))));
   }

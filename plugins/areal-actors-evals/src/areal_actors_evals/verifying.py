@@ -114,12 +114,9 @@ def verify_run(path: Path) -> Verification:
     rewards: dict[SessionId, float] = {}
     if directory.journal.exists():
         sessions: dict[SessionId, dict[InteractionId, Interaction]] = defaultdict(dict)
-        # Further processes of a service have a journal each.
-        shards = sorted(path.glob(f"{directory.journal.stem}-*{directory.journal.suffix}"))
-        for journal in (directory.journal, *shards):
-            for turn in verify_turns(_read_turns(journal, found), found, where=journal.name):
-                turns[turn.interaction.id].append(turn)
-                sessions[turn.session][turn.interaction.id] = turn.interaction
+        for turn in verify_turns(_read_turns(directory.journal, found), found, where=directory.journal.name):
+            turns[turn.interaction.id].append(turn)
+            sessions[turn.session][turn.interaction.id] = turn.interaction
         rewards = {
             session: total_reward(SessionRecord(id=session, interactions=tuple(known.values())))
             for session, known in sessions.items()

@@ -12,7 +12,7 @@ import json
 import math
 import secrets
 from collections.abc import AsyncIterator, Callable, Mapping, MutableMapping
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from hashlib import sha256
 from http import HTTPStatus
@@ -72,6 +72,15 @@ class Upstream:
     model: str | None = None
     openai_key: str | None = field(default=None, repr=False)
     anthropic_key: str | None = field(default=None, repr=False)
+
+    @property
+    def label(self) -> str:
+        """The name of the model for people."""
+        return self.url if self.model is None else f"{self.url} {self.model}"
+
+    def open(self, config: ProxyConfig) -> AbstractAsyncContextManager[tuple[UpstreamRef, Endpoint]]:
+        """Serve sessions at this server while the block lasts; see ``open_upstream``."""
+        return open_upstream(self, config)
 
 
 @define

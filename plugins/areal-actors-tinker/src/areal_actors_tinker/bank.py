@@ -38,7 +38,7 @@ from areal_actors.training.packing import Pack, Segment
 from areal_actors_tinker.losses import TARGETS, find_loss, require_inputs
 from areal_actors_tinker.wire import Datum, PromptScores
 
-ALPHA = 32.0
+ALPHA = 32
 """Tinker's scale of an adapter, whatever its rank."""
 MAX_ADAPTERS = 256
 _MOMENTS = "optimizer.safetensors"
@@ -129,6 +129,8 @@ class AdapterBank:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(settings.seed)
             peft.inject_adapter_in_model(config, self.model, adapter_name=_module_name(name))
+        # peft's record of what it has injected. The bank has its own, and peft warns of a second adapter.
+        self.model.__dict__.pop("peft_config", None)
         self.model.eval()
         parameters: dict[str, torch.nn.Parameter] = {}
         for place, module in self.model.named_modules():
@@ -150,6 +152,7 @@ class AdapterBank:
         if self._adapters.pop(name, None) is not None:
             for module in self.model.modules():
                 if isinstance(module, LoraLayer):
+                    module.set_adapter([])  # or peft would make another one active, and say so
                     module.delete_adapter(_module_name(name))
 
     def settings_of(self, name: str) -> AdapterSettings:
@@ -169,10 +172,11 @@ class AdapterBank:
 
         layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
-            has_it = name is not None and _module_name(name) in layer.lora_A
+            module = None if name is None else _module_name(name)
+            has_it = module in layer.lora_A
             layer.enable_adapters(enabled=has_it)
             if has_it:
-                layer.set_adapter([_module_name(name)])
+                layer.set_adapter([module])
         try:
             yield
         finally:
@@ -217,7 +221,7 @@ class AdapterBank:
                     part = torch.stack(losses).sum()
                     total += _finite(part, loss)
                     if part.requires_grad:
-                        part.backward()
+                        part.backward()  # type: ignore[no-untyped-call] # torch does not annotate it
         except BaseException:
             for key, parameter in adapter.parameters.items():
                 parameter.grad = before[key]
@@ -280,7 +284,7 @@ class AdapterBank:
         """Return the log-probabilities of the targets of ``data``, float32 [N] or [N, K] each."""
         shapes = [datum.inputs[TARGETS].shape for datum in data]
         flat = score_pack(self.model, _pack([datum.tokens for datum in data], [d.inputs[TARGETS] for d in data]))
-        parts = flat.logprobs.cpu().split([math.prod(shape) for shape in shapes])
+        parts = torch.split(flat.logprobs.cpu(), [math.prod(shape) for shape in shapes])
         return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     def step(self, name: str, settings: AdamSettings) -> dict[str, float]:
@@ -375,7 +379,7 @@ class AdapterBank:
         adapter = self._find(name)
         settings = adapter.settings
         targets = sorted({key.removeprefix(_PREFIX).rpartition(".lora_")[0] for key in adapter.parameters})
-        documents = {
+        documents: dict[str, dict[str, Any]] = {
             "adapter_config.json": {
                 "peft_type": "LORA",
                 "task_type": "CAUSAL_LM",

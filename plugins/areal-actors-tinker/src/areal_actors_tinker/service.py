@@ -512,23 +512,30 @@ def parse_sampling(document: Json, *, top: int) -> tuple[Sampling, bool, int | N
     ids = tuple(word for word in words if isinstance(word, int) and not isinstance(word, bool))
     if len(texts) + len(ids) < len(words) or (texts and ids):
         raise InvalidRequest("stop is a text, a list of texts, or a list of token ids.", param="stop")
-    numbers = {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "max_tokens": None, "seed": None}
-    for key in numbers:
-        value = document.get(key)
-        if value is None:
-            continue
-        is_whole = key in ("top_k", "max_tokens", "seed")
-        if isinstance(value, bool) or not isinstance(value, int if is_whole else int | float):
-            raise InvalidRequest(f"{key} = {value!r} is not a number.", param=key)
-        numbers[key] = value
+    temperature = _number(document, "temperature", float)
+    top_p, top_k = _number(document, "top_p", float), _number(document, "top_k", int)
+    max_tokens = _number(document, "max_tokens", int)
     sampling = Sampling(
-        temperature=float(numbers["temperature"] or 0.0),
-        top_p=float(numbers["top_p"] or 0.0),
-        top_k=max(int(numbers["top_k"] or 0), 0),
-        max_new_tokens=int(numbers["max_tokens"]) if numbers["max_tokens"] is not None else 1 << 30,
+        temperature=1.0 if temperature is None else temperature,
+        top_p=1.0 if top_p is None else top_p,
+        top_k=0 if top_k is None else max(top_k, 0),
+        max_new_tokens=1 << 30 if max_tokens is None else max_tokens,
         stop=texts,
         stop_token_ids=ids,
         top_logprobs=top,
     )
     # ``[]`` turns off every stop, also the end of a turn.
-    return sampling, stop is None or bool(texts), numbers["seed"]
+    return sampling, stop is None or bool(texts), _number(document, "seed", int)
+
+
+N = TypeVar("N", int, float)
+
+
+def _number(document: Json, name: str, kind: type[N]) -> N | None:
+    """Return a number of a request, or ``None`` if it is absent or null. Raises ``InvalidRequest``."""
+    value = document.get(name)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int if kind is int else int | float):
+        raise InvalidRequest(f"{name} = {value!r:.40} is not a number.", param=name)
+    return kind(value)

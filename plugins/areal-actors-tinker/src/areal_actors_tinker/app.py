@@ -32,7 +32,7 @@ from areal_actors_tinker.bank import AdamSettings, AdapterSettings, read_setting
 from areal_actors_tinker.futures import Failure
 from areal_actors_tinker.service import Session, TinkerService, parse_sampling
 from areal_actors_tinker.store import Run, StoredCheckpoint, newest
-from areal_actors_tinker.wire import PROTOBUF, parse_pass
+from areal_actors_tinker.wire import PROTOBUF, decode_pass, parse_pass
 
 POLL_SECONDS = 30.0
 """How long ``retrieve_future`` waits for an outcome; the SDK gives up after 45."""
@@ -161,6 +161,22 @@ def _promise(request_id: str, **more: object) -> Body:
     return {"request_id": request_id, **more}
 
 
+def _in_turn(handler: Handler) -> Handler:
+    """Let a refused request of a model take its turn and fail then; see ``begin_failure``."""
+
+    async def answer(call: Call) -> Any:
+        try:
+            return await handler(call)
+        except RequestError as error:
+            model_id, number = call.body.get("model_id"), call.body.get("seq_id")
+            if not isinstance(model_id, str) or type(number) is not int:
+                raise
+            call.service.run(model_id, call.user)
+            return _promise(call.service.begin_failure(model_id, number, error), model_id=model_id)
+
+    return answer
+
+
 async def _create_model(call: Call) -> Body:
     service, session = call.service, call.session()
     service.require_base(call.need("base_model", str))
@@ -225,9 +241,10 @@ async def _get_info(call: Call) -> Body:
 async def _pass(call: Call) -> Body:
     if PROTOBUF not in call.request.headers.get("content-type", ""):
         raise UnsupportedParameter(f"Send the pass as {PROTOBUF}; update the SDK.")
-    request = parse_pass(call.body["bytes"])
-    call.service.run(request.model_id, call.user)
-    return _promise(call.service.begin_pass(request), model_id=request.model_id)
+    message = decode_pass(call.body["bytes"])
+    call.body = {"model_id": message.model_id, "seq_id": message.seq_id}
+    call.service.run(message.model_id, call.user)
+    return _promise(call.service.begin_pass(parse_pass(message)), model_id=message.model_id)
 
 
 async def _step(call: Call) -> Body:
@@ -517,12 +534,12 @@ ROUTES: Mapping[tuple[str, str], Handler] = {
     ("POST", "/create_model"): _create_model,
     ("POST", "/unload_model"): _unload_model,
     ("POST", "/get_info"): _get_info,
-    ("POST", "/forward_backward"): _pass,
-    ("POST", "/optim_step"): _step,
-    ("POST", "/load_weights"): _load_weights,
-    ("POST", "/save_weights"): _save("weights"),
-    ("POST", "/save_weights_for_sampler"): _save("sampler_weights"),
-    ("POST", "/save_weights_external"): _save("external_weights"),
+    ("POST", "/forward_backward"): _in_turn(_pass),
+    ("POST", "/optim_step"): _in_turn(_step),
+    ("POST", "/load_weights"): _in_turn(_load_weights),
+    ("POST", "/save_weights"): _in_turn(_save("weights")),
+    ("POST", "/save_weights_for_sampler"): _in_turn(_save("sampler_weights")),
+    ("POST", "/save_weights_external"): _in_turn(_save("external_weights")),
     ("POST", "/create_sampling_session"): _create_sampler,
     ("GET", "/samplers/{sampler_id}"): _get_sampler,
     ("POST", "/asample"): _sample,
@@ -598,6 +615,8 @@ async def _read_body(request: Request) -> Body:
             raise PayloadTooLarge(f"The body has more than {MAX_BODY_BYTES} bytes unpacked; send fewer data at a time.")
     if "json" not in request.headers.get("content-type", ""):
         return {"bytes": body}
+    if not body:
+        return {}
     try:
         document = json.loads(body)
     except (ValueError, RecursionError) as error:

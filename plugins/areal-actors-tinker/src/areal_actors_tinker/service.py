@@ -36,7 +36,7 @@ from areal_actors.domain import (
     TrainedModel,
     join_chunks,
 )
-from areal_actors.errors import InvalidRequest, NotFound, Unauthorized, UnsupportedParameter
+from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized, UnsupportedParameter
 from areal_actors.generation.model_host import ModelStack
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.threads import OwnThread
@@ -247,6 +247,18 @@ class TinkerService:
         self.futures.close_queue(model_id)
         self._runs.pop(model_id, None)
         await self._compute(partial(self._bank.remove, model_id))
+
+    def begin_failure(self, model_id: str, number: int, error: RequestError) -> str:
+        """Take the turn of a request that is refused, so that later ones run; return the id of the request.
+
+        The SDK gives each request of a model a number before it sends it. One that was answered by an error at once
+        would leave a gap, for which all later ones would wait.
+        """
+
+        async def fail() -> Result:
+            raise error
+
+        return self.futures.submit_in_order(model_id, number, fail)
 
     def begin_pass(self, request: PassRequest) -> str:
         """Begin a forward and backward pass; return the id of the request."""

@@ -56,13 +56,18 @@ class PassRequest:
     is_forward_only: bool
 
 
-def parse_pass(body: bytes) -> PassRequest:
-    """Return the request in ``body``. Raises ``InvalidRequest`` and ``UnsupportedParameter``."""
+def decode_pass(body: bytes) -> Any:
+    """Return the message in ``body``, whose ``model_id`` and ``seq_id`` are known. Raises ``InvalidRequest``."""
     message = _pb.ForwardBackwardRequest()
     try:
         message.ParseFromString(body)
     except DecodeError as error:
         raise InvalidRequest(f"The body is no ForwardBackwardRequest of this protocol: {error}") from error
+    return message
+
+
+def parse_pass(message: Any) -> PassRequest:
+    """Return the request in a decoded ``message``. Raises ``InvalidRequest`` and ``UnsupportedParameter``."""
     settings: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         settings[key] = value.text if value.WhichOneof("value") == "text" else value.number

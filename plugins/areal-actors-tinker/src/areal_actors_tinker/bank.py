@@ -172,8 +172,8 @@ class AdapterBank:
 
         layers = [module for module in self.model.modules() if isinstance(module, LoraLayer)]
         for layer in layers:
-            module = None if name is None else _module_name(name)
-            has_it = module in layer.lora_A
+            module = _module_name(name or "")
+            has_it = name is not None and module in layer.lora_A
             layer.enable_adapters(enabled=has_it)
             if has_it:
                 layer.set_adapter([module])

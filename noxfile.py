@@ -81,13 +81,6 @@ def quick(session: nox.Session) -> None:
 
 
 @nox.session
-def optimizers(session: nox.Session) -> None:
-    """Run the tests of the optimisers with torchao, which the suite leaves out (seconds, after the installation)."""
-    install(session, "test", "lowbit")
-    session.run("pytest", "-n", "0", "tests/training/test_optimizer.py", *session.posargs, env=ENVIRONMENT)
-
-
-@nox.session
 def nightly(session: nox.Session) -> None:
     """Run the property tests with 100,000 examples each (hours)."""
     install(session, "test")
@@ -399,7 +392,7 @@ def slurm(session: nox.Session) -> None:
         environment = {"DEBIAN_FRONTEND": "noninteractive"}
         session.run("apt-get", "update", external=True)
         session.run("apt-get", "install", "-y", "--no-install-recommends", *packages, env=environment, external=True)
-    directory = Path("tests", "schedulers", "slurm_local")
+    directory = Path("tools", "slurm")
     if session.posargs[:1] == ["faults"]:
         parser = argparse.ArgumentParser(prog="nox -s slurm -- faults")
         parser.add_argument("--sample", type=int, default=0, metavar="N", help="how many faults of roles; 0 for all")

@@ -31,7 +31,7 @@ from areal_actors.config import load_config
 from areal_actors.errors import ConfigError
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.models import resolve_model
-from areal_actors.run import Trainer
+from areal_actors.run.training import Trainer
 
 _MAX_ROWS = 8
 """Rows of a forward and backward pass of the loop: the logits of 32 would take 3 GB."""

@@ -79,7 +79,6 @@ class Run:
     mean_gap: float
     stopped_at: int | None
     kind: str | None
-    cause: str
     is_stopped_by_fixed_bound: bool
 
 
@@ -168,7 +167,7 @@ async def perform(job: str, dtype: str, *, seed: int, fault: Fault | None = None
     trainer = PolicyTrainer(model, TrainerConfig(dtype=dtype, device="cpu", optimizer=optimizer))  # type: ignore[arg-type]
     trainer.expect_engine(dtype=dtype)
     entropy, gaps, is_stopped_before = float("nan"), [], False
-    stopped_at, kind, cause = None, None, ""
+    stopped_at, kind = None, None
     async with TorchEngine.open(config, model=copy.deepcopy(model)) as engine:
         spoilt = FaultyEngine(engine, fault, seed=seed, retokenise=_retokenise) if fault else engine
         for step in range(1, num_steps + 1):
@@ -181,7 +180,6 @@ async def perform(job: str, dtype: str, *, seed: int, fault: Fault | None = None
                 statistics = trainer.train_step(groups)
             except CaptureViolation as violation:
                 stopped_at, kind = step, str(violation.kind)
-                cause = str(violation).partition("Likely cause: ")[2].partition(". Check")[0]
                 break
             entropy = statistics.entropy if step == 1 else entropy
             await engine.load(Snapshot(version=trainer.version, state=trainer.state_dict()))
@@ -194,7 +192,6 @@ async def perform(job: str, dtype: str, *, seed: int, fault: Fault | None = None
         mean_gap=float(np.nan_to_num(np.mean(gaps), nan=-1.0)),
         stopped_at=stopped_at,
         kind=kind,
-        cause=cause,
         is_stopped_by_fixed_bound=is_stopped_before or kind in {"impossible_logprobs", "wrong_version"},
     )
 
@@ -229,16 +226,16 @@ def main(runs: int, faulty: int, jobs: Sequence[str], path: Path | None) -> None
     done = list(perform_all(runs, faulty, jobs or tuple(JOBS)))
     if path is not None:
         path.write_text(json.dumps([asdict(run) for run in done], indent=1) + "\n", encoding="utf-8")
-    print(f"{'job':12} {'dtype':9} {'fault':18} {'runs':>4} {'stopped':>7} {'fixed bound':>11}  mean gap  causes")
+    print(f"{'job':12} {'dtype':9} {'fault':18} {'runs':>4} {'stopped':>7} {'fixed bound':>11}  mean gap  kinds")
     for job, dtype, fault in dict.fromkeys((run.job, run.dtype, run.fault) for run in done):
         chosen = [run for run in done if (run.job, run.dtype, run.fault) == (job, dtype, fault)]
         stopped = [run for run in chosen if run.stopped_at is not None]
-        causes = Counter(run.cause.partition(":")[0][:40] or run.kind for run in stopped)
+        kinds = Counter(run.kind for run in stopped)
         gap = np.mean([run.mean_gap for run in chosen])
         print(
             f"{job:12} {dtype:9} {fault or '-':18} {len(chosen):4} {len(stopped):7} "
             f"{sum(run.is_stopped_by_fixed_bound for run in chosen):11}  {gap:8.2g}  "
-            + "; ".join(f"{number} {cause}" for cause, number in causes.most_common(2))
+            + "; ".join(f"{number} {kind}" for kind, number in kinds.most_common(2))
         )
     alarms = sum(run.stopped_at is not None for run in done if run.fault is None)
     missed = sum(run.stopped_at != 1 for run in done if run.fault is not None)

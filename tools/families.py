@@ -100,7 +100,7 @@ def attempts(model: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
 
     def plan() -> None:
         for device in ("cpu", "cuda"):
-            plan_trainer(model, plain, device_type=device, memory_bytes=1 << 34, max_length=MAX_LENGTH)
+            plan_trainer(model, plain, device_type=device, memory_bytes=1 << 34, num_tokens=MAX_LENGTH)
         plan_engine(model, TorchEngineConfig(), device_type="cpu")
 
     for layout in Layout:

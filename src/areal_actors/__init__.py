@@ -14,13 +14,15 @@ if TYPE_CHECKING:
     from areal_actors.cache.rewards import RewardTree, backpropagate
     from areal_actors.client import AgentRunner, AgentSession, OpenAIProxyClient
     from areal_actors.config import RunConfig, create_config, load_config
+    from areal_actors.dashboard import RunSummary
     from areal_actors.direct import ArealAnthropic, ArealOpenAI
     from areal_actors.errors import ArealError
     from areal_actors.kernel import Actor, ActorSystem, Context, Message, Ref, StreamMessage
-    from areal_actors.run import RunSummary, Server, Trainer, TrainingRun, serve, train
     from areal_actors.run.conversations import conversations_to_rows
     from areal_actors.run.inference import EmbeddedSession, Inference, InferenceConfig, open_inference
     from areal_actors.run.remote_engine import GeneratedText, RemoteSGLangEngine
+    from areal_actors.run.serving import Server, serve
+    from areal_actors.run.training import Trainer, TrainingRun, train
     from areal_actors.workflows import OpenAIProxyWorkflow, ProxyWorkflow
     from areal_actors.workflows.engine import GenerationConfig, ModelRequest
     from areal_actors.workflows.rewards import AsyncRewardWrapper
@@ -78,7 +80,9 @@ _HOMES = {
     "areal_actors.kernel": ("Actor", "ActorSystem", "Context", "Message", "Ref", "StreamMessage"),
     "areal_actors.direct": ("ArealAnthropic", "ArealOpenAI"),
     "areal_actors.errors": ("ArealError",),
-    "areal_actors.run": ("RunSummary", "Server", "Trainer", "TrainingRun", "serve", "train"),
+    "areal_actors.dashboard": ("RunSummary",),
+    "areal_actors.run.serving": ("Server", "serve"),
+    "areal_actors.run.training": ("Trainer", "TrainingRun", "train"),
     "areal_actors.workflows.engine": ("GenerationConfig", "ModelRequest"),
     "areal_actors.workflows.rewards": ("AsyncRewardWrapper",),
     "areal_actors.workflows": ("OpenAIProxyWorkflow", "ProxyWorkflow"),

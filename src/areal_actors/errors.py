@@ -1,56 +1,19 @@
-"""Every error that leaves this library, on one page: the tree first, the definitions after it.
+"""Every error that leaves this library.
 
 ::
 
     ArealError
-    ├── ConfigError                 an invalid configuration                                    (config)
-    ├── ActorError                  an ask ended without a reply                                (actor)
-    │   ├── RemoteError             the handler raised; carries text, never a live exception
-    │   ├── ActorStopped            the actor has stopped, or rejects new messages
-    │   ├── Unreachable             the connection is lost; says whether the message was sent
-    │   ├── DeadlineExceeded        the deadline passed, queued or running
-    │   ├── DeadlockError           the ask would wait for itself
-    │   ├── MailboxFull             only the ``nowait`` forms
-    │   └── ProtocolError           an actor class or message that does not fit its protocol
-    │       └── EncodingError           a value that cannot be sent to another process, also when tried again
-    ├── RequestError                a client's request cannot be served; has an HTTP status     (request)
-    │   ├── InvalidRequest          400
-    │   │   ├── UnsupportedParameter    400: would change the answer, and is not supported
-    │   │   ├── ContextLengthExceeded   400: code ``context_length_exceeded``
-    │   │   ├── PreviousNotFound        400: the previous answer is not in the session
-    │   │   └── EpisodeLimitReached     400: code ``episode_limit_reached``
-    │   ├── Unauthorized            401
-    │   ├── Forbidden               403: the key grants other access to the session
-    │   ├── NotFound                404
-    │   ├── RequestTimeout          408: the body did not arrive in time
-    │   ├── Conflict                409
-    │   ├── SessionEnded            410
-    │   ├── PayloadTooLarge         413
-    │   ├── Unprocessable           422
-    │   ├── CapacityExhausted       429: carries ``retry_after_seconds``
-    │   ├── QuotaExceeded           429: a user has used up a quota; code ``quota_exceeded``
-    │   └── Unavailable             503: starting, stopping, or the engine is lost
-    ├── RewardError                 a reward that is not finite, or names nothing               (session)
-    ├── ExportError                 rows that cannot be built from this session                 (session)
-    ├── RenderError                 messages that the chat template rejects                     (request)
-    ├── EngineError                 the engine failed                                           (engine)
-    │   ├── EngineInterrupted       ended early on purpose; the generation continues, also at the same engine
-    │   ├── EngineLost              its server is lost; requests wait for it or move to other engines
-    │   └── CaptureViolation        ids, log-probabilities or versions that are impossible
-    ├── EpisodeError                an agent's episode failed; only this episode is rejected    (episode)
-    ├── ModelError                  a model that cannot be found, read or converted             (config)
-    ├── DatasetError                problems that cannot be found or read                       (config)
-    ├── WorkflowError               a workflow that cannot be imported or run                   (config)
-    ├── CustomFunctionError         a configured function fails, or returns an invalid result   (run)
-    ├── RunDirectoryError           files of a run that cannot be written, or are missing       (run)
-    ├── JournalError                a journal that cannot be written or read                    (session)
-    ├── SandboxError                a sandbox that cannot be opened, or has ended               (episode)
-    │   └── SandboxLimit            a command in it exceeded a limit
-    ├── SchedulerError              a worker that cannot be placed, or a cluster that refuses   (run)
-    ├── CheckpointError             a checkpoint that cannot be written or does not fit         (trainer)
-    ├── TrainingDiverged            a loss or a gradient that is not a number                   (trainer)
-    ├── GangError                   a process of the training gang is lost or does not answer   (trainer)
-    └── TrainingStalled             no groups to train arrived in time                          (trainer)
+    ├── ConfigError
+    ├── ActorError ── RemoteError · ActorStopped · Unreachable · DeadlineExceeded · DeadlockError · MailboxFull
+    │   └── ProtocolError ── EncodingError
+    ├── RequestError ── Unauthorized · Forbidden · NotFound · RequestTimeout · Conflict · SessionEnded · PayloadTooLarge
+    │   │               Unprocessable · CapacityExhausted · QuotaExceeded · Unavailable
+    │   └── InvalidRequest ── UnsupportedParameter · ContextLengthExceeded · PreviousNotFound · EpisodeLimitReached
+    ├── RewardError · ExportError · RenderError · JournalError
+    ├── EngineError ── EngineInterrupted · EngineLost · CaptureViolation
+    ├── EpisodeError · SandboxError ── SandboxLimit
+    ├── ModelError · DatasetError · WorkflowError · CustomFunctionError · RunDirectoryError
+    └── SchedulerError · CheckpointError · TrainingDiverged · GangError · TrainingStalled
 
 A message says what happened, to what, and what to do about it. HTTP statuses are attributes, chosen so that client
 libraries retry exactly what is worth retrying (408, 409, 429 and 5xx are retried by the SDKs; the rest is not).

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from enum import StrEnum
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import ClassVar, Protocol
@@ -41,9 +41,6 @@ _MAX_WORDS_BYTES = 4096
 _GATE = 'read -r _ < /dev/fd/{} && exec "$@"'
 """Delays the command until it is certain that its processes end with this one."""
 _PASSED = re.compile(r"PATH|LANG|LANGUAGE|LC_\w+|TZ|TERM")
-_MIB = 1024 * 1024
-_MIN_BYTES_PER_FILE = 4096
-_MAX_DEPTH = 100
 
 
 class Network(StrEnum):
@@ -380,60 +377,36 @@ class _Directory:
         return await self._copy(Path(self.work_directory, source), target, keeps_links=False)
 
     async def _copy(self, source: Path, target: Path, *, keeps_links: bool) -> tuple[str, ...]:
-        max_bytes = None if keeps_links else 2 * self._config.disk_mib * _MIB
         try:
-            return await to_thread.run_sync(_copy_tree, source, target, keeps_links, max_bytes)
-        except (OSError, OverflowError) as error:
+            return await to_thread.run_sync(partial(_copy_tree, source, target, keeps_links=keeps_links))
+        except OSError as error:
             raise SandboxError(f"{source} cannot be copied to {target}: {error}") from error
 
 
-def _copy_tree(source: Path, target: Path, keeps_links: bool, max_bytes: int | None) -> tuple[str, ...]:  # noqa: FBT001 - run_sync passes positions
+def _copy_tree(source: Path, target: Path, *, keeps_links: bool) -> tuple[str, ...]:
     """Copy a file, or the contents of a directory, into ``target``; return the names that were left out.
 
-    Left out are devices, files that cannot be read, what is deeper than 100 directories, and links that lead out of the
-    tree unless ``keeps_links``. Raises ``OverflowError`` for more than ``max_bytes``.
+    Left out are devices, files that cannot be read, and links that lead out of the tree unless ``keeps_links``.
     """
-    source.lstat()
-    base = source if source.is_dir() else source.parent
     root = Path(os.path.realpath(source))
-    target.mkdir(parents=True, exist_ok=True)
     left_out: list[str] = []
-    num_bytes = 0
-    for path in _walk(source) if source.is_dir() else (source,):
-        name = path.relative_to(base)
-        place = target / name
-        # A process that still runs may remove it meanwhile.
-        with suppress(FileNotFoundError, NotADirectoryError):
-            status = path.lstat()
-            num_bytes += max(status.st_size, _MIN_BYTES_PER_FILE)
-            if max_bytes is not None and num_bytes > max_bytes:
-                raise OverflowError(f"the files have more than {max_bytes // _MIB} MiB")
-            if len(name.parts) <= _MAX_DEPTH:
-                if stat.S_ISLNK(status.st_mode) and (keeps_links or _leads_into(path, root)):
-                    place.unlink(missing_ok=True)
-                    place.symlink_to(path.readlink())
-                    continue
-                if stat.S_ISDIR(status.st_mode):
-                    place.mkdir(exist_ok=True)
-                    continue
-                if stat.S_ISREG(status.st_mode) and os.access(path, os.R_OK):
-                    shutil.copyfile(path, place)
-                    place.chmod(status.st_mode & 0o777 | 0o600)  # no setuid
-                    continue
-            left_out.append(name.as_posix())
+
+    def leave_out(directory: str, names: list[str]) -> set[str]:
+        found = {name for name in names if not _is_copied(Path(directory, name), root, keeps_links=keeps_links)}
+        left_out.extend(str(Path(directory, name).relative_to(source)) for name in found)
+        return found
+
+    if source.is_dir():
+        shutil.copytree(source, target, symlinks=True, ignore=leave_out, copy_function=shutil.copy, dirs_exist_ok=True)
+    else:
+        target.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, target)
     return tuple(left_out)
 
 
-def _walk(source: Path) -> Iterator[Path]:
-    """Yield everything below a directory, a directory before its contents, and one level more than is copied."""
-    for directory, names, files in os.walk(source):
-        here = Path(directory)
-        names.sort()
-        yield from (here / name for name in (*names, *sorted(files)))
-        if len(here.relative_to(source).parts) >= _MAX_DEPTH:
-            names.clear()
-
-
-def _leads_into(link: Path, root: Path) -> bool:
-    """Return whether a symbolic link is relative, and leads to a place below ``root``."""
-    return not link.readlink().is_absolute() and Path(os.path.realpath(link)).is_relative_to(root)
+def _is_copied(path: Path, root: Path, *, keeps_links: bool) -> bool:
+    """Return whether ``path`` is a directory, a file that can be read, or a link that stays below ``root``."""
+    if path.is_symlink():
+        is_inside = not path.readlink().is_absolute() and Path(os.path.realpath(path)).is_relative_to(root)
+        return keeps_links or is_inside
+    return path.is_dir() or (path.is_file() and os.access(path, os.R_OK))

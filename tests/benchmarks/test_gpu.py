@@ -11,9 +11,10 @@ from benchmarks.machine import ROOT
 from benchmarks.report import Report, compare
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.training.masks import visible
 
 from areal_actors.training.batch import TrainingRow
-from areal_actors.training.packing import pack_flat, pack_tree, visible
+from areal_actors.training.packing import pack_flat, pack_tree
 
 
 def test_gpu_benchmark_runs_on_a_cpu(tmp_path):

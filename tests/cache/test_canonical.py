@@ -7,7 +7,6 @@ from collections.abc import Callable
 import pytest
 from attrs import evolve
 from hypothesis import given
-from hypothesis import strategies as st
 
 from areal_actors.cache.history import (
     DIGEST_SIZE,
@@ -20,7 +19,7 @@ from areal_actors.cache.history import (
     tools_digest,
 )
 from areal_actors.domain import ChatMessage, Tool, ToolCall
-from areal_actors.testing.strategies import chat_messages, conversations, echo_styles
+from areal_actors.testing.strategies import chat_messages, echo_styles
 
 
 def is_recognised(stored: ChatMessage, echoed: ChatMessage) -> bool:
@@ -182,17 +181,6 @@ def test_lone_surrogates_are_digested() -> None:
 
     assert message_digest(broken) != message_digest(other)
     assert canonical_arguments('{"a": "\\ud800"}') == canonical_arguments('{"a":"\\ud800"}')
-
-
-@given(conversations(), st.data())
-def test_prefix_digests_continue_from_known_ones(messages: tuple[ChatMessage, ...], data: st.DataObject) -> None:
-    """The result equals that of a fresh start."""
-    whole = prefix_digests(messages)
-    cut = data.draw(st.integers(0, len(messages)))
-
-    assert len(whole) == DIGEST_SIZE * len(messages)
-    if messages[0].role != "system" or cut > 1:
-        assert whole == prefix_digests(messages, known=whole[: cut * DIGEST_SIZE])
 
 
 def test_tool_results_are_digested_by_the_position_of_their_call() -> None:

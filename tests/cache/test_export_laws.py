@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import orjson
 from attrs import evolve
 from hypothesis import given
@@ -30,7 +31,6 @@ from areal_actors.domain import (
     UntrainedReason,
     find_truncated,
     mask_truncated,
-    tree_attention_mask,
     unfold,
     withhold_truncated,
 )
@@ -161,6 +161,15 @@ def test_rows_keep_the_sampling_distribution_of_each_token(record: SessionRecord
                 assert row.turn_infos[turn].sampling == asked[row.interactions[turn]]
 
 
+def attention_mask(predecessors: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
+    """Return whether token i attends to token j, bool [T, T]: to itself and its ancestors."""
+    seen = np.eye(len(predecessors), dtype=np.bool_)
+    for index, before in enumerate(predecessors):
+        if before >= 0:
+            seen[index] |= seen[before]
+    return seen
+
+
 @given(session_records())
 def test_tree_row_holds_each_sampled_token_once(record: SessionRecord) -> None:
     (*rows,) = export_trajectories(record, discount=0.9, style="tree").trajectories
@@ -169,7 +178,7 @@ def test_tree_row_holds_each_sampled_token_once(record: SessionRecord) -> None:
     for row in rows:
         pasts = [tuple(path_to(t, row.predecessors)[:-1]) for t in range(row.num_tokens)]
         read = [(past, int(row.input_ids[t])) for t, past in enumerate(pasts) if row.turns[t] < 0]
-        mask = tree_attention_mask(row.predecessors)
+        mask = attention_mask(row.predecessors)
 
         assert len(read) == len(set(read))
         assert row.position_ids.tolist() == [len(past) for past in pasts]

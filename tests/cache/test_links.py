@@ -187,28 +187,6 @@ def test_parents_agree_with_a_slow_search(new_talk: Callable[..., Any], data: st
             talk.finish(f"{number}", output)
 
 
-@given(st.data())
-def test_recent_histories_do_not_change_the_digests(new_talk: Callable[..., Any], data: st.DataObject) -> None:
-    """A fresh index finds the same."""
-    talk = new_talk()
-    prompts: list[tuple[ChatMessage, ...]] = [(user("hi"),)]
-    for number in range(data.draw(st.integers(1, 8))):
-        messages = data.draw(st.sampled_from(prompts))
-        turn = talk.turn(f"{number}", messages, data.draw(answers(number)))
-        echo = data.draw(echo_styles())(turn.output)
-        prompts.append((*messages, echo, *replies(turn.output)))
-
-    for messages in prompts:
-        warm = match(talk, list(messages))
-        recent, talk.tree._index._recent = talk.tree._index._recent, ()
-        cold = match(talk, list(messages))
-        talk.tree._index._recent = recent
-
-        assert parent_of(cold) == parent_of(warm)
-        assert cold.history.digests == warm.history.digests
-        assert (cold.new_messages, cold.fork_hint) == (warm.new_messages, warm.fork_hint)
-
-
 # -------------------------------------------------------------------------------------------------- single rules
 
 

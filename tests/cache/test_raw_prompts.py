@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import export_trajectories, plan_prompt
-from areal_actors.cache.tree import PrefixIndex
 from areal_actors.domain import (
     ChatMessage,
     Completion,
@@ -127,14 +126,3 @@ def test_raw_prompt_ids_read_like_the_text(new_talk: Any, data: Any) -> None:
     assert sum(len(turn.completion.token_ids) for turn in prompts) == sum(
         int(row.loss_mask.sum()) for row in exported.trajectories
     )
-
-
-@given(st.lists(st.binary(max_size=4)), st.binary(max_size=8))
-def test_prefix_index_finds_the_longest_prefix(known: list, data: bytes) -> None:
-    """A linear search finds the same."""
-    index = PrefixIndex()
-    for number, prefix in enumerate(known):
-        index.add(prefix, InteractionId(str(number)))
-    expected = max(((len(p), n) for n, p in enumerate(known) if data.startswith(p)), default=None)
-
-    assert index.find(data) == (None if expected is None else (str(expected[1]), expected[0]))

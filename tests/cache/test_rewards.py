@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_actors.cache import RULES, RewardTree, Rule, backpropagate, parse_reward, total_reward
-from areal_actors.cache.laws import is_close
+from areal_actors.cache.rewards import try_rule
 from areal_actors.domain import Interaction, InteractionId, InteractionStatus, SessionId, SessionRecord
-from areal_actors.errors import ExportError, RewardError
-from areal_actors.testing.laws import REWARD_LAWS, RewardLaw, chain
+from areal_actors.errors import CustomFunctionError, ExportError, RewardError
+from areal_actors.testing.laws import REWARD_LAWS, RewardLaw, chain, is_close
 from areal_actors.testing.strategies import reward_trees
 
 discounts = st.floats(0, 1)
@@ -231,3 +231,13 @@ def test_depth_counts_conversational_ancestors() -> None:
     tree = RewardTree(ids=("a", "b", "side", "c", "d"), parents=(None, 0, None, 0, 3), rewards=(0.0,) * 5)
 
     assert tree.depths() == [0, 1, 0, 1, 2]
+
+
+def test_rule_that_fails_on_a_forest_is_found() -> None:
+    """Rules are tried on an answer, a chain, a branch and a forest."""
+
+    def only_one_root(tree: RewardTree, _: float) -> Any:
+        return tree.rewards if tree.parents.count(None) == 1 else tree.rewards[:1]
+
+    with pytest.raises(CustomFunctionError, match=r"only_one_root returned 1 numbers, \[0.0\]; .* each of the 3"):
+        try_rule(only_one_root)

@@ -65,17 +65,17 @@ class TestResolving:
     def test_session_id_in_a_body_needs_its_key(self, store: SessionStore) -> None:
         one, two = store.create("a", now=0), store.create("b", now=0)
 
-        assert one.id == store.resolve(Credential(session=one.id, key=one.key), is_capability=False).id
+        assert one.id == store.resolve(Credential(session=one.id, key=one.key, is_capability=False)).id
         for key in (None, "DUMMY", two.key):
             with pytest.raises(Unauthorized):
-                store.resolve(Credential(session=one.id, key=key), is_capability=False)
+                store.resolve(Credential(session=one.id, key=key, is_capability=False))
 
     def test_known_and_unknown_ids_answer_alike_without_a_key(self, store: SessionStore) -> None:
         known = store.create("a", now=0).id
         messages = set()
         for session in (known, SessionId("a-ffff")):
             with pytest.raises(Unauthorized) as caught:
-                store.resolve(Credential(session=session, key="guess-guess"), is_capability=False)
+                store.resolve(Credential(session=session, key="guess-guess", is_capability=False))
             messages.add(str(caught.value))
 
         assert len(messages) == 1
@@ -117,9 +117,11 @@ class TestKeysOfCallers:
         first = store.create("a", now=0, key="my-own-key")
         store.end(first.id, now=1)
         second = store.create("b", now=2, key="my-own-key")
-        by_name = [Credential(session=each.id, key="my-own-key") for each in (first, second)]
+        by_name = [
+            Credential(session=each.id, key="my-own-key", is_capability=is_capability) for each in (first, second)
+        ]
 
-        found = [store.for_reward(each, now=3, is_capability=is_capability).id for each in by_name]
+        found = [store.for_reward(each, now=3).id for each in by_name]
         assert [first.id, second.id] == found
 
     @pytest.mark.parametrize("key", ["", "short"])

@@ -27,13 +27,11 @@ from typing import Any
 
 from attrs import frozen
 
-from areal_actors.domain import Answer, ChatMessage
-from areal_actors.proxy.dialects.chat.answer import format_chat_answer
-from areal_actors.proxy.dialects.chat.request import parse_chat_request
-from areal_actors.proxy.dialects.messages.answer import format_blocks
-from areal_actors.proxy.dialects.messages.request import parse_anthropic_request
-from areal_actors.proxy.dialects.responses.answer import format_output
-from areal_actors.proxy.dialects.responses.request import parse_response_request
+from areal_actors.domain import Answer, ChatMessage, CompletionRequest
+from areal_actors.proxy.dialects.base import Parsed
+from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.messages.answer import MessagesDialect, format_blocks
+from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 
 __all__ = ["WIRES", "Style", "Wire"]
 
@@ -96,8 +94,9 @@ _ESCAPED: Json = {"ensure_ascii": True}
 
 
 def _receive_chat(answer: Answer) -> list[Json]:
-    parsed = parse_chat_request({"messages": [{"role": "user", "content": ""}]})
-    completion = format_chat_answer(parsed, [answer], created=0, model="policy")
+    dialect = ChatDialect(clock=lambda: 0.0)
+    parsed = dialect.parse({"messages": [{"role": "user", "content": ""}]})
+    completion = dialect.format_answers(parsed, [answer])
     message = completion["choices"][0]["message"]
     return [json.loads(json.dumps(message))]
 
@@ -195,7 +194,7 @@ CHAT = Wire(
     receive=_receive_chat,
     ask=lambda text: {"role": "user", "content": text},
     answer_call=lambda call, text: {"role": "tool", "tool_call_id": call, "content": text},
-    read=lambda history: parse_chat_request({"messages": list(history)}).request.messages,
+    read=lambda history: ChatDialect().parse({"messages": list(history)}).request.messages,
     styles=_CHAT_STYLES,
 )
 
@@ -203,7 +202,8 @@ CHAT = Wire(
 
 
 def _receive_items(answer: Answer) -> list[Json]:
-    items: list[Json] = json.loads(json.dumps(format_output(answer, has_logprobs=False, token_bytes=None)))
+    response = ResponsesDialect().format_answers(Parsed(request=CompletionRequest(messages=())), [answer])
+    items: list[Json] = json.loads(json.dumps(response["output"]))
     return items
 
 
@@ -250,7 +250,7 @@ RESPONSES = Wire(
     receive=_receive_items,
     ask=lambda text: {"role": "user", "content": text},
     answer_call=lambda call, text: {"type": "function_call_output", "call_id": call, "output": text},
-    read=lambda history: parse_response_request({"input": list(history)}).request.messages,
+    read=lambda history: ResponsesDialect().parse({"input": list(history)}).request.messages,
     styles=_RESPONSES_STYLES,
 )
 
@@ -310,7 +310,7 @@ MESSAGES = Wire(
         "role": "user",
         "content": [{"type": "tool_result", "tool_use_id": call, "content": text}],
     },
-    read=lambda history: parse_anthropic_request({"messages": list(history), "max_tokens": 8}).request.messages,
+    read=lambda history: MessagesDialect().parse({"messages": list(history), "max_tokens": 8}).request.messages,
     styles=_MESSAGES_STYLES,
 )
 

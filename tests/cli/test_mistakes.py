@@ -59,7 +59,7 @@ MISTAKES = [
     ((*TRAIN, "trial_name=a/b"), "trial_name cannot be 'a/b'; use letters, digits, '.', '_' and '-', a letter"),
     ((*TRAIN, "total_steps"), "'total_steps' is not an override; write key=value"),
     ((*TRAIN, "rollout={a: [}"), "'rollout={a: [}': its value:1:6 is not valid YAML"),
-    ((*TRAIN, "trainer.optimizer.name=adamw8bit"), "did you mean adamw_8bit?"),
+    ((*TRAIN, "trainer.optimizer.name=adamw_fp16"), "did you mean adamw_bf16?"),
     ((*TRAIN, "rollout.openai.reward_rule=median"), "must be one of mean, sum, max, creation-order, or a function"),
     ((*TRAIN, "phases=[sft, rl]"), "there is no section sft; add it, or leave the phase out"),
     ((*TRAIN, "gconfig.temperature=-1"), "gconfig.temperature must be >= 0.0, not -1.0"),

@@ -13,9 +13,6 @@ import pytest
 
 from areal_actors.client import AgentRunner, RetryPolicy
 from areal_actors.client.agent_runner import (
-    BatchProgress,
-    BatchResult,
-    ItemResult,
     parse_outcome,
 )
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, Unauthorized
@@ -240,33 +237,6 @@ async def test_agent_runner_prints_progress_and_summary(stream):
     assert "item 1 failed after 3 attempts: KeyError: '[bold]no'" in text
     assert "2 of 3 items" in text
     assert "mean reward 0.500, 2 retries, 1 failed" in text
-
-
-def test_batch_progress_prints_a_line_every_ten_seconds():
-    """A batch that was stopped says so."""
-    now, shown = [0.0], io.StringIO()
-    progress = BatchProgress(stream=shown, clock=lambda: now[0])
-    progress.open(50)
-    for index in range(50):
-        now[0] += 1
-        progress.note_result(ItemResult(index=index, item=None, num_attempts=1))
-    progress.close(None)
-
-    assert ["10/50 items", "20/50 items", "30/50 items", "40/50 items", "50/50 items"] == shown.getvalue().split("\n")[
-        :5
-    ]
-    assert shown.getvalue().endswith("50 items done, then it stopped\n")
-
-
-def test_quiet_batch_progress_prints_nothing():
-    """Not even failures."""
-    shown = io.StringIO()
-    progress = BatchProgress(is_quiet=True, stream=shown)
-    progress.open(None)
-    progress.note_result(ItemResult(index=0, item=None, num_attempts=1, error=KeyError("x")))
-    progress.close(BatchResult(results=(), seconds=1.0))
-
-    assert "" == shown.getvalue()
 
 
 def test_outcome_that_is_no_reward_names_its_function():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.client.attribution import Attribution, Origin, attribute, attributed_to, parse_root, unattributed
+from areal_actors.client.attribution import Attribution, attribute, attributed_to, origin_of, parse_root, unattributed
 from areal_actors.domain import SessionId
 from areal_actors.errors import ConfigError
 
@@ -79,8 +79,8 @@ def test_attribution_knows_the_names_of_loopback(host):
 
 def test_attribution_knows_default_ports():
     """80 and 443, each with its scheme."""
-    assert Origin.of("http://a/v1") == Origin.of("http://a:80/") != Origin.of("https://a:80")
-    assert Origin.of("https://a/v1") == Origin.of("https://A:443/")
+    assert origin_of("http://a/v1") == origin_of("http://a:80/") != origin_of("https://a:80")
+    assert origin_of("https://a/v1") == origin_of("https://A:443/")
 
 
 def test_attribution_respects_the_path_of_the_proxy():

@@ -1,10 +1,8 @@
-"""The wrappers around other libraries: every request passes them once, and nothing of them stays behind."""
+"""The wrappers around other libraries: every request passes them once, and they do nothing outside of sessions."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Thread
 
@@ -15,7 +13,7 @@ import pytest
 from anyio import to_thread
 
 from areal_actors.client.attribution import Attribution, attributed_to
-from areal_actors.client.hooks import hooked
+from areal_actors.client.hooks import install_hooks
 from areal_actors.domain import SessionId
 
 requests = pytest.importorskip("requests")
@@ -85,7 +83,8 @@ def servers():
 @contextmanager
 def in_session(server):
     session = Attribution.to_session(SessionId("s-" + "x" * 22), "sk-session", server.url)
-    with hooked(), attributed_to(session):
+    install_hooks()
+    with attributed_to(session):
         yield
 
 
@@ -153,72 +152,13 @@ def methods():
     return [vars(owner)[name] for owner, name in WRAPPED]
 
 
-def test_hooks_restore_the_libraries():
-    """However often it is entered, the methods are wrapped once, and are themselves again in the end."""
-    before, finders = methods(), list(sys.meta_path)
-    with hooked():
-        inside = methods()
-        with hooked():
-            assert inside == methods()
-        assert inside == methods()
+def test_hooks_wrap_methods_once():
+    """However often sessions begin."""
+    install_hooks()
+    before = methods()
+    install_hooks()
 
     assert before == methods()
-    assert finders == sys.meta_path
-    assert not set(before) & set(inside)
-
-
-def test_hooks_keep_wrappers_of_others(servers):
-    """A tracer that came after us is not undone, and finds us idle; the next time nothing is wrapped twice."""
-    ours, _ = servers
-    calls = []
-    with ExitStack() as stack:
-        stack.callback(setattr, httpx.HTTPTransport, "handle_request", httpx.HTTPTransport.handle_request)
-        with hooked():
-            wrapped = httpx.HTTPTransport.handle_request
-
-            def trace(self, request):
-                calls.append(request.headers.get("authorization"))
-                return wrapped(self, request)
-
-            httpx.HTTPTransport.handle_request = trace
-        assert trace is httpx.HTTPTransport.handle_request
-        httpx.get(f"{ours.url}/v1/a", trust_env=False)
-        with in_session(ours):
-            httpx.get(f"{ours.url}/v1/b", trust_env=False)
-        assert trace is httpx.HTTPTransport.handle_request
-        httpx.HTTPTransport.handle_request = wrapped
-        with hooked():
-            assert wrapped is httpx.HTTPTransport.handle_request
-
-    assert [None, None] == calls
-    assert [("/v1/a", None, None), ("/v1/b", "Bearer sk-session", None)] == ours.seen
-
-
-_LATE = """
-import sys
-from areal_actors.client.attribution import Attribution, attributed_to
-from areal_actors.client.hooks import hooked
-
-url = sys.argv[1]
-session = Attribution.to_session("s-" + "x" * 22, "sk-session", url)
-assert "requests" not in sys.modules
-with hooked(), attributed_to(session):
-    import requests
-    import importlib.util
-    found = importlib.util.find_spec("aiohttp")
-    assert found is None or found.loader.is_package("aiohttp")
-    assert type(requests.__loader__).__name__ == type(requests.__spec__.loader).__name__ == "SourceFileLoader"
-    requests.get(url + "/v1/inside")
-requests.get(url + "/v1/outside")
-"""
-
-
-def test_hooks_wrap_libraries_imported_later(servers):
-    """A library that was not imported when the session began is restored afterwards, too."""
-    ours, _ = servers
-    subprocess.run([sys.executable, "-c", _LATE, ours.url], check=True, timeout=60)
-
-    assert [("/v1/inside", "Bearer sk-session", None), ("/v1/outside", None, None)] == ours.seen
 
 
 async def test_hooks_ignore_threads_without_the_context(servers):

@@ -88,7 +88,7 @@ async def test_proxy_client_raises_errors_of_the_server():
                 await session.set_last_reward(float("nan"))
             with pytest.raises(NotFound):
                 await session.set_reward("chatcmpl-none", 1.0)
-            with pytest.raises(InvalidRequest, match="started before"):
+            with pytest.raises(InvalidRequest, match="used before"):
                 await session.__aenter__()
     with pytest.raises(InvalidRequest, match="has not started"):
         _ = OpenAIProxyClient(proxy.url, admin_key="k").base_url

@@ -41,15 +41,8 @@ def test_duplicate_key_is_refused_with_both_lines():
 
 def test_cyclic_section_is_refused():
     """It could not be written out."""
-    with pytest.raises(ConfigError, match=r"run.yaml:1: this section contains itself"):
+    with pytest.raises(ConfigError, match=r"run.yaml holds .* a section contains itself"):
         parse_yaml("a: &a\n  b: *a\n", source="run.yaml")
-
-
-def test_anchors_and_merges_are_read():
-    """Anchors are for not repeating oneself, also many times over."""
-    text = "base: &base {x: 1, y: 2}\nrun: {<<: *base, y: 3}\nother: *base\n"
-
-    assert parse_yaml(text, source="here").data["run"] == {"x": 1, "y": 3}
 
 
 @pytest.mark.parametrize(
@@ -85,15 +78,6 @@ def test_missing_file_names_similar_files(tmp_path):
 
     with pytest.raises(ConfigError, match=r"There is no file .*trian.yaml; .* has train.yaml"):
         read_document(tmp_path / "trian.yaml")
-
-
-def test_binary_file_is_refused(tmp_path):
-    """A checkpoint given in place of a configuration, say."""
-    path = tmp_path / "model.safetensors"
-    path.write_bytes(b"\xff\xfe\x00\x80")
-
-    with pytest.raises(ConfigError, match="cannot be read"):
-        read_document(path)
 
 
 def test_document_locates_values():

@@ -42,18 +42,6 @@ def test_saved_file_keeps_its_mode(tmp_path):
     assert 0o600 == mode_of(path)
 
 
-def test_saving_replaces_the_file_atomically(tmp_path):
-    """Workers read it while a run is taken up again, which writes it anew."""
-    path = tmp_path / "config.yaml"
-    save_config(create_config(SETTINGS), path)
-    with path.open() as file:
-        before = path.read_text()
-        save_config(create_config({**SETTINGS, "seed": 7}), path)
-
-        assert before == file.read()
-    assert ["config.yaml"] == [one.name for one in tmp_path.iterdir()]
-
-
 def current_umask() -> int:
     mask = os.umask(0o022)
     os.umask(mask)

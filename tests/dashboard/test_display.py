@@ -12,7 +12,7 @@ from rich.console import Console
 
 from areal_actors.dashboard import DisplayStyle, PlainDisplay, RichDisplay, RunState, create_display
 from areal_actors.dashboard.display import render, sparkline
-from areal_actors.messages import EvaluationFinished, PhaseChanged, StepFinished
+from areal_actors.messages import EvaluationFinished, PhaseChanged
 
 
 class Terminal(io.StringIO):
@@ -65,30 +65,9 @@ def test_plain_display_prints_a_line_per_step(heard):
         "evaluation of version 0: 0.125 (8 episodes, 1 failed, 4 s)",
         "episode failed (1 so far): ToolAgent.run raised KeyError('[a]')",
         f"step 1/10  reward 0.200  {step}  50 s  left -",
-        f"step 2/10  reward 0.400  {step}  1:00  left 1:24",
-        f"step 3/10  reward 0.600  {step}  1:10  left 1:14",
+        f"step 2/10  reward 0.400  {step}  1:00  left 1:20",
+        f"step 3/10  reward 0.600  {step}  1:10  left 1:10",
     ]
-
-
-@given(
-    num_steps=st.integers(2, 20), step_seconds=st.floats(1, 100), evaluation=st.floats(0, 500), saving=st.floats(0, 50)
-)
-def test_time_left_includes_the_last_evaluation_and_save(num_steps, step_seconds, evaluation, saving):
-    """Of a run whose steps, evaluations and saves take as long as before, the estimate is exact at each step."""
-    state, now = RunState(total_steps=num_steps), 0.0
-    state = state.after(PhaseChanged(phase="saving a checkpoint"), now)
-    now += saving
-    state = state.after(PhaseChanged(phase="evaluating"), now)
-    state = state.after(
-        EvaluationFinished(version=0, reward=0.5, num_episodes=8, num_failed=0, seconds=evaluation), now
-    )
-    for step in range(1, num_steps + 1):
-        now += step_seconds
-        state = state.after(StepFinished(step=step, metrics={"reward": 0.5}), now)
-        if step > 1:
-            expected = (num_steps - step) * step_seconds + evaluation + saving
-            assert state.seconds_left(now) == pytest.approx(expected)
-    assert state.seconds_left(now + evaluation + saving) == pytest.approx(0.0, abs=1e-9)
 
 
 def test_display_shows_a_failure_once_and_counts_it(news):
@@ -110,20 +89,6 @@ def test_display_shows_a_failure_once_and_counts_it(news):
         "episodes failed (100 so far), 100 of them like this: Agent.run raised KeyError: 99",
         "episode failed (101 so far): Agent.run took longer than 60 s",
     ]
-
-
-def test_failures_from_one_line_are_one_kind(news):
-    """Messages with random ids differ in words; the line that raised is the same."""
-    state = RunState(total_steps=10)
-    shown = []
-    for name in ("anna", "bert", "carl"):
-        traceback = f'Traceback (most recent call last):\n  File "agent.py", line 7, in run\nmy.Error: {name} failed'
-        finished = news.episode(1, failure=f"Agent.run raised Error: {name} failed")
-        finished = evolve(finished, episode=evolve(finished.episode, traceback=traceback))
-        state = state.after(finished, 0.0)
-        shown.append(state.describe_failure(finished))
-
-    assert [False, True, True] == [text is None for text in shown]
 
 
 def test_unique_failures_are_counted_together(news):
@@ -149,7 +114,7 @@ def test_rich_display_draws_a_panel(heard):
     for words in (
         "tool_agent [b]",
         "step 3/10",
-        "8 s  left 9 s",
+        "8 s  left 5 s",
         "0.600  ▂▄▅",
         "v0 0.125",
         "staleness 0.5  max 1  900 tokens/s",

@@ -209,19 +209,6 @@ def test_resumed_session_sample_drops_repeated_episodes(tmp_path, news, decode):
     assert [record["version"] for record in read_records(path)] == [0, 1]
 
 
-def test_session_sample_restores_sessions_of_restored_episodes(tmp_path, news, decode):
-    """A resumed run that restores a group reports its episodes, and does not archive their sessions again."""
-    path = tmp_path / "sessions.jsonl"
-    on_event(SessionSampler(path, decode=decode), *(news.session(position, version=2) for position in (0, 1)))
-    before = list(read_records(path))
-
-    on_event(
-        SessionSampler(path, decode=decode, resumed_step=1), news.episode(1, version=2), news.episode(7, version=2)
-    )
-
-    assert before[1:] == list(read_records(path))
-
-
 def test_run_directory_sets_an_earlier_run_aside(tmp_path):
     """Nothing of it is overwritten, however often a run of the same name is started."""
     directory = RunDirectory(path=tmp_path / "trial")

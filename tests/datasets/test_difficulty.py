@@ -10,10 +10,8 @@ from attrs import asdict
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.datasets import Problems
 from areal_actors.datasets.difficulty import DifficultyConfig, Pool, ProblemPools
 from areal_actors.domain import DataPosition, Episode, Group, GroupId, PoolsState, Problem, SessionId
-from areal_actors.errors import DatasetError
 from areal_actors.training.actor import parse_position
 
 ON = DifficultyConfig(enabled=True)
@@ -51,24 +49,14 @@ def play(pools: ProblemPools, history: list[str], *, position: int, running: lis
     return rows, position
 
 
-configs = st.builds(
-    DifficultyConfig,
-    enabled=st.just(True),
-    retire_after=st.none() | st.integers(1, 3),
-    order_by=st.sampled_from([None, "level"]),
-)
-
-
-@given(before=events, after=events, size=st.integers(1, 12), seed=st.integers(0, 99), config=configs)
-def test_draws_of_a_resumed_run_are_equal(
-    before: list[str], after: list[str], size: int, seed: int, config: DifficultyConfig
-) -> None:
+@given(before=events, after=events, size=st.integers(1, 12), seed=st.integers(0, 99))
+def test_draws_of_a_resumed_run_are_equal(before: list[str], after: list[str], size: int, seed: int) -> None:
     """From the summary at any moment: what runs is run again as it was, and what follows is the same."""
-    pools = ProblemPools(config, num_problems=size, seed=seed)
+    pools = ProblemPools(ON, num_problems=size, seed=seed)
     running: list[int] = []
     _, position = play(pools, before, position=0, running=running)
     state = pools.summary()
-    resumed = ProblemPools(config, num_problems=size, seed=seed, start=reload(state))
+    resumed = ProblemPools(ON, num_problems=size, seed=seed, start=reload(state))
 
     assert [pools.draw(at) for at in running] == [resumed.draw(at) for at in running]
     assert state == resumed.summary()
@@ -83,43 +71,6 @@ def test_draws_have_every_problem_before_one_twice(size: int, seed: int) -> None
     pools = ProblemPools(ON, num_problems=size, seed=seed)
 
     assert set(range(size)) == {pools.draw(position) for position in range(size)}
-
-
-@given(history=events, size=st.integers(1, 6), limit=st.integers(1, 3), seed=st.integers(0, 99))
-def test_draws_retire_solved_problems(history: list[str], size: int, limit: int, seed: int) -> None:
-    """It is not drawn again as long as there are others; one group that does not solve it begins the count anew."""
-    pools = ProblemPools(DifficultyConfig(enabled=True, retire_after=limit), num_problems=size, seed=seed)
-    in_a_row, running = [0] * size, list[tuple[int, int]]()
-    for position, event in enumerate(history):
-        if event == "draw":
-            row = pools.draw(position)
-            assert in_a_row[row] < limit or min(in_a_row) >= limit
-            running.append((position, row))
-        elif running:
-            at, row = running.pop(0)
-            pools.learn(at, {"solved": SOLVED, "half": HALF, "unsolved": UNSOLVED}[event])
-            in_a_row[row] = in_a_row[row] + 1 if event == "solved" else 0
-    retired = sum(num >= limit for num in in_a_row)
-
-    assert retired == pools.sizes().retired == pools.count(Pool.RETIRED)
-
-
-def test_draws_begin_with_easier_problems() -> None:
-    """In the order of a number of the problems, as often as none is known; the problems know it by any path."""
-    rows = [{"n": n, "metadata": {"level": (7 * n) % 10}} for n in range(10)]
-    problems = Problems(rows).ordered_by("metadata.level")
-    pools = ProblemPools(DifficultyConfig(enabled=True, order_by="metadata.level"), num_problems=10)
-    levels = [problems.at(at, pools.draw(at)).data["metadata"]["level"] for at in range(20)]
-
-    assert [*range(10), *range(10)] == levels
-    assert [0, 1] == [row.data["a.b"] for row in Problems([{"a.b": 1}, {"a.b": 0}]).ordered_by("a.b").all()]
-
-
-@pytest.mark.parametrize("row", [{}, {"level": "easy"}, {"level": None}, {"level": True}, {"level": float("nan")}])
-def test_draws_name_a_problem_without_difficulty(row: dict[str, object]) -> None:
-    """With its number, before anything runs."""
-    with pytest.raises(DatasetError, match=r"difficulty\.order_by is level, and problem 1 has .* instead of a number"):
-        Problems([{"level": 1}, row]).ordered_by("level")
 
 
 def learnt(config: DifficultyConfig) -> ProblemPools:
@@ -180,6 +131,4 @@ def test_contradicting_difficulty_settings_are_refused() -> None:
         DifficultyConfig(easy_above=0.2, hard_below=0.2)
     with pytest.raises(ValueError, match=r"add up to 1\.5"):
         DifficultyConfig(easy_fraction=0.75, hard_fraction=0.75)
-    with pytest.raises(ValueError, match="retire_after has no effect without enabled"):
-        DifficultyConfig(retire_after=1)
     assert PoolsState() == ProblemPools(ON, num_problems=2).summary()

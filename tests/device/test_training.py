@@ -99,13 +99,6 @@ def test_what_a_pass_keeps_does_not_change_the_gradient(
     require_equal_gradients(kept, other, num_tokens=600, tolerance=2e-3 if dtype == "float32" else 2e-2)
 
 
-@pytest.mark.parametrize("layout", list(Layout))
-def test_a_pass_in_chunks_has_the_gradient_of_the_whole(device: str, layout: Layout):
-    """Keys and values of earlier chunks are kept, and their gradients added up."""
-    chunked = create_trainer(device, layout, chunk_tokens=512)
-    require_equal_gradients(create_trainer(device, layout), chunked, num_tokens=3000)
-
-
 def test_an_adapter_learns_equally_in_both_layouts(device: str):
     """After one step, B has a gradient and A has none yet; after two, both have."""
     pytest.importorskip("peft")

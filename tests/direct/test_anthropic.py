@@ -17,7 +17,7 @@ pytestmark = [
 QUESTION = {"role": "user", "content": "one plus one?"}
 
 
-async def test_a_conversation_is_rewarded_and_exported():
+async def test_conversation_is_rewarded_and_exported():
     """Two turns, one of them streamed, become one trajectory of exact tokens; the reward reaches the first."""
     engine = EchoEngine(script_answers(encode("two"), encode("four")))
     async with ArealAnthropic(engine=engine, tokenizer=renderer()) as client:

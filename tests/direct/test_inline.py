@@ -97,10 +97,9 @@ async def test_errors_arrive_as_from_an_actor() -> None:
         await ref.ask(Wait(), timeout=0)
     with pytest.raises(ProtocolError):
         ref.tell_nowait(Add())
-    assert ref.statistics().num_failed == 3
 
 
-async def test_a_stream_ends_its_handler() -> None:
+async def test_stream_ends_its_handler() -> None:
     """At its end, at an error, and when it is left early."""
     actor = Counter()
     ref = InlineRef[Counting](actor, name="counter")
@@ -115,11 +114,10 @@ async def test_a_stream_ends_its_handler() -> None:
 
 
 async def test_inline_ref_is_a_ref() -> None:
-    """It has a name and figures; stopping it is harmless."""
+    """It has a name; stopping it is harmless."""
     ref = InlineRef[Counting](Counter(), name="counter")
     other = InlineRef[Counting](Counter(), name="counter")
     assert ref != other
     await ref.tell(Add())
     await ref.stop()
-    statistics = ref.statistics()
-    assert (statistics.state, statistics.num_handled, statistics.num_running) == (ActorState.RUNNING, 1, 0)
+    assert ref.statistics().state is ActorState.RUNNING

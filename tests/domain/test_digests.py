@@ -33,7 +33,7 @@ def completion_of(logprobs: list[float], version: int) -> Completion:
 
 
 @given(st.lists(st.integers(0, 2**31 - 1)), st.integers(0, 20))
-def test_the_digest_of_ids_does_not_depend_on_where_turns_begin(ids: list[int], cut: int):
+def test_digest_of_ids_does_not_depend_on_where_turns_begin(ids: list[int], cut: int):
     """A row checks ids that it holds as context."""
     digest = create_token_hash()
     digest.update(np.array(ids[:cut], np.int32))
@@ -61,7 +61,7 @@ def test_any_change_of_a_turn_is_found(logprobs: list[float], version: int, data
 
 
 @given(FLOATS, st.integers(2, 9))
-def test_a_restated_turn_still_binds_what_the_engine_reported(logprobs: list[float], version: int):
+def test_restated_turn_still_binds_what_the_engine_reported(logprobs: list[float], version: int):
     """The new part covers the new versions and the part before it."""
     reported, known = completion_of(logprobs, version), completion_of(logprobs, 1)
     digest = restate_digest(before := digest_turn(NAME, "00", reported), NAME, known)

@@ -35,7 +35,7 @@ def test_with_one_sample_per_problem_the_error_is_the_usual_one(samples):
 
 
 @given(clusters)
-def test_the_error_is_clustered_by_problem(rewards):
+def test_error_is_clustered_by_problem(rewards):
     """Miller's equation 4 as it is written, over all pairs within a problem, with the correction for few problems."""
     flat = [value for cluster in rewards for value in cluster]
     mean = fmean(flat)

@@ -25,7 +25,7 @@ class _Holder:
 @pytest.mark.parametrize(
     ("convert", "kind"), [(as_ints, np.int32), (as_ints, np.int64), (as_floats, np.float32), (as_floats, np.float64)]
 )
-def test_a_converted_array_is_read_only_and_the_callers_is_not(wrap: Any, convert: Any, kind: Any) -> None:
+def test_converted_array_is_read_only_and_the_callers_is_not(wrap: Any, convert: Any, kind: Any) -> None:
     """Whatever holds the numbers; converting again costs no copy."""
     held = np.arange(5, dtype=kind)
     found = convert(wrap(held))

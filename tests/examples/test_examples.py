@@ -18,7 +18,7 @@ from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.lib.plugins import PluginGroup
 from areal_actors.lib.references import import_reference
-from areal_actors.run import Trainer
+from areal_actors.run.training import Trainer
 
 IN_BOXES = needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -153,7 +153,7 @@ def test_one_run_trains_reasoning_and_tool_use(tmp_path):
     assert [12, 2] == [row[f"source/{name}/episodes"] for name in sources]
     assert 0 == row["failed_episodes"]
     assert row["source/tools/tokens_mean"] <= 2 * 44
-    assert 0 == row["source/reasoning/retired_problems"]
+    assert 0 == row["source/reasoning/easy_problems"]
 
 
 @pytest.mark.parametrize("name", ["mini_swe_agent", "openai_agents_digits"])

@@ -16,7 +16,6 @@ from areal_actors.domain import (
     EngineRequest,
     Exactly,
     FinishReason,
-    JsonText,
     MatchingRegex,
     SampleKey,
     Sampling,
@@ -159,13 +158,3 @@ async def test_engine_without_tokenizer_refuses_grammars(create_llama):
         assert not engine.info.has_grammars
         with pytest.raises(UnsupportedParameter, match="without one"):
             await answer(engine, ask(0, CALL))
-
-
-async def test_leaving_during_compilation_frees_the_generation(create_llama):
-    """The id is free again, and nothing runs."""
-    async with open_engine(create_llama) as engine:
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await answer(engine, ask(0, JsonText(schema={"const": "left"})))
-        assert (await answer(engine, ask(0, Exactly(text="x"))))[0]
-        assert engine.statistics().running == engine.statistics().waiting == 0

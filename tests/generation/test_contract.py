@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from tests.generation.llamas import create_llama
+from tests.generation.torch_operations import create_graph_runner
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen2Config, Qwen2ForCausalLM
 
 from areal_actors.domain import Snapshot, as_floats
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
-from areal_actors.generation.torch.graphs import GraphRunner, create_runner
+from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.testing.engines import EchoEngine
 from areal_actors_testing.engine_contract import ENGINE_CHECKS, Check, Subject
@@ -100,9 +101,9 @@ ENGINES: dict[str, Callable[[], AbstractAsyncContextManager[Subject]]] = {
     "gpt2": lambda: open_torch(create_gpt2()),
     "grammars": open_with_grammars,
     "deterministic": lambda: open_torch(create_llama(), deterministic=True),
-    "graphs": lambda: open_torch(create_llama(), GraphRunner),
-    "graphs-qwen2": lambda: open_torch(create_qwen(), GraphRunner),
-    "graphs-grammars": lambda: open_with_grammars(GraphRunner),
+    "graphs": lambda: open_torch(create_llama(), create_graph_runner),
+    "graphs-qwen2": lambda: open_torch(create_qwen(), create_graph_runner),
+    "graphs-grammars": lambda: open_with_grammars(create_graph_runner),
 }
 
 

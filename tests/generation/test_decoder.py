@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from tests.generation.torch_operations import TorchOperations, create_graph_runner
 from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from areal_actors.domain import Snapshot
@@ -16,8 +13,7 @@ from areal_actors.errors import ConfigError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
 from areal_actors.generation.torch.attention import Span
 from areal_actors.generation.torch.forward import LlamaForward
-from areal_actors.generation.torch.graphs import GraphRunner, SlotDecoder, check_room, choose_sizes
-from areal_actors.generation.torch.operations import TorchOperations
+from areal_actors.generation.torch.graphs import SlotDecoder, check_room
 from areal_actors_testing.engine_contract import collect, join_ids
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "initializer_range": 0.3}
@@ -68,18 +64,6 @@ def test_copied_prefix_is_continued(llama):
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
 
-@given(st.integers(1, 2000))
-def test_batches_are_padded_little(largest):
-    """Sizes ascend to the largest; a batch is at most doubled, and grows by a third at most from 16 on."""
-    sizes = choose_sizes(largest)
-
-    assert sizes[-1] == largest
-    assert list(sizes) == sorted(set(sizes))
-    for smaller, size in pairwise(sizes):
-        assert size <= 2 * smaller
-        assert size - (smaller + 1) < max(8, 0.34 * size)
-
-
 @pytest.mark.anyio
 async def test_weights_are_replaced_in_place(llama, create_request, recompute):
     """A recorded graph would go on reading the same addresses: fused matrices stay where they are."""
@@ -87,7 +71,7 @@ async def test_weights_are_replaced_in_place(llama, create_request, recompute):
 
     def create(forward, config, *, context_length):
         forwards.append(forward)
-        return GraphRunner(forward, config, context_length=context_length)
+        return create_graph_runner(forward, config, context_length=context_length)
 
     new = type(llama)(llama.config).eval()
     config = TorchEngineConfig(dtype="float32", max_concurrent=2)

@@ -6,9 +6,10 @@ import os
 
 import pytest
 import torch
+from tests.generation.torch_operations import TorchOperations
 
 from areal_actors.generation.torch.attention import Span
-from areal_actors.generation.torch.operations import Cells, HeadNorms, SlotCache, SpanLayout, TorchOperations
+from areal_actors.generation.torch.operations import Cells, HeadNorms, SlotCache, SpanLayout
 
 pytest.importorskip("triton")
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"

@@ -36,7 +36,7 @@ NOT_B = r"(/(?s:.*)/ & ~/(?s:.*)\x{3c}b\x{3e}(?s:.*)/)"
         ),
     ],
 )
-def test_each_word_has_its_translation(grammar: Grammar, expected: str) -> None:
+def test_lark_text_of_each_grammar(grammar: Grammar, expected: str) -> None:
     """Texts of added tokens are the tokens; white space in JSON is bounded."""
     assert expected == format_lark(grammar, tokens={"<a>": 7})
 

@@ -129,32 +129,11 @@ rows_strategy = st.lists(
 )
 
 
-@given(rows_strategy)
-def test_mixed_batch_is_sampled_as_its_rows_alone(drawn):
-    """Penalties, biases, masks and truncation of one row change nothing in another."""
-    logits = torch.tensor([values for values, *_ in drawn], dtype=torch.float32)
-    rows = [row(uniform, sampling, prompt, output, mask) for _, sampling, prompt, output, mask, uniform in drawn]
-    together = sample(logits, rows)
-    for i, alone in enumerate(sample(logits[i : i + 1], [each]) for i, each in enumerate(rows)):
-        assert together.token_ids[i] == alone.token_ids[0]
-        assert together.logprobs[i] == pytest.approx(alone.logprobs[0], abs=1e-6)
-        assert together.raw_logprobs[i] == pytest.approx(alone.raw_logprobs[0], abs=1e-6)
-
-
 def test_flat_distribution_is_truncated_beyond_the_candidates():
     """top-p that needs more tokens than the quick look has is still exact."""
     draw = sample(torch.zeros(1, 5000), [row(0.999999, Sampling(top_p=0.5))])
 
     np.testing.assert_allclose(draw.logprobs[0], -np.log(2500), atol=1e-3)
-
-
-@pytest.mark.parametrize("uniform", [0.0, 1.0 - 2**-53])
-def test_tokens_without_probability_are_never_sampled(uniform):
-    """Not at the ends of the unit interval either."""
-    logits = torch.full((1, 600), -torch.inf)
-    logits[0, 300] = 1.0
-
-    assert sample(logits, [row(uniform)]).token_ids == [300]
 
 
 def test_frequencies_follow_the_distribution():

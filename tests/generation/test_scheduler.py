@@ -77,7 +77,7 @@ def test_all_generations_are_admitted_eventually(prompts, num_slots, chunk, dete
     assert not scheduler.waiting
 
 
-def test_group_is_prefilled_once():
+def test_scheduler_prefills_the_prompt_of_a_group_once():
     """Of eight equal prompts only the first is computed; the others wait for it and copy."""
     scheduler = Scheduler(num_slots=8, prefill_chunk=16)
     memory = Memory(scheduler)
@@ -90,8 +90,8 @@ def test_group_is_prefilled_once():
     assert not scheduler.running
 
 
-def test_next_turn_continues_in_place():
-    """A prompt that extends an ended generation takes its slot, with all that is there; a stranger takes another."""
+def test_scheduler_continues_the_next_turn_in_its_slot():
+    """A prompt that extends an ended generation takes its slot and all that is there; another one does not."""
     scheduler = Scheduler(num_slots=2, prefill_chunk=64)
     memory = Memory(scheduler)
     first = create_generation(0, np.arange(30))
@@ -100,29 +100,14 @@ def test_next_turn_continues_in_place():
         memory.step(sample_id=7)
     scheduler.add(create_generation(1, np.concatenate([first.context, [9, 9]])))
     scheduler.add(create_generation(2, np.arange(60, 90)))
-    continued, stranger = scheduler.admit()
+    continued, other = scheduler.admit()
 
     assert continued.source is continued.slot
     assert continued.num_cached == len(first.context) - 1
-    assert stranger.slot is not continued.slot
+    assert other.slot is not continued.slot
 
 
-def test_least_recently_used_slot_is_reused():
-    """Free slots keep what they hold until others are older."""
-    scheduler = Scheduler(num_slots=2, prefill_chunk=64)
-    memory = Memory(scheduler)
-    for number in range(2):
-        scheduler.add(create_generation(number, np.full(20, number)))
-        for _ in range(5):
-            memory.step(sample_id=7)
-    scheduler.add(create_generation(2, np.full(20, 5)))
-    memory.step(sample_id=7)
-    held = [int(slot.tokens[0]) for slot in scheduler.slots]
-
-    assert held == [5, 1]
-
-
-def test_decoding_is_never_starved():
+def test_scheduler_limits_prefill_tokens_per_step():
     """However many prompts wait, a step computes no more than ``prefill_chunk`` of their tokens."""
     scheduler = Scheduler(num_slots=8, prefill_chunk=10)
     for number in range(8):

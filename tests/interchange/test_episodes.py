@@ -77,7 +77,7 @@ episodes = st.builds(
 
 
 @given(episode=episodes)
-def test_a_document_round_trips_bit_by_bit(episode):
+def test_episode_document_round_trips_bit_by_bit(episode):
     """What is read back from the JSON text equals what was written: ids, float32 logprobs, returns and all."""
     text = orjson.dumps(format_episode(episode), option=orjson.OPT_SERIALIZE_NUMPY)
     read = parse_episode(orjson.loads(text))
@@ -91,7 +91,7 @@ def test_a_document_round_trips_bit_by_bit(episode):
 @pytest.mark.parametrize(
     "document", [{}, {"version": 2}, {"version": 1}, {"version": 1, "session_id": "s", "member": 0}]
 )
-def test_other_documents_are_refused(document):
+def test_foreign_episode_document_is_refused(document):
     """Another version, or something else altogether, is an error that says so."""
     with pytest.raises(ExportError):
         parse_episode(document)

@@ -64,7 +64,7 @@ READERS = {"verl": verl_rows, "trl": trl_rows, "slime": slime_rows, "prime-rl": 
 @pytest.mark.parametrize("form", FORMATS)
 @settings(max_examples=12)
 @given(row_batches())
-def test_no_token_changes_on_the_way(tmp_path_factory, form, rows):
+def test_export_formats_keep_every_token(tmp_path_factory, form, rows):
     """Ids, masks, log-probabilities and advantages of every row that trains something are in the files."""
     trained = [row for row in rows if row.loss_mask.any()]
     assume(trained)
@@ -84,7 +84,7 @@ def test_no_token_changes_on_the_way(tmp_path_factory, form, rows):
         np.testing.assert_array_equal(np.asarray(advantages, np.float32), row.advantages)
 
 
-def test_verl_gets_scores_at_the_ends_and_the_trainers_logprobs(tmp_path, write_step):
+def test_verl_export_has_scores_and_logprobs(tmp_path, write_step):
     """The reward at the last token of each response; sampled log-probabilities where the trainer has none."""
     rows = branching_row()
     export_rows(write_step(rows), "verl", tmp_path / "out")
@@ -103,7 +103,7 @@ def test_verl_gets_scores_at_the_ends_and_the_trainers_logprobs(tmp_path, write_
     assert tensors["position_ids"][0, -1] == tensors["attention_mask"][0].sum() - 1
 
 
-def test_slime_gets_the_fields_of_a_sample(tmp_path, write_step):
+def test_slime_export_has_the_fields_of_a_sample(tmp_path, write_step):
     """Groups and rows are counted from 0; an answer that was cut is truncated."""
     export_rows(write_step(branching_row()), "slime", tmp_path / "out")
     document = torch.load(tmp_path / "out" / "rollout_0.pt", weights_only=False)
@@ -115,7 +115,7 @@ def test_slime_gets_the_fields_of_a_sample(tmp_path, write_step):
     assert len(document["samples"][0]["loss_mask"]) == document["samples"][0]["response_length"]
 
 
-def test_files_are_numbered_from_zero_and_the_manifest_knows_their_steps(tmp_path, write_step):
+def test_export_files_are_numbered_and_in_the_manifest(tmp_path, write_step):
     """Steps 3 and 8 are the rollouts 0 and 1."""
     dumps = write_step(branching_row(), 3) | write_step(branching_row(1), 8)
     exported = export_rows(dumps, "prime-rl", tmp_path / "out")
@@ -126,7 +126,7 @@ def test_files_are_numbered_from_zero_and_the_manifest_knows_their_steps(tmp_pat
     assert (tmp_path / "out" / "step_1" / "rank_0.bin").exists()
 
 
-def test_an_export_is_replaced_only_on_request(tmp_path, write_step):
+def test_export_is_replaced_only_on_request(tmp_path, write_step):
     """A directory with content is refused and keeps it; nothing partial is left."""
     dumps = write_step(branching_row())
     out = tmp_path / "out"
@@ -141,7 +141,7 @@ def test_an_export_is_replaced_only_on_request(tmp_path, write_step):
     assert {path.name for path in tmp_path.iterdir()} == {"rows", "out"}
 
 
-def test_unknown_formats_and_empty_steps_are_named(tmp_path, write_step):
+def test_unknown_formats_and_empty_steps_are_refused(tmp_path, write_step):
     """With the nearest names; a step without a trained token has nothing to export, and writes nothing."""
     with pytest.raises(ConfigError, match=r"'slim'.*did you mean slime\?"):
         require_format("slim")

@@ -43,7 +43,7 @@ def trl_dataset(tmp_path, write_step):
 
 
 @pytest.mark.filterwarnings("default")  # of libraries that are not ours
-def test_sft_of_trl_trains_the_masked_tokens(trl_dataset, policy, tmp_path):
+def test_trl_sft_trains_the_masked_tokens(trl_dataset, policy, tmp_path):
     """The loss of a step is the mean negative log-likelihood of the tokens with mask 1, and of no others."""
     from trl import SFTConfig, SFTTrainer
 
@@ -74,7 +74,7 @@ def test_sft_of_trl_trains_the_masked_tokens(trl_dataset, policy, tmp_path):
 
 
 @pytest.mark.filterwarnings("default")
-def test_grpo_of_trl_trains_rows_that_are_replayed(trl_dataset, policy, tmp_path):
+def test_trl_grpo_trains_replayed_rows(trl_dataset, policy, tmp_path):
     """A ``rollout_func`` returns the rows of each group; the loss sees their ids, masks and rewards."""
     from trl import GRPOConfig, GRPOTrainer
 
@@ -178,7 +178,7 @@ class MicroBatch(msgspec.Struct, array_like=True, gc=False, omit_defaults=True):
     trace_ids: list[str] | None = None
 
 
-def test_a_struct_like_that_of_prime_rl_decodes_micro_batches(tmp_path, write_step):
+def test_prime_rl_batches_decode_as_its_struct(tmp_path, write_step):
     """Required fields by position, optional ones by default; arrays of a batch have the length of its ids."""
     export_rows(write_step(ROWS), "prime-rl", tmp_path / "prime")
     content = (tmp_path / "prime" / "step_0" / "rank_0.bin").read_bytes()

@@ -20,7 +20,7 @@ from areal_actors.testing.strategies import session_records
 
 @settings(max_examples=25)
 @given(row_batches())
-def test_rows_are_read_as_they_were_written(tmp_path_factory, rows):
+def test_dumped_rows_round_trip(tmp_path_factory, rows):
     """Every column of every row, for the rows of any session."""
     path = tmp_path_factory.mktemp("rows") / "step-000001.parquet"
     write_rows(path, rows)
@@ -33,7 +33,7 @@ def test_rows_are_read_as_they_were_written(tmp_path_factory, rows):
 
 
 @given(session_records(), st.sampled_from(sorted(STYLES)))
-def test_every_sampled_token_is_trained_in_one_row_only(record, style):
+def test_dumped_rows_train_each_sampled_token_once(record, style):
     """Whatever branches share: the masks of all rows add up to the tokens that the session trains."""
     rows = dumped(trained_rows(record, style))
     exported = export_trajectories(record, style=style, discount=1.0)
@@ -51,7 +51,7 @@ def _trained_places(row):
                 yield turn, index
 
 
-def test_lists_have_one_entry_per_token(tmp_path):
+def test_dumped_lists_have_one_entry_per_token(tmp_path):
     """They make a table with a line per token; null stands for what the trainer did not compute."""
     rows = branching_row()
     write_rows(tmp_path / "rows.parquet", rows)
@@ -67,7 +67,7 @@ def test_lists_have_one_entry_per_token(tmp_path):
     assert trained[trained.row == 1].trainer_logprobs.isna().all()
 
 
-def test_a_row_has_the_temperature_and_the_end_of_its_turns(make_trained):
+def test_dumped_row_has_temperature_and_finish_of_its_turns(make_trained):
     """Each sampled token the temperature of its turn; the finish is that of the last one."""
     infos = (
         TurnInfo(sampling=SamplingDistribution(temperature=0.7), finish=FinishReason.STOP),
@@ -81,7 +81,7 @@ def test_a_row_has_the_temperature_and_the_end_of_its_turns(make_trained):
     assert dump_row(make_trained(()), decode, step=4, row=2, pieces={}).temperatures.tolist() == [1, 1.5, 1, 1.5]
 
 
-def test_files_are_found_by_their_steps(tmp_path):
+def test_dumps_are_found_by_their_steps(tmp_path):
     """In order of steps, and nothing else."""
     for step in (10, 9, 1_000_000):
         write_rows(dump_path(tmp_path, step), [])
@@ -91,7 +91,7 @@ def test_files_are_found_by_their_steps(tmp_path):
     assert find_dumps(tmp_path / "none") == {}
 
 
-def test_other_files_are_refused_by_name(tmp_path):
+def test_foreign_dump_is_refused_by_name(tmp_path):
     """A damaged file, and a parquet file of something else."""
     damaged, foreign = tmp_path / "damaged.parquet", tmp_path / "foreign.parquet"
     damaged.write_bytes(b"no parquet")
@@ -144,7 +144,7 @@ def make_trajectory():
     return make
 
 
-def test_the_documentation_lists_every_column():
+def test_documentation_lists_every_dumped_column():
     """``docs/rows.md`` has a line for each."""
     from pathlib import Path
 

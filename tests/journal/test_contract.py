@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from areal_actors.domain import JournalEvent
-from areal_actors.journal import Journal, JournalConfig, MemoryJournal, SqliteJournal, sqlite
+from areal_actors.journal import Journal, MemoryJournal, SqliteJournal, sqlite
 from areal_actors_testing.journal_contract import JOURNAL_CHECKS
 
 pytestmark = pytest.mark.anyio
@@ -38,4 +38,4 @@ async def test_sqlite_journal_keeps_the_contract(check, tmp_path):
 async def test_sqlite_journal_on_a_network_filesystem_keeps_the_contract(check, tmp_path, monkeypatch):
     """There is no write-ahead log."""
     monkeypatch.setattr(sqlite, "filesystem_of", lambda path: "nfs4")
-    await check(lambda: SqliteJournal.open(tmp_path / "journal.sqlite", JournalConfig(allow_shared=True)))
+    await check(lambda: SqliteJournal.open(tmp_path / "journal.sqlite"))

@@ -25,7 +25,7 @@ share /mnt/with\040space fuse.sshfs rw 0 0
         ("/mnt/with space/run.sqlite", "fuse.sshfs"),
     ],
 )
-def test_the_innermost_mount_counts(path, kind):
+def test_innermost_mount_counts(path, kind):
     """A disk below a network's directory is a disk, and names are compared whole."""
     assert kind == filesystem_of(Path(path), MOUNTS)
 

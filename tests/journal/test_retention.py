@@ -190,29 +190,6 @@ def test_turns_of_deleted_sessions_are_deleted_at_the_next_opening(tmp_path):
     store.close()
 
 
-def test_file_shrinks_after_deletions(tmp_path):
-    """Free pages are used again, and returned to the filesystem if there are many."""
-    path = tmp_path / "journal.sqlite"
-    store = Store.open(path, JournalConfig())
-    sizes = []
-    for number in range(60):
-        session = f"s{number}"
-        turns = [create_turn(session, turn, num_tokens=3000) for turn in range(10)]
-        store.write((create_start(session), *turns))
-        if number >= 20:
-            store.write((SessionForgotten(session=SessionId(f"s{number - 20}")),))
-            store.retire()
-        sizes.append(store._value("PRAGMA page_count"))
-    store.write([SessionForgotten(session=SessionId(f"s{number}")) for number in range(60)])
-    while store.has_gone:
-        store.retire()
-    store.close()
-
-    assert max(sizes[:20]) * 1.2 > sizes[-1]
-    assert path.stat().st_size < 2**21
-    assert not path.with_name("journal.sqlite-wal").exists()
-
-
 def test_many_forgotten_sessions_are_deleted_in_several_steps(tmp_path):
     """Each step is short, because writers wait for it."""
     store = Store.open(tmp_path / "journal.sqlite", JournalConfig())

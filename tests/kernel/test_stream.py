@@ -165,33 +165,6 @@ async def test_stream_error_arrives_after_the_items_before_it():
             assert [0, 1, 2] == received
 
 
-async def test_stream_gathers_items():
-    """Those of some time, or as many as there is room for, or the last ones; an error follows them."""
-    async with ActorSystem.open() as system:
-        ref = await system.spawn(Generator())
-        async with ref.stream(Numbers(n=7, pause=0.02, error="aborted"), buffer_size=5) as items:
-            assert await anext(items) == 0
-            assert await items.gather(anyio.current_time() + 1e9) == [1, 2, 3, 4]
-            assert await items.gather(anyio.current_time() + 1e9) == [5, 6]
-            assert await items.gather(anyio.current_time() + 1e9) == []
-            with pytest.raises(EngineError):
-                await anext(items)
-
-
-async def test_stream_gather_ends_with_its_time():
-    """The items that have not arrived by then come later, one by one or together."""
-    async with ActorSystem.open() as system:
-        ref = await system.spawn(Generator())
-        async with ref.stream(Numbers(n=3, pause=0.5)) as items:
-            assert await anext(items) == 0
-            assert await items.gather(anyio.current_time() + 0.05) == []
-            assert await anext(items) == 1
-            with anyio.move_on_after(0.05):
-                await items.gather(anyio.current_time() + 1e9)
-            assert await items.gather(anyio.current_time() + 1e9) == [2]
-            assert [item async for item in items] == []
-
-
 async def test_stream_left_in_the_queue_never_starts():
     """Its handler never begins."""
     generator = Generator()

@@ -152,44 +152,15 @@ async def test_messages_context_overflow_has_the_wording_of_anthropic():
             await client.messages.create(**ASK, messages=[long])
 
 
-async def test_thread_continues_without_its_history():
-    """The beta's ``thread``: the next turn sends its own messages, and follows the answer with the same prompt."""
-    question, further = ({"role": "user", "content": text} for text in ("one two", "and three"))
-    base = {"max_tokens": 30, "system": "Be kind."}
-    async with open_stack(*map(sampled, ("first", "second", "second"))) as stack, httpx2.AsyncClient() as http:
+async def test_continued_thread_is_refused_so_that_clients_send_the_history():
+    """The beta's ``thread``: the SDK begins another thread with the whole history when one is not found."""
+    messages = [{"role": "user", "content": "one two"}]
+    async with open_stack(sampled("first")) as stack, httpx2.AsyncClient() as http:
         url = f"{stack.session.base_url}/messages"
-        first = await http.post(url, json=base | {"messages": [question], "thread": {"type": "create"}})
+        base = {"max_tokens": 30, "messages": messages}
+        first = await http.post(url, json=base | {"thread": {"type": "create"}})
         thread = {"type": "continue", "previous_message_id": first.json()["id"]}
-        second = await http.post(url, json=base | {"messages": [further], "thread": thread})
-        history = [question, {"role": "assistant", "content": first.json()["content"]}, further]
-        whole = await http.post(url, json=base | {"messages": history})
-        unknown = {"type": "continue", "previous_message_id": "msg_x"}
-        lost = await http.post(url, json=base | {"messages": [further], "thread": unknown})
-        one, two, three = await stack.record()
+        second = await http.post(url, json=base | {"thread": thread})
 
-    assert (second.status_code, second.json()["content"][0]["text"], two.parent) == (200, "second", one.id)
-    assert second.json()["usage"]["input_tokens"] == whole.json()["usage"]["input_tokens"]
-    assert three.parent == one.id
-    assert (lost.status_code, lost.json()["error"]["details"]) == (400, {"error_code": "thread_not_found"})
-
-
-async def test_thread_keeps_system_prompt_and_tools():
-    """Anthropic's tool runner sends neither again; the model sees both in every turn, and the count of tokens, too."""
-    question, further, last = ({"role": "user", "content": text} for text in ("one two", "and three", "and four"))
-    base = {"max_tokens": 30}
-    frame = {"system": "Be kind.", "tools": [{"name": "f", "input_schema": {"type": "object"}}]}
-    async with open_stack(*map(sampled, ("first", "second", "third"))) as stack, httpx2.AsyncClient() as http:
-        url = f"{stack.session.base_url}/messages"
-        first = await http.post(url, json=base | frame | {"messages": [question], "thread": {"type": "create"}})
-        thread = {"type": "continue", "previous_message_id": first.json()["id"]}
-        counted = await http.post(f"{url}/count_tokens", json={"messages": [further], "thread": thread})
-        second = await http.post(url, json=base | {"messages": [further], "thread": thread})
-        thread = {"type": "continue", "previous_message_id": second.json()["id"]}
-        await http.post(url, json=base | {"messages": [last], "thread": thread})
-        history = [question, {"role": "assistant", "content": first.json()["content"]}, further]
-        whole = await http.post(f"{url}/count_tokens", json=frame | {"messages": history})
-        one, two, three = await stack.record()
-
-    assert [turn.parent for turn in (one, two, three)] == [None, one.id, two.id]
-    assert [turn.fork for turn in (two, three)] == [None, None]
-    assert counted.json() == whole.json() == {"input_tokens": second.json()["usage"]["input_tokens"]}
+    assert first.status_code == 200
+    assert (second.status_code, second.json()["error"]["details"]) == (400, {"error_code": "thread_not_found"})

@@ -24,7 +24,7 @@ PNG = b64encode(
 ANTHROPIC_IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": PNG}}
 CHAT_IMAGE = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{PNG}"}}
 RESPONSES_IMAGE = {"type": "input_image", "image_url": f"data:image/png;base64,{PNG}"}
-SEEN = "[image/png, 640x480 pixels: an image, which this model cannot see]"
+SEEN = "[image/png: an image, which this model cannot see]"
 REFERENCE = {"type": "tool_reference", "tool_name": "WebFetch"}
 TOLERANT = UnsupportedBlocks(images=BlockPolicy.PLACEHOLDER, files=BlockPolicy.PLACEHOLDER)
 

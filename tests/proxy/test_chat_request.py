@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import ChatMessage, Exactly, JsonText, OneOf, Tool, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, RequestError, UnsupportedParameter
-from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS, ParsedChat, parse_chat_request
+from areal_actors.proxy.dialects.base import Parsed
+from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS
 
 USER = {"role": "user", "content": "hi"}
 
@@ -70,18 +72,18 @@ def test_chat_body_is_parsed_or_refused(body):
     """Whatever JSON object comes in, nothing but a ``RequestError`` comes out, and its message is short."""
     outcome = _outcome(body)
 
-    assert outcome.request.messages if isinstance(outcome, ParsedChat) else len(outcome.message) < 500
+    assert outcome.request.messages if isinstance(outcome, Parsed) else len(outcome.message) < 500
 
 
 def _outcome(body):
     try:
-        return parse_chat_request(body)
+        return ChatDialect().parse(body)
     except RequestError as error:
         return error
 
 
 def _parse(**fields):
-    return parse_chat_request({"messages": [USER]} | fields)
+    return ChatDialect().parse({"messages": [USER]} | fields)
 
 
 def test_chat_defaults():
@@ -219,7 +221,7 @@ def test_misspelt_chat_field_is_refused_with_the_nearest_name():
     with pytest.raises(UnsupportedParameter, match="did you mean temperature"):
         _parse(temperatur=0.2)
 
-    assert parse_chat_request({"messages": [USER], "temperatur": 0.2}, inert=("temperatur",)).request.messages
+    assert ChatDialect(inert=("temperatur",)).parse({"messages": [USER], "temperatur": 0.2}).request.messages
 
 
 def test_chat_messages_of_all_roles_are_parsed():

@@ -26,7 +26,7 @@ from areal_actors.domain import (
     Usage,
 )
 from areal_actors.errors import InvalidRequest, Unavailable, UnsupportedParameter
-from areal_actors.proxy.dialects.completions import CompletionsDialect, parse_completions_request
+from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.rendering import join_deltas
 from areal_actors.testing.engines import echo_logprob
 from areal_actors_testing.serving import open_scripted_proxy
@@ -50,7 +50,7 @@ DIALECT = CompletionsDialect(
 )
 def test_completions_prompt_is_text_or_ids(prompt, text, ids):
     """Either may stand alone in a list."""
-    request = parse_completions_request({"prompt": prompt}).request
+    request = CompletionsDialect().parse({"prompt": prompt}).request
 
     assert (request.prompt, request.prompt_ids, request.messages) == (text, ids, ())
     assert (request.sampling.max_new_tokens, request.id_prefix) == (16, "cmpl-")
@@ -60,7 +60,7 @@ def test_completions_prompt_is_text_or_ids(prompt, text, ids):
 def test_invalid_completions_prompt_is_refused(prompt):
     """The error says which field."""
     with pytest.raises(InvalidRequest) as caught:
-        parse_completions_request({"prompt": prompt})
+        CompletionsDialect().parse({"prompt": prompt})
 
     assert caught.value.param == "prompt"
 
@@ -77,14 +77,14 @@ def test_invalid_completions_prompt_is_refused(prompt):
 def test_unsupported_completions_field_is_refused(fields, param):
     """Before anything is sampled."""
     with pytest.raises(UnsupportedParameter) as caught:
-        parse_completions_request({"prompt": "a"} | fields)
+        CompletionsDialect().parse({"prompt": "a"} | fields)
 
     assert caught.value.param == param
 
 
 def test_completions_fields_are_parsed():
     """Sampling, alternatives and names end up where they belong."""
-    parsed = parse_completions_request(
+    parsed = CompletionsDialect().parse(
         {
             "prompt": "a",
             "model": "m",

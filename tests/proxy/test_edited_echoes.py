@@ -34,7 +34,7 @@ def _sampled_by_row(trajectories):
     return {row.interactions[-1]: row.input_ids[row.loss_mask == 1].tolist() for row in trajectories}
 
 
-async def test_a_default_that_claude_code_adds_to_a_call_forgets_no_turn():
+async def test_default_added_by_claude_code_keeps_the_chain():
     """Write, Read, five edits whose echoes gain ``replace_all: false``, "All done.": eight turns return 1.0."""
     edits = [_call("Edit", file_path="a.py", old_string=f"{n}", new_string=f"{n + 1}") for n in range(5)]
     answers = [_call("Write", file_path="a.py", content="0"), _call("Read", file_path="a.py"), *edits, "All done."]
@@ -66,7 +66,7 @@ async def test_a_default_that_claude_code_adds_to_a_call_forgets_no_turn():
     assert list(_sampled_by_row(rows).values()) == [sampled(text) for text in answers]
 
 
-async def test_a_code_agent_that_puts_its_stop_string_back_forgets_no_turn():
+async def test_stop_string_restored_by_a_code_agent_keeps_the_chain():
     """Smolagents adds the end of the code and its own call to the text: the last answer's reward reaches the first."""
     codes = ["Thought: add.\n<code>\nprint(1 + 1)\n", "Thought: I know.\n<code>\nfinal_answer(2)\n"]
     async with open_stack(*map(sampled, codes)) as stack, httpx.AsyncClient() as http:

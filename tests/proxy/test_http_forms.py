@@ -179,9 +179,9 @@ async def test_compressed_bodies_are_read():
 
 
 async def test_decoded_body_is_forwarded_with_matching_headers():
-    """A gateway forwards headers and body of a request: they say the same."""
-    sent = gzip.compress(json.dumps(BODY, ensure_ascii=False).encode("latin-1"))
-    headers = [(b"content-encoding", b"GZip"), (b"content-type", b"application/json; charset=latin-1"), (b"x", b"y")]
+    """A gateway forwards headers and body of a request, which must agree."""
+    sent = gzip.compress(json.dumps(BODY, ensure_ascii=False).encode())
+    headers = [(b"content-encoding", b"GZip"), (b"x", b"y")]
 
     async def receive():
         return {"type": "http.request", "body": sent}
@@ -190,38 +190,17 @@ async def test_decoded_body_is_forwarded_with_matching_headers():
     body = await exchange.read_body(max_bytes=1000, timeout_seconds=5)
 
     assert json.loads(body.decode()) == BODY
-    assert exchange.scope["headers"] == [(b"x", b"y"), (b"content-type", b"application/json")]
+    assert exchange.scope["headers"] == [(b"x", b"y")]
 
 
-@pytest.mark.parametrize(
-    ("content_type", "charset"),
-    [
-        (None, "utf-8"),
-        ("text/plain", "utf-8"),
-        ("application/json; charset=utf-8", "utf-8"),
-        ('Application/JSON; Charset="UTF-8"', "utf-8-sig"),
-        ("application/json", "utf-8-sig"),
-        ("application/json;charset=iso-8859-1", "latin-1"),
-        ("application/json; charset=utf-16", "utf-16"),
-    ],
-)
-async def test_body_is_read_in_its_charset(content_type, charset):
-    """Whatever the type is; UTF-8 without one, with or without a byte order mark."""
-    body = json.dumps(BODY, ensure_ascii=False).encode(charset)
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
+@pytest.mark.parametrize("content_type", [None, "text/plain", "application/json; charset=latin-1"])
+async def test_body_is_read_as_utf8(content_type, encoding):
+    """Whatever its type says, with or without a byte order mark."""
+    body = json.dumps(BODY, ensure_ascii=False).encode(encoding)
     async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
         headers = {} if content_type is None else {"content-type": content_type}
         answer = await http.post(f"{session.base_url}/chat/completions", content=body, headers=headers)
 
     assert answer.status_code == 200
     assert "Grüße" in answer.json()["choices"][0]["message"]["content"]
-
-
-@pytest.mark.parametrize("charset", ["klingon", "unicode_escape", "idna", "utf-7", "rot13"])
-async def test_unknown_charset_is_refused(charset):
-    """A body that cannot be read is not guessed at; codecs of Python that are no charsets would change its text."""
-    async with open_scripted_proxy() as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
-        headers = {"content-type": f"application/json; charset={charset}"}
-        answer = await http.post(f"{session.base_url}/chat/completions", content=b"{}", headers=headers)
-
-    assert answer.status_code == 400
-    assert charset in answer.json()["error"]["message"]

@@ -8,7 +8,7 @@ import pytest
 
 from areal_actors.domain import ChatMessage, JsonText, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy.dialects.messages.request import parse_anthropic_request
+from areal_actors.proxy.dialects.messages.answer import MessagesDialect
 
 _OF_THE_SDK_ALONE = {"self", "extra_headers", "extra_query", "extra_body", "timeout"}
 _DOCS = Path(__file__).parents[2] / "docs" / "http.md"
@@ -19,7 +19,7 @@ CACHED = {"cache_control": {"type": "ephemeral"}}
 
 
 def _request(**fields):
-    return parse_anthropic_request(BODY | fields).request
+    return MessagesDialect().parse(BODY | fields).request
 
 
 def _messages(*messages, **fields):
@@ -28,7 +28,7 @@ def _messages(*messages, **fields):
 
 def test_messages_fields_are_parsed():
     """Sampling and names end up where they belong."""
-    parsed = parse_anthropic_request(
+    parsed = MessagesDialect().parse(
         BODY
         | {
             "system": "Be brief.",
@@ -54,7 +54,7 @@ def test_messages_default_limit():
     """Anthropic demands ``max_tokens``; the house has a default under every protocol."""
     body = {"messages": [USER]}
 
-    assert parse_anthropic_request(body, default_max_tokens=7).request.sampling.max_new_tokens == 7
+    assert MessagesDialect(default_max_tokens=7).parse(body).request.sampling.max_new_tokens == 7
 
 
 def test_messages_text_and_blocks_are_equal():
@@ -190,7 +190,7 @@ def test_messages_output_format_is_parsed(field):
 def test_cut_tool_input_is_parsed(value, arguments):
     """Clients that join its deltas send the text as it came, or nothing."""
     call = {"type": "tool_use", "id": "a", "name": "f", "input": value}
-    request = parse_anthropic_request({"messages": [USER, {"role": "assistant", "content": [call]}, USER]}).request
+    request = MessagesDialect().parse({"messages": [USER, {"role": "assistant", "content": [call]}, USER]}).request
 
     assert [call.arguments for call in request.messages[1].tool_calls] == [arguments]
 

@@ -10,8 +10,6 @@ import orjson
 import pytest
 from tests.proxy.stack import open_stack
 
-from areal_actors.client import OpenAIProxyClient
-from areal_actors.rendering import Renderer
 from areal_actors_testing.families import FAMILIES
 
 pytestmark = pytest.mark.anyio
@@ -309,34 +307,3 @@ async def test_reasoning_tokens_are_counted_on_every_route():
 
     assert len(set(counts)) == 1
     assert thinking == "<think>\nsome thoughts é🙂\n\nand more"
-
-
-# ------------------------------------------------------------------------------------------------------- failures
-
-
-class Unformattable(Renderer):
-    """A renderer whose tokens have no bytes, so that an answer with log-probabilities cannot be formatted."""
-
-    def token_bytes(self, token_ids, *, is_start=True):
-        """Fail."""
-        raise RuntimeError("no bytes")
-
-
-@pytest.mark.parametrize("is_streamed", [False, True])
-async def test_answer_that_cannot_be_formatted_is_not_trained(is_streamed):
-    """The client has not received it: what it does next does not follow from it, and the reward is for another one."""
-    good = model()
-    parts = {name: getattr(good, name) for name in ("vocabulary", "formatter", "stop_token_ids", "probe")}
-    broken = Unformattable(tool_format=good.tool_format, reasoning_format=good.reasoning_format, **parts)
-    bodies = [{"messages": [QUESTION]}, {"messages": [QUESTION], "logprobs": True, "stream": is_streamed}]
-    async with open_stack(sample("a"), sample("b"), model=broken) as stack, httpx.AsyncClient() as http:
-        url = f"{stack.session.base_url}/chat/completions"
-        statuses = [(await http.post(url, json=body)).status_code for body in bodies]
-        assert isinstance(stack.session, OpenAIProxyClient)
-        await stack.session.set_last_reward(1.0)
-        first, second = await stack.record()
-
-    assert statuses == [200, 500]
-    assert (first.is_stored, first.reward) == (True, 1.0)
-    assert not (second.is_stored and second.status == "completed")
-    assert second.reward is None

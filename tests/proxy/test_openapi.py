@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import re
-
 import httpx
 import orjson
 import pytest
 
-from areal_actors.domain import ReasoningDelta, TextDelta, ToolArgumentsDelta, ToolCallStarted
 from areal_actors.proxy import ProxyConfig, create_app
 from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS
 from areal_actors.proxy.dialects.fields import Support
 from areal_actors.proxy.exchange import Operations
 from areal_actors.proxy.openapi import create_document, describe_routes
 from areal_actors_testing.serving import open_scripted_proxy
+
+jsonschema = pytest.importorskip("jsonschema", reason="needs a JSON schema validator: pip install jsonschema")
 
 
 @pytest.fixture
@@ -23,55 +22,14 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-jsonschema = pytest.importorskip("jsonschema", reason="needs a JSON schema validator: pip install jsonschema")
-
 MESSAGES = [{"role": "user", "content": "one two three"}]
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
 DOCUMENT = orjson.loads(orjson.dumps(create_document(describe_routes())))
 CHAT = DOCUMENT["paths"]["/v1/chat/completions"]["post"]
 
 
-def check(schema, value):
-    """Raise unless ``value`` fits, references into the document included."""
-    jsonschema.Draft202012Validator({**schema, "components": DOCUMENT["components"]}).validate(value)
-
-
 def fits(schema, value) -> bool:
     return jsonschema.Draft202012Validator(schema).is_valid(value)
-
-
-def described(path: str, method: str):
-    """The description of what serves ``path``, be the session's id in it or not."""
-    for pattern, item in DOCUMENT["paths"].items():
-        if re.fullmatch(re.sub(r"\\{\w+\\}", "[^/]+", re.escape(pattern)), path) and method in item:
-            return item[method]
-    raise AssertionError(f"{method} {path} is not described")
-
-
-def check_answer(answer: httpx.Response):
-    """Its status, its media type and its body are described where its route is."""
-    operation = described(answer.request.url.path, answer.request.method.lower())
-    content = operation["responses"][str(answer.status_code)]["content"]
-    media = answer.headers["content-type"].split(";")[0]
-    if media == "application/json":
-        check(content[media]["schema"], answer.json())
-    else:
-        check(content[media]["schema"], answer.text)
-
-
-OTHERS = (
-    ("completions", {"prompt": "one two", "n": 2, "logprobs": 2}),
-    ("messages", {"messages": MESSAGES, "max_tokens": 9}),
-    ("messages/count_tokens", {"messages": MESSAGES}),
-)
-
-
-async def call_script(request):
-    """Thinks, speaks and calls."""
-    yield ReasoningDelta(text="Let me add.")
-    yield TextDelta(text="Adding.")
-    yield ToolCallStarted(index=0, id="call_7", name="add")
-    yield ToolArgumentsDelta(index=0, text='{"a": 1}')
 
 
 # --------------------------------------------------------------------------------------------------- the document
@@ -84,7 +42,7 @@ def test_openapi_schemas_are_valid():
         for operation in (item[method] for method in ("get", "post") if method in item):
             bodies = [operation["requestBody"]] if "requestBody" in operation else []
             for body in (*bodies, *operation["responses"].values()):
-                schemas += [media["schema"] for media in body["content"].values()]
+                schemas += [media["schema"] for media in body["content"].values() if "schema" in media]
 
     for schema in schemas:
         jsonschema.Draft202012Validator.check_schema(schema)
@@ -131,69 +89,6 @@ def test_openapi_has_configured_inert_fields():
 
 
 # ----------------------------------------------------------------------------------------------------- is it true?
-
-
-@pytest.mark.anyio
-async def test_openapi_answers_match_their_schemas():
-    """The life of a session, and each way in which it can be refused; JSON and streams."""
-    async with open_scripted_proxy(call_script) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
-        admin = proxy.admin_headers
-        opened = await http.post("/rl/start_session", json={"task_id": "t"}, headers=admin)
-        session, key = opened.json()["session_id"], {"authorization": f"Bearer {opened.json()['api_key']}"}
-        completing = {"x-api-key": opened.json()["completion_key"]}
-        chat = {"messages": MESSAGES, "tools": [TOOL], "logprobs": True, "n": 2}
-        answers = [
-            opened,
-            await http.get("/rl/start_session", headers=admin),
-            await http.post("/grant_capacity", headers=admin),
-            await http.post("/v1/chat/completions", json=chat, headers=key),
-            await http.post("/v1/chat/completions", json=chat | {"stream": True}, headers=key),
-            await http.post(f"/{session}/v1/chat/completions", json={"messages": MESSAGES}),
-            await http.post(f"/{session}/v1/chat/completions", json={}),
-            await http.post("/v1/chat/completions", json={"messages": MESSAGES}),
-            *[
-                await http.post(f"/v1/{path}", json=body | extra, headers=headers)
-                for path, body in OTHERS
-                for extra, headers in (({}, key), ({"stream": True}, key), ({"mystery": 1}, key), ({}, {}))
-            ],
-            response := await http.post(f"/{session}/v1/responses", json={"input": "one"}),
-            *[
-                await getattr(http, method)(f"/{session}/v1/responses/{response.json()['id']}{path}")
-                for method, path in (("get", ""), ("get", "/input_items"), ("delete", ""), ("delete", ""), ("get", ""))
-            ],
-            await http.get("/v1/responses/resp_1"),
-            await http.get("/v1/models/policy"),
-            await http.post("/nobody/v1/chat/completions", json={"messages": MESSAGES}),
-            await http.post(f"/{session}/rl/set_reward", json={"reward": 1}),
-            await http.post(f"/{session}/rl/set_reward", json={"reward": 1}, headers=key),
-            await http.post("/rl/set_reward", json={"reward": 1}, headers=completing),
-            await http.post("/rl/set_reward", json={"reward": "much"}, headers=key),
-            await http.post("/rl/end_session", headers=key),
-            await http.post(f"/{session}/rl/finalize", json={"final_reward": 1.0}, headers=key),
-            await http.post("/v1/chat/completions", json={"messages": MESSAGES}, headers=key),
-            await http.post("/export_trajectories", json={"session_id": session}, headers=admin),
-            await http.post("/export_trajectories", json={"session_id": session, "style": "x"}, headers=admin),
-            await http.post("/export_trajectories", json={"session_id": session}),
-            *[await http.get(path) for path in ("/v1/models", "/health", "/metrics", "/openapi.json")],
-        ]
-
-    for answer in answers:
-        check_answer(answer)
-    assert {200, 400, 401, 403, 404, 410, 422} == {answer.status_code for answer in answers}
-    assert DOCUMENT == answers[-1].json()
-
-
-@pytest.mark.anyio
-async def test_openapi_chunks_match_their_schemas():
-    """Every event of a stream, the usage too."""
-    body = {"messages": MESSAGES, "tools": [TOOL], "stream": True, "stream_options": {"include_usage": True}}
-    async with open_scripted_proxy(call_script) as proxy, proxy.open_session() as session, httpx.AsyncClient() as http:
-        answer = await http.post(f"{session.base_url}/chat/completions", json=body | {"logprobs": True})
-    events = [line.removeprefix("data: ") for line in answer.text.splitlines() if line.startswith("data: {")]
-
-    assert len(events) > 4
-    for event in events:
-        check({"$ref": "#/components/schemas/ChatCompletionChunk"}, orjson.loads(event))
 
 
 VALID = {
@@ -266,7 +161,7 @@ async def test_routes_page_lists_the_routes():
 
 @pytest.mark.anyio
 async def test_openapi_document_follows_the_settings():
-    """What the proxy ignores, its document says."""
+    """The document names the parameters that the proxy ignores."""
     config = ProxyConfig(inert_parameters=("mystery",))
     async with open_scripted_proxy(config=config) as proxy, httpx.AsyncClient(base_url=proxy.url) as http:
         document = (await http.get("/openapi.json")).json()

@@ -34,7 +34,7 @@ def expressions() -> list[str]:
     return [expression.replace("$instance", ".*") for expression in found]
 
 
-def test_the_dashboard_asks_for_documented_metrics():
+def test_dashboard_asks_for_documented_metrics():
     """Each panel stands on a name of the documentation, or on a number of a step."""
     document = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
     names = {name for expression in expressions() for name in re.findall(r"(?:areal|process)_\w+", expression)}

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import ChatMessage, JsonText, ToolCall, ToolChoice
 from areal_actors.errors import InvalidRequest, PreviousNotFound, RequestError, UnsupportedParameter
+from areal_actors.proxy.dialects.base import Parsed
 from areal_actors.proxy.dialects.client_tools import CallForm
+from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.dialects.responses.request import (
     RESPONSES_FIELDS,
-    ParsedResponse,
     parse_input,
-    parse_response_request,
 )
 
 TOOL = {"type": "function", "name": "add", "parameters": {"type": "object"}, "strict": True}
@@ -54,12 +54,12 @@ raw_items = st.fixed_dictionaries(
 
 
 def _parse(**fields):
-    return parse_response_request({"input": "hi"} | fields)
+    return ResponsesDialect().parse({"input": "hi"} | fields)
 
 
 def _outcome(body):
     try:
-        return parse_response_request(body)
+        return ResponsesDialect().parse(body)
     except RequestError as error:
         return error
 
@@ -73,7 +73,7 @@ def test_responses_body_is_parsed_or_refused(body, items):
     """No JSON makes it fail in any other way than by an error that the client can read."""
     outcome = _outcome(body | {"input": items})
 
-    assert outcome.request.messages if isinstance(outcome, ParsedResponse) else len(outcome.message) < 500
+    assert outcome.request.messages if isinstance(outcome, Parsed) else len(outcome.message) < 500
 
 
 def test_responses_defaults():
@@ -97,8 +97,8 @@ def test_responses_store_false_is_honoured_if_configured():
     """The setting decides, because clients of Responses send ``store: false`` by habit."""
     body = {"input": "hi", "store": False}
 
-    assert not parse_response_request(body, honours_store=True).request.store
-    assert parse_response_request(body, honours_store=False).request.store
+    assert not ResponsesDialect(honours_store=True).parse(body).request.store
+    assert ResponsesDialect(honours_store=False).parse(body).request.store
 
 
 def test_responses_fields_are_parsed():

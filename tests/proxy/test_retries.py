@@ -18,7 +18,7 @@ from areal_actors.domain import InteractionStatus, PauseMode
 from areal_actors.errors import InvalidRequest
 from areal_actors.messages import DescribeEndpoint, OpenSession, PauseGeneration, ResumeGeneration
 from areal_actors.proxy import ProxyServer
-from areal_actors.proxy.app import read_attempt
+from areal_actors.proxy.access import read_attempt
 from areal_actors.testing.engines import EchoEngine
 
 pytestmark = [

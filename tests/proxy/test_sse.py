@@ -14,7 +14,7 @@ payloads = st.dictionaries(st.text(max_size=5), st.text(st.sampled_from([*SEPARA
 
 
 @given(payloads)
-def test_an_event_is_one_line_of_bytes_and_of_text(payload: dict[str, str]) -> None:
+def test_event_is_one_line_of_bytes_and_of_text(payload: dict[str, str]) -> None:
     """Clients cut streams into lines before or after they decode them; the payload comes out whole in both."""
     for event, num_fields in ((format_event(payload), 1), (format_named_event("x", payload), 2)):
         for lines in (event.decode().splitlines(), [line.decode() for line in event.splitlines()]):

@@ -10,7 +10,6 @@ import pytest
 from openai.types.responses import Response
 from tests.proxy.stack import open_stack, sampled
 
-from areal_actors.cache import export_trajectories
 from areal_actors.client import create_http_client
 from areal_actors.domain import (
     Completion,
@@ -18,19 +17,14 @@ from areal_actors.domain import (
     Interaction,
     InteractionId,
     InteractionStatus,
-    SessionId,
-    SessionRecord,
 )
 from areal_actors.domain.chat import ChatMessage, ToolCall
 from areal_actors.errors import InvalidRequest
-from areal_actors.messages import StoredAnswer
 from areal_actors.proxy.control import CONTEXT_NAMES
 from areal_actors.proxy.dialects.responses.request import parse_input
 from areal_actors.proxy.dialects.responses.stored import (
     find_references,
-    format_input_items,
     format_stored_response,
-    page_of,
     replace_references,
 )
 
@@ -44,12 +38,12 @@ def anyio_backend() -> str:
 QUESTION, FURTHER = ({"role": "user", "content": text} for text in ("one two", "and three"))
 
 
-def stored(output: ChatMessage, *messages: ChatMessage, name: str = "resp_7") -> StoredAnswer:
+def stored(output: ChatMessage, *, name: str = "resp_7") -> Interaction:
     """A completed answer."""
     completion = Completion(
         token_ids=[1, 2], logprobs=[0, 0], raw_logprobs=[0, 0], versions=[0, 0], finish=FinishReason.STOP
     )
-    turn = Interaction(
+    return Interaction(
         id=InteractionId(name),
         order=0,
         prompt_suffix=[1],
@@ -59,7 +53,6 @@ def stored(output: ChatMessage, *messages: ChatMessage, name: str = "resp_7") ->
         status=InteractionStatus.COMPLETED,
         completed_order=0,
     )
-    return StoredAnswer(interaction=turn, messages=messages)
 
 
 CALLS = (ToolCall(id="c1", name="f", arguments="{}"), ToolCall(id="c2", name="g", arguments='{"a":1}'))
@@ -133,47 +126,19 @@ async def test_referenced_conversation_is_linked():
 # ----------------------------------------------------------------------------------------------------------- routes
 
 
-def test_input_items_are_paged():
-    """The last ones first unless asked otherwise; a page begins after the item that ends the one before."""
-    items = format_input_items(stored(RICH, *parse_input([QUESTION, FURTHER, *RESULTS])))
-    ids = [item["id"] for item in items]
-    first = page_of(items, order="desc", after=None, limit=3)
-    second = page_of(items, order="desc", after=first["last_id"], limit=3)
-
-    assert [item["id"] for page in (first, second) for item in page["data"]] == ids[::-1]
-    assert (first["has_more"], second["has_more"], second["first_id"]) == (True, False, ids[0])
-    assert page_of(items, order="asc", after=None, limit=9)["data"] == items
-    with pytest.raises(InvalidRequest, match="names no item"):
-        page_of(items, order="asc", after="x", limit=9)
-
-
 @pytest.mark.anyio
-async def test_stored_response_is_read_and_deleted():
-    """As they were given, until they are deleted; deleted ones are followed, rewarded and trained as before."""
-    async with open_stack(*map(sampled, ("first", "second"))) as stack, create_http_client() as http:
+async def test_stored_response_is_read():
+    """As it was given; one that there is not is not found."""
+    async with open_stack(sampled("first")) as stack, create_http_client() as http:
         session = stack.session
         client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, http_client=http, max_retries=0)
         given = await client.responses.create(model="m", input=[QUESTION], temperature=0.5)
         read = await client.responses.retrieve(given.id)
-        items = await client.responses.input_items.list(given.id, order="asc")
-        await client.responses.delete(given.id)
-        for call in (client.responses.retrieve, client.responses.input_items.list, client.responses.delete):
-            with pytest.raises(openai.NotFoundError):
-                await call(given.id)
         with pytest.raises(openai.NotFoundError):
             await client.responses.retrieve("resp_x")
-        with pytest.raises(openai.BadRequestError, match="limit"):
-            await client.responses.input_items.list(given.id, limit=1000)
-        await client.responses.create(model="m", input="And?", previous_response_id=given.id)
-        await session.set_reward(given.id, 1.0)
-        turns = await stack.record()
 
     assert read.output == given.output
     assert (read.usage.total_tokens, read.temperature) == (given.usage.total_tokens, 0.5)
-    assert [(item.role, item.content[0].text) for item in items.data] == [("user", "one two")]
-    assert [turn.parent for turn in turns] == [None, given.id]
-    record = SessionRecord(id=SessionId("s"), interactions=turns)
-    assert len(export_trajectories(record, discount=1.0, style="individual").trajectories) == 2
 
 
 @pytest.mark.anyio

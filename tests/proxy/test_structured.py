@@ -8,7 +8,7 @@ import pytest
 
 from areal_actors.domain import Exactly, JsonText, MatchingRegex, OneOf, Tool, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
-from areal_actors.proxy.dialects.chat.request import parse_chat_request
+from areal_actors.proxy.dialects.chat.answer import ChatDialect
 from areal_actors.proxy.dialects.structured import ToolSelection, parse_response_format, parse_tool_choice
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -68,7 +68,7 @@ def test_invalid_format_is_refused(value: Any, words: str) -> None:
 
 
 def _read_format(body: dict[str, Any]) -> Any:
-    return parse_chat_request({"messages": [{"role": "user", "content": "hi"}], **body}).request.response_format
+    return ChatDialect().parse({"messages": [{"role": "user", "content": "hi"}], **body}).request.response_format
 
 
 @pytest.mark.parametrize(

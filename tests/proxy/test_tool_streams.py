@@ -49,7 +49,7 @@ def pieces_of(route, events):
 
 
 @pytest.mark.parametrize("route", BODIES)
-async def test_arguments_are_streamed(route):
+async def test_tool_arguments_are_streamed(route):
     """The name, then the arguments in many pieces, which join to those of the answer without a stream."""
     async with open_stack(sampled(ANSWER), sampled(ANSWER)) as stack, httpx.AsyncClient() as http:
         url = f"{stack.session.base_url}/{route}"
@@ -79,7 +79,7 @@ ENDS = {
         ("messages", "stop_sequence", "tool_use"),
     ],
 )
-async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(route, cut, whole):
+async def test_call_cut_by_a_stop_string_is_marked(route, cut, whole):
     """The end of the stream tells it from a whole call, after which the stop string came."""
     stop = {"stop_sequences" if route == "messages" else "stop": ["print", "Done"]}
     after = ANSWER.replace("print(x)", "x") + "\nDone."
@@ -90,7 +90,7 @@ async def test_a_call_that_a_stop_string_cuts_is_not_to_be_run(route, cut, whole
     assert ends == [cut, whole]
 
 
-async def test_a_call_that_was_cut_is_recognised_when_it_comes_back():
+async def test_echo_of_a_cut_call_finds_its_parent():
     """The stream's client has the beginning of a call. It is what was stored, so its echo finds its parent."""
     cut = sampled(ANSWER)[:-16]
     async with open_stack(cut, sampled("Sorry.")) as stack, httpx.AsyncClient() as http:

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import pairwise
 from subprocess import run
 from threading import Thread
 
@@ -26,7 +25,6 @@ from areal_actors.lib.tracing import open_tracing, tracing_with
 
 TRACE, CLIENT_SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE}-{CLIENT_SPAN}-01"
-PARTS = ["session wait", "render", "queue", "generate", "capture"]
 
 
 @contextmanager
@@ -52,68 +50,51 @@ async def ask(stack: Stack, *, expected: int = 200, **more) -> httpx.Response:
 
 def by_name(found: tuple[ReadableSpan, ...]) -> dict[str, ReadableSpan]:
     """The spans of the completion."""
-    named = {span.name: span for span in found if span.name in {"POST chat/completions", *PARTS}}
-    assert all(span.context is not None for span in named.values())
-    return named
+    return {span.name: span for span in found if span.name in {"POST chat/completions", "completion"}}
 
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_stream", [False, True])
-async def test_a_completion_has_a_span_for_each_part_of_it(*, is_stream: bool) -> None:
-    """Under the client's trace, in the order in which they happen, without a gap that nothing explains."""
+async def test_completion_has_a_span_under_that_of_its_request(*, is_stream: bool) -> None:
+    """Under the client's trace, with events where the prompt is rendered and the first token arrives."""
     with spans() as exporter:
         async with open_stack(sampled("hello")) as stack:
             await ask(stack, stream=is_stream)
             (interaction,) = await stack.record()
         found = by_name(exporter.get_finished_spans())
 
-    request = found["POST chat/completions"]
+    request, completion = found["POST chat/completions"], found["completion"]
     assert request.kind is SpanKind.SERVER
     assert f"{request.context.trace_id:032x}" == TRACE
     assert request.parent is not None
     assert f"{request.parent.span_id:016x}" == CLIENT_SPAN
     assert request.attributes["http.response.status_code"] == 200
-    assert set(found) == {"POST chat/completions", *PARTS}
-    children = [found[name] for name in PARTS]
-    assert all(child.parent.span_id == request.context.span_id for child in children)
-    moments = [moment for child in children for moment in (child.start_time, child.end_time)]
-    assert moments == sorted(moments)
-    assert [one.end_time == other.start_time for one, other in pairwise(children[:4])] == [True] * 3
-    generate = found["generate"].attributes
-    assert generate["gen_ai.usage.output_tokens"] == len(interaction.completion.token_ids)
-    assert generate["areal.weights.versions"] == (0,)
-    assert generate["gen_ai.response.finish_reasons"] == ("stop",)
-    assert generate["areal.interaction"] == interaction.id
-    assert found["render"].attributes["gen_ai.usage.input_tokens"] == interaction.num_prompt_tokens
+    assert completion.parent.span_id == request.context.span_id
+    assert [event.name for event in completion.events] == ["rendered", "first token"]
+    attributes = completion.attributes
+    assert attributes["gen_ai.usage.output_tokens"] == len(interaction.completion.token_ids)
+    assert attributes["areal.weights.versions"] == (0,)
+    assert attributes["gen_ai.response.finish_reasons"] == ("stop",)
+    assert attributes["areal.interactions"] == (interaction.id,)
+    assert attributes["gen_ai.usage.input_tokens"] == interaction.num_prompt_tokens
 
 
 @pytest.mark.anyio
-async def test_each_choice_has_its_own_generation() -> None:
-    """They share one prompt."""
-    with spans() as exporter:
-        async with open_stack(sampled("one"), sampled("two")) as stack:
-            await ask(stack, n=2)
-        names = [span.name for span in exporter.get_finished_spans()]
-    assert [names.count(name) for name in PARTS] == [1, 1, 2, 2, 1]
-
-
-@pytest.mark.anyio
-async def test_a_client_that_leaves_ends_its_spans() -> None:
-    """The request says so, and the part that was cut short is an error."""
+async def test_client_that_leaves_ends_its_spans() -> None:
+    """The request says so, and the completion that was cut short is an error."""
     with spans() as exporter:
         async with open_stack(sampled("hello"), is_gated=True) as stack:
             with anyio.move_on_after(0.2):
                 await ask(stack)
-            while len(by_name(exporter.get_finished_spans())) < 4:  # noqa: ASYNC110 - spans tell no one
+            while len(by_name(exporter.get_finished_spans())) < 2:  # noqa: ASYNC110 - spans tell no one
                 await anyio.sleep(0.01)
         found = by_name(exporter.get_finished_spans())
     assert found["POST chat/completions"].attributes["areal.hung_up"] is True
-    assert found["queue"].status.status_code is StatusCode.ERROR
-    assert "generate" not in found
+    assert found["completion"].status.status_code is StatusCode.ERROR
 
 
 @pytest.mark.anyio
-async def test_a_refused_request_is_a_span_with_its_status() -> None:
+async def test_refused_request_is_a_span_with_its_status() -> None:
     """It never reaches the sessions; 4xx is an error of the client, not of the server."""
     with spans() as exporter:
         async with open_stack() as stack:
@@ -136,7 +117,7 @@ async def test_no_span_has_a_key_or_a_whole_session() -> None:
 
 
 @pytest.mark.anyio
-async def test_a_trace_that_is_not_sampled_costs_the_sessions_nothing() -> None:
+async def test_trace_that_is_not_sampled_costs_the_sessions_nothing() -> None:
     """The decision of the client or of the sampler holds for all parts."""
     exporter = InMemorySpanExporter()
     provider = TracerProvider(sampler=ALWAYS_OFF)
@@ -175,7 +156,7 @@ def collector() -> Iterator[tuple[str, list[ExportTraceServiceRequest]]]:
 
 
 @pytest.mark.anyio
-async def test_the_standard_variables_send_spans_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_standard_variables_send_spans_to_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that were recorded have arrived when the block ends."""
     with collector() as (url, received):
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", url)
@@ -189,7 +170,7 @@ async def test_the_standard_variables_send_spans_to_a_collector(monkeypatch: pyt
     assert about["service.name"] == "areal-actors"
     assert about["deployment.environment"] == "test"
     names = {span.name for each in resources for scope in each.scope_spans for span in scope.spans}
-    assert names >= {"POST chat/completions", *PARTS}
+    assert names >= {"POST chat/completions", "completion"}
 
 
 @pytest.mark.parametrize(
@@ -198,18 +179,17 @@ async def test_the_standard_variables_send_spans_to_a_collector(monkeypatch: pyt
         {},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"},
         {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_TRACES_EXPORTER": "none"},
-        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_EXPORTER_OTLP_PROTOCOL": "grpc"},
     ],
 )
 def test_nothing_is_traced_unless_it_is_asked_for(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or where another protocol is asked for, of which a warning tells."""
+    """The variables of the SDK decide."""
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with open_tracing():
         assert tracing.tracer is None
 
 
-def test_a_program_without_tracing_imports_none_of_it() -> None:
+def test_program_without_tracing_imports_none_of_it() -> None:
     """The packages are an extra."""
     code = (
         "import sys; import areal_actors.proxy.app, areal_actors.sessions.manager\n"

@@ -6,9 +6,9 @@ import pytest
 from tests.rendering.conversations import TOOL, renderer_of, say
 
 from areal_actors.domain import ToolCall
-from areal_actors.rendering.formats.hermes import Hermes
+from areal_actors.rendering.formats.json_families import HERMES
 
-BLOCK = Hermes().format_tools([TOOL])
+BLOCK = HERMES.format_tools([TOOL])
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a":  1}')
 DEFAULT = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 
@@ -68,11 +68,3 @@ def test_supported_features_are_left_to_the_template(name):
     assert renderer_of(name).formatter.adaptation.format is None
     assert "You may call these tools" not in text
     assert all(part in text for part in ("multiply", '"a": 1', "12"))
-
-
-def test_arguments_that_are_no_object_are_passed_on_as_text():
-    """A client may echo anything; it is shown, not refused."""
-    broken = ToolCall(id="call00000", name="multiply", arguments="{broken")
-
-    assert "{broken" in text_of("QWEN", say("user", "x"), say("assistant", tool_calls=(broken,)))
-    assert "{broken" in text_of("SMOLLM", say("user", "x"), say("assistant", tool_calls=(broken,)))

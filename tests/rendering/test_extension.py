@@ -14,7 +14,6 @@ from areal_actors.domain import ForkReason, Tool, ToolCall
 from areal_actors.errors import RenderError
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import create_renderer
-from areal_actors.rendering import renderer as renderer_module
 
 FORK = ForkReason.TEMPLATE_REWROTE_HISTORY
 CALL = ToolCall(id="call00000", name="multiply", arguments='{"a": 1}')
@@ -143,26 +142,6 @@ def test_suffix_contains_neither_history_nor_default_system_prompt():
     assert text == renderer_of("SMOLLM").decode(suffix)
 
 
-def test_history_is_not_read():
-    """The work does not grow with the history: nothing but its beginning and its end is looked at."""
-
-    class Watched(list):
-        reads: set[int]
-
-        def __getitem__(self, index):
-            self.reads.add(range(len(self))[index])
-            return super().__getitem__(index)
-
-        def __iter__(self):
-            raise AssertionError("the whole history was read")
-
-    history = Watched([QUESTION, ANSWER] * 500)
-    history.reads = set()
-    extend("SMOLLM", history, QUESTION)
-
-    assert history.reads <= {0, 1, 2, 998, 999}
-
-
 def test_refused_suffix_forks_and_full_rendering_explains():
     """An extension that cannot be rendered is a fork; rendering it says why."""
     new = say("critic", "again")
@@ -172,7 +151,7 @@ def test_refused_suffix_forks_and_full_rendering_explains():
         renderer_of("MISTRAL").render([QUESTION, ANSWER, new])
 
 
-def test_ids_of_calls_may_be_refused():
+def test_extension_with_a_refused_call_id_is_a_fork():
     """A template that is strict about something is not fooled by a verdict that was found with other words."""
     calls = "{%- for m in messages %}{% for call in m.tool_calls or [] %}"
     refusal = "{%- if call.id == 'odd' %}{{ raise_exception('odd') }}{% endif %}{% endfor %}{% endfor %}"
@@ -227,34 +206,10 @@ def test_template_that_refuses_everything_can_be_loaded():
         renderer.render([QUESTION])
 
 
-def test_history_may_be_an_answer_alone():
-    """Odd, but not ours to forbid: the probe begins where the history begins."""
-    assert not isinstance(extend("CHATML", [ANSWER], QUESTION), ForkReason)
-
-
-def test_verdicts_are_forgotten_before_they_fill_the_memory(monkeypatch):
-    """A stranger may send any number of shapes and options."""
-    renderer = create(templates.QWEN)
-    monkeypatch.setattr(renderer_module, "_MAX_KEPT", 2)
-    for number in range(5):
-        options = {"number": number}
-        renderer.extend(history=[QUESTION, ANSWER], new=[QUESTION], is_closed=True, template_kwargs=options)
-        renderer.parse([], template_kwargs=options)
-
-    assert (2, 2) >= (len(renderer._verdicts), len(renderer._openings))
-
-
 def test_history_must_end_with_an_answer():
     """A caller's mistake is named."""
     with pytest.raises(ValueError, match="must end with the assistant's answer"):
         extend("CHATML", [QUESTION], QUESTION)
-
-
-def test_unusual_openings_are_judged_on_their_own():
-    """A history that begins without a question is probed as such."""
-    assert not isinstance(extend("LLAMA", [SYSTEM, ANSWER], QUESTION), ForkReason)
-    assert not isinstance(extend("LLAMA", [SYSTEM, ANSWER, QUESTION, ANSWER], QUESTION, tools=[TOOL]), ForkReason)
-    assert FORK == extend("GEMMA", [ANSWER, ANSWER], QUESTION)
 
 
 @given(st.lists(st.sampled_from([SYSTEM, QUESTION, ANSWER, ACT, RESULT]), max_size=8))

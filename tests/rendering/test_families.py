@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.rendering.conversations import TOOL, follow_ups, plain_texts, say, texts
+from tests.rendering.conversations import TOOL, follow_ups, say, texts
 
 from areal_actors.domain import ForkReason, ToolCall
 from areal_actors.errors import RenderError
@@ -78,7 +78,7 @@ def test_answer_is_read(name):
 @each_family
 @settings(max_examples=10)
 @given(data=st.data())
-def test_suffix_is_what_the_template_makes_of_the_whole(name, data):
+def test_suffix_equals_the_rendering_of_the_whole_conversation(name, data):
     """Where a turn is extended, the whole conversation begins with the prompt and ends with the suffix, text and ids.
 
     What stands in between is the answer in the template's spelling, in place of what was sampled.
@@ -166,48 +166,9 @@ def test_ids_of_calls_are_shortened_where_the_template_insists():
     assert FORK != extend("mistral-v3", [QUESTION, ACT], RESULT)
 
 
-@each_family
-@settings(max_examples=10)
-@given(roles=st.lists(st.sampled_from(["system", "developer", "user", "assistant"]), max_size=5))
-def test_no_message_is_dropped_silently(name, roles):
-    """Each message is rendered wherever it stands, or the template's refusal is reported."""
-    messages = [say(role, f"content {index}.") for index, role in enumerate([*roles, "user"])]
-    try:
-        text = text_of(name, *messages)
-    except RenderError as error:
-        text = str(error)
-
-    assert all(message.content in text for message in messages) or "chat template" in text
-
-
-@each_family
-def test_system_and_developer_messages_come_first(name):
-    """The roles that agents send in front are never refused; neither are empty contents, and names."""
-    for role in ("system", "developer"):
-        assert "be brief" in text_of(name, say(role, "be brief"), QUESTION)
-    assert "first" in text_of(name, say("system", "first"), say("developer", "second"), QUESTION)
-    assert "second" in text_of(name, say("system", "first"), say("developer", "second"), QUESTION)
-    assert text_of(name, say("user", "", name="bob"), say("assistant", ""), QUESTION)
-
-
 def test_preamble_beside_thinking_and_a_call_is_kept():
     """A template that has room for one of them gets both as one."""
     act = say("assistant", "I look.", reasoning="hm", tool_calls=(CALL,))
 
     assert "<|channel|>analysis<|message|>hm\n\nI look.<|end|>" in text_of("gpt-oss", QUESTION, act, RESULT)
     assert FORK != extend("gpt-oss", [QUESTION, act], RESULT)
-
-
-@each_family
-@given(st.lists(plain_texts, min_size=1, max_size=3))
-@settings(max_examples=5)
-def test_foreign_special_tokens_are_text(name, parts):
-    """No family's special token that a user spells out becomes one."""
-    family, renderer = FAMILIES[name], renderer_of(name)
-    hostile = family.end.join(parts) + "".join(family.special)
-    special = set(renderer.vocabulary.special)
-
-    def count_special(content):
-        return sum(token_id in special for token_id in renderer.render([say("user", content)]).tolist())
-
-    assert count_special("x") == count_special(hostile)

@@ -6,7 +6,6 @@ import json
 from unittest.mock import patch
 
 import pytest
-from tests.rendering import templates
 from tests.rendering.conversations import TOOL, sample, say, write_call
 from transformers import AutoTokenizer, ByT5Tokenizer
 
@@ -72,16 +71,6 @@ def test_tokenizer_that_its_settings_change_is_loaded_by_transformers(tmp_path, 
     assert expected.tokenizer.to_str() == renderer.tokenizer.to_str()
 
 
-@pytest.mark.parametrize("config", ['{"eos_token_id": 2}', '{"eos_token_id": null}', "{}", None])
-def test_generation_configs_of_every_kind(tmp_path, config):
-    """One end token, none, or no such file."""
-    create_tiny_tokenizer().save_pretrained(tmp_path)
-    if config is not None:
-        (tmp_path / "generation_config.json").write_text(config)
-
-    assert (2,) == load_renderer(tmp_path).stop_token_ids
-
-
 def test_slow_tokenizers_are_refused(tmp_path):
     """Ids must come from one place; a tokenizer in Python has no backend to take over."""
     ByT5Tokenizer().save_pretrained(tmp_path)
@@ -124,24 +113,3 @@ def test_unknown_formats_are_named():
     """With the nearest name that exists."""
     with pytest.raises(ConfigError, match=r"tool_format: no format is called 'hermse'.*did you mean hermes\?"):
         create_renderer(create_tiny_tokenizer(), config=RendererConfig(tool_format="hermse"))
-
-
-@pytest.mark.parametrize(
-    ("name", "has_tools", "has_reasoning"),
-    [("CHATML", True, False), ("QWEN", True, True), ("LLAMA", True, False), ("MISTRAL", False, False)],
-)
-def test_formats_are_recognised_by_the_template(name, has_tools, has_reasoning):
-    """A family that we do not know is not mistaken for one that we do."""
-    tokenizer = create_tiny_tokenizer(template=getattr(templates, name), more_special=templates.MORE_SPECIAL)
-    renderer = create_renderer(tokenizer)
-
-    assert (has_tools, has_reasoning) == (renderer.tool_format is not None, renderer.reasoning_format is not None)
-
-
-def test_test_tokenizer_is_the_same_every_time():
-    """Equal arguments, equal ids: what tests pin stays pinned."""
-    first, second = create_tiny_tokenizer(), create_tiny_tokenizer()
-
-    assert 384 == len(first)
-    assert first.get_vocab() == second.get_vocab()
-    assert [0, 1, 2] == first.convert_tokens_to_ids(["<|endoftext|>", "<|im_start|>", "<|im_end|>"])

@@ -52,22 +52,6 @@ def test_deltas_join_to_the_parsed_message(name, sampled, has_tools, stop, data)
     assert all(delta.text for delta in deltas if isinstance(delta, TextDelta))
 
 
-@given(st.binary(max_size=60))
-def test_any_bytes_can_be_decoded(data):
-    """Bytes that are not UTF-8 are shown as replacement characters."""
-    ids = [renderer_of("CHATML").vocabulary.backend.token_to_id(char) for char in byte_characters(data)]
-
-    assert data.decode("utf-8", "replace") == renderer_of("CHATML").decode(np.asarray(ids, dtype=np.int32))
-
-
-def byte_characters(data: bytes) -> str:
-    """How byte-level vocabularies spell bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {byte: chr(byte) for byte in printable}
-    table |= {byte: chr(256 + n) for n, byte in enumerate(b for b in range(256) if b not in table)}
-    return "".join(table[byte] for byte in data)
-
-
 def test_special_tokens_are_not_content():
     """End tokens and other special tokens are the model's punctuation, not its words; ``decode`` shows them."""
     renderer = renderer_of("CHATML")
@@ -88,7 +72,7 @@ def test_tags_that_are_special_tokens_are_seen_by_parsers():
     assert ("hm", (call,)) == (answer.reasoning, answer.tool_calls)
 
 
-def test_calls_are_looked_for_only_where_tools_were_offered():
+def test_calls_are_parsed_only_if_tools_were_offered():
     """Without tools, what looks like a call is text."""
     renderer = renderer_of("CHATML")
     ids = sample(renderer, write_call({"a": 1}))
@@ -104,7 +88,7 @@ def test_calls_within_reasoning_are_reasoning():
     assert (write_call({}), "no", ()) == (answer.reasoning, answer.content, answer.tool_calls)
 
 
-def test_thinking_that_the_prompt_opened():
+def test_thinking_may_be_opened_by_the_prompt():
     """Whether an answer begins inside the thinking depends on the template and its options."""
     renderer = renderer_of("QWEN_THINKING")
     answer = renderer.parse(sample(renderer, "hm\n</think>\n\nyes"))
@@ -133,17 +117,6 @@ def test_stop_string_that_ended_the_text_is_known(stop, cut):
         other.feed(part)
 
     assert ("two", None) == (stream.stop_sequence, other.stop_sequence)
-
-
-def test_call_ids_are_random_unless_given():
-    """Two calls never share an id."""
-    renderer = renderer_of("CHATML")
-    ids = sample(renderer, write_call({}) + write_call({}))
-    first, second = renderer.parse(ids, tools=[TOOL]).tool_calls
-
-    assert first.id.startswith("call_")
-    assert first.id != second.id
-    assert ["call_0", "call_1"] == [c.id for c in renderer.parse(ids, tools=[TOOL], call_ids=numbered()).tool_calls]
 
 
 @pytest.mark.parametrize("name", ["CHATML", "SMOLLM", "QWEN", "LLAMA", "MISTRAL", "GEMMA", "PHI", "GLM"])
@@ -178,7 +151,7 @@ def test_conversations_that_cannot_be_rendered_are_refused(messages, options, co
 
 
 def test_deep_nesting_is_refused():
-    """A stranger's schema may be deeper than anybody's stack."""
+    """The schema of a tool may be nested more deeply than the stack allows."""
     schema = {}
     for _ in range(100_000):
         schema = {"a": schema}
@@ -208,7 +181,7 @@ def test_raw_text_is_read_as_it_is(text):
     assert ids.tolist() == renderer.encode(text, is_start=True).tolist()  # this tokenizer begins texts with nothing
 
 
-def test_text_begins_as_its_tokenizer_begins_texts_once():
+def test_raw_text_has_the_start_tokens_of_its_tokenizer_once():
     """What comes before a text is put there once, also where the text spells it out; what would end it is left out."""
     tokenizer = create_tiny_tokenizer()
     first, second, *_ = SPECIAL_TOKENS

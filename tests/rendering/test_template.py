@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
 import pytest
 
 from areal_actors.errors import ModelError, RenderError
@@ -32,13 +30,6 @@ def render(source, *, tools=(), options=None, **more):
 def test_template_dialect(source, text):
     """Filters, tags and variables that templates rely on."""
     assert text == render(source)
-
-
-def test_clock_is_a_parameter():
-    """Templates that print the date print the given clock's."""
-    clock = lambda: datetime(2025, 7, 1, tzinfo=UTC)  # noqa: E731 - a clock
-
-    assert "01 Jul 2025" == render("{{ strftime_now('%d %b %Y') }}", now=clock)
 
 
 def test_model_may_have_a_template_for_tools():

@@ -40,7 +40,7 @@ async def granter(
         yield await system.spawn(actor, name="capacity")
 
 
-async def test_a_batch_is_granted_and_the_next_waits_for_new_weights() -> None:
+async def test_batch_is_granted_and_the_next_waits_for_new_weights() -> None:
     """With η = 0, exactly B groups start per version."""
     granted: list[Permit] = []
 
@@ -74,7 +74,7 @@ async def test_settling_twice_counts_once() -> None:
         assert (0, 1) == (view.running, view.accepted)
 
 
-async def test_an_unsettled_permit_is_taken_back() -> None:
+async def test_unsettled_permit_is_taken_back() -> None:
     """A holder that was killed leaks no capacity: its lease expires."""
     async with granter(batch_size=1, lease_seconds=60) as ref:
         await ref.ask(AcquirePermit(holder="killed"))
@@ -82,7 +82,7 @@ async def test_an_unsettled_permit_is_taken_back() -> None:
             await ref.ask(AcquirePermit(holder="next"))
 
 
-async def test_a_cancelled_permit_request_does_not_block_the_next() -> None:
+async def test_cancelled_permit_request_does_not_block_the_next() -> None:
     """Cancelling a waiting ask neither takes a permit nor holds up those behind it."""
     granted: list[str] = []
 

@@ -46,7 +46,7 @@ def test_sources_get_their_shares(weights: Weights, num: int):
 
 
 @given(weights_of_sources, st.integers(0, 50), st.integers(1, 50))
-def test_a_resumed_run_draws_as_an_uninterrupted_one(weights: Weights, before: int, after: int):
+def test_resumed_run_draws_as_an_uninterrupted_one(weights: Weights, before: int, after: int):
     """If all that was drawn is done; each source is drawn in its own order."""
     whole, first = open_draws(weights), open_draws(weights)
     for source, position in draw(first, before):
@@ -123,7 +123,7 @@ def test_problems_are_sorted_alike_in_every_process(weights: Weights, num: int):
     assert sorted(problems, key=whole.order) == sorted(problems, key=resumed.order)
 
 
-def test_a_source_that_comes_back_goes_on_where_it_was():
+def test_source_that_comes_back_goes_on_where_it_was():
     """Also with a problem that had not been done when it left."""
     first = open_draws({"a": 1.0, "b": 1.0})
     for source, position in draw(first, 8):

@@ -88,7 +88,7 @@ async def is_known(inference: InferenceStack, session: SessionId) -> bool:
 # ------------------------------------------------------------------------------------------------------- rows
 
 
-async def test_a_session_is_exported_as_often_as_one_asks():
+async def test_session_is_exported_as_often_as_one_asks():
     """The rows follow the rewards, the discount and the style of the request; nothing is forgotten by reading."""
     async with open_inference_stack() as inference:
         session = (await inference.open()).session
@@ -110,7 +110,7 @@ async def test_a_session_is_exported_as_often_as_one_asks():
 # ------------------------------------------------------------------------------------------------------ leases
 
 
-async def test_the_lowest_positions_are_lent_first():
+async def test_lowest_positions_are_lent_first():
     """Groups that finish early do not overtake the problems before them, where both are there."""
     async with open_inference_stack() as inference:
         await deliver(inference, *map(make_group, (3, 0, 2, 1)))
@@ -118,7 +118,7 @@ async def test_the_lowest_positions_are_lent_first():
         assert [0, 1, 2] == positions_of(await inference.exports.ask(ask_for(3)))
 
 
-async def test_a_lease_that_was_not_acknowledged_is_offered_again():
+async def test_lease_that_was_not_acknowledged_is_offered_again():
     """A trainer that died between lease and step finds the same groups; once acknowledged they are gone."""
     async with open_inference_stack() as inference:
         await deliver(inference, *map(make_group, range(4)))
@@ -132,7 +132,7 @@ async def test_a_lease_that_was_not_acknowledged_is_offered_again():
         assert [2, 3] == positions_of(await inference.exports.ask(ask_for(2)))
 
 
-async def test_a_group_delivered_twice_is_trained_once():
+async def test_group_delivered_twice_is_trained_once():
     """While it waits, while it is lent, and after it was trained."""
     async with open_inference_stack() as inference:
         group = make_group(0)
@@ -147,7 +147,7 @@ async def test_a_group_delivered_twice_is_trained_once():
         assert [1] == positions_of(await inference.exports.ask(ask_for(1)))
 
 
-async def test_a_group_with_nothing_to_train_is_consumed_at_once():
+async def test_group_with_nothing_to_train_is_consumed_at_once():
     """It is not queued, its sessions are forgotten, and a resumed run does not try it again."""
     async with open_inference_stack() as inference:
         session = (await inference.open()).session
@@ -197,7 +197,7 @@ async def test_stale_groups_are_dropped_refunded_and_counted_once():
         assert ([4], 0) == (positions_of(following), following.drawn.dropped)
 
 
-async def test_a_lease_waits_until_there_are_enough_groups():
+async def test_lease_waits_until_there_are_enough_groups():
     """The asker sleeps; each delivery wakes it to count again."""
     async with open_inference_stack() as inference, anyio.create_task_group() as tasks:
         leases = []
@@ -235,7 +235,7 @@ async def test_two_who_wait_are_given_the_same_lease():
         assert [1] == positions_of(await inference.exports.ask(ask_for(1)))
 
 
-async def test_an_asker_who_leaves_loses_nothing():
+async def test_asker_who_leaves_loses_nothing():
     """Cancelled while waiting, and again after stale groups were dropped: groups and counts are there for the next."""
     async with open_inference_stack(exporter=DROPPING) as inference:
         await deliver(inference, make_group(0), make_group(1, version=2))
@@ -248,7 +248,7 @@ async def test_an_asker_who_leaves_loses_nothing():
         assert ([1, 2], 1) == (positions_of(lease), lease.drawn.dropped)
 
 
-async def test_a_resumed_exporter_goes_on_from_the_position():
+async def test_resumed_exporter_goes_on_from_the_position():
     """Problems that were consumed before the checkpoint are refused, those that were pending are not."""
     async with open_inference_stack(start=DataPosition(next=4, pending=(1,))) as inference:
         accepted = await deliver(inference, *map(make_group, (0, 1, 3, 4)))
@@ -267,7 +267,7 @@ async def begin(inference: InferenceStack, num: int, *, version: int = 0) -> lis
     ]
 
 
-async def test_a_stale_group_is_run_again_where_its_problem_can_be():
+async def test_stale_group_is_run_again_where_its_problem_can_be():
     """Its place is refunded, its session forgotten, its problem given out first, and trained once."""
     requeueing = {"queue": QueueConfig(stale_groups=StaleGroups.REQUEUE)}
     async with open_inference_stack(exporter=requeueing) as inference:
@@ -297,7 +297,7 @@ async def test_problems_of_others_are_neither_waited_for_nor_run_again():
         assert ([0], None) == (positions_of(lease), lease.max_staleness)
 
 
-async def test_a_failed_group_is_not_waited_for():
+async def test_failed_group_is_not_waited_for():
     """A step that waits for the oldest group goes on when that has nothing to train."""
     async with open_inference_stack() as inference, anyio.create_task_group() as tasks:
         leases = []
@@ -358,7 +358,7 @@ async def test_groups_that_failed_are_told_with_the_next_lease():
         assert () == following.drawn.failed == lease.drawn.replaced
 
 
-async def test_the_lengths_of_what_was_drawn_are_told_once():
+async def test_lengths_of_what_was_drawn_are_told_once():
     """Trained or not: of each successful episode, since the last lease."""
     replacing = {"queue": QueueConfig(max_replaced=2), "has_signal": has_even_position}
     async with open_inference_stack(exporter=replacing) as inference:

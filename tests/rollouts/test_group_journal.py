@@ -342,7 +342,7 @@ async def test_members_that_were_finished_are_not_run_again():
     assert ((), 1) == (left.parts, len(left.steps))
 
 
-async def test_a_batch_that_cannot_be_trained_is_sampled_again():
+async def test_batch_that_cannot_be_trained_is_sampled_again():
     """A resumed run would fail on it again."""
     world = World()
     journal = Killable(world.events, kept=99)
@@ -356,7 +356,7 @@ async def test_a_batch_that_cannot_be_trained_is_sampled_again():
     assert RestoredQueue() == evolve(world.restore(), void=())
 
 
-async def test_a_journal_that_breaks_does_not_end_the_run():
+async def test_journal_that_breaks_does_not_end_the_run():
     """Groups are trained on; only a crash samples them again."""
     world, journal = World(), Breakable()
     async with world.open_process(journal) as process:

@@ -7,17 +7,18 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.stacks.inference_stack import encode, open_inference_stack, renderer, say
-from tests.stacks.rollout_stack import Episode, open_rollout_stack
+from tests.rollouts.test_workflow_episodes import open_stage
+from tests.stacks.inference_stack import encode, say
+from tests.stacks.rollout_stack import Episode, open_rollout_stack, problem_at
 
 from areal_actors.cache.limits import EpisodeBudget
 from areal_actors.config import create_config
-from areal_actors.domain import EpisodeLimits, FinishReason, SessionId
+from areal_actors.domain import EpisodeLimits, FinishReason
 from areal_actors.errors import EpisodeLimitReached
-from areal_actors.rollouts.runner import RolloutsConfig, WorkflowEpisode
+from areal_actors.messages import RunProblem
+from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.testing.engines import EchoEngine
 from areal_actors.workflows import (
-    EpisodeContext,
     EpisodeEngine,
     InteractionWithTokenLogpReward,
     ModelRequest,
@@ -63,7 +64,7 @@ async def ask_until_refused(episode: Episode) -> float:
     return 0.0
 
 
-async def test_an_agent_that_ends_at_its_limit_is_rewarded():
+async def test_agent_that_ends_at_its_limit_is_rewarded():
     """Its reward and its turns count as always, and the episode says which limit it met."""
     async with open_rollout_stack(ask_until_refused, config=limited(TWO_TURNS)) as stack:
         (episode,) = (await stack.play()).episodes
@@ -75,7 +76,7 @@ async def ask_on(episode: Episode) -> float:
         await episode.ask()
 
 
-async def test_an_agent_that_fails_at_its_limit_is_told_why():
+async def test_agent_that_fails_at_its_limit_is_told_why():
     """The failure names the setting."""
     async with open_rollout_stack(ask_on, config=limited(TWO_TURNS)) as stack:
         (episode,) = (await stack.play()).episodes
@@ -84,7 +85,7 @@ async def test_an_agent_that_fails_at_its_limit_is_told_why():
     assert episode.failure.endswith("The episode had reached rollout.limits.max_turns (2).")
 
 
-async def test_the_reward_of_the_limit_replaces_the_failure():
+async def test_reward_of_the_limit_replaces_the_failure():
     """With limits.reward, the turns of such an episode are trained with it; its end is listed as cut short."""
     config = limited(EpisodeLimits(max_turns=2, reward=-0.5))
     async with open_rollout_stack(ask_on, config=config) as stack:
@@ -95,7 +96,7 @@ async def test_the_reward_of_the_limit_replaces_the_failure():
     assert [-0.5, -0.5] == [row.reward for row in episode.trajectories]
 
 
-async def test_the_last_answer_is_cut_at_the_tokens_that_are_left():
+async def test_last_answer_is_cut_at_the_tokens_that_are_left():
     """Its finish reason is the one of any answer that is cut, and nothing is sampled after it."""
     finishes = []
 
@@ -174,18 +175,11 @@ class Asking(RolloutWorkflow):
 
 
 @pytest.mark.parametrize("is_raising", [False, True])
-async def test_a_rollout_workflow_has_the_same_limits(*, is_raising: bool):
+async def test_rollout_workflow_has_the_same_limits(*, is_raising: bool):
     """The engine that it is given refuses; what it returns counts, and if it raises, it has failed."""
-    async with open_inference_stack() as inference:
-        engine = EpisodeEngine(inference.generation, renderer())
-        (episode,) = await WorkflowEpisode(
-            workflow=Asking(is_raising=is_raising),
-            engine=engine.for_episode("train", 0, limits=TWO_TURNS),
-            data={},
-            context=EpisodeContext(),
-            session=SessionId("episode"),
-            timeout_seconds=60,
-        ).run()
+    config = RolloutsConfig(limits=TWO_TURNS, episode_timeout_seconds=60)
+    async with open_stage(Asking(is_raising=is_raising), config=config) as (_, runner, _notebook):
+        (episode,) = (await runner.ask(RunProblem(problem=problem_at(0)))).episodes
     assert "max_turns" == episode.limit
     if is_raising:
         assert episode.failure is not None
@@ -194,7 +188,7 @@ async def test_a_rollout_workflow_has_the_same_limits(*, is_raising: bool):
         assert (2, None) == (len(episode.trajectories), episode.failure)
 
 
-def test_a_source_has_limits_of_its_own():
+def test_source_has_limits_of_its_own():
     """Where it names none, those of the rollout apply."""
     config = create_config(
         {

@@ -14,7 +14,7 @@ positions = st.lists(st.integers(0, 30), max_size=40)
 
 
 @given(first=positions, second=positions)
-def test_a_summary_resumes_to_exactly_what_was_not_consumed(first: list[int], second: list[int]):
+def test_summary_resumes_to_exactly_what_was_not_consumed(first: list[int], second: list[int]):
     """Consume, resume from the summary, consume more: what is left to run is always the complement."""
     consumed = ConsumedPositions()
     for position in first:

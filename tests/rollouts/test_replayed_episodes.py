@@ -15,7 +15,6 @@ from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.rollouts.test_exporter import make_group
-from tests.rollouts.test_workflow_episodes import Acting, open_stage, tensors
 from tests.stacks.inference_stack import encode, open_inference_stack, say
 from tests.stacks.rollout_stack import Act, Episode, RolloutStack, open_rollout_stack
 
@@ -27,7 +26,6 @@ from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits
 from areal_actors.sessions.episodes import EpisodeRecords
 from areal_actors.testing.engines import EchoEngine
-from areal_actors.workflows import EpisodeEngine, ModelRequest
 
 pytestmark = pytest.mark.anyio
 
@@ -112,7 +110,7 @@ def _of_request(request: Any) -> tuple[Any, ...]:
     return request.key.path[:-2]
 
 
-async def test_the_group_of_recorded_turns_is_as_old_as_they_are():
+async def test_group_of_recorded_turns_is_as_old_as_they_are():
     """A step waits for it, so that these turns are not too old when they are trained."""
     events: list[JournalEvent] = []
 
@@ -126,7 +124,6 @@ async def test_the_group_of_recorded_turns_is_as_old_as_they_are():
     async with open_life(act, events, life=0) as (_, journal):
         await anyio.wait_all_tasks_blocked()
     restored = restore_queue(journal.events, settings="s", version=0, max_staleness=1)
-    restarted = restore_queue(journal.events, settings="s", version=0, is_replaying=False)
     durable = {"group_journal": GroupJournal(journal, settings="s"), "restored": restored}
     async with open_inference_stack(limits=LIMITS, exporter=durable) as inference:
         other = await inference.exports.ask(DeliverGroup(group=make_group(7, version=1)))
@@ -141,13 +138,11 @@ async def test_the_group_of_recorded_turns_is_as_old_as_they_are():
         given = await inference.exports.ask(LeaseGroups(num_groups=1, version=1, max_staleness=1))
 
     assert {("", 0): 0, ("", 1): 0, ("", 2): 0} == restored.episodes.heads
-    # A run that restarts its episodes forgets the turns.
-    assert (len(restored.episodes.episodes), 0) == (len(restarted.void), len(restarted.episodes.episodes))
     assert other
     assert [0] == [group.head_version for group in given.groups]
 
 
-async def test_an_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
+async def test_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
     """Its episode is run again in the same process, and answered as before."""
     problems = iter([httpx.ConnectError("no route"), httpx.ConnectError("no route"), None, None])
     tries: list[str] = []
@@ -178,7 +173,7 @@ async def test_an_agent_that_could_not_reach_the_proxy_is_not_sampled_again():
     assert [(1, 1, 0)] == [(e.num_turns, e.num_replayed_turns, e.num_dropped_turns) for e in group.episodes]
 
 
-async def test_a_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
+async def test_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
     """The agent that is run again has not seen it, so its request has the same random numbers; the next one has not."""
     journal, keys = MemoryJournal(), []
     for life in range(2):
@@ -212,51 +207,7 @@ async def test_a_turn_that_was_cut_off_is_sampled_as_it_would_have_been():
     assert cut == first != second
 
 
-@pytest.mark.parametrize("is_diverging", [False, True])
-async def test_a_workflow_that_samples_from_the_engine_is_answered_again(is_diverging: bool):  # noqa: FBT001 - a parameter
-    """Without a session: by the sample keys of its requests, which name the episode, the prompt and its number."""
-    journal, numbers = MemoryJournal(), count()
-    answers: list[list[int]] = []
-    episodes: tuple[Any, ...] = ()
-    for life in range(2):
-        restored = restore_queue(journal.events, settings="s", version=0)
-        group_journal = GroupJournal(journal, settings="s")
-        options: dict[str, Any] = {
-            "engine": EchoEngine(lambda _: encode(str(next(numbers)))),
-            "records": EpisodeRecords(journal, settings="s", restored=restored.episodes.episodes),
-            "exporter": {"group_journal": group_journal, "restored": restored},
-            "limits": CapacityLimits(max_concurrent=1, batch_size=1),
-            "config": RolloutsConfig(group_size=1),
-        }
-
-        async def act(engine: EpisodeEngine, _: int, life: int = life) -> Any:
-            first = [7] if is_diverging and life else [5]
-            responses = [await engine.agenerate(ModelRequest(input_ids=ids)) for ids in (first, [6], [6])]
-            answers.append([token for response in responses for token in response.output_tokens])
-            if life == 0:
-                await anyio.sleep_forever()
-            return await tensors(engine, 1.0)
-
-        async with open_stage(Acting(act), is_producing=True, **options) as (inference, _, _notebook):
-            if life == 0:
-                await anyio.wait_all_tasks_blocked()
-                continue
-            (group,) = (await inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))).groups
-            episodes = group.episodes
-            (episode,) = episodes
-            assert (2 if is_diverging else 3, int(is_diverging)) == (
-                episode.num_replayed_turns,
-                episode.num_dropped_turns,
-            )
-            assert (2 if is_diverging else 1) == len(inference.engine.requests)
-            await anyio.wait_all_tasks_blocked()
-    assert is_diverging == (answers[0] != answers[1])
-    # Its rows are stored, so its turns are forgotten; those of the next group are recorded.
-    left = restore_queue(journal.events, settings="s", version=0).episodes.episodes
-    assert episodes[0].session not in {f"{each.place.group}-{each.place.member}" for each in left}
-
-
-async def test_the_oldest_unfinished_group_is_begun_again_first():
+async def test_oldest_unfinished_group_is_begun_again_first():
     """Permits are given to few groups at an old version; the others would be as old, and too many for the steps."""
 
     async def act(episode: Episode) -> float:

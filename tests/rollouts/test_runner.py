@@ -46,7 +46,7 @@ async def num_live_sessions(inference: InferenceStack, sessions: list[SessionId]
 # ---------------------------------------------------------------------------------------------------- episodes
 
 
-async def test_an_episode_is_rewarded_and_exported():
+async def test_episode_is_rewarded_and_exported():
     """The agent's number is the reward of its last completion; the rows are those of its session."""
 
     async def act(episode: Episode) -> float:
@@ -146,7 +146,7 @@ FAILURES = [
 
 
 @pytest.mark.parametrize(("act", "complaint"), FAILURES, ids=lambda value: getattr(value, "__name__", ""))
-async def test_a_failed_episode_is_recorded_and_its_siblings_live(act: Act, complaint: str):
+async def test_failed_episode_is_recorded_and_its_siblings_live(act: Act, complaint: str):
     """It has a reason and no rows; the member beside it is trained."""
 
     async def act_if_first(episode: Episode) -> Any:
@@ -164,7 +164,7 @@ async def test_a_failed_episode_is_recorded_and_its_siblings_live(act: Act, comp
     assert [(0.5, None, 1)] * 2 == [(e.reward, e.failure, len(e.trajectories)) for e in others]
 
 
-async def test_a_failed_episode_has_the_traceback_of_the_agent():
+async def test_failed_episode_has_the_traceback_of_the_agent():
     """It begins in the file of the agent, not in the library that called it."""
     async with open_rollout_stack(raise_error) as rollout_stack:
         group = await rollout_stack.play(num_episodes=1)
@@ -176,7 +176,7 @@ async def test_a_failed_episode_has_the_traceback_of_the_agent():
     assert "never reached" not in failed.failure
 
 
-async def test_a_reward_that_was_set_meanwhile_needs_no_other():
+async def test_reward_that_was_set_meanwhile_needs_no_other():
     """An agent may set it over HTTP, and return nothing but that."""
 
     async def act(episode: Episode) -> dict[str, float]:
@@ -206,7 +206,7 @@ async def test_waiting_for_an_agent_process_does_not_count_as_episode_time():
     assert [None] * 3 == [episode.failure for episode in group.episodes]
 
 
-async def test_a_timeout_aborts_what_the_agent_was_waiting_for():
+async def test_timeout_aborts_what_the_agent_was_waiting_for():
     """The generation of an episode that is over does not run on."""
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
 
@@ -244,7 +244,7 @@ async def test_members_are_sampled_with_keys_of_their_own():
 # ------------------------------------------------------------------------------------------- groups by request
 
 
-async def test_an_evaluation_runs_every_held_out_problem_once():
+async def test_evaluation_runs_every_held_out_problem_once():
     """In their order, failures included; its sessions are forgotten, and the reporter is told."""
 
     async def act(episode: Episode) -> float:
@@ -267,7 +267,7 @@ async def test_an_evaluation_runs_every_held_out_problem_once():
     assert 3 == len(finished) == sum(isinstance(item, SessionArchived) for item in news)
 
 
-async def test_a_group_by_hand_leaves_nothing_behind():
+async def test_group_by_hand_leaves_nothing_behind():
     """No capacity, no news, no session; its rows are in the reply."""
 
     async def act(episode: Episode) -> float:
@@ -282,7 +282,7 @@ async def test_a_group_by_hand_leaves_nothing_behind():
         assert (0, 0, []) == (view.running, view.accepted, rollout_stack.notebook.news)
 
 
-async def test_a_cancelled_group_request_cancels_its_episodes():
+async def test_cancelled_group_request_cancels_its_episodes():
     """Its episodes are cancelled, its sessions forgotten, and nothing runs on in the engine."""
     sessions = []
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
@@ -322,7 +322,7 @@ async def test_groups_are_produced_as_capacity_allows():
     assert (0, 2, 0) == (view.running, view.accepted, view.available)
 
 
-async def test_a_resumed_runner_runs_what_was_pending_first():
+async def test_resumed_runner_runs_what_was_pending_first():
     """And then goes on; nothing that was consumed is run again."""
     asked = set()
 
@@ -339,7 +339,7 @@ async def test_a_resumed_runner_runs_what_was_pending_first():
     assert {f"what is {position}?" for position in (2, 4, 6)} == asked
 
 
-async def test_a_group_of_failures_is_refunded_and_another_takes_its_place():
+async def test_group_of_failures_is_refunded_and_another_takes_its_place():
     """The trainer's batch fills up all the same."""
 
     async def act(episode: Episode) -> float:
@@ -357,7 +357,7 @@ async def test_a_group_of_failures_is_refunded_and_another_takes_its_place():
     assert ["Acting.run raised ValueError: a bad problem"] * 2 == failures[:2]
 
 
-async def test_an_agent_that_always_fails_ends_the_run():
+async def test_agent_that_always_fails_ends_the_run():
     """Refunds would start one hopeless group after the other; the error tells the last failure."""
     with pytest.raises(ExceptionGroup) as crash:
         config = RolloutsConfig(group_size=2, max_failed_groups=3)
@@ -370,7 +370,7 @@ async def test_an_agent_that_always_fails_ends_the_run():
     assert "the tool broke" in str(cause)
 
 
-async def test_an_episode_that_could_not_reach_the_proxy_is_run_again():
+async def test_episode_that_could_not_reach_the_proxy_is_run_again():
     """It is not a failure of the agent: it is reported once, when it was run to its end, and does not count."""
     attempts, checks = [], []
 
@@ -412,7 +412,7 @@ class LossyDirectory(DirectoryActor):
         return self.num_lost
 
 
-async def test_an_episode_that_lost_its_proxy_is_run_again_although_another_one_answers():
+async def test_episode_that_lost_its_proxy_is_run_again_although_another_one_answers():
     """Its connection broke a moment before the loss was noticed. One that broke without a loss has failed."""
     attempts, directory = [], LossyDirectory()
 
@@ -439,7 +439,7 @@ async def test_an_episode_that_lost_its_proxy_is_run_again_although_another_one_
     assert [True, False] == [episode.failure is not None for episode in told][:2]
 
 
-async def test_a_proxy_that_stays_out_of_reach_ends_the_run():
+async def test_proxy_that_stays_out_of_reach_ends_the_run():
     """With its address, and which settings to look at, after the time that it is given."""
 
     async def act(episode: Episode) -> float:
@@ -459,7 +459,7 @@ async def test_a_proxy_that_stays_out_of_reach_ends_the_run():
     assert "proxy.public_host" in str(cause)
 
 
-async def test_the_runner_stops_with_episodes_in_flight():
+async def test_runner_stops_with_episodes_in_flight():
     """They are cancelled, their agents clean up, and the run ends without an error."""
     ended = []
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)

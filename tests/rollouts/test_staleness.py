@@ -6,15 +6,10 @@ acknowledges at moments of its choice. Time is virtual.
 
 from __future__ import annotations
 
-import math
-import random
-from collections import Counter
 from typing import Any
 
 import anyio
-import numpy as np
 import pytest
-from attrs import define, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.stacks.rollout_stack import Episode, RolloutStack, open_rollout_stack
@@ -100,7 +95,7 @@ async def test_without_staleness_each_version_samples_exactly_its_batch():
             assert ({version}, 0) == (versions, lease.drawn.dropped)
 
 
-async def test_a_slow_episode_that_got_too_old_is_dropped_and_another_takes_its_place():
+async def test_slow_episode_that_got_too_old_is_dropped_and_another_takes_its_place():
     """With η = 1 a straggler of version 0 comes back at version 3: it is not trained, and capacity is whole again."""
     limits = CapacityLimits(max_concurrent=8, batch_size=1, max_staleness=1)
     async with open_paced([100.0, *[1.0] * 99], limits, StaleGroups.DROP) as rollout_stack:
@@ -117,7 +112,7 @@ async def test_a_slow_episode_that_got_too_old_is_dropped_and_another_takes_its_
     assert (0, 0, 7) == (view.available, view.running, view.accepted)
 
 
-async def test_a_problem_that_always_takes_too_long_stops_nothing():
+async def test_problem_that_always_takes_too_long_stops_nothing():
     """Where stale groups are run again, one of them comes back for ever, and the others are trained all the same."""
     limits = CapacityLimits(max_concurrent=8, batch_size=1, max_staleness=1)
     requeued, trained = 0, []
@@ -130,7 +125,7 @@ async def test_a_problem_that_always_takes_too_long_stops_nothing():
     assert [position for position in range(1, 13) if position % 100] == sorted(trained)
 
 
-async def test_a_step_waits_for_the_group_whose_time_has_come():
+async def test_step_waits_for_the_group_whose_time_has_come():
     """Under η = 1 the slow first problem is trained at version 1, and the step says how long it held others back."""
     limits = CapacityLimits(max_concurrent=8, batch_size=1, max_staleness=1)
     async with open_paced([100.0, *[1.0] * 99], limits) as rollout_stack:
@@ -152,81 +147,3 @@ async def test_stale_groups_are_trained_where_that_is_wanted():
     assert [0, 1, 2, 3] == sorted(group.problem.position for lease in leases for group in lease.groups)
     assert ([0], None) == ([leases[3].groups[0].problem.position], leases[3].max_staleness)
     assert leases[3].groups[0].head_version == 0
-
-
-# -------------------------------------------------------------------------------------------- selection bias
-
-
-NUM_STEPS, BATCH_SIZE = 30, 8
-
-
-@define
-class Lengths:
-    """Episodes whose lengths are heavy-tailed: log-normal, 1 % of them eighteen times the median."""
-
-    sigma: float = 1.25
-    by_session: dict[str, float] = field(factory=dict)
-    attempts: Counter = field(factory=Counter)
-
-    async def act(self, episode: Episode) -> float:
-        problem = episode.context.task_id
-        length = math.exp(self.sigma * random.Random(f"{problem} {self.attempts[problem]}").gauss(0, 1))
-        self.attempts[problem] += 1
-        self.by_session[episode.session] = length
-        await episode.ask("first")
-        await anyio.sleep(length)
-        await episode.ask("second")
-        return 1.0
-
-    @property
-    def drawn(self) -> list[float]:
-        """Of all episodes that were begun."""
-        return list(self.by_session.values())
-
-
-def p_value(one: list[float], other: list[float]) -> float:
-    """Of the test of Kolmogorov and Smirnov, that both come from the same distribution."""
-    found, expected = np.sort(one), np.sort(other)
-    at = np.concatenate([found, expected])
-    shares = [np.searchsorted(values, at, side="right") / len(values) for values in (found, expected)]
-    n = len(found) * len(expected) / len(at)
-    scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * np.abs(shares[0] - shares[1]).max()
-    return min(1.0, 2 * sum((-1) ** (k - 1) * math.exp(-2 * (k * max(scaled, 0.2)) ** 2) for k in range(1, 101)))
-
-
-async def train_lengths(lengths: Lengths, *, max_staleness: int, stale_groups: StaleGroups) -> list[float]:
-    """The lengths of all episodes that ``NUM_STEPS`` steps train; no problem comes twice."""
-    limits = CapacityLimits(max_concurrent=2 * BATCH_SIZE, batch_size=BATCH_SIZE, max_staleness=max_staleness)
-    config = RolloutsConfig(group_size=1, is_archiving=False, episode_timeout_seconds=1e6)
-    trained, positions = [], []
-    options = {"limits": limits, "config": config, "exporter": exporting(stale_groups), "max_seconds": 1e7}
-    async with open_rollout_stack(lengths.act, is_producing=True, **options) as rollout_stack:
-        for version in range(NUM_STEPS):
-            lease = await train(rollout_stack, version, limits)
-            await anyio.sleep(0.5)
-            positions += [group.problem.position for group in lease.groups]
-            trained += [lengths.by_session[group.episodes[0].session] for group in lease.groups]
-    assert len(set(positions)) == NUM_STEPS * BATCH_SIZE
-    return trained
-
-
-@pytest.mark.parametrize(
-    ("max_staleness", "stale_groups"),
-    [*((eta, StaleGroups.WAIT) for eta in (1, 2, 4, 8)), (1, StaleGroups.TRAIN), (8, StaleGroups.TRAIN)],
-)
-async def test_the_lengths_that_are_trained_are_those_that_are_drawn(max_staleness: int, stale_groups: StaleGroups):
-    """Heavy-tailed durations do not decide which episodes are learnt from."""
-    lengths = Lengths()
-    trained = await train_lengths(lengths, max_staleness=max_staleness, stale_groups=stale_groups)
-
-    assert p_value(trained, lengths.drawn) > 0.05
-
-
-@pytest.mark.parametrize("stale_groups", [StaleGroups.DROP, StaleGroups.REQUEUE])
-async def test_throwing_stale_groups_away_prefers_short_episodes(stale_groups: StaleGroups):
-    """This is what the settings say of themselves, and shows that the test above can fail."""
-    lengths = Lengths()
-    trained = await train_lengths(lengths, max_staleness=1, stale_groups=stale_groups)
-
-    assert p_value(trained, lengths.drawn) < 0.05
-    assert np.mean(trained) < 0.7 * np.mean(lengths.drawn)

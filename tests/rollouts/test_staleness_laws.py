@@ -18,7 +18,7 @@ limits = st.builds(
 
 
 @given(limits)
-def test_a_fresh_run_has_room_for_what_the_first_versions_consume(bounds: CapacityLimits) -> None:
+def test_fresh_run_has_room_for_what_the_first_versions_consume(bounds: CapacityLimits) -> None:
     """At version 0 there is room for η + 1 batches, but for no more groups than may run at once."""
     state = CapacityState(limits=bounds)
 
@@ -35,7 +35,7 @@ events = st.sampled_from(["start", "accept", "reject", "drop", "advance"])
 
 
 @given(limits, st.integers(1, 20), st.lists(events, max_size=60))
-def test_a_run_of_so_many_steps_admits_so_many_groups(bounds: CapacityLimits, steps: int, history: list[str]) -> None:
+def test_run_of_so_many_steps_admits_so_many_groups(bounds: CapacityLimits, steps: int, history: list[str]) -> None:
     """Whatever happens, the groups that were trained, wait or run are never more than the run will consume."""
     state = CapacityState(limits=evolve(bounds, max_groups=steps * bounds.batch_size))
     for event in history:

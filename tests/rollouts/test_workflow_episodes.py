@@ -9,7 +9,7 @@ from typing import Any
 import anyio
 import pytest
 import torch
-from tests.stacks.inference_stack import InferenceStack, encode, open_inference_stack, renderer, say
+from tests.stacks.inference_stack import InferenceStack, encode, open_inference_stack, renderer
 from tests.stacks.rollout_stack import Episode, Notebook, open_rollout_stack, problem_at
 
 from areal_actors.client import create_http_client
@@ -35,7 +35,6 @@ from areal_actors.workflows import (
     RolloutWorkflow,
     workflow_context,
 )
-from areal_actors.workflows.rollout import MemberOutcome
 
 pytestmark = pytest.mark.anyio
 
@@ -113,11 +112,6 @@ async def test_tensors_are_rows_of_their_group():
     assert (0, 0, len(encode("42"))) == (rows[0].head_version, rows[0].tail_version, rows[0].num_trained_tokens)
 
 
-async def interrupt(engine: EpisodeEngine) -> Any:
-    """Not a Ctrl-C: no signal was received."""
-    raise KeyboardInterrupt("enough")
-
-
 async def raise_error(engine: EpisodeEngine) -> Any:
     await tensors(engine, 1.0)
     raise ValueError("the tool broke")
@@ -147,7 +141,6 @@ async def hang(engine: EpisodeEngine) -> Any:
     ("act", "complaint"),
     [
         (raise_error, "Acting.arun_episode raised ValueError: the tool broke"),
-        (interrupt, "Acting.arun_episode raised KeyboardInterrupt: enough"),
         (return_none, "returned None: the episode is rejected"),
         (return_number, "returned a float"),
         (forget_versions, "there are no versions"),
@@ -156,7 +149,7 @@ async def hang(engine: EpisodeEngine) -> Any:
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-async def test_a_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], Awaitable[Any]], complaint: str):
+async def test_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], Awaitable[Any]], complaint: str):
     """It has a reason and no rows; the others are trained. Only ``None`` counts as rejected."""
 
     async def act_if_first(engine: EpisodeEngine, member: int) -> Any:
@@ -169,7 +162,7 @@ async def test_a_failed_member_costs_no_sibling(act: Callable[[EpisodeEngine], A
     assert [(0.5, None)] * 2 == [(episode.reward, episode.failure) for episode in others]
 
 
-async def test_a_cancelled_request_cancels_the_workflow():
+async def test_cancelled_request_cancels_the_workflow():
     """Nothing runs on in the engine."""
     engine = EchoEngine(lambda _: encode("42"), is_gated=True)
     with anyio.move_on_after(1):
@@ -184,7 +177,7 @@ async def test_a_cancelled_request_cancels_the_workflow():
 LIMITS = CapacityLimits(max_concurrent=8, batch_size=1)
 
 
-async def test_a_rejected_group_is_refunded_and_counted():
+async def test_rejected_group_is_refunded_and_counted():
     """Another problem takes its place; rejections, however many in a row, are not failures that end the run."""
 
     async def act(engine: EpisodeEngine, _: int) -> Any:
@@ -218,7 +211,7 @@ async def test_rows_without_anything_to_train_fail_by_name():
     assert [0.5, 0.5] == [group.episodes[0].reward for group in evaluated]
 
 
-async def test_a_grouped_workflow_is_taken_apart():
+async def test_grouped_workflow_is_taken_apart():
     """Its members are episodes with rewards of their own, whatever the configured size."""
     workflow = GroupedRolloutWorkflow(Acting(tensors), group_size=3)
     async with open_stage(workflow, is_producing=True, limits=LIMITS) as (inference, _, _notebook):
@@ -235,39 +228,14 @@ async def act_and_fail(episode: Episode) -> float:
     return 1.0
 
 
-@pytest.mark.parametrize("outcome", MemberOutcome)
-async def test_the_outcome_of_a_failing_member(outcome: MemberOutcome):
-    """Dropped alone, with its whole group, or kept as far as it went; its siblings have run to their ends."""
-    config = RolloutsConfig(group_size=2, member_outcome=outcome, episode_timeout_seconds=60)
+async def test_failing_member_is_dropped_and_its_siblings_are_trained():
+    config = RolloutsConfig(group_size=2, episode_timeout_seconds=60)
     async with open_rollout_stack(act_and_fail, is_producing=True, config=config, limits=LIMITS) as rollout_stack:
-        (group,) = (
-            await rollout_stack.inference.exports.ask(LeaseGroups(num_groups=1, version=0, max_staleness=0))
-        ).groups
+        wanted = LeaseGroups(num_groups=1, version=0, max_staleness=0)
+        (group,) = (await rollout_stack.inference.exports.ask(wanted)).groups
         told = [item.episode for item in rollout_stack.notebook.news if isinstance(item, EpisodeFinished)]
     first, second = group.episodes
 
-    expected_position = 1 if outcome is MemberOutcome.FAIL_GROUP else 0
-    assert (expected_position, 1.0, 1) == (group.problem.position, second.reward, len(second.trajectories))
-    assert any("the tool broke" in str(episode.failure or episode.cut_short) for episode in told)
-    if outcome is MemberOutcome.DROP_MEMBER:
-        assert ("Acting.run raised ValueError: the tool broke", ()) == (first.failure, first.trajectories)
-    if outcome is MemberOutcome.KEEP_PARTIAL:
-        assert (None, "Acting.run raised ValueError: the tool broke") == (first.failure, first.cut_short)
-        assert [0.0] == [row.reward for row in first.trajectories]
-
-
-async def test_a_partial_member_without_finite_reward_fails():
-    """A member that is to be kept and has no finite reward fails as it would otherwise; the run goes on."""
-
-    async def act(episode: Episode) -> dict[str, float]:
-        first = await episode.ask("what?")
-        follow_up = (*say("what?"), *say("", first.message.content)[1:], *say("and?"))
-        (second,) = await episode.inference.complete(episode.session, follow_up)
-        return {first.interaction: 3e38, second.interaction: 3e38}
-
-    config = RolloutsConfig(member_outcome=MemberOutcome.KEEP_PARTIAL, episode_timeout_seconds=60)
-    async with open_rollout_stack(act, config=config) as rollout_stack:
-        (episode,) = (await rollout_stack.play()).episodes
-
-    assert "scale its rewards down" in episode.failure
-    assert (None, ()) == (episode.cut_short, episode.trajectories)
+    assert (0, 1.0, 1) == (group.problem.position, second.reward, len(second.trajectories))
+    assert any("the tool broke" in str(episode.failure) for episode in told)
+    assert ("Acting.run raised ValueError: the tool broke", ()) == (first.failure, first.trajectories)

@@ -10,6 +10,7 @@ from areal_actors.training.config import (
     Aggregation,
     BehaviourConfig,
     CaptureConfig,
+    GangBackend,
     GangConfig,
     KlConfig,
     KlEstimator,
@@ -61,7 +62,7 @@ def test_advice_names_objective_settings_without_effect(objective, setting):
     [
         (TrainerConfig(optimizer=OptimizerConfig(num_decay_steps=7)), "optimizer.num_decay_steps"),
         (TrainerConfig(capture=CaptureConfig(enabled=False, tolerance=0.2)), "capture.tolerance"),
-        (TrainerConfig(gang=GangConfig(timeout_seconds=7.0)), "gang.timeout_seconds"),
+        (TrainerConfig(gang=GangConfig(backend=GangBackend.GLOO)), "gang.backend"),
         (TrainerConfig(device="cpu", optimizer=OptimizerConfig(offload=OffloadTo.CPU)), "optimizer.offload"),
         (TrainerConfig(optimizer=OptimizerConfig(name=OptimizerName.SGD, beta1=0.5)), "optimizer.beta1"),
         (TrainerConfig(device="cpu", activations=Activations.OFFLOAD), "activations"),

@@ -11,8 +11,8 @@ from tests.plugins import needs_plugin
 from areal_actors.config import create_config
 from areal_actors.errors import SandboxError, WorkflowError
 from areal_actors.lib.plugins import PluginGroup
-from areal_actors.run import Trainer
 from areal_actors.run.job import prepare_agent
+from areal_actors.run.training import Trainer
 from areal_actors.workflows import AgentPool, CommandAgent
 
 CHILDREN = Path(__file__).parents[1] / "workflows" / "children.py"

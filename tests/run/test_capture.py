@@ -162,32 +162,3 @@ def test_capture_gate_accepts_exact_engines(
     directory = train(tmp_path, Asker(**options), steps=3, **settings)
 
     assert not directory.captures.exists()
-
-
-def test_capture_gate_can_be_disabled(tmp_path: Path, spoil: Any):
-    """Any log-probabilities are then accepted."""
-    spoil(Fault.SHIFTED_LOGPROBS, num_honest=0)
-
-    assert not train(tmp_path, capture={"enabled": False}).captures.exists()
-
-
-@pytest.mark.parametrize("style", ["concat", "tree"])
-def test_capture_gate_accepts_every_export_style(tmp_path: Path, style: str, max_gap: float):
-    """Several answers to one prompt, as rows of their own or in one; their log-probabilities are the trainer's."""
-    settings = {
-        "experiment_name": "styles",
-        "model": "tiny",
-        "total_steps": 1,
-        "batch_size": 2,
-        "fileroot": str(tmp_path),
-        "dataset": {"python": f"{HERE}:problems", "size": 8},
-        "rollout": {"workflow": f"{HERE}:Asker", "group_size": 4, "openai": {"export_style": style}},
-        "engine": {"num_threads": 1, "max_length": 256},
-        "logging": {"trackers": [], "display": "none"},
-    }
-    config = create_config(settings)
-    Trainer(config).train(Asker(n=3))
-    step = json.loads(config.run_directory.metrics.read_text().splitlines()[-1])
-
-    assert step["behaviour_gap_max"] < max_gap
-    assert step["trained_tokens"] > 24

@@ -9,6 +9,9 @@ import anyio
 import pytest
 
 from areal_actors.config import create_config
+from areal_actors.errors import ActorStopped, EngineError
+from areal_actors.kernel import root_cause
+from areal_actors.run.controller import after_its_cause
 from areal_actors.run.training import Trainer
 
 CONVERSATION = {"messages": [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}]}
@@ -42,3 +45,25 @@ async def test_controller_does_not_wait_for_role_that_never_opens(tmp_path: Path
 
     assert 1 == summary.steps
     assert (tmp_path / "run" / "weights" / "config.json").exists()
+
+
+@pytest.mark.anyio
+async def test_error_that_follows_from_another_one_does_not_hide_it():
+    """It is held back until the role that failed first has cleaned up; a cancelled clean-up would replace its error."""
+
+    async def fail_first() -> None:
+        try:
+            raise EngineError("the cause")
+        finally:
+            await anyio.sleep(0.01)
+
+    async def follow() -> None:
+        async with after_its_cause(has_workers=False):
+            raise ActorStopped("engine")
+
+    with pytest.raises(ExceptionGroup) as caught:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fail_first)
+            tasks.start_soon(follow)
+
+    assert "the cause" == str(root_cause(caught.value))

@@ -163,19 +163,6 @@ def test_conversation_errors_name_lines(tmp_path, what):
         load_conversations(path, renderer_of())
 
 
-def test_long_conversations_are_refused(tmp_path):
-    """With the limit, and the lines."""
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(f"{json.dumps({'messages': PLAIN[: 3 + 2 * n]})}\n" for n in (0, 1)))
-    renderer = renderer_of()
-    short, long = (row.num_tokens for group in load_conversations(path, renderer) for row in group.rows)
-
-    with pytest.raises(
-        DatasetError, match=rf"1 of 2 conversations are longer than the {short} tokens .*line 2 has {long}"
-    ):
-        load_conversations(path, renderer, max_tokens=short)
-
-
 def test_conversation_errors_name_missing_and_empty_files(tmp_path):
     """With their paths."""
     (tmp_path / "empty.jsonl").write_text("\n")
@@ -239,13 +226,6 @@ def test_rollouts_keep_ids_and_are_chosen_by_reward(tmp_path, tiny):
     assert len(both) == 2
     with pytest.raises(DatasetError, match=r"None of the 2 episodes in .* has a reward of 2"):
         load_rollouts(path, tiny, min_reward=2.0)
-
-
-def test_answer_weights_are_refused_in_anthropic_form(tiny):
-    """An answer that should be context only is not trained without a word."""
-    answer = {"role": "assistant", "content": "4", "weight": 0}
-    with pytest.raises(DatasetError, match="weight is of OpenAI's form"):
-        conversations_to_rows([{"system": "s", "messages": [{"role": "user", "content": "2"}, answer]}], tiny)
 
 
 def test_rollouts_of_another_tokenizer_are_refused(tmp_path, tiny):

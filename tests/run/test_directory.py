@@ -19,7 +19,6 @@ from areal_actors.messages import (
     AwaitWeights,
     DismissWorker,
     Endpoint,
-    EndpointChanged,
     ExpectWorker,
     FetchRoleSpec,
     KeepLease,
@@ -92,27 +91,6 @@ async def test_directory_waits_until_worker_serves():
         await directory.ask(ReportReady(worker=NAME, incarnation=2, report=REPORT))
 
     assert ([], 2, 2, 3) == (before, after, dismissed, len(found))
-
-
-@pytest.mark.anyio
-async def test_directory_withdraws_endpoint_of_closed_proxy():
-    """Agents of the next attempt wait for its proxy; connections to the port of the last one would be refused."""
-    found = []
-    first, second = (Endpoint(url=f"http://h:{port}", admin_key="k") for port in (1, 2))
-    async with ActorSystem.open() as system, anyio.create_task_group() as tasks:
-        directory = await system.spawn(DirectoryActor())
-
-        async def look():
-            found.append(await directory.ask(AwaitEndpoint()))
-
-        await directory.ask(EndpointChanged(endpoint=first))
-        await directory.ask(EndpointChanged(endpoint=None))
-        tasks.start_soon(look)
-        await anyio.wait_all_tasks_blocked()
-        before = list(found)
-        await directory.ask(EndpointChanged(endpoint=second))
-
-    assert ([], [second]) == (before, found)
 
 
 @pytest.mark.anyio
@@ -192,18 +170,6 @@ async def test_directory_returns_address_of_gang():
     assert spec == told
     assert patience.cancelled_caught
     assert ["refused", "tcp://h:1"] == found
-
-
-@pytest.mark.anyio
-async def test_directory_keeps_first_failure():
-    """What other processes of a gang say of its end came of that."""
-    async with ActorSystem.open() as system:
-        directory = await system.spawn(DirectoryActor())
-        await directory.ask(ExpectWorker(worker=NAME, incarnation=1, spec=SPEC))
-        for words in ({"a": 1}, {"b": 2}):
-            await directory.ask(ReportFailure(worker=NAME, incarnation=1, error=words))
-
-        assert {"a": 1} == await directory.ask(TakeFailure(worker=NAME, incarnation=1))
 
 
 @pytest.mark.anyio

@@ -25,12 +25,10 @@ from areal_actors.config import load_config
 from areal_actors.domain import Role
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.messages import (
-    AwaitEndpoint,
     CountLostProxies,
     Directory,
     DismissWorker,
     Endpoint,
-    EndpointChanged,
     ExpectWorker,
     Report,
     ReportReady,
@@ -131,21 +129,6 @@ async def test_forwarding_spreads_requests_over_proxies() -> None:
 
     assert "2" in seen
     assert seen <= {"1", "2"}
-
-
-async def test_agents_receive_forwarding_address() -> None:
-    """Once a proxy serves."""
-    stable = Endpoint(url="http://front:1", admin_key="k")
-    async with ActorSystem.open() as system:
-        directory = await system.spawn(DirectoryActor())
-        await directory.ask(EndpointChanged(endpoint=stable, is_forwarded=True))
-        with anyio.move_on_after(0.02) as patience:
-            await directory.ask(AwaitEndpoint())
-        await report(directory, "proxy-0", 1, "http://node:2")
-        found = await directory.ask(AwaitEndpoint())
-
-    assert patience.cancelled_caught
-    assert stable == found
 
 
 class TwoTurns:

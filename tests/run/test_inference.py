@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from contextlib import suppress
 from itertools import cycle
@@ -19,8 +18,7 @@ from areal_actors.generation.torch.worker import StepRunner
 from areal_actors.journal import SqliteJournal
 from areal_actors.kernel import Actor, ActorSystem, Message
 from areal_actors.messages import CollectSession
-from areal_actors.run import open_inference
-from areal_actors.run.inference import InferenceConfig
+from areal_actors.run.inference import InferenceConfig, open_inference
 
 pytestmark = pytest.mark.anyio
 
@@ -81,36 +79,6 @@ async def test_public_contexts_raise_error_of_body(name, tmp_path):
 
     assert raised.value.__cause__ is None
     assert raised.value.__context__ is None or raised.value.__suppress_context__
-
-
-CRASH = """
-import asyncio
-from areal_actors import open_inference
-
-async def main():
-    is_open = asyncio.Event()
-
-    async def serve():
-        async with open_inference("tiny") as inference, inference.rollouts(), inference.session():
-            is_open.set()
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(serve())
-    await is_open.wait()
-    raise KeyError("mine")
-
-asyncio.run(main())
-"""
-
-
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])  # the app is another process
-async def test_the_crash_of_an_app_is_told_alone():
-    """The end of ``asyncio.run`` cancels all tasks, those of the actors and of the server included."""
-    ended = await anyio.run_process([sys.executable, "-c", CRASH], check=False)
-    told = ended.stderr.decode()
-
-    assert told.rstrip().endswith("KeyError: 'mine'")
-    assert 1 == told.count("Traceback"), told
 
 
 class Engines:

@@ -199,11 +199,3 @@ async def test_model_host_forgets_cancelled_requests(tmp_path: Path):
             in_use = list(opener.log)
 
     assert ["open a/1", "close a/1", "open b/1"] == in_use
-
-
-async def test_model_host_may_load_no_model(tmp_path: Path):
-    """Switched off: every name is the policy's."""
-    save(tmp_path, "a/1")
-    async with open_host(tmp_path, max_loaded=0) as (host, _), borrow(host, "a/1") as chosen:
-        assert chosen is None
-        assert () == await host.ask(ListModels())

@@ -12,7 +12,7 @@ from openai import APIStatusError, AsyncOpenAI
 from tests.run.trained import NAME, QUESTION, greedy_text, serving, train
 
 from areal_actors.messages import CollectSession
-from areal_actors.run import open_inference
+from areal_actors.run.inference import open_inference
 
 pytestmark = [
     pytest.mark.anyio,

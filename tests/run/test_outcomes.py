@@ -15,8 +15,7 @@ from areal_actors.client import OpenAIProxyClient, create_http_client
 from areal_actors.domain import Credit, Episode, UntrainedReason
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.rollouts.exporter import ExportConfig
-from areal_actors.run import open_inference
-from areal_actors.run.inference import InferenceConfig
+from areal_actors.run.inference import InferenceConfig, open_inference
 
 pytestmark = pytest.mark.anyio
 

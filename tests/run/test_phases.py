@@ -21,7 +21,8 @@ from areal_actors.errors import ConfigError, DatasetError
 from areal_actors.models import load_policy
 from areal_actors.models.built_in import create_tiny_tokenizer
 from areal_actors.rendering import load_renderer
-from areal_actors.run import Server, Trainer
+from areal_actors.run.serving import Server
+from areal_actors.run.training import Trainer
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SMALL = (

@@ -55,41 +55,6 @@ def test_barrier_releases_partly_placed_run():
     assert 30.0 == one.opens_at
 
 
-def test_barrier_waits_longer_after_each_release():
-    """Together once, it is as it was."""
-    one, (_, _, proxy) = barrier(RUNNING, RUNNING, PENDING)
-    lengths = []
-    for _ in range(5):
-        began = now = one.opens_at if one.num_releases else 0.0
-        rounds = one.num_releases
-        while one.num_releases == rounds:
-            one.check(now=now)
-            now += 1.0
-        lengths.append(now - 1.0 - began)
-    proxy.state = RUNNING
-    one.check(now=1000.0)
-    proxy.state = PENDING
-    one.check(now=1000.0)
-    one.check(now=1010.0)
-
-    assert [10.0, 20.0, 40.0, 80.0, 80.0] == lengths
-    assert 6 == one.num_releases
-
-
-def test_barrier_pauses_are_randomized():
-    """How long they hold on, and how long they stay away, is drawn."""
-    ends = []
-    for jitter in (0.0, 1.0):
-        one, _ = barrier(RUNNING, RUNNING, PENDING, jitter=jitter)
-        now = 0.0
-        while one.num_releases == 0:
-            one.check(now=now)
-            now += 0.5
-        ends.append((now - 0.5, one.opens_at - now + 0.5))
-
-    assert [(7.5, 5.0), (12.5, 15.0)] == ends
-
-
 @given(st.lists(st.sampled_from(list(PlacementState)), min_size=3, max_size=4))
 def test_barrier_releases_only_partly_placed_runs(states):
     """A run is whole with one of each role; it gives back only what it holds while a role is known to wait."""

@@ -15,8 +15,7 @@ from transformers import AutoTokenizer
 
 from areal_actors import RemoteSGLangEngine
 from areal_actors.errors import ConfigError, InvalidRequest, ModelError, Unauthorized, Unavailable
-from areal_actors.run import open_inference
-from areal_actors.run.inference import InferenceConfig
+from areal_actors.run.inference import InferenceConfig, open_inference
 from areal_actors.workflows.engine import GenerationConfig, ModelRequest
 
 EXPERIMENT, TRIAL = NAME.split("/")

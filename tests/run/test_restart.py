@@ -185,37 +185,3 @@ def is_verified(journal: MemoryJournal, *, num_turns: int) -> bool:
     turns = (event for event in journal.events if isinstance(event, TurnEnded))
     assert len(list(verify_turns(turns, found, where="journal"))) == num_turns, found
     return not found.differences and not found.num_turns_without_digest
-
-
-async def test_streamed_episode_continues_after_restart():
-    """Killed between two turns: the next one is a turn like any other."""
-    async with serving() as tasks, httpx.AsyncClient() as http:
-        first = Service(MemoryJournal(), "one")
-        await tasks.start(first.run)
-        opened = (await http.post(f"{first.url}/rl/start_session", headers=ADMIN)).json()
-        async with AsyncOpenAI(base_url=f"{first.url}/v1", api_key=opened["api_key"]) as client:
-            episode = Episode(client)
-            await episode.turn("a", is_streaming=True)
-            second = Service(MemoryJournal(await first.kill()), "two", port=first.port)
-            await tasks.start(second.run)
-            await episode.turn("b", is_streaming=True)
-        record = await second.inference.sessions.ask(CollectSession(session=SessionId(opened["session_id"])))
-
-    assert episode.ids == [turn.id for turn in record.interactions]
-    assert [None, episode.ids[0]] == [turn.token_parent for turn in record.interactions]
-    assert is_verified(second.journal, num_turns=2)
-
-
-async def test_embedded_sessions_are_not_restored():
-    """Its code begins again, and opens new ones."""
-    journal = MemoryJournal()
-    async with serving() as tasks:
-        service = Service(journal, "one")
-        await tasks.start(service.run)
-        async with (
-            service.inference.session() as session,
-            AsyncOpenAI(base_url=session.base_url, api_key=session.api_key) as client,
-        ):
-            await Episode(client).turn("a")
-
-    assert [] == journal.events

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 from tests.run.trained import ENGINE
 
 from areal_actors.cli import cli
-from areal_actors.client import OpenAIProxyClient, role_base_url
+from areal_actors.client import role_base_url
 from areal_actors.errors import ConfigError
 from areal_actors.rollouts.exporter import ExportConfig
 from areal_actors.run.inference import InferenceConfig, open_inference
@@ -117,19 +117,6 @@ async def test_role_of_key_ignores_headers():
     assert {names[1]: "other_role", names[2]: "other_role"} == {
         one["interaction_id"]: one["reason"] for one in document["untrained"]
     }
-
-
-@pytest.mark.anyio
-async def test_client_returns_role_keys():
-    """A session that is started without roles has none."""
-    async with open_inference("tiny", InferenceConfig(engine=ENGINE)) as inference:
-        url, key = inference.endpoint.url, inference.endpoint.admin_key
-        async with (
-            OpenAIProxyClient(url, admin_key=key, roles=("judge",)) as session,
-            OpenAIProxyClient(url, admin_key=key) as plain,
-        ):
-            assert ["judge"] == list(session.role_keys)
-            assert {} == plain.role_keys
 
 
 def test_role_url_equals_session_url():

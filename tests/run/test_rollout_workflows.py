@@ -22,10 +22,9 @@ from areal_actors import (
     create_config,
     open_inference,
 )
-from areal_actors.dashboard import RunDirectory
+from areal_actors.dashboard import RunDirectory, RunSummary
 from areal_actors.errors import EpisodeError, WorkflowError
 from areal_actors.models import resolve_model
-from areal_actors.run import RunSummary
 from areal_actors.workflows import workflow_context
 
 pytestmark = pytest.mark.filterwarnings("ignore:Async generator 'openai:ResourceWarning")  # trio, of the SDK's streams

@@ -23,13 +23,12 @@ from tests.run.trained import NAME, train
 
 from areal_actors.client import create_http_client
 from areal_actors.domain import Chunk, EngineRequest, Episode, Group, GroupId, Problem, Snapshot, unfold
-from areal_actors.errors import CaptureViolation, ConfigError, EngineError, ExportError
+from areal_actors.errors import CaptureViolation, ConfigError, ExportError
 from areal_actors.generation.base import Engine
 from areal_actors.generation.servers.config import Backend, ServerConfig
 from areal_actors.generation.servers.dialect import RoutedLayers
 from areal_actors.generation.servers.engine import open_server_engines
-from areal_actors.generation.servers.http import create_client
-from areal_actors.generation.servers.launching import find_kind, format_command
+from areal_actors.generation.servers.launching import find_kind
 from areal_actors.generation.torch import TorchEngine
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.interchange.episodes import format_episode, parse_episode
@@ -130,24 +129,6 @@ async def test_recorded_experts_equal_those_of_trainer(tmp_path: Path, kind: str
         np.testing.assert_array_equal(row.routed_experts, parsed.routed_experts)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-async def test_replay_closes_the_gap_in_bfloat16(tmp_path: Path, kind: str):
-    """With the engine's experts, both layouts compute the same, and differ from it by no more than rounding."""
-    path = save_moe(kind, tmp_path)
-    rows = (await sample(path, dtype="bfloat16", length=24)).trajectories
-    config = TrainerConfig(dtype="float32", device="cpu", router_replay=True)
-
-    free = gap(PolicyTrainer(load_policy(path), evolve(config, router_replay=False)), rows)
-    tree = PolicyTrainer(load_policy(path), config)
-    flat = PolicyTrainer(load_policy(path), evolve(config, layout="flat"))
-
-    # Without it, 0.07 nats where a router chose otherwise; rounding alone is 0.015 to 0.021.
-    assert gap(tree, rows) <= 1.05 * free
-    assert gap(tree, rows) < 0.04
-    for one, other in zip(tree.logprobs(rows), flat.logprobs(rows), strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-4)
-
-
 @pytest.mark.parametrize("activations", ["keep", "recompute"])
 async def test_forced_experts_train_router(tmp_path: Path, activations: str):
     """Other experts than the model's own change what is computed; the router has a gradient, the loss is the same."""
@@ -243,31 +224,6 @@ def test_router_replay_refuses_dense_models_and_servers(tmp_path: Path):
     assert "router_replay" in outcome.output
     with pytest.raises(ConfigError, match="is not a mixture of experts"):
         RoutedLayers.of(resolve_model("tiny").path)
-
-
-async def test_router_replay_refuses_server_without_experts(tmp_path: Path):
-    """With the option that it needs."""
-    path = save_moe("mixtral", tmp_path)
-    model = await to_thread.run_sync(load_policy, path)
-    config = TorchEngineConfig(dtype="float32", device="cpu", max_concurrent=2, max_length=64)
-    dialect = find_kind(Backend.SGLANG).create(added_tokens={}, routed_layers=RoutedLayers.of(path))
-    async with (
-        TorchEngine.open(config, model=model) as engine,
-        open_sglang_server(engine, model=path) as server,
-        create_client(server.url, api_key=None, read_timeout_seconds=60) as client,
-    ):
-        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
-            await dialect.describe(client)
-
-
-def test_server_command_enables_expert_recording(tmp_path: Path):
-    """Only where they are replayed."""
-    kind = find_kind(Backend.SGLANG)
-    commands = [
-        format_command(kind, ServerConfig(python="python"), model=tmp_path, port=1, records_experts=records)
-        for records in (False, True)
-    ]
-    assert [False, True] == ["--enable-return-routed-experts" in command for command in commands]
 
 
 @given(data=st.data())

@@ -110,13 +110,3 @@ async def test_low_temperature_is_trained_on_policy(layout: str) -> None:
     assert statistics.behaviour_gap_mean < 1e-3
     assert abs(statistics.approximate_kl) < 1e-3
     assert statistics.data.temperature_mean == pytest.approx(0.3)
-
-
-async def test_greedy_turns_are_not_trained() -> None:
-    """A session with one greedy turn trains the other, and counts the tokens of the first."""
-    found = await sample([[{"temperature": 0}, {}]] * 4)
-    statistics = found.policy.train_step([found.group])
-    rows = [row for episode in found.episodes for row in episode.trajectories]
-
-    assert 0 < statistics.data.num_greedy_tokens < sum(row.num_trained_tokens for row in rows)
-    assert statistics.data.temperature_mean == 1.0

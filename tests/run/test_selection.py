@@ -91,21 +91,6 @@ def test_groups_without_signal_are_replaced_by_others(tmp_path: Path):
     assert len(agent.run_problems) == sum(step["drawn_episodes"] for step in records)
 
 
-def test_step_limits_replaced_groups(tmp_path: Path):
-    """No problem has a signal: each step gives up after as many groups as ``max_refills`` allows, and is made."""
-
-    class Content:
-        async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
-            await ask(base_url, http_client, data["text"], max_tokens=2)
-            return 1.0
-
-    (step,) = steps_of(
-        train(tmp_path, Content(), trainer={"advantages": {"drop_zero_variance": True, "max_refills": 2}})
-    )
-
-    assert (step["replaced_groups"], step["zero_variance_groups"], step["reward"]) == (4, 2, 1.0)
-
-
 @pytest.mark.parametrize("style", ["individual", "concat", "tree"])
 def test_truncated_answers_are_not_trained(tmp_path: Path, style: str):
     """With ``masks_truncated``, the second answers of all episodes are; the report says why the first are not."""
@@ -123,21 +108,6 @@ def test_truncated_answers_are_not_trained(tmp_path: Path, style: str):
     assert step["truncated_tokens"] == 2 * step["truncated_turns"]
     assert step["trained_tokens"] == 8 * step["drawn_tokens_mean"] - step["truncated_tokens"]
     assert {"truncated"} == set(untrained)
-
-
-def test_difficulty_draws_are_equal_after_resumption(tmp_path: Path):
-    """Four steps in one go and in two: the same problems, and the same numbers."""
-    difficulty = {"difficulty": {"enabled": True, "easy_fraction": 0.0, "hard_fraction": 0.5}}
-    options = {"rollout": difficulty, "checkpoint": {"every_steps": 2}}
-    whole, parts = Asker(), Asker()
-    expected = steps_of(train(tmp_path / "whole", whole, steps=4, **options))
-    train(tmp_path / "parts", parts, steps=2, **options)
-    found = steps_of(train(tmp_path / "parts", parts, steps=4, resume=True, **options))
-    keys = ["step", "reward", "loss", "grad_norm", "easy_problems", "hard_problems", "drawn_tokens_mean"]
-
-    assert [[step[key] for key in keys] for step in expected] == [[step[key] for key in keys] for step in found]
-    assert Counter(whole.run_problems) == Counter(parts.run_problems)
-    assert max(step["easy_problems"] for step in found) > 0
 
 
 @pytest.mark.parametrize(

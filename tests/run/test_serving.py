@@ -32,7 +32,9 @@ from areal_actors.datasets import Problems, load_problems
 from areal_actors.domain import RunStatus
 from areal_actors.lib.references import import_reference
 from areal_actors.messages import Endpoint
-from areal_actors.run import Server, Trainer, openers
+from areal_actors.run import openers
+from areal_actors.run.serving import Server
+from areal_actors.run.training import Trainer
 from areal_actors.training.stored_checkpoints import find_checkpoints
 
 ROOT = Path(__file__).parents[2]

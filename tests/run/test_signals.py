@@ -131,20 +131,6 @@ def test_agents_in_processes_end_with_the_run(tmp_path: Path):
         assert [] == marked(run_dir)
 
 
-def test_agents_in_processes_end_after_a_second_interrupt(tmp_path: Path):
-    """The second interrupt leaves at once; what the run had started notices, and follows."""
-    run_dir = tmp_path / "run"
-    with running(run_dir, "train", "total_steps=1000", "rollout.group_size=2", *SUBPROCESS) as process:
-        wait_until(lambda: process.poll() is not None or last_step(run_dir) >= 0)
-        process.send_signal(signal.SIGINT)
-        wait_until(lambda: process.poll() is not None or "stopping" in log_of(run_dir))
-        process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=MAX_SECONDS)
-
-        assert (130, "") == (process.returncode, output)
-        wait_until(lambda: not marked(run_dir))
-
-
 # --------------------------------------------------------------------------------------------------- open streams
 
 

@@ -118,28 +118,6 @@ def drawn_problems(path: Path) -> dict[str, list[tuple[int, str]]]:
     return {name: sorted((at, text) for source, at, text in found if source == name) for name, _, _ in found}
 
 
-def test_source_epochs_continue_with_new_weights(tmp_path: Path) -> None:
-    """A resumed run with other weights, and one with another source, leave out and repeat no problem."""
-    path, (a, b) = tmp_path / "run", (source(), source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50}))
-    train(path, {"a": a, "b": b}, total_steps=2)
-    train(path, {"a": a | {"weight": 3.0}, "b": b}, total_steps=3, resume=True)
-    c = source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 70})
-    train(path, {"c": c, "b": b}, total_steps=4, resume=True)
-    steps = train(path, {"a": a, "b": b | {"weight": 3.0}}, total_steps=5, resume=True)
-    drawn = drawn_problems(path)
-
-    assert [(2, 2, None), (2, 2, None), (3, 1, None), (None, 2, 2), (1, 3, None)] == [
-        tuple(row.get(f"source/{name}/groups") for name in "abc") for row in steps
-    ]
-    for name, first in (("a", 0), ("b", 50), ("c", 70)):
-        positions = [position for position, _ in drawn[name]]
-        assert list(range(len(positions))) == positions
-        for start in range(0, len(positions), 4):
-            texts = [text for _, text in drawn[name][start : start + 4]]
-            assert len(texts) == len(set(texts) & {f"say {first + index}" for index in range(4)})
-    assert [8, 10, 2] == [len(drawn[name]) for name in "abc"]
-
-
 def levels(num: int, seed: int) -> Any:
     """The hardest problem is the first."""
     return ({"text": f"say {seed + index}", "level": num - index} for index in range(num))
@@ -153,83 +131,23 @@ class Solver(Asker):
         return 1.0 if data["level"] <= 2 else length / 1000
 
 
-def test_curriculum_changes_draws(tmp_path: Path) -> None:
-    """The easiest come first, and those that are solved once are not drawn again; also after a resumption."""
-    curriculum = {"enabled": True, "order_by": "level", "retire_after": 1, "hard_fraction": 0.0}
+def test_difficulty_of_a_source_is_resumed(tmp_path: Path) -> None:
+    """A resumed run draws the same problems, and its pools have the same numbers."""
     own = source(
-        dataset={"python": f"{HERE}:levels", "size": 4, "seed": 0}, workflow=f"{HERE}:Solver", difficulty=curriculum
+        dataset={"python": f"{HERE}:levels", "size": 4, "seed": 0},
+        workflow=f"{HERE}:Solver",
+        difficulty={"enabled": True, "easy_fraction": 0.0},
     )
     sources = {"own": own, "plain": source(dataset={"python": f"{HERE}:problems", "size": 4, "seed": 50})}
     steps = train(tmp_path / "whole", sources, total_steps=4)
     train(tmp_path / "parts", sources, total_steps=2)
     resumed = train(tmp_path / "parts", sources, total_steps=4, resume=True)
-    drawn = drawn_problems(tmp_path / "whole")
 
-    assert [3, 2, 1, 0, 1, 0, 1, 0] == [int(text.split()[1]) for _, text in drawn["own"]]
-    assert [set(range(50, 54))] * 2 == [
-        {int(text.split()[1]) for _, text in drawn["plain"][start : start + 4]} for start in (0, 4)
-    ]
-    pools = [(row["source/own/retired_problems"], row["source/own/solve_rate"]) for row in steps]
-    assert [(0, None), (2, 1.0), (2, 0.5), (2, 0.5)] == pools
-    assert [(row["retired_problems"], row["solve_rate"]) for row in steps] == pools
+    assert steps[-1]["source/own/easy_problems"] > 0
     assert "source/plain/solve_rate" not in steps[0]
-    assert drawn == drawn_problems(tmp_path / "parts")
+    assert drawn_problems(tmp_path / "whole") == drawn_problems(tmp_path / "parts")
     keys = [key for key in steps[0] if not key.endswith(("seconds", "_mean", "per_second", "sampled_tokens"))]
     assert [[row[key] for key in keys] for row in steps] == [[row[key] for key in keys] for row in resumed]
-
-
-@pytest.mark.parametrize("has_paused", [False, True])
-def test_run_is_not_resumed_with_another_order(tmp_path: Path, *, has_paused: bool) -> None:
-    """Its solve rates would go to other problems, also if difficulty was switched off in between."""
-    curriculum = {"enabled": True, "order_by": "level"}
-    own = {"dataset": {"python": f"{HERE}:levels", "size": 4, "seed": 0}, "workflow": f"{HERE}:Solver"}
-    train(tmp_path / "run", {"own": source(**own, difficulty=curriculum)}, total_steps=1)
-    if has_paused:
-        train(tmp_path / "run", {"own": source(**own)}, total_steps=2, resume=True)
-    before = (tmp_path / "run" / "config.yaml").read_text()
-    complaint = r"sources\.own\.difficulty\.order_by is null, and the run to resume .* with level"
-    with pytest.raises(ConfigError, match=complaint):
-        train(tmp_path / "run", {"own": source(**own, difficulty={"enabled": True})}, total_steps=3, resume=True)
-    assert before == (tmp_path / "run" / "config.yaml").read_text()
-    steps = train(tmp_path / "run", {"own": source(**own, difficulty=curriculum)}, total_steps=3, resume=True)
-    assert 3 == steps[-1]["step"]
-
-
-def test_source_with_replaced_groups_is_counted(tmp_path: Path) -> None:
-    """Its rewards are all equal, so that none of its groups is trained; the verdict needs to know."""
-    sources = {"good": source(), "equal": source(workflow_kwargs={"factor": 0.0})}
-    trainer = {"dtype": "float32", "advantages": {"drop_zero_variance": True, "max_refills": 1}}
-    (row,) = train(tmp_path / "run", sources, total_steps=1, trainer=trainer)
-
-    assert row["source/equal/replaced_groups"] > 0
-    assert 0.0 == row["source/equal/reward"]
-    replaced = sum(row[f"source/{name}/replaced_groups"] for name in sources)
-    assert row["replaced_groups"] == replaced
-    episodes = sum(row[f"source/{name}/episodes"] for name in sources)
-    assert row["episodes"] + 2 * replaced == episodes
-
-
-class Moody(Asker):
-    """It fails on even numbers."""
-
-    async def run(self, data: dict[str, Any], base_url: str, http_client: Any, **extra_kwargs: Any) -> float:
-        if int(data["text"].split()[1]) % 2 == 0:
-            raise ValueError("an even number")
-        return await super().run(data, base_url, http_client, **extra_kwargs)
-
-
-def test_groups_that_fail_as_a_whole_are_counted(tmp_path: Path) -> None:
-    """Of the run, and of their source; the step trains others in their places."""
-    steps = train(tmp_path / "run", {"good": source(), "moody": source(workflow=f"{HERE}:Moody")})
-    failures = RunDirectory(path=tmp_path / "run").failures.read_text().splitlines()
-    num_failed = sum(row["failed_episodes"] for row in steps)
-
-    assert num_failed == len(failures) > 0
-    assert num_failed == sum(row["source/moody/failed_episodes"] for row in steps)
-    assert num_failed == 2 * sum(row["source/moody/failed_groups"] for row in steps)
-    assert [(8, 0)] * 2 == [
-        (row["episodes"] - row["failed_episodes"], row["source/good/failed_groups"]) for row in steps
-    ]
 
 
 @needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
@@ -268,28 +186,6 @@ def test_single_source_equals_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sizes", "advantages", "warned"),
-    [
-        ((None, 2), {"normalisation": "grpo"}, ["sources.a.group_size"]),
-        ((1, 1), {"normalisation": "reinforce_plus_plus"}, []),
-        ((1, 1), {"unit": "row"}, []),
-    ],
-)
-def test_groups_of_one_are_warned_about(
-    tmp_path: Path, sizes: tuple[int | None, int], advantages: dict[str, str], warned: list[str]
-) -> None:
-    """As serve does; their advantages would all be zero."""
-    sources = {name: source(group_size=size) for name, size in zip("ab", sizes, strict=True)}
-    rollout = {"group_size": 1, "max_head_offpolicyness": 0}
-    trainer = {"dtype": "float32", "advantages": advantages}
-    train(tmp_path / "run", sources, total_steps=1, rollout=rollout, trainer=trainer)
-    log = RunDirectory(path=tmp_path / "run").log.read_text()
-
-    assert warned == re.findall(r"([\w.]+) is 1, and grpo compares", log)
-    assert len(warned) == log.count("advantages_will_be_zero")
-
-
-@pytest.mark.parametrize(
     ("sources", "settings", "complaint"),
     [
         ({"a/b": source()}, {}, "sources has the name 'a/b'"),
@@ -302,7 +198,6 @@ def test_groups_of_one_are_warned_about(
             {"eval_dataset": {"jsonl": "x.jsonl"}},
             "no agent for the held-out problems of eval_dataset",
         ),
-        ({"a": source(difficulty={"order_by": "level"})}, {}, "order_by has no effect without enabled: true"),
     ],
 )
 def test_invalid_sources_are_refused(

@@ -14,8 +14,7 @@ import pytest
 from pydantic import BaseModel, Field
 
 from areal_actors.generation.torch.config import TorchEngineConfig
-from areal_actors.run import open_inference
-from areal_actors.run.inference import EmbeddedSession, InferenceConfig
+from areal_actors.run.inference import EmbeddedSession, InferenceConfig, open_inference
 
 pytestmark = [
     pytest.mark.anyio,
@@ -100,24 +99,6 @@ async def test_required_tool_call_is_valid_with_random_weights():
     assert all(np.isfinite(row.logprobs).all() for row in episode.trajectories)
 
 
-async def test_named_function_is_called():
-    """Streamed as well; the calls of one answer may be many, and all are calls of it."""
-    async with (
-        _open() as (client, _),
-        client.chat.completions.stream(
-            model="m",
-            messages=QUESTION,
-            tools=TOOLS,
-            tool_choice={"type": "function", "function": {"name": "stop"}},
-            max_tokens=200,
-            seed=1,
-        ) as stream,
-    ):
-        answer = await stream.get_final_completion()
-
-    assert {"stop"} == {_check_call(call) for call in answer.choices[0].message.tool_calls}
-
-
 @pytest.mark.parametrize(
     ("options", "anyio_backend"),
     [({}, "trio"), ({"temperature": 0}, "asyncio"), ({"temperature": 2, "top_p": 0.5, "n": 2}, "trio")],
@@ -130,28 +111,6 @@ async def test_a_schema_of_the_sdk_is_parsed_by_the_sdk(options):
         )
 
     assert all(isinstance(choice.message.parsed, Verdict) for choice in answer.choices)
-
-
-async def test_answer_with_tools_and_schema_is_call_or_matches():
-    """Both happen, and nothing else does."""
-    seen = set()
-    async with _open() as (client, _):
-        for seed in range(12):
-            answer = await client.chat.completions.create(
-                model="m",
-                messages=QUESTION,
-                tools=TOOLS[1:],
-                parallel_tool_calls=False,
-                response_format={"type": "json_schema", "json_schema": {"name": "n", "schema": {"enum": [1, 2]}}},
-                temperature=2,
-                seed=seed,
-            )
-            message = answer.choices[0].message
-            seen.add(_check_call(message.tool_calls[0]) if message.tool_calls else json.loads(message.content))
-
-    assert "stop" in seen
-    assert seen & {1, 2}
-    assert seen <= {"stop", 1, 2}
 
 
 @pytest.mark.parametrize(

@@ -127,14 +127,6 @@ def test_try_names_untrained_tokens_once(tmp_path: Path):
     assert re.search(r"(\d+) of \1 sampled tokens are not trained: \1 were sampled at temperature 0", log)
 
 
-def test_try_names_answers_that_are_not_stored(tmp_path: Path):
-    """Some agents send store: false by habit; their episodes succeed, but train nothing."""
-    result = tried(tmp_path, "unstored")
-
-    assert "4 answers are not trained because the agent sends store: false" in result.stdout
-    assert re.search(r"(\d+) of \1 sampled tokens are not trained: \1 came with store: false", result.stdout)
-
-
 @pytest.mark.parametrize("missing", ["dataset", "workflow"])
 def test_try_refuses_configuration_without_agent_or_problems(tmp_path: Path, missing: str):
     """The error comes before the model is loaded."""

@@ -119,19 +119,6 @@ async def test_missing_program_ends_the_placement(tmp_path):
 
 
 @pytest.mark.anyio
-async def test_invalid_variable_ends_the_placement(tmp_path):
-    """The system refuses it in another way than a program that is not there; what was taken for it is given back."""
-    async with scheduler_of(tmp_path, WAITS, cpus=2) as scheduler:
-        async with scheduler.place(spec_of(environment={"A=B": "1"})) as placement:
-            with anyio.fail_after(10):
-                status = await placement.wait_ended()
-
-        assert PlacementState.ENDED is status.state
-        assert "could not be started: illegal environment variable name" in status.reason
-        assert 2 == scheduler.inventory.free.cpus
-
-
-@pytest.mark.anyio
 async def test_workers_wait_in_order_of_arrival(tmp_path):
     """A worker that does not fit waits, a later one does not overtake it, and one that is stopped leaves the queue."""
     async with scheduler_of(tmp_path, WAITS, cpus=2) as scheduler:
@@ -242,13 +229,3 @@ async def _is_gone(pid):
     with anyio.fail_after(10):
         while _is_alive(pid):  # noqa: ASYNC110 - it is not a child of ours
             await anyio.sleep(0.01)
-
-
-def test_bootstrap_message_may_come_from_a_file(tmp_path):
-    """Where a cluster starts workers, each start of a job is another life."""
-    path = tmp_path / "bootstrap"
-    path.write_text(Bootstrap.of(spec_of(life=2)).to_line())
-    path.chmod(0o600)
-    environment = {"AREAL_BOOTSTRAP": str(path), "SLURM_RESTART_COUNT": "3"}
-
-    assert 5 == read_bootstrap("", environment).life

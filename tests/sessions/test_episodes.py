@@ -43,8 +43,6 @@ from areal_actors.messages import (
     EndSession,
     ForgetEpisodes,
     ForgetSession,
-    OpenEpisode,
-    RecordTurn,
     StreamComplete,
 )
 from areal_actors.sessions.episodes import EpisodeRecords
@@ -376,20 +374,3 @@ async def test_broken_journal_does_not_stop_the_agent():
         again = await begin(inference)
         assert first == await inference.complete(again, say("a"))
     assert () == restore(journal.events).episodes[0].turns
-
-
-async def test_episode_without_a_session_is_recorded():
-    """A turn that arrives after the episode was forgotten is not recorded."""
-    journal = MemoryJournal()
-    async with open_process(journal) as inference:
-        await inference.complete(await begin(inference), say("a"))
-        (turn,) = _turns(journal.events)
-        await inference.sessions.ask(ForgetEpisodes(group=PLACE.group))
-        opened = await inference.sessions.ask(OpenEpisode(place=PLACE, key=KEY))
-        assert opened is not None
-        await inference.sessions.ask(RecordTurn(turn=evolve(turn, session=opened.name)))
-        await inference.sessions.ask(RecordTurn(turn=turn))
-        again = await inference.sessions.ask(OpenEpisode(place=PLACE, key=KEY))
-    assert again == evolve(opened, turns=(evolve(turn, session=opened.name),))
-    async with open_inference_stack() as inference:
-        assert await inference.sessions.ask(OpenEpisode(place=PLACE, key=KEY)) is None

@@ -18,7 +18,6 @@ from areal_actors.messages import (
     TakenSession,
     TakeSession,
 )
-from areal_actors.workflows.rollout import MemberOutcome
 
 pytestmark = pytest.mark.anyio
 
@@ -90,18 +89,6 @@ async def test_expired_session_is_rejected_and_returns_its_permit():
 
         assert (0, 1) == await service.counts()
         assert ["expired", "None"] == [str(failure).split(":")[0] for failure in service.failures]
-
-
-async def test_keep_partial_trains_an_expired_session():
-    async with open_service(member_outcome=MemberOutcome.KEEP_PARTIAL) as service:
-        session = await service.start()
-        await service.inference.complete(session, say("what?"))
-        await service.inference.sessions.ask(
-            SetReward(credential=Credential(session=session, has_control=True), reward=0.5)
-        )
-        (group,) = await service.lease(seconds=2 * IDLE)
-
-        assert (0.5, True) == (group.episodes[0].reward, str(group.episodes[0].cut_short).startswith("expired"))
 
 
 async def test_rewards_beyond_float_reject_their_session_only():

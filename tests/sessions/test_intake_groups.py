@@ -12,7 +12,6 @@ from tests.stacks.service import GRACE, IDLE, open_service
 from areal_actors.domain import Credential
 from areal_actors.errors import CapacityExhausted, Conflict
 from areal_actors.messages import SessionFinished, SetReward, VersionAdvanced
-from areal_actors.workflows.rollout import MemberOutcome
 
 pytestmark = pytest.mark.anyio
 
@@ -87,15 +86,6 @@ async def test_failed_member_can_be_replaced():
 
         assert {} == service.keeper._groups._by_session, "their groups' rows would be kept with them"
         assert [(0, third), (1, second)] == [(episode.member, episode.session) for episode in group.episodes]
-
-
-async def test_fail_group_rejects_the_siblings_of_a_failed_member():
-    async with open_service(group_size=2, member_outcome=MemberOutcome.FAIL_GROUP) as service:
-        first, _ = await service.start("g"), await service.start("g")
-        await service.play(first, final=1.0)
-        assert () == await service.lease(seconds=3 * IDLE)
-
-        assert (0, 0) == await service.counts()
 
 
 @pytest.mark.parametrize(

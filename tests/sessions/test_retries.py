@@ -16,7 +16,7 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.errors import EngineError, SessionEnded
-from areal_actors.messages import EndSession, NoteRefusal
+from areal_actors.messages import EndSession
 from areal_actors.testing.engines import EchoEngine, script_answers
 
 pytestmark = pytest.mark.anyio
@@ -156,24 +156,3 @@ async def test_end_of_the_session_refuses_a_pending_request_and_its_retry():
         engine.release(99)
 
     assert all(isinstance(caller.error, SessionEnded) for caller in callers)
-
-
-async def test_retry_of_a_refused_request_does_not_join_an_equal_request():
-    """A quota has refused one of two equal requests that were sent in parallel."""
-    engine = EchoEngine(lambda _: encode("one"), is_gated=True)
-    async with open_inference_stack(engine=engine) as inference, anyio.create_task_group() as tasks:
-        session = (await inference.open()).session
-        pending = Caller(inference, session, "complete", FIRST)
-        tasks.start_soon(pending)
-        await anyio.wait_all_tasks_blocked()
-        credential = Credential(session=session, is_capability=True)
-        await inference.sessions.tell(NoteRefusal(credential=credential, attempt=FIRST))
-        again = Caller(inference, session, "complete", RETRY)
-        tasks.start_soon(again)
-        await anyio.wait_all_tasks_blocked()
-        engine.release(99)
-        await anyio.wait_all_tasks_blocked()
-        known = await turns(inference, session)
-
-    assert [turn.id for turn in known] == [*pending.ids, *again.ids]
-    assert 2 == len({request.key for request in engine.requests})

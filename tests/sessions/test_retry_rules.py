@@ -80,16 +80,6 @@ def test_retries_of_three_cut_requests_among_twenty_are_sampled():
     assert 3 == len(set(map(id, retries)))
 
 
-def test_retry_of_a_refused_request_is_sampled():
-    client = Client()
-    pending = client.send()
-    client.attempts.refuse(Attempt(fingerprint="a", number=0, idempotency_key=None), client.now)
-    again = client.send(1)
-
-    assert again is not pending
-    assert client.send(1) is pending
-
-
 def test_second_retry_is_given_the_request_of_the_first():
     client = Client()
     calls = [client.answered() for _ in range(3)]

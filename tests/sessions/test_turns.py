@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from itertools import count
 
 import pytest
@@ -21,11 +20,10 @@ from areal_actors.domain import (
     SampleKey,
     Sampling,
     SessionId,
-    TokenHash,
     Tool,
     ToolCallStarted,
     as_ints,
-    create_token_hash,
+    digest_tokens,
 )
 from areal_actors.sessions.request import Choice, SampleKeys
 from areal_actors.testing.engines import echo_logprob
@@ -33,13 +31,6 @@ from areal_actors_testing.families import FAMILIES
 
 BASE = SampleKey(seed=1, path=("train", 7, 0))
 REQUEST = CompletionRequest(messages=say("what?"), sampling=Sampling(max_new_tokens=10))
-
-
-def hash_of(ids: Sequence[int]) -> TokenHash:
-    """The hash of a prompt."""
-    found = create_token_hash()
-    found.update(as_ints(ids).tobytes())
-    return found
 
 
 prompts = st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple)
@@ -52,7 +43,7 @@ def test_sample_keys_do_not_depend_on_the_order_of_prompts(program: list, random
     def keys_in(order) -> dict:
         source, found = SampleKeys(BASE), {}
         for prompt, num_choices in order:
-            keys = source.keys(evolve(REQUEST, num_choices=num_choices), hash_of(prompt))
+            keys = source.keys(evolve(REQUEST, num_choices=num_choices), digest_tokens(as_ints(prompt)))
             found.setdefault(prompt, []).extend((key, num_choices) for key in keys)
         return found
 
@@ -67,7 +58,7 @@ def test_sample_keys_do_not_depend_on_the_order_of_prompts(program: list, random
 
 def test_repeated_prompts_and_choices_have_different_keys():
     keys = SampleKeys(BASE)
-    found = [key for _ in range(3) for key in keys.keys(evolve(REQUEST, num_choices=2), hash_of([1, 2]))]
+    found = [key for _ in range(3) for key in keys.keys(evolve(REQUEST, num_choices=2), digest_tokens(as_ints([1, 2])))]
 
     assert 6 == len(set(found))
     assert {BASE.path} == {key.path[:3] for key in found}
@@ -77,13 +68,17 @@ def test_seeded_requests_have_equal_keys():
     """This holds in any session."""
     seeded = evolve(REQUEST, seed=5, num_choices=2)
     first, other = SampleKeys(BASE), SampleKeys(SampleKey(seed=2))
-    expected = first.keys(seeded, hash_of([1, 2]))
-    first.keys(REQUEST, hash_of([1, 2]))
+    expected = first.keys(seeded, digest_tokens(as_ints([1, 2])))
+    first.keys(REQUEST, digest_tokens(as_ints([1, 2])))
 
-    assert expected == first.keys(seeded, hash_of([1, 2])) == other.keys(seeded, hash_of([1, 2]))
+    assert (
+        expected
+        == first.keys(seeded, digest_tokens(as_ints([1, 2])))
+        == other.keys(seeded, digest_tokens(as_ints([1, 2])))
+    )
     assert expected[0] != expected[1]
-    assert expected != first.keys(evolve(seeded, seed=6), hash_of([1, 2]))
-    assert expected != first.keys(seeded, hash_of([2, 1]))
+    assert expected != first.keys(evolve(seeded, seed=6), digest_tokens(as_ints([1, 2])))
+    assert expected != first.keys(seeded, digest_tokens(as_ints([2, 1])))
 
 
 def open_choice(tree: ConversationTree, *, stop: tuple[str, ...] = (), is_streaming: bool = False) -> Choice:

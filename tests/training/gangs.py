@@ -23,8 +23,6 @@ from tests.training.conftest import _make_agent_group, _make_model
 from tests.training.live import LiveBytes, bytes_of
 
 from areal_actors.errors import ArealError
-from areal_actors.lib.checkpoint_tensors import StoredModel
-from areal_actors.models import create_empty_policy
 from areal_actors.training.config import (
     Activations,
     ComputeDtype,
@@ -41,7 +39,6 @@ from areal_actors.training.config import (
     TrainerConfig,
 )
 from areal_actors.training.gang import Gang, connect_store, open_store
-from areal_actors.training.loading import attach_source
 from areal_actors.training.packing import Pack
 from areal_actors.training.publication import DiskPublisher
 from areal_actors.training.sharding import gather
@@ -105,7 +102,6 @@ def config_of(case: Mapping[str, Any]) -> TrainerConfig:
         objective=evolve(ObjectiveConfig(), kl=kl),
         layout=Layout(case.get("layout", "tree")),
         max_packed_tokens=case.get("max_packed_tokens", 40),
-        chunk_tokens=case.get("chunk_tokens"),
         activations=Activations(case.get("activations", "keep")),
         num_epochs=case.get("epochs", 1),
         num_minibatches=case.get("minibatches", 1),
@@ -131,19 +127,13 @@ def emptied(model: Any) -> Any:
 
 
 def create_model(case: Mapping[str, Any], *, seed: int, is_empty: bool) -> Any:
-    """The model of a case, or one without weights: they are in ``files``, or those of the first rank."""
-    kind = case.get("model", "llama")
-    if "files" not in case:
-        model = _make_model(kind, seed=seed)
-        return emptied(model) if is_empty else model
-    path = Path(case["files"], f"{kind}-{seed}")
-    model = create_empty_policy(path)
-    attach_source(model, StoredModel(path, model))
-    return model
+    """The model of a case, or one without weights, which get those of the first rank."""
+    model = _make_model(case.get("model", "llama"), seed=seed)
+    return emptied(model) if is_empty else model
 
 
 def create_trainer(case: Mapping[str, Any], *, is_empty: bool = False) -> PolicyTrainer:
-    """The trainer of a case; one without weights reads them, or gets those of the first rank."""
+    """The trainer of a case; one without weights gets those of the first rank."""
     model = create_model(case, seed=case.get("seed", 0), is_empty=is_empty)
     has_reference = "kl" in case and "lora" not in case
     reference = create_model(case, seed=1, is_empty=is_empty) if has_reference else None
@@ -158,8 +148,6 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
     """Some steps; what they reported, the gradients of each update, and the log-probabilities and weights after it."""
     if case.get("is_measured"):
         return kept_bytes(trainer)
-    if case.get("decides_by_rank"):  # as on GPUs, of which one has less free memory
-        trainer._scorer.activations = Activations.RECOMPUTE if trainer.gang.rank else Activations.AUTO
     gradients: list[dict[str, torch.Tensor]] = []
     update = trainer._optimizer.step
 
@@ -258,8 +246,8 @@ def main() -> None:
         gang = Gang.alone()
         try:
             gang = Gang.form(connect_store("127.0.0.1", case["port"], config), rank=1, config=config)
+            trainer = create_trainer(case | case.get("other", {}), is_empty=True)
             with LiveBytes() if case.get("is_measured") else contextlib.nullcontext() as live:
-                trainer = create_trainer(case | case.get("other", {}), is_empty=True)
                 trainer.join(gang)
             if live is not None:
                 measured = {"peak": live.peak, "own": bytes_of(list(trainer.model.parameters()))}

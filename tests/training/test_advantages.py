@@ -109,7 +109,7 @@ def test_group_mean_batch_std(one_turn_group, batch):
 @given(values=rewards, order=st.randoms())
 @pytest.mark.parametrize("normalisation", GROUPWISE)
 @pytest.mark.parametrize("unit", list(StatisticsUnit))
-def test_the_order_of_members_does_not_matter(one_turn_group, values, order, normalisation, unit):
+def test_order_of_members_does_not_matter(one_turn_group, values, order, normalisation, unit):
     """Permuting episodes permutes advantages, in every unit of statistics."""
     permutation = list(range(len(values)))
     order.shuffle(permutation)
@@ -134,7 +134,7 @@ def test_groups_of_any_size_do_not_mix(one_turn_group, batch, normalisation):
 
 
 @given(values=rewards)
-def test_a_failed_member_is_in_no_statistic(one_turn_group, values):
+def test_failed_member_is_in_no_statistic(one_turn_group, values):
     """Adding a failed episode changes nothing for the others."""
     group = one_turn_group(values)
     failed = Episode(session=SessionId("f"), member=99, reward=50.0, failure="ToolTimeout")
@@ -144,7 +144,7 @@ def test_a_failed_member_is_in_no_statistic(one_turn_group, values):
     assert advantages_of(group) == advantages_of(with_failure)
 
 
-def test_a_withheld_member_stays_in_the_baseline(one_turn_group):
+def test_withheld_member_stays_in_the_baseline(one_turn_group):
     """An episode without rows, because they were too old, still counts with its reward."""
     group = one_turn_group([1.0, 0.0])
     withheld = Episode(session=SessionId("w"), member=2, reward=0.5)
@@ -177,7 +177,7 @@ def test_equal_rewards_carry_no_signal(one_turn_group, value, count, unit):
     assert [0.0] * count == advantages_of(group, unit=unit)
 
 
-def test_a_long_episode_weighs_no_more(make_group, make_row):
+def test_long_episode_weighs_no_more(make_group, make_row):
     """Statistics count an episode once, however many rows it has; per row they count rows."""
     group = make_group([make_row([1, 2], [0, 1], reward=value) for value in (1.0, 0.0)])
     long = evolve(group.episodes[0], trajectories=group.episodes[0].trajectories * 3)
@@ -254,7 +254,7 @@ def test_depth_is_that_of_the_conversation_in_every_style(group_of_turns):
         assert found == [-0.5, -0.5, -0.5, 0.5, 0.5, 0.5]
 
 
-def test_a_member_is_not_in_its_own_baseline(group_of_turns):
+def test_member_is_not_in_its_own_baseline(group_of_turns):
     """Neither are its other turns of the same kind."""
     infos = [TurnInfo(), TurnInfo()]  # two conversations of one turn each
     group = group_of_turns([0.0, 1.0], [4.0, 2.0], infos=infos)
@@ -262,14 +262,14 @@ def test_a_member_is_not_in_its_own_baseline(group_of_turns):
     assert [-3.0, -2.0, 3.5, 1.5] == advantages_of(group)
 
 
-def test_a_kind_that_only_one_member_has_is_compared_with_the_others_as_a_whole(group_of_turns):
+def test_kind_that_only_one_member_has_is_compared_with_the_others_as_a_whole(group_of_turns):
     """Such a turn is trained all the same: with 0 it would be, as if it had not mattered."""
     group = group_of_turns([1.0, 0.5, 2.0], [0.0, 3.0], [2.0, 1.0])
 
     assert advantages_of(group)[2] == 2.0 - 1.5
 
 
-def test_an_undiscounted_outcome_counts_for_every_kind(group_of_turns):
+def test_undiscounted_outcome_counts_for_every_kind(group_of_turns):
     """Members that ended earlier are in the baseline of later turns: with what the episode earned."""
     group = group_of_turns([1.0, 1.0, 1.0], [0.0, 0.0], [0.0])
 

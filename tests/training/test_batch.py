@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_actors.domain import FinishReason
 from areal_actors.domain.rows import TurnInfo
-from areal_actors.errors import CaptureViolation, ExportError
+from areal_actors.errors import ExportError
 from areal_actors.training.advantages import compute_advantages
 from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_updates, token_weights
 from areal_actors.training.config import AdvantageConfig, Aggregation, ObjectiveConfig, TrainerConfig
@@ -50,7 +50,7 @@ def test_weights_equal_the_slow_count(found, aggregation):
 
 @given(found=owners)
 @pytest.mark.parametrize("aggregation", MEANS)
-def test_the_weights_of_a_mean_sum_to_one(found, aggregation):
+def test_weights_of_a_mean_sum_to_one(found, aggregation):
     """Equal losses average to themselves."""
     array = np.array([row for row, _ in found])
 
@@ -147,8 +147,3 @@ def test_rows_that_cannot_be_true_are_refused(make_row):
         TrainingRow(trajectory=make_row([1, 2], [1, 1]), advantages=[0, 0])
     with pytest.raises(ExportError, match="differ in length"):
         TrainingRow(trajectory=good, advantages=[0, 0, 0])
-    for logprob in (0.5, float("nan"), -float("inf")):
-        with pytest.raises(CaptureViolation, match="log-probability"):
-            TrainingRow(trajectory=evolve(good, logprobs=[0, logprob]), advantages=[0, 0])
-    with pytest.raises(CaptureViolation, match="no version"):
-        TrainingRow(trajectory=evolve(good, versions=[-1, -1]), advantages=[0, 0])

@@ -112,7 +112,7 @@ def test_copies_of_one_answer_are_one_bad_answer(make_model, make_row, make_grou
     assert "9 of 18 rows" in str(refusal(trainer, [sampled(trainer, group, make_group, num_wrong=9, version=1)]))
 
 
-def test_the_clip_is_around_what_the_trainer_computes(make_model, make_agent_group, make_group):
+def test_clip_is_around_what_the_trainer_computes(make_model, make_agent_group, make_group):
     """Tokens that a grammar forced were sampled with probability 1: with the weights unchanged, none is clipped."""
     config = evolve(PLAIN, objective=ObjectiveConfig(surrogate=Surrogate.PPO))
     trainer = PolicyTrainer(make_model(), config)

@@ -1,4 +1,4 @@
-"""Which differences between engine and trainer are rounding, and what larger ones are called."""
+"""Which differences between engine and trainer are rounding."""
 
 from __future__ import annotations
 
@@ -109,23 +109,21 @@ def test_another_temperature_shows_in_repeated_answers_too(dtype, temperature):
 
 
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float32", "bfloat16"]), spread=st.floats(0.05, 8.0))
-def test_values_of_the_neighbouring_token_are_named(seed, dtype, spread):
-    """Whatever the entropy: nearly all rows are bad, and the message says that they are shifted."""
+def test_values_of_the_neighbouring_token_are_bad(seed, dtype, spread):
+    """Whatever the entropy, nearly all rows are bad."""
     rows = sample(np.random.default_rng(seed), 8, 12, spread=spread, share=SHARES[dtype])
     shifted = [Comparison(reported=np.roll(row.reported, 1), recomputed=row.recomputed) for row in rows]
 
     assert np.mean([excess > 1 for excess in model(dtype).excesses(shifted)]) > 0.5
-    assert "shifted" in model(dtype).likely_cause(shifted)
 
 
 @given(seed=st.integers(0, 2**32 - 1), dtype=st.sampled_from(["float32", "bfloat16"]), spread=st.floats(0.2, 2.5))
-def test_a_small_other_temperature_shows_over_a_step(seed, dtype, spread):
-    """A row of temperature 0.9 may be rounding in bfloat16; 1,200 tokens are not. It is named at high entropies."""
+def test_small_other_temperature_shows_over_a_step(seed, dtype, spread):
+    """A row of temperature 0.9 may be rounding in bfloat16; 1,200 tokens are not."""
     rows = sample(np.random.default_rng(seed), 40, 30, spread=spread, share=SHARES[dtype], temperature=0.9)
     share = np.mean([excess > 1 for excess in model(dtype).excesses(rows)])
 
     assert share > 0.1 or model(dtype).systematic_gap(rows) is not None
-    assert spread > 1 or "another temperature" in model(dtype).likely_cause(rows)
 
 
 def break_at(row, rng, at):
@@ -138,35 +136,30 @@ def break_at(row, rng, at):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    ("change", "cause"),
+    "change",
     [
-        (lambda row, rng: break_at(row, rng, 5), "a token was lost, doubled, replaced or tokenised anew"),
-        (lambda row, rng: break_at(row, rng, 0), "made-up values"),
-        (lambda row, _: Comparison(reported=row.reported - 0.5, recomputed=row.recomputed), "a constant of -0."),
-        (
-            lambda row, rng: Comparison(
-                reported=row.reported + rng.normal(0, 0.6, len(row.reported)), recomputed=row.recomputed
-            ),
-            "other weights or another version, another prompt (chat template)",
+        lambda row, rng: break_at(row, rng, 5),
+        lambda row, rng: break_at(row, rng, 0),
+        lambda row, _: Comparison(reported=row.reported - 0.5, recomputed=row.recomputed),
+        lambda row, rng: Comparison(
+            reported=row.reported + rng.normal(0, 0.6, len(row.reported)), recomputed=row.recomputed
         ),
     ],
     ids=["lost token", "made up", "constant", "other weights"],
 )
-def test_gross_faults_are_named(dtype, change, cause):
-    """By what they do to the values."""
+def test_rows_with_gross_faults_are_bad(dtype, change):
+    """Each row by itself."""
     rng = np.random.default_rng(3)
     rows = [change(row, rng) for row in sample(rng, 16, 12, spread=1.5, share=SHARES[dtype])]
 
     assert min(model(dtype).excesses(rows)) > 1
-    assert cause in model(dtype).likely_cause(rows)
 
 
-def test_rounding_of_bfloat16_is_named_where_both_sides_say_float32():
-    """The setting to look at is the data type of one of the sides."""
+def test_rounding_of_bfloat16_is_bad_where_both_sides_say_float32():
+    """The bound follows from the data types."""
     rows = sample(np.random.default_rng(0), 8, 20, spread=2.0, share=SHARES["bfloat16"])
 
     assert min(model("float32").excesses(rows)) > 1
-    assert "coarser arithmetic" in model("float32").likely_cause(rows)
 
 
 def test_forced_tokens_do_not_narrow_the_bound():

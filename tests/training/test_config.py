@@ -28,7 +28,6 @@ from areal_actors.training.config import (
         (ObjectiveConfig, {"entropy_coefficient": float("nan")}),
         (ObjectiveConfig, {"entropy_coefficient": float("inf")}),
         (KlConfig, {"coefficient": float("inf")}),
-        (OverlongConfig, {"scale": float("inf")}),
         (StopConfig, {"reward": float("nan")}),
         (DifficultyConfig, {"solved_reward": float("nan")}),
         (OptimizerConfig, {"learning_rate": 0}),

@@ -18,7 +18,7 @@ _NUM_SHAPES = {40: 250}.get(settings().max_examples, min(settings().max_examples
 
 @settings(max_examples=_NUM_SHAPES)
 @given(episode_shapes(), st.sampled_from(sorted(STYLES)))
-def test_the_default_gain_of_what_decides_is_positive(drawn: DrawnShape, style: str) -> None:
+def test_default_gain_of_what_decides_is_positive(drawn: DrawnShape, style: str) -> None:
     """Every default, any shape.
 
     With one returned number and discount 1, the update points along the gradient of the expected reward. Otherwise it
@@ -37,7 +37,7 @@ def test_the_default_gain_of_what_decides_is_positive(drawn: DrawnShape, style: 
         assert bias.scale > 0, bias
 
 
-def test_a_choice_that_a_later_reward_makes_up_for_is_not_trained() -> None:
+def test_choice_that_a_later_reward_makes_up_for_is_not_trained() -> None:
     """Both options return the same number, so that the gradient of the returns is zero, and the update as well."""
 
     def script(play: Play) -> None:

@@ -57,7 +57,7 @@ def test_custom_advantages_are_those_of_the_built_in_formula():
             assert a == pytest.approx(b)
 
 
-def test_the_examples_have_every_kind_of_group():
+def test_examples_have_every_kind_of_group():
     """A failed episode, several rows, several turns, equal rewards, an episode alone."""
     groups = example_groups()
 
@@ -99,7 +99,7 @@ def test_wrong_advantages_are_named(estimator, complaint):
 
 
 @pytest.mark.parametrize("loss", [ClippedRatio(), Reinforce(), lambda logprobs, inputs: -inputs.advantages * logprobs])
-def test_a_policy_loss_may_return_the_losses_alone(loss):
+def test_policy_loss_may_return_the_losses_alone(loss):
     """Tensors and ``PolicyLoss`` are taken; the built-in losses pass as custom ones."""
     try_surrogate(surrogate(loss))
 
@@ -130,7 +130,7 @@ def _wrong_clip(logprobs, inputs):
         (lambda logprobs: logprobs, "raised TypeError"),
     ],
 )
-def test_a_wrong_policy_loss_is_named(loss, complaint):
+def test_wrong_policy_loss_is_named(loss, complaint):
     """The function, and what was wrong with its losses."""
     with pytest.raises(CustomFunctionError, match=f"mine.py:f .*{complaint}"):
         try_surrogate(surrogate(loss))
@@ -173,7 +173,7 @@ def test_metrics_see_groups_and_rows():
         (lambda _: {f"n{i}": 0.0 for i in range(65)}, "returned 65 numbers; give at most 64"),
     ],
 )
-def test_a_wrong_metric_is_named(metric, complaint):
+def test_wrong_metric_is_named(metric, complaint):
     """The function and what it returned."""
     with pytest.raises(CustomFunctionError, match=f"mine.py:f .*{complaint}"):
         try_metric(named(metric))

@@ -103,7 +103,7 @@ def _small_chunks(monkeypatch):
 
 @given(seed=st.integers(0, 1000), settings_of=sampling_distributions(), vocab=st.sampled_from([30, 3000]))
 @settings(deadline=None)
-def test_the_trainer_computes_what_the_engine_reports(seed, settings_of, vocab):
+def test_trainer_computes_what_the_engine_reports(seed, settings_of, vocab):
     """Any setting, a vocabulary beyond the candidates that truncation looks at first, and the engine's own sampler."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(4, vocab, generator=generator) * 3
@@ -209,7 +209,7 @@ def test_greedy_tokens_are_context_and_are_counted(make_model, make_agent_group)
         assert torch.equal(ours, theirs)
 
 
-def test_a_step_of_greedy_tokens_alone_changes_nothing(make_model, make_agent_group):
+def test_step_of_greedy_tokens_alone_changes_nothing(make_model, make_agent_group):
     """There is nothing to train, and the metrics say why."""
     trainer = PolicyTrainer(make_model(), PLAIN)
     before = [p.clone() for p in trainer.model.parameters()]
@@ -252,4 +252,3 @@ def test_ratios_of_fresh_rows_are_one_at_any_sampling_settings(make_model, make_
     assert found.importance_mean == pytest.approx(1.0, abs=1e-5)
     assert found.behaviour_gap_max < 1e-4
     assert 0 == found.clip_fraction
-    assert (0.3, 1.3) == (found.data.temperature_min, found.data.temperature_max)

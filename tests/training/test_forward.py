@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,17 +24,6 @@ def plain_scores(hidden, weight, bias, targets, temperatures):
     return logprobs.gather(-1, targets[:, None]).squeeze(-1), -(logprobs.exp() * logprobs).sum(-1)
 
 
-@pytest.fixture(scope="module", params=["operations", "kernels"])
-def _way(request):
-    """The operations of a CPU, and the functions that a GPU compiles, here as they are written."""
-    with pytest.MonkeyPatch.context() as patch:
-        if request.param == "kernels":
-            patch.setattr(forward, "_is_fused", lambda _, shaping: shaping is None or shaping.bounds is None)
-            patch.setattr(forward, "_compiled", lambda function: function)
-        yield
-
-
-@pytest.mark.usefixtures("_way")
 @given(
     seed=st.integers(0, 1000),
     num_tokens=st.integers(1, 40),

@@ -24,11 +24,10 @@ from transformers import AutoModelForCausalLM
 
 from areal_actors.errors import CheckpointError, GangError, TrainingDiverged
 from areal_actors.kernel.remote.sockets import is_loopback
-from areal_actors.run.job import open_policy
+from areal_actors.models import create_empty_policy
 from areal_actors.training.config import GangBackend, GangConfig
 from areal_actors.training.gang import Gang, assign_passes, connect_store, interface_to, open_store
 from areal_actors.training.layers import decoder_layers
-from areal_actors.training.loading import attach_source, unread_weights
 from areal_actors.training.publication import DiskPublisher
 from areal_actors.training.stored_checkpoints import find_latest
 from areal_actors.training.trainer import PolicyTrainer
@@ -38,9 +37,7 @@ CASES = {
     "tree": {"steps": 3},
     "flat": {"layout": "flat", "model": "qwen2"},
     "recomputed activations": {"activations": "recompute"},
-    "one rank keeps, one recomputes": {"decides_by_rank": True},
     "moments on the host": {"offload": "cpu"},
-    "chunks": {"chunk_tokens": 8, "max_packed_tokens": 40},
     "several updates": {"epochs": 2, "minibatches": 2},
     "a penalty in the loss": {"kl": "loss"},
     "a penalty in the reward": {"kl": "reward", "layout": "flat"},
@@ -50,9 +47,6 @@ CASES = {
     "an adapter and the one it started from": {"lora": 4, "kl": "loss", "start": "adapter"},
     "an adapter of experts": {"lora": 4, "model": "mixtral", "experts": True},
 }
-
-
-FROM_FILES = ("tree", "a penalty in the loss", "an adapter", "an adapter of experts")
 
 
 @pytest.fixture(scope="module")
@@ -78,26 +72,23 @@ def test_every_pass_is_in_one_share(sizes, num_ranks):
 
 
 @pytest.fixture(scope="module")
-def files(tmp_path_factory):
-    """Directories of models, in several files each, as a hub has them."""
-    root = tmp_path_factory.mktemp("models")
-    for kind, seed in (("llama", 0), ("llama", 1), ("qwen2", 0), ("mixtral", 0), ("wide", 0)):
-        _make_model(kind, seed=seed).save_pretrained(root / f"{kind}-{seed}", max_shard_size="60KB")
+def adapter(tmp_path_factory):
+    """The directory of a trained adapter."""
+    path = tmp_path_factory.mktemp("models") / "adapter"
     trained = create_trainer({"lora": 4})
     play(trained, {"steps": 2})
-    trained.adapter.save(root / "adapter")
-    return root
+    trained.adapter.save(path)
+    return path
 
 
-@pytest.mark.parametrize("name", [*CASES, *(f"{name}, from files" for name in FROM_FILES)])
-def test_two_processes_train_as_one(other, name, files):
+@pytest.mark.parametrize("name", CASES)
+def test_two_processes_train_as_one(other, name, adapter):
     """Losses, norms, gradients, log-probabilities and weights after some steps are those of one process."""
-    case = CASES[name.removesuffix(", from files")]
+    case = CASES[name]
     if "start" in case:
-        case = case | {"start": str(files / "adapter")}
+        case = case | {"start": str(adapter)}
     expected = play(create_trainer(case), case)
 
-    case = case | ({"files": str(files)} if name not in CASES else {})
     with other.meet(case) as gang:
         trainer = create_trainer(case)
         trainer.join(gang)
@@ -116,26 +107,23 @@ def test_two_processes_train_as_one(other, name, files):
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_rank_holds_its_shard_and_one_layer(other, dtype, files):
+def test_a_rank_holds_its_shard_and_one_layer(other, dtype):
     """Between a forward and a backward pass: the gathered weights of other layers are freed, and not copied."""
-    case = {"model": "wide", "dtype": dtype, "is_measured": True, "files": str(files)}
+    case = {"model": "wide", "dtype": dtype, "is_measured": True}
     weights = list(create_trainer(case).model.model.layers[0].parameters())
     layer, largest = sum(weight.nbytes for weight in weights), max(weight.nbytes for weight in weights)
 
     with other.meet(case) as gang:
-        with LiveBytes() as live:
-            trainer = create_trainer(case)
-            trainer.join(gang)
-        own = bytes_of(list(trainer.model.parameters()))
+        trainer = create_trainer(case)
+        trainer.join(gang)
         found = play(trainer, case)
 
     heard = other.hear()
     assert heard["problem"] == ""
     assert found["kept"] <= layer
-    # Loading and joining: no rank ever has the whole model, the first one neither.
-    for peak, part in ((live.peak, own), (heard["peak"], heard["own"])):
-        assert part < 0.6 * sum(weight.nbytes for weight in _make_model("wide").parameters())
-        assert peak <= part + layer + largest
+    # Joining: no rank but the first one ever has the whole model.
+    assert heard["own"] < 0.6 * sum(weight.nbytes for weight in _make_model("wide").parameters())
+    assert heard["peak"] <= heard["own"] + layer + largest
 
 
 def test_two_processes_compute_in_bfloat16_as_one(other):
@@ -163,13 +151,10 @@ def test_two_processes_compute_in_bfloat16_as_one(other):
         {"lora": 4},
         {"optimizer": "adamw_bf16", "offload": "cpu"},
         {"is_async": True},
-        {"files": True},
-        {"files": True, "lora": 4},
     ],
 )
-def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind, files):
+def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind):
     """What two have saved one restores, and what one has saved two restore: weights, moments, version, bit for bit."""
-    kind = kind | ({"files": str(files)} if "files" in kind else {})
     case = {"steps": 2, "save": str(tmp_path / "two"), **kind}
     with other.meet(case) as gang:
         trainer = create_trainer(case)
@@ -184,8 +169,7 @@ def test_a_checkpoint_moves_between_numbers_of_processes(other, tmp_path, kind, 
 
     # Other weights at first, except under an adapter, whose base must be the same.
     restored = kind | {"seed": 0 if "lora" in kind else 1}
-    alone = {name: value for name, value in restored.items() if name != "files"}
-    alone = create_trainer({"checkpoint": str(tmp_path / "two"), **alone})
+    alone = create_trainer({"checkpoint": str(tmp_path / "two"), **restored})
     alone.save(tmp_path / "one")
     # Also when the weights are spread already.
     again = {"steps": 0, "restores_again": kind == {}, **restored}
@@ -238,9 +222,9 @@ def test_weights_are_published_layer_by_layer(other, tmp_path, case):
 
 
 @pytest.mark.parametrize("kind", ["wide", "mixtral"])
-def test_the_checkpoint_of_a_gang_is_exported_layer_by_layer(other, tmp_path, files, kind):
+def test_the_checkpoint_of_a_gang_is_exported_layer_by_layer(other, tmp_path, kind):
     """The export has the weights of the checkpoint bit for bit; one layer and one weight are in memory at a time."""
-    case = {"model": kind, "steps": 1, "save": str(tmp_path), "files": str(files)}
+    case = {"model": kind, "steps": 1, "save": str(tmp_path)}
     with other.meet(case) as gang:
         trainer = create_trainer(case)
         trainer.join(gang)
@@ -248,11 +232,11 @@ def test_the_checkpoint_of_a_gang_is_exported_layer_by_layer(other, tmp_path, fi
     assert {"problem": ""} == other.hear()
     saved = find_latest(tmp_path)
     expected = saved.load("model")
-    model = open_policy(files / f"{kind}-0")
-    attach_source(model, stored_weights(model, saved))
+    _make_model(kind).save_pretrained(tmp_path / "model")
+    model = create_empty_policy(tmp_path / "model")
 
     with LiveBytes() as live:
-        export_model(model, tmp_path / "export", state=unread_weights(model), max_file_bytes=60_000)
+        export_model(model, tmp_path / "export", state=stored_weights(model, saved), max_file_bytes=60_000)
 
     found = AutoModelForCausalLM.from_pretrained(tmp_path / "export").state_dict()
     assert len(list((tmp_path / "export").glob("model-*.safetensors"))) > 1

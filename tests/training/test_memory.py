@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from itertools import product
 from typing import Any
@@ -46,16 +45,14 @@ from areal_actors.training.layers import cast_weights, layer_memory
 from areal_actors.training.lora import Adapter
 from areal_actors.training.memory import (
     activation_bytes,
-    num_kept_layers,
     plan_trainer,
     require_room,
-    resolve_activations,
     sketch_model,
 )
 from areal_actors.training.packing import Segment
 from areal_actors.training.passes import Passes
 from areal_actors.training.trainer import PolicyTrainer
-from areal_actors.training.tree_attention import SEGMENT_ATTENTION, create_mask, has_planned_attention
+from areal_actors.training.tree_attention import SEGMENT_ATTENTION, PackMask, has_planned_attention
 
 PARTITIONED = "aot_eager_decomp_partition"
 KINDS: dict[str, tuple[Any, Any]] = {
@@ -97,7 +94,7 @@ def _saved_bytes(model: Any, dtype: torch.dtype, num_tokens: int) -> int:
 
     ids = torch.zeros((1, num_tokens), dtype=torch.int64)
     segment = Segment(start=0, stop=num_tokens, ancestors=np.zeros(0, dtype=np.int64))
-    mask = create_mask(model, [segment], torch.device("cpu")) if has_planned_attention(model) else None
+    mask = PackMask([segment], torch.device("cpu")) if has_planned_attention(model) else None
     with (
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
         Passes(gang=Gang.alone(), dtype=dtype).precision("cpu"),
@@ -173,60 +170,7 @@ def test_recomputed_activations_change_no_bit(make_model, make_agent_group, kind
     assert all(torch.equal(weight, expected[name]) for name, weight in other.state_dict().items())
 
 
-@pytest.mark.parametrize(("num_kept", "dtype"), [(1, torch.float32), (2, torch.bfloat16), (3, torch.float32)])
-def test_layers_that_keep_and_layers_that_recompute_change_no_bit(num_kept, dtype):
-    """Outputs and gradients are those of a pass that keeps everything; the last layers are the ones that keep."""
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
-    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **shape)).eval()
-    ids = torch.arange(60).view(2, 30)
-    found = []
-    for activations, kept in ((Activations.KEEP, 0), (Activations.RECOMPUTE, num_kept)):
-        calls = [0] * 3
-        norms = [layer.input_layernorm for layer in model.model.layers]
-        hooks = [norm.register_forward_pre_hook(_counter(calls, index)) for index, norm in enumerate(norms)]
-        with (
-            Passes(gang=Gang.alone(), dtype=dtype).precision("cpu"),
-            layer_memory(model, activations=activations, num_kept=kept, dtype=dtype),
-        ):
-            hidden = model.get_decoder()(ids, use_cache=False).last_hidden_state
-        hidden.float().square().sum().backward()
-        found.append([hidden.detach(), *(weight.grad.clone() for weight in model.model.parameters())])
-        model.zero_grad()
-        for hook in hooks:
-            hook.remove()
-
-    assert calls == [2] * (3 - num_kept) + [1] * num_kept
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-
-
-def _counter(calls: list[int], index: int) -> Any:
-    def count(*_: Any) -> None:
-        calls[index] += 1
-
-    return count
-
-
-@given(
-    num_layers=st.integers(1, 80),
-    recomputed=st.integers(1, 10**9),
-    more=st.integers(1, 10**10),
-    free=st.integers(-(10**10), 10**12),
-)
-def test_as_many_layers_keep_their_activations_as_fit(num_layers, recomputed, more, free):
-    """The layers fit together, and one more would not; none if the inputs alone do not fit."""
-    kept = num_kept_layers(
-        num_layers=num_layers, kept_bytes=recomputed + more, recomputed_bytes=recomputed, free_bytes=free
-    )
-
-    def needed(count: int) -> int:
-        return num_layers * recomputed + count * more
-
-    assert 0 <= kept <= num_layers
-    assert needed(kept) <= free or not kept
-    assert needed(kept + 1) > free or kept == num_layers
-
-
-def test_a_pass_leaves_the_model_as_it_was(make_model):
+def test_pass_leaves_the_model_as_it_was(make_model):
     """The engine copies the trainer's model between passes: nothing of a pass may follow it."""
     model = make_model()
     before = [dict(part.__dict__) for part in model.modules()]
@@ -263,20 +207,24 @@ def test_bfloat16_passes_are_those_of_a_bfloat16_model(make_model, make_agent_gr
     assert 0.0 == trainer.train_step([group]).reference_kl
 
 
-def test_activations_are_kept_where_they_fit(make_model):
+def test_auto_keeps_activations_where_they_fit(make_model):
     """``auto`` recomputes if a pass needs more than a third of what the state leaves; a choice is taken as it is."""
-    config = make_model().config
-    kept = activation_bytes(config, dtype=torch.float32, activations=Activations.KEEP)
+    model, config = make_model(), TrainerConfig(dtype=ComputeDtype.FLOAT32)
 
-    def resolve(asked: Activations, memory_bytes: int) -> Activations:
-        return resolve_activations(
-            asked, config, dtype=torch.float32, num_tokens=10, state_bytes=500, memory_bytes=memory_bytes
+    def resolve(memory_bytes: int, activations: Activations = Activations.AUTO):
+        return plan_trainer(
+            model,
+            evolve(config, activations=activations),
+            device_type="cpu",
+            memory_bytes=memory_bytes,
+            num_tokens=10,
         )
 
-    assert resolve(Activations.AUTO, 30 * kept + 501) is Activations.KEEP
-    assert resolve(Activations.AUTO, 30 * kept + 400) is Activations.RECOMPUTE
-    assert resolve(Activations.AUTO, 100) is Activations.RECOMPUTE
-    assert resolve(Activations.KEEP, 100) is Activations.KEEP
+    kept = resolve(0, Activations.KEEP)
+    state = kept.weights + kept.gradients + kept.moments
+    assert resolve(state + 3 * kept.activations + 1).kept is Activations.KEEP
+    assert resolve(state + 3 * kept.activations - 100).kept is Activations.RECOMPUTE
+    assert resolve(100).kept is Activations.RECOMPUTE
     assert PolicyTrainer(make_model(), TrainerConfig()).activations is Activations.KEEP
 
 
@@ -297,16 +245,15 @@ def model():
     return sketch_model(SEVEN_B)
 
 
-def plan(model, *, memory_bytes=80 * 10**9, max_length=4096, teacher=None, other_bytes=0, **settings):
+def plan(model, *, memory_bytes=80 * 10**9, teacher=None, **settings):
     config = TrainerConfig(dtype=ComputeDtype.BFLOAT16, **settings)
     return plan_trainer(
         model,
         config,
         device_type="cuda",
         memory_bytes=memory_bytes,
-        max_length=max_length,
+        num_tokens=4096,
         teacher=teacher,
-        other_bytes=other_bytes,
     )
 
 
@@ -315,8 +262,7 @@ def plan(model, *, memory_bytes=80 * 10**9, max_length=4096, teacher=None, other
     [
         {"activations": Activations.RECOMPUTE},
         {"activations": Activations.OFFLOAD},
-        {"chunk_tokens": 1024, "activations": Activations.KEEP},
-        {"optimizer": OptimizerConfig(name=OptimizerName.ADAMW_8BIT), "activations": Activations.KEEP},
+        {"optimizer": OptimizerConfig(name=OptimizerName.ADAMW_BF16), "activations": Activations.KEEP},
         {"gang": GangConfig(num_processes=4), "activations": Activations.KEEP},
         {"lora": LoraConfig(), "activations": Activations.KEEP},
     ],
@@ -327,29 +273,14 @@ def test_settings_that_save_memory_are_predicted_to(model, less):
     assert plan(model, **less).total < plan(model, activations=Activations.KEEP).total
 
 
-@pytest.mark.parametrize("other", [0, 12 * 10**9])
-def test_layers_that_auto_keeps_in_free_memory_are_counted(model, other):
-    """As many as fit into 90 % of what the state, the engine and the temporaries leave; none of it is needed."""
-    found = plan(model, lora=LoraConfig(), max_length=16384, other_bytes=other)
-    layer = found.kept_layer_bytes // found.num_kept_layers
-    held = found.weights + found.gradients + found.moments + other
-
-    assert found.kept is Activations.RECOMPUTE
-    assert 0 < found.num_kept_layers < SEVEN_B.num_hidden_layers
-    assert held + found.activations + found.kept_layer_bytes < 80 * GB
-    assert held + found.activations + found.kept_layer_bytes + 3 * layer > 0.75 * 80 * GB
-    assert found.total == sum(found.parts().values())
-    assert "kept_layer_bytes" not in found.parts()
-
-
 @pytest.mark.parametrize(
     "kind", [{}, {"lora": LoraConfig(rank=4)}, {"optimizer": OptimizerConfig(name=OptimizerName.ADAMW_BF16)}]
 )
-def test_the_trainer_counts_its_state_as_the_planner_does(make_model, kind):
-    """One count decides what auto means: a byte less than it needs, and activations are recomputed."""
+def test_trainer_counts_its_state_as_the_planner_does(make_model, kind):
+    """The plan has the bytes of the weights, gradients and moments that a trainer holds after an update."""
     config = TrainerConfig(dtype=ComputeDtype.FLOAT32, **kind)
     trainer = PolicyTrainer(make_model(), config)
-    found = plan_trainer(make_model(), config, device_type="cpu", memory_bytes=2**50, max_length=0)
+    found = plan_trainer(make_model(), config, device_type="cpu", memory_bytes=2**50, num_tokens=1)
     trained = [weight for weight in trainer.model.parameters() if weight.requires_grad]
     trainer._optimizer.zero_grad()
     for weight in trained:
@@ -381,7 +312,7 @@ def test_adapters_have_as_many_weights_as_peft_gives_them(targets):
     assert plan(sketch_model(config), lora=lora).gradients == 4 * num_trained
 
 
-def test_an_adapter_that_the_model_cannot_have_is_refused_before_any_weights_are_read(model):
+def test_adapter_that_the_model_cannot_have_is_refused_before_any_weights_are_read(model):
     """A misspelt target would count as no weights at all."""
     with pytest.raises(ConfigError, match="query_proj"):
         plan(model, lora=LoraConfig(target_modules=("query_proj",)))
@@ -406,29 +337,17 @@ def test_adapters_of_stacked_experts_are_counted():
     assert plan(sketch_model(config), lora=lora).gradients == 4 * num_trained
 
 
-@pytest.mark.parametrize("is_chunked", [False, True])
-def test_a_row_that_no_memory_holds_is_refused_with_the_longest_that_fits(is_chunked):
-    """The model may take longer rows than the machine; in chunks they are computed in less memory."""
+def test_row_that_no_memory_holds_is_refused():
+    """The model may take longer rows than the machine."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, max_position_embeddings=10**12, **shape))
-    config = TrainerConfig(chunk_tokens=2048 if is_chunked else None)
 
-    def check(max_length):
-        require_room(model, config, dtype=torch.float32, max_length=max_length)
-
-    check(2048)
-    if is_chunked:
-        check(10**9)
-        return
-    with pytest.raises(ConfigError, match=r"a row of 1,000,000,000 tokens needs [0-9,.]+ GB") as caught:
-        check(10**9)
-    (fitting,) = re.findall(r"Rows of ([0-9,]+) tokens fit", str(caught.value))
-    check(int(fitting.replace(",", "")))
-    with pytest.raises(ConfigError, match="a row of"):
-        check(int(1.2 * int(fitting.replace(",", ""))))
+    require_room(model, TrainerConfig(), max_length=2048)
+    with pytest.raises(ConfigError, match=r"a row of 1,000,000,000 tokens needs [0-9,.]+ GB.*Lower engine.max_length"):
+        require_room(model, TrainerConfig(), max_length=10**9)
 
 
-def test_an_engine_needs_its_weights_and_the_cache_of_all_slots(model):
+def test_engine_needs_its_weights_and_the_cache_of_all_slots(model):
     """28 layers of 4 heads of 128, keys and values, 2 bytes: 57 kB per token."""
     config = TorchEngineConfig(dtype="bfloat16", max_concurrent=64, max_length=4096)
     found = plan_engine(model, config, device_type="cuda")

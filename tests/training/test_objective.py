@@ -28,7 +28,6 @@ from areal_actors.training.objective import PolicyObjective, TokenSums, create_o
 from areal_actors.training.surrogates import (
     BehaviourCorrection,
     ClippedRatio,
-    ClippedSequenceRatio,
     ClippedWeight,
     LossInputs,
     ProbabilityRegion,
@@ -50,8 +49,8 @@ surrogates = st.sampled_from(
         ProbabilityRegion(clip_low=0.05, clip_high=0.1),
         ClippedRatio(clip_low=0.2, clip_high=0.28),
         ClippedRatio(clip_low=0.2, clip_high=0.28, dual_clip=1.5),
-        ClippedSequenceRatio(clip_low=0.1, clip_high=0.15),
-        ClippedSequenceRatio(clip_low=0.1, clip_high=0.15, dual_clip=1.2),
+        ClippedRatio(clip_low=0.1, clip_high=0.15, level=Level.SEQUENCE),
+        ClippedRatio(clip_low=0.1, clip_high=0.15, dual_clip=1.2, level=Level.SEQUENCE),
         ClippedWeight(clip_low=0.3, clip_high=0.2),
         Reinforce(),
     ]
@@ -102,7 +101,7 @@ def slow_policy_loss(surrogate, logprobs, inputs, t):
     if isinstance(surrogate, ClippedWeight):
         ratio = math.exp(logprobs[t] - float(inputs.proximal[t]))
         return -min(max(ratio, 1 - surrogate.clip_low), 1 + surrogate.clip_high) * advantage * logprobs[t]
-    if isinstance(surrogate, ClippedSequenceRatio):
+    if isinstance(surrogate, ClippedRatio) and surrogate.level is Level.SEQUENCE:
         row = members(inputs, t)
         ratio = math.exp(sum(logprobs[s] - float(inputs.proximal[s]) for s in row) / len(row))
     else:
@@ -139,20 +138,17 @@ def slow_kl(estimator, difference):
     row_lengths=lengths,
     surrogate=surrogates,
     bounds=corrections,
-    penalties=st.tuples(
-        st.sampled_from([0.0, 0.3]), st.sampled_from(KlEstimator), st.booleans(), st.sampled_from([0.0, 0.1])
-    ),
+    penalties=st.tuples(st.sampled_from([0.0, 0.3]), st.sampled_from(KlEstimator), st.sampled_from([0.0, 0.1])),
 )
-def test_the_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds, penalties):
+def test_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds, penalties):
     """Every combination of surrogate, correction, reference penalty and entropy, token by token."""
-    kl, estimator, is_unbiased, entropy = penalties
+    kl, estimator, entropy = penalties
     scores, inputs = random_terms(seed, row_lengths)
     objective = PolicyObjective(
         surrogate=surrogate,
         correction=None if bounds is None else BehaviourCorrection(bounds=bounds),
         kl_coefficient=kl,
         kl_estimator=estimator,
-        is_kl_unbiased=is_unbiased,
         entropy_coefficient=entropy,
     )
     logprobs, entropies = scores.logprobs.tolist(), scores.entropies.tolist()
@@ -162,7 +158,7 @@ def test_the_loss_equals_the_slow_reference(seed, row_lengths, surrogate, bounds
         loss = slow_policy_loss(surrogate, logprobs, inputs, t) * importance
         ratio = min(math.exp(logprobs[t] - float(inputs.behaviour[t])), 5.0 if bounds is None else bounds.cap)
         distance = slow_kl(estimator, logprobs[t] - float(inputs.reference[t]))
-        loss += kl * distance * (ratio if is_unbiased else 1.0) - entropy * entropies[t]
+        loss += kl * distance * ratio - entropy * entropies[t]
         expected += float(inputs.weights[t]) * loss
 
     assert objective(scores, inputs).loss.item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
@@ -182,7 +178,7 @@ def test_no_advantage_no_policy_gradient(seed, row_lengths, surrogate, bounds):
 
 @given(seed=seeds, row_lengths=lengths)
 @pytest.mark.parametrize("surrogate", [ProbabilityRegion(), ClippedRatio(), ClippedWeight(), Reinforce()])
-def test_the_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate):
+def test_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate):
     """Where all policies are one, the ratio is 1, nothing is clipped and the gradient is -weight · advantage."""
     scores, inputs = random_terms(seed, row_lengths)
     now = scores.logprobs.detach()
@@ -198,12 +194,14 @@ def test_the_first_on_policy_gradient_is_reinforce(seed, row_lengths, surrogate)
 
 
 @given(seed=seeds, row_lengths=lengths)
-def test_the_gradient_of_gspo_on_policy_is_the_row_mean(seed, row_lengths):
+def test_gradient_of_gspo_on_policy_is_the_row_mean(seed, row_lengths):
     """One ratio per row: every token of a row gets the mean of what its tokens would get under PPO."""
     scores, inputs = random_terms(seed, row_lengths)
     inputs = evolve(inputs, proximal=scores.logprobs.detach(), behaviour=scores.logprobs.detach())
 
-    loss = PolicyObjective(surrogate=ClippedSequenceRatio())(scores, inputs).loss
+    loss = PolicyObjective(surrogate=ClippedRatio(clip_low=3e-4, clip_high=4e-4, level=Level.SEQUENCE))(
+        scores, inputs
+    ).loss
     (gradient,) = torch.autograd.grad(loss, scores.logprobs)
 
     pull = -inputs.weights * inputs.advantages
@@ -275,7 +273,7 @@ def test_absurd_rows_stay_finite():
     assert bool(torch.isfinite(gradient).all())
 
 
-def test_a_penalty_in_the_reward_is_not_in_the_loss():
+def test_penalty_in_the_reward_is_not_in_the_loss():
     """It would be paid twice."""
     kl = KlConfig(coefficient=0.1, place=KlPlace.REWARD)
 
@@ -317,7 +315,7 @@ def one_token(*, policy, behaviour, advantage, plain=None):
         (0.02, 0.001, +1.0, True),  # a ratio of 20, and nothing moved
     ],
 )
-def test_a_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behaviour, advantage, flows):
+def test_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behaviour, advantage, flows):
     """The default masks by the sign of the advantage; what flows has the bounded importance weight."""
     scores, inputs = one_token(policy=policy, behaviour=behaviour, advantage=advantage)
 
@@ -329,7 +327,7 @@ def test_a_stale_token_beyond_the_region_has_no_gradient_outwards(policy, behavi
     assert result.sums.num_clipped == (not flows)
 
 
-def test_a_forced_token_is_measured_where_the_trainer_computes():
+def test_forced_token_is_measured_where_the_trainer_computes():
     """A grammar made it certain; under the plain softmax it has not moved, so it is not masked."""
     scores, inputs = one_token(policy=0.3, behaviour=1.0, advantage=-1.0, plain=0.3)
 
@@ -337,7 +335,7 @@ def test_a_forced_token_is_measured_where_the_trainer_computes():
 
 
 @pytest.mark.parametrize("surrogate", [Surrogate.PPO, Surrogate.GSPO])
-def test_a_dual_clip_bounds_an_absurd_token(surrogate):
+def test_dual_clip_bounds_an_absurd_token(surrogate):
     """Behaviour found the token absurd, and it was bad: without the dual clip its ratio is its gradient."""
     gradients = {}
     for dual_clip in (None, 3.0):
@@ -364,7 +362,7 @@ def test_a_dual_clip_bounds_an_absurd_token(surrogate):
         (Surrogate.REINFORCE, False, 1, Centre.POLICY, False),
     ],
 )
-def test_a_clip_is_around_a_policy_that_differs(surrogate, is_decoupled, num_updates, centre, is_weighted):
+def test_clip_is_around_a_policy_that_differs(surrogate, is_decoupled, num_updates, centre, is_weighted):
     """With one update, the weights before it are the policy itself: only behaviour can be the centre."""
     config = ObjectiveConfig(surrogate=surrogate, is_decoupled=is_decoupled)
 
@@ -431,7 +429,7 @@ def scores_of(logprobs):
 
 @pytest.mark.parametrize("estimator", list(KlEstimator))
 @given(seed=seeds)
-def test_the_distance_in_the_loss_pulls_by_its_own_gradient(estimator, seed):
+def test_distance_in_the_loss_pulls_by_its_own_gradient(estimator, seed):
     """By enumeration under a stale behaviour policy: the expected gradient is that of KL(policy || reference)."""
     logits, reference, behaviour = softmaxes(seed, spread=0.3)
     logprobs = logits.log_softmax(0)
@@ -466,7 +464,7 @@ def test_only_k1_in_the_reward_pulls(seed):
 
 
 @given(seed=seeds)
-def test_the_kl_of_the_metrics_is_the_distance_of_the_sampler(seed):
+def test_kl_of_the_metrics_is_the_distance_of_the_sampler(seed):
     """By enumeration: what behaviour sampled gives KL(behaviour || policy), and KL(policy || reference)."""
     logits, reference, behaviour = softmaxes(seed, spread=0.3)
     logprobs = logits.detach().log_softmax(0)

@@ -60,7 +60,7 @@ def test_updates_equal_the_slow_reference():
 
 
 @pytest.mark.parametrize("decay", list(Decay))
-def test_the_rate_rises_then_falls(decay):
+def test_rate_rises_then_falls(decay):
     """Linear rise to the full rate, then the decay to its end."""
     config = OptimizerConfig(learning_rate=1.0, num_warmup_steps=4, decay=decay, num_decay_steps=10, final_fraction=0.2)
 
@@ -68,7 +68,7 @@ def test_the_rate_rises_then_falls(decay):
     assert learning_rate(1000, config) == pytest.approx(1.0 if decay is Decay.CONSTANT else 0.2)
 
 
-def test_the_gradient_is_clipped_to_its_norm():
+def test_gradient_is_clipped_to_its_norm():
     """A gradient twice as large gives the same update; the norm that is reported is the one before."""
     results = []
     for scale in (10.0, 20.0):
@@ -83,7 +83,7 @@ def test_the_gradient_is_clipped_to_its_norm():
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_gradient_that_is_no_number_moves_nothing(value):
+def test_gradient_that_is_no_number_moves_nothing(value):
     """Weights, moments and the count stay, and the error says so."""
     parameters = create_parameters()
     optimizer = Optimizer(parameters, OptimizerConfig())
@@ -113,13 +113,11 @@ def test_state_of_another_model_is_refused():
 # -------------------------------------------------------------------------------------------------- by name
 
 NAMES = list(OptimizerName)
-LARGE = 64  # squared, more than the 4096 numbers below which torchao's formats keep float32
+LARGE = 64
 
 
 def create_optimizer(name, *, offload=OffloadTo.NONE, seed=0, **settings):
-    """An optimiser of a matrix and a vector; skips where its package is absent."""
-    if name.is_low_bit:
-        pytest.importorskip("torchao")
+    """Return an optimiser of a matrix and a vector."""
     generator = torch.Generator().manual_seed(seed)
     parameters = {
         "matrix": torch.randn(LARGE, LARGE, generator=generator, requires_grad=True),
@@ -145,7 +143,7 @@ def copy_of(optimizer):
 @pytest.mark.parametrize(
     ("name", "offload"), [*((name, OffloadTo.NONE) for name in NAMES), (OptimizerName.ADAMW_BF16, OffloadTo.CPU)]
 )
-def test_a_restored_optimiser_continues_bit_for_bit(name, offload):
+def test_restored_optimiser_continues_bit_for_bit(name, offload):
     """Two updates, a copy of the state, two more: as four."""
     optimizer, restored = (create_optimizer(name, offload=offload, learning_rate=0.01) for _ in range(2))
     take_steps(optimizer, [1, 2])
@@ -163,7 +161,7 @@ def test_a_restored_optimiser_continues_bit_for_bit(name, offload):
     assert restored.num_updates == 4
 
 
-@pytest.mark.parametrize("name", [OptimizerName.ADAMW, OptimizerName.ADAMW_BF16, OptimizerName.SGD])
+@pytest.mark.parametrize("name", NAMES)
 def test_moments_on_the_host_give_the_same_updates(name):
     """Where they are kept changes no bit, and the empty stand-ins hold no weights afterwards."""
     here, offloaded = (create_optimizer(name, offload=where, weight_decay=0.1) for where in OffloadTo)
@@ -187,17 +185,15 @@ def test_states_have_the_bytes_that_are_predicted(name):
     assert state_bytes(OptimizerConfig(offload=OffloadTo.CPU)) == 0
 
 
-@pytest.mark.parametrize("name", [name for name in NAMES if name is not OptimizerName.SGD])
-def test_coarse_moments_update_nearly_as_float32(name):
-    """Over 40 updates with noisy gradients: the weights end within 5 % (4 bits: 30 %) of the way of AdamW."""
-    exact, coarse = create_optimizer(OptimizerName.ADAMW), create_optimizer(name)
+def test_bfloat16_moments_update_nearly_as_float32():
+    """Over 40 updates with noisy gradients, the weights end within 5 % of the way of AdamW."""
+    exact, coarse = create_optimizer(OptimizerName.ADAMW), create_optimizer(OptimizerName.ADAMW_BF16)
     start = copy_of(exact)["matrix"]
     for optimizer in (exact, coarse):
         take_steps(optimizer, range(40))
 
     ends = [copy_of(optimizer)["matrix"] for optimizer in (exact, coarse)]
-    allowed = 0.3 if name is OptimizerName.ADAMW_4BIT else 0.05
-    assert float((ends[0] - ends[1]).norm() / (ends[0] - start).norm()) <= allowed
+    assert float((ends[0] - ends[1]).norm() / (ends[0] - start).norm()) <= 0.05
 
 
 @given(st.floats(0.5, 100), st.integers(0, 99))

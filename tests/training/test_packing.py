@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.training.masks import visible
 
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.packing import (
@@ -15,7 +16,6 @@ from areal_actors.training.packing import (
     pack_padded,
     pack_tree,
     subtree_ends,
-    visible,
 )
 
 sequences = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=9), min_size=1, max_size=7)
@@ -34,7 +34,7 @@ def batches(draw, make_row):
 
 
 @given(found=sequences)
-def test_a_trie_has_one_node_for_each_prefix(found):
+def test_trie_has_one_node_for_each_prefix(found):
     """Nodes are the distinct prefixes, each row's path spells it, and depth is position."""
     trie = build_trie([np.array(ids, dtype=np.int32) for ids in found], list(range(len(found))))
 
@@ -87,7 +87,7 @@ def test_passes_stay_within_the_bound(make_row, data, pack, max_tokens):
 
 
 @given(data=st.data())
-def test_a_tree_never_computes_more(make_row, data):
+def test_tree_never_computes_more(make_row, data):
     """Without a bound the tree has at most the tokens of the flat layout, and merges only within groups."""
     rows = data.draw(batches(make_row))
 

@@ -12,12 +12,12 @@ CONFIG = OverlongConfig(max_tokens=100, buffer_tokens=20, scale=0.5)
 
 
 @pytest.mark.parametrize(("length", "expected"), [(0, 0), (80, 0), (90, -0.25), (100, -0.5), (5000, -0.5)])
-def test_the_overlong_penalty_is_soft(length, expected):
+def test_overlong_penalty_is_soft(length, expected):
     """Free up to the buffer, linear within it, constant beyond."""
     assert overlong_penalty(length, CONFIG) == pytest.approx(expected)
 
 
-def test_a_long_episode_pays_on_every_trained_token(make_group, make_row):
+def test_long_episode_pays_on_every_trained_token(make_group, make_row):
     """Reward, row reward and returns fall by the penalty; short episodes and the given group stay as they were."""
     long = make_row([0] + [1] * 100, [0] + [1] * 100, reward=1.0)
     short = make_row([0, 1], [0, 1], reward=1.0)

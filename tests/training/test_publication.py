@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,7 @@ from transformers import AutoModelForCausalLM
 from areal_actors.domain import EngineRequest, SampleKey, Sampling, Snapshot
 from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.generation.torch import TorchEngine, TorchEngineConfig
-from areal_actors.training.config import PublishBy
-from areal_actors.training.publication import DiskPublisher, MemoryPublisher, create_publisher
+from areal_actors.training.publication import DiskPublisher, MemoryPublisher
 
 
 @define
@@ -26,6 +26,10 @@ class Policy:
 
     def state_dict(self):
         return dict(self.model.state_dict())
+
+    @contextmanager
+    def gathered(self):
+        yield self.state_dict()
 
 
 def make_policy(make_model, kind: str = "llama", *, seed: int = 1, version: int = 1) -> Policy:
@@ -51,8 +55,8 @@ async def logprobs_after(snapshot: Snapshot, model: torch.nn.Module, dtype: str)
 async def test_memory_and_disk_publish_the_same_weights(tmp_path: Path, make_model, kind: str, dtype: str):
     """To the last bit, in the engine's dtype, whether weights are tied or not."""
     policy = make_policy(make_model, kind)
-    disk = create_publisher(PublishBy.DISK, root=tmp_path, dtype=dtype, num_kept=2).publish(policy)
-    lent = create_publisher(PublishBy.MEMORY, root=tmp_path, dtype=dtype, num_kept=2).publish(policy)
+    disk = DiskPublisher(root=tmp_path, dtype=getattr(torch, dtype)).publish(policy)
+    lent = MemoryPublisher().publish(policy)
 
     assert await logprobs_after(lent, make_model(kind, seed=0), dtype) == await logprobs_after(
         disk, make_model(kind, seed=0), dtype

@@ -14,7 +14,7 @@ from areal_actors.training.trainer import PolicyTrainer
 
 @pytest.mark.parametrize("layout", Layout)
 @pytest.mark.parametrize("num_epochs", [1, 2])
-def test_the_log_probabilities_are_those_before_the_step(make_model, make_agent_group, layout, num_epochs):
+def test_log_probabilities_are_those_before_the_step(make_model, make_agent_group, layout, num_epochs):
     """Of every row that was computed, whatever the layout and the number of updates; the weights do move."""
     base = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), layout=layout, num_epochs=num_epochs)
     config = evolve(base, capture=evolve(base.capture, enabled=False))

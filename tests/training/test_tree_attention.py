@@ -7,16 +7,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.training.masks import visible
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.attention import flex_attention as torch_flex
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, MistralConfig, MistralForCausalLM
 
-from areal_actors.training import forward, tree_attention
+from areal_actors.training import tree_attention
 from areal_actors.training.batch import TrainingRow
 from areal_actors.training.forward import score_pack
-from areal_actors.training.packing import build_trie, node_depths, pack_flat, pack_tree, subtree_ends, visible
+from areal_actors.training.packing import (
+    build_trie,
+    node_depths,
+    pack_flat,
+    pack_padded,
+    pack_tree,
+    subtree_ends,
+)
 from areal_actors.training.tree_attention import (
     BLOCK_ATTENTION,
     SEGMENT_ATTENTION,
@@ -64,7 +72,7 @@ def seen_by(segments, window):
 @pytest.mark.parametrize("name", PLANNED)
 @settings(max_examples=12, deadline=None)
 @given(found=tries, window=windows, seed=st.integers(0, 99))
-def test_a_plan_equals_the_mask(name, found, window, seed):
+def test_plan_equals_the_mask(name, found, window, seed):
     """Outputs and all gradients agree on random tries with grouped heads, with and without a window."""
     segments = merge(found).segments
     length = segments[-1].stop
@@ -95,28 +103,18 @@ def test_blocks_hold_everything_visible(found, window, size):
     seen = np.eye(length + padding, dtype=bool)
     seen[:length, :length] = seen_by(segments, window)
 
-    lists = plan_blocks(ends, np.pad(node_depths(segments), (0, padding)), window=window, size=size)
+    masked, whole = plan_blocks(ends, np.pad(node_depths(segments), (0, padding)), window=window, size=size)
 
     for row, tiles in enumerate(np.split(seen, len(seen) // size)):
-        partial = lists.blocks[row, : lists.counts[row]].tolist()
-        full = lists.full_blocks[row, : lists.full_counts[row]].tolist()
+        partial, full = np.flatnonzero(masked[row]).tolist(), np.flatnonzero(whole[row]).tolist()
         assert not set(partial) & set(full)
         for column, tile in enumerate(np.split(tiles, len(seen) // size, axis=1)):
             assert not tile.any() or column in partial + full
             assert tile.all() or column not in full
             assert tile.any() or column not in partial or window is not None
-    # The other way round: the queries of each block of keys.
-    for blocks, (counts, queries) in (
-        ((lists.counts, lists.blocks), lists.queries),
-        ((lists.full_counts, lists.full_blocks), lists.full_queries),
-    ):
-        pairs = [(row, column) for row, num in enumerate(blocks[0]) for column in blocks[1][row, :num]]
-        assert sorted((column, row) for row, column in pairs) == [
-            (column, row) for column, num in enumerate(counts) for row in queries[column, :num]
-        ]
 
 
-def test_a_long_pack_needs_no_square_tensor():
+def test_long_pack_needs_no_square_tensor():
     """Plans of 24k tokens stay below a hundredth of the bytes of a mask of bits."""
     shared, branch = 2048, 2760
     rows = [np.append(np.zeros(shared), np.full(branch, 1 + member)).astype(np.int32) for member in range(8)]
@@ -204,11 +202,15 @@ def assert_same(found, expected, *, atol):
     ],
 )
 def test_models_attend_by_plan(make_model, rows, name, kind, pack):
-    """Every layer asks for the plan; scores and gradients are those of eager attention over the dense mask."""
+    """Every layer asks for the plan; scores and gradients are those of padded rows."""
     (packed,) = pack(rows, range(len(rows)), max_tokens=1000)
+    (padded,) = pack_padded(rows, packed.rows, max_tokens=10_000)
     model = make_model(kind).eval()
-    model.set_attn_implementation("eager")
-    expected = scored(model, packed)
+    logprobs, gradients = scored(model, padded)
+    # Padded rows are in another order.
+    counts = [len(rows[row].positions) for row in padded.rows]
+    parts = dict(zip(padded.rows, logprobs.split(counts), strict=True))
+    expected = torch.cat([parts[row] for row in packed.rows]), gradients
 
     model.set_attn_implementation(name)
 
@@ -216,24 +218,6 @@ def test_models_attend_by_plan(make_model, rows, name, kind, pack):
     mask = PackMask(packed.segments, CPU)
     score_pack(model, packed, mask=mask)
     assert mask.windows == [None] * model.config.num_hidden_layers
-
-
-def test_shared_tokens_are_scored_once(make_model, make_row, monkeypatch):
-    """The head sees a token that three rows train in common once, and its gradients are added up."""
-    found = [
-        TrainingRow(trajectory=make_row([1, 2, 3, 4, 5, last], [0, 0, 1, 1, 1, 1]), advantages=np.ones(6))
-        for last in (7, 8, 9)
-    ]
-    (tree,), (flat,) = (pack(found, [0, 1, 2], max_tokens=100) for pack in (pack_tree, pack_flat))
-    model, seen, score_tokens = make_model().eval(), [], forward.score_tokens
-
-    def count(hidden, *args, **kwargs):
-        seen.append(len(hidden))
-        return score_tokens(hidden, *args, **kwargs)
-
-    monkeypatch.setattr(forward, "score_tokens", count)
-    assert_same(scored(model, tree), scored(model, flat), atol=1e-5)
-    assert seen == [6, 12]
 
 
 @pytest.mark.parametrize("name", PLANNED)

@@ -8,12 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from areal_actors.training.checkpoints import Contents, save_checkpoint
 from areal_actors.training.config import Layout, TrainerConfig
-from areal_actors.training.loading import attach_source, unread_weights
 from areal_actors.training.trainer import PolicyTrainer
 from areal_actors.training.tree_attention import SEGMENT_ATTENTION
-from areal_actors.training.weights import distinct_tensors, export_model, stored_weights
+from areal_actors.training.weights import export_model
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2"])
@@ -81,17 +79,3 @@ def test_a_large_model_is_divided_into_files(tmp_path, make_model):
     assert len(names) > 1
     assert names == sorted(set(index["weight_map"].values()))
     assert all(torch.equal(parameter, loaded.get_parameter(name)) for name, parameter in model.named_parameters())
-
-
-def test_buffers_come_from_the_files(tmp_path, make_model):
-    """A model without weights has its buffers, with the numbers of the architecture and not those of the checkpoint."""
-    trained, empty = make_model(seed=1), make_model(seed=2)
-    trained.register_buffer("correction", torch.ones(2))
-    empty.register_buffer("correction", torch.zeros(2))
-    saved = save_checkpoint(tmp_path, Contents(parts={"model": distinct_tensors(trained)}), step=1)
-    attach_source(empty, stored_weights(empty, saved))
-
-    read = unread_weights(empty)
-
-    assert read.keys() == distinct_tensors(trained).keys()
-    assert all(torch.equal(tensor, read[name]) for name, tensor in distinct_tensors(trained).items())

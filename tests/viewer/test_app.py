@@ -85,7 +85,6 @@ async def test_page_accepts_a_bearer_token(page):
         ("/api/groups?run=shown/trial&version=one", 400),
         ("/static/..%2f__init__.py", 404),
         ("/static/app.py", 404),
-        ("/static/uplot.LICENSE", 404),
         ("/elsewhere", 404),
     ],
 )

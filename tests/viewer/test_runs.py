@@ -13,7 +13,7 @@ from tests.stacks.run_files import step, write_lines, write_run
 from areal_actors.dashboard import RunDirectory
 from areal_actors.dashboard.records import format_record, rewrite_records
 from areal_actors.errors import RunDirectoryError
-from areal_actors.viewer import FailureFilter, GroupFilter, find_runs, view_run
+from areal_actors.viewer import RecordFilter, find_runs, view_run
 
 
 @given(cuts=st.lists(st.integers(0, 400), max_size=8), num_steps=st.integers(0, 6))
@@ -91,7 +91,7 @@ def test_failures_are_counted_by_kind_without_secrets(directory):
 )
 def test_failures_are_filtered(directory, wanted, counts):
     """By text, kind, purpose, versions and source."""
-    assert counts == [kind["count"] for kind in view_run(directory).list_failures(FailureFilter(**wanted))]
+    assert counts == [kind["count"] for kind in view_run(directory).list_failures(RecordFilter(**wanted))]
 
 
 def test_failures_name_the_newest_of_each_kind(directory):
@@ -144,7 +144,7 @@ def test_groups_are_filtered_over_versions(directory, wanted, tasks):
     path.parent.mkdir()
     path.write_bytes((directory.rollouts / "1" / "0.jsonl").read_bytes())
 
-    found = view_run(directory).list_groups("rollout", None, GroupFilter(**wanted))
+    found = view_run(directory).list_groups("rollout", None, RecordFilter(**wanted))
 
     assert tasks == [group["task"] for group in found["groups"]]
     assert not found["is_cut"]

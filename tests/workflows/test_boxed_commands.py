@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import sys
-import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anyio
-import psutil
 import pytest
 from tests.plugins import needs_plugin
 
@@ -60,7 +57,7 @@ CALL = "import os, urllib.request as u; print(len(u.urlopen(os.environ['OPENAI_B
 
 
 @pytest.mark.parametrize("kind", ISOLATED)
-async def test_the_model_is_reached_from_inside(kind):
+async def test_model_is_reached_from_inside(kind):
     """By the URL in the environment, with the path of the session; the reward is the last line."""
     requests: list[bytes] = []
 
@@ -80,7 +77,7 @@ async def test_the_model_is_reached_from_inside(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_boxed_command_finds_its_problem_its_files_and_its_key(kind, tmp_path):
+async def test_boxed_command_finds_its_problem_its_files_and_its_key(kind, tmp_path):
     """The problem on stdin and in a file, given files in the working directory, and one key."""
     (tmp_path / "given").mkdir()
     (tmp_path / "given" / "data.txt").write_text("data")
@@ -103,14 +100,14 @@ GRADES = [
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("script", "reward"), GRADES, ids=[script for script, _ in GRADES])
-async def test_a_grader_rewards_by_its_last_line_or_its_status(kind, script, reward):
+async def test_grader_rewards_by_its_last_line_or_its_status(kind, script, reward):
     """Whatever the agent printed."""
     async with open_agent(kind, "echo 1000", grader=("sh", "-c", script)) as agent:
         assert reward == await agent.run({}, **NOWHERE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_grader_sees_the_problem_and_the_files_that_the_agent_left(kind, write):
+async def test_grader_sees_the_problem_and_the_files_that_the_agent_left(kind, write):
     """Its own files are at their paths in its box only."""
     grade = write("grade.sh", 'test "$(cat answer.txt)" = 42 && grep -q question "$AREAL_PROBLEM" && grep -q question')
     script = f"echo 42 > answer.txt; test ! -e {grade} || test {kind} = none"
@@ -120,7 +117,7 @@ async def test_a_grader_sees_the_problem_and_the_files_that_the_agent_left(kind,
 
 @pytest.mark.parametrize("limit", ["max_turns", None])
 @pytest.mark.parametrize("kind", KINDS)
-async def test_an_agent_that_fails_at_its_limit_is_graded(kind, limit):
+async def test_agent_that_fails_at_its_limit_is_graded(kind, limit):
     """Many agents end with an error when the model refuses to go on; without a limit, an error fails the episode."""
 
     async def find_limit() -> str | None:
@@ -137,7 +134,7 @@ async def test_an_agent_that_fails_at_its_limit_is_graded(kind, limit):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_grader_that_cannot_be_started_fails_the_episode(kind):
+async def test_grader_that_cannot_be_started_fails_the_episode(kind):
     """It is not the agent's fault."""
     async with open_agent(kind, "true", grader=("no-such-grader",)) as agent:
         with pytest.raises(EpisodeError, match="The grader no-such-grader cannot be started"):
@@ -158,7 +155,7 @@ FAILING_GRADERS = {
 @pytest.mark.parametrize("anyio_backend", ["trio"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("script", "reason"), FAILING_GRADERS.values(), ids=FAILING_GRADERS.keys())
-async def test_a_grader_that_fails_gives_no_reward(kind, script, reason, write):
+async def test_grader_that_fails_gives_no_reward(kind, script, reason, write):
     """The episode fails, with the reason and the last output: 0 would teach the model that its answer was wrong."""
     path = "/nowhere/grade.py" if script is None else write("grade.py", script)
     async with open_agent(kind, "true", grader=(sys.executable, path)) as agent:
@@ -175,7 +172,7 @@ async def test_a_grader_that_fails_gives_no_reward(kind, script, reason, write):
     ],
     ids=["a program", "a test"],
 )
-async def test_an_answer_that_raises_is_rewarded_with_0(script, write):
+async def test_answer_that_raises_is_rewarded_with_0(script, write):
     """The exception is the answer's, and not the grader's."""
     grade = write("grade.py", f"import sys; sys.path.insert(0, '.')\n{script}")
     async with open_agent("none", "echo 1/0 > answer.py", grader=(sys.executable, grade)) as agent:
@@ -183,7 +180,7 @@ async def test_an_answer_that_raises_is_rewarded_with_0(script, write):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_grader_that_hangs_gives_nothing(kind):
+async def test_grader_that_hangs_gives_nothing(kind):
     """It runs what the agent wrote: an agent whose work hangs is not spared its reward."""
     async with open_agent(kind, "true", grader=("sleep", "100"), timeout_seconds=0.5) as agent:
         assert 0.0 == await agent.run({}, **NOWHERE)
@@ -219,43 +216,3 @@ async def test_grading_rewards_no_attack(kind, attack, write, tmp_path, monkeypa
     async with open_agent(kind, script, grader=("sh", grade, answer)) as agent:
         assert 0.0 == await agent.run({}, **NOWHERE)
     assert await anyio.Path(answer).read_text() == "the answer\n"
-
-
-FAULTS = {
-    "dies": ("echo last words >&2; kill -9 $$", {}, "It was killed by signal 9. The end of its stderr:\nlast words"),
-    "fails": ("echo why >&2; exit 3", {}, "It exited with status 3. The end of its stderr:\nwhy"),
-    "hangs": ("echo waiting >&2; sleep 100", {"timeout_seconds": 0.5}, "took longer than 0.5 s(.|\n)*waiting"),
-    "uses memory": (
-        f"{sys.executable} -c 'x = [bytearray(1 << 20) for _ in range(1000)]'",
-        {"memory_mib": 64},
-        "MemoryError|more than 64 MiB",
-    ),
-    "fills the disk": ("head -c 20000000 /dev/zero > file", {"disk_mib": 4}, "No space left|File size limit|signal 25"),
-    "forks": (
-        "bomb() { bomb | bomb & }; bomb; sleep 100",
-        {"max_processes": 30, "timeout_seconds": 1},
-        "more than 30 processes|took longer|fork",
-    ),
-}
-
-
-@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
-@pytest.mark.parametrize("anyio_backend", ["asyncio"])
-@pytest.mark.parametrize(("script", "limits", "reason"), FAULTS.values(), ids=FAULTS.keys())
-async def test_a_fault_ends_its_episode_with_the_reason(script, limits, reason):
-    """The next episode is not affected."""
-    async with open_agent("bubblewrap", f"set -e; if [ $(cat) = 1 ]; then {script}\nfi; echo 1", **limits) as agent:
-        with pytest.raises(EpisodeError, match=reason):
-            await agent.run(1, **NOWHERE)
-        assert 1.0 == await agent.run(0, **NOWHERE)
-
-
-@needs_plugin(PluginGroup.SANDBOXES, "bubblewrap")
-async def test_nothing_is_left_of_an_episode():
-    """A command that leaves daemons and much output ends; so do its daemons."""
-    marker = f"{os.getpid()}.{time.monotonic_ns()}"
-    script = f"setsid sleep {marker} >/dev/null 2>&1 & yes | head -c 50000000; echo; echo 1"
-    async with open_agent("bubblewrap", script) as agent:
-        assert 1.0 == await agent.run({}, **NOWHERE)
-
-    assert not [p for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or ())]

@@ -56,7 +56,7 @@ async def test_command_reward_is_its_last_line(script: str, expected: object):
     assert (expected == result) or (math.isnan(expected) and math.isnan(result))
 
 
-async def test_a_command_finds_its_problem_and_its_link():
+async def test_command_finds_its_problem_and_its_link():
     """The problem on stdin and in a file, the link in the four variables; ours are still there."""
     variables = "$OPENAI_BASE_URL $OPENAI_API_KEY $ANTHROPIC_BASE_URL $ANTHROPIC_API_KEY"
     script = f'echo "{{\\"{variables} $(cat) $(cat $AREAL_PROBLEM) ${{PATH:+path}}\\": 1}}" | tr -d "\\n"'
@@ -66,7 +66,7 @@ async def test_a_command_finds_its_problem_and_its_link():
     assert "http://127.0.0.1:1/s/v1 key http://127.0.0.1:1/s key [1, 2] [1, 2] path" == words
 
 
-async def test_a_command_need_not_read_its_problem():
+async def test_command_need_not_read_its_problem():
     """However large it is."""
     async with open_agent(*shell("echo 1")) as agent:
         assert 1.0 == await agent.run({"text": "x" * 5_000_000}, **LINK)
@@ -74,8 +74,8 @@ async def test_a_command_need_not_read_its_problem():
 
 FAILURES = [
     (shell("echo 1; echo broken >&2; exit 3"), r"sh failed. It exited with status 3. The end of its stderr:\nbroken"),
-    (shell("kill -9 $$"), "sh failed. It was killed by SIGKILL"),
-    (("/nowhere/to/be/found",), "found cannot be started: there is no program"),
+    (shell("kill -9 $$"), "sh failed. It was killed by signal 9"),
+    (("/nowhere/to/be/found",), "found failed. It exited with status 127(.|\n)*not found"),
     (shell("""echo '{"a": null}'"""), "sh.run returned None of type NoneType"),
 ]
 
@@ -103,7 +103,7 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def test_a_cancelled_command_is_gone_with_its_children(tmp_path: Path):
+async def test_cancelled_command_is_gone_with_its_children(tmp_path: Path):
     """Even one that is deaf."""
     note = tmp_path / "pids"
     script = f'trap "" TERM; sleep 600 & echo "$$ $!" > {note}; wait; sleep 600'

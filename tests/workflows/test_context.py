@@ -15,7 +15,7 @@ def test_outside_of_episodes_there_is_an_empty_context():
     assert "rollout" == workflow_context.stat_scope()
 
 
-def test_a_block_is_part_of_its_episode_and_leaves_it_when_it_raises():
+def test_block_is_part_of_its_episode_and_leaves_it_when_it_raises():
     """Contexts nest, and end with their block."""
     outer, inner = EpisodeContext(task_id="1"), EpisodeContext(task_id="1", member=2, is_eval=True)
     with workflow_context.enter(outer):

@@ -16,7 +16,7 @@ numbers = st.dictionaries(names, st.floats(-1e6, 1e6), max_size=6)
 
 
 @given(numbers, numbers)
-def test_the_last_value_of_a_name_counts(kept, new):
+def test_last_value_of_a_name_counts(kept, new):
     """As in a dictionary; what is given is not changed."""
     before = dict(kept)
 

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -56,14 +55,14 @@ def is_gone(pid: int) -> bool:
         return True
 
 
-async def test_a_plain_def_may_block_and_keeps_its_state():
+async def test_plain_def_may_block_and_keeps_its_state():
     """It is made once, with its arguments; a worker that is warm runs the next episode, too."""
     async with open_pool("Sync", start=0.5) as pool:
         assert pool.agent_name == "Sync"
         assert [101.5, 202.5] == [await pool.run({"add": add}, **LINK) for add in (1, 2)]
 
 
-async def test_an_agent_finds_its_link_in_its_environment():
+async def test_agent_finds_its_link_in_its_environment():
     """And in its arguments; its stdin is empty, its context is that of the episode, and nothing of it is ours."""
     async with open_pool("Looking") as pool:
         with workflow_context.enter(EpisodeContext(task_id="7", member=3, is_eval=True)):
@@ -116,7 +115,7 @@ async def test_pool_process_death_fails_one_episode():
         assert 0 < await pool.run({"do": "succeed"}, **LINK)
 
 
-async def test_the_traceback_of_a_child_names_the_line_of_the_agent():
+async def test_traceback_of_a_child_names_the_line_of_the_agent():
     """It crosses the pipe with the failure, and begins in the agent's own file."""
     async with open_pool("Doing") as pool:
         with pytest.raises(EpisodeError) as caught:
@@ -127,7 +126,7 @@ async def test_the_traceback_of_a_child_names_the_line_of_the_agent():
     assert "ValueError: no such tool" == last
 
 
-async def test_a_process_may_be_cancelled_while_it_starts(tmp_path: Path):
+async def test_process_may_be_cancelled_while_it_starts(tmp_path: Path):
     """Nothing of it is left."""
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     before = set(psutil.Process().children(recursive=True))
@@ -138,7 +137,7 @@ async def test_a_process_may_be_cancelled_while_it_starts(tmp_path: Path):
     assert set() == set(psutil.Process().children(recursive=True)) - before
 
 
-async def test_a_worker_that_was_killed_between_episodes_is_replaced():
+async def test_worker_that_was_killed_between_episodes_is_replaced():
     """The next episode runs in a new process."""
     async with open_pool("Doing") as pool:
         first = int(await pool.run({"do": "succeed"}, **LINK))
@@ -174,7 +173,7 @@ async def test_what_an_agent_prints_is_logged_and_bounded(tmp_path: Path):
     assert files[0].read_text().endswith('{"last": 666, "by_interaction": {}}\nfrom a child\n')
 
 
-async def test_a_cancelled_episode_takes_its_whole_group_along(tmp_path: Path):
+async def test_cancelled_episode_takes_its_whole_group_along(tmp_path: Path):
     """Also what is deaf to SIGTERM, and the children of the agent; the next episode has a process."""
     note = tmp_path / "pids"
     async with open_pool("Doing") as pool:
@@ -215,7 +214,7 @@ class Local:
 
 
 @pytest.mark.parametrize("make", [lambda: (Local(2.0), {}), lambda: (Local, {"reward": 2.0})], ids=["object", "class"])
-async def test_an_object_and_a_class_are_handed_over(make: Callable[[], Any]):
+async def test_object_and_a_class_are_handed_over(make: Callable[[], Any]):
     """An object keeps what its constructor made; a class is constructed over there."""
     with anyio.fail_after(60):
         async with AgentPool.open(serialize_agent(*make())) as pool:
@@ -242,7 +241,7 @@ async def test_pool_refuses_agents_that_cannot_be_pickled():
     ],
     ids=["raises", "exits", "is_none", "divides"],
 )
-async def test_an_agent_that_cannot_be_made_ends_the_start(tmp_path: Path, text: str, complaint: str):
+async def test_agent_that_cannot_be_made_ends_the_start(tmp_path: Path, text: str, complaint: str):
     """With the traceback of the child; no group of exceptions hides it."""
     (tmp_path / "broken.py").write_text(text)
     with pytest.raises(WorkflowError, match=complaint):
@@ -250,31 +249,7 @@ async def test_an_agent_that_cannot_be_made_ends_the_start(tmp_path: Path, text:
             pass
 
 
-@pytest.mark.parametrize("num_killed", [2, 3])
-async def test_a_process_that_is_killed_while_it_starts_is_started_again(tmp_path: Path, num_killed: int):
-    """A kill from outside is no fault of the agent, such as one for lack of memory; after three, the start fails."""
-    text = f"""
-        import os, pathlib
-        tally = pathlib.Path({str(tmp_path)!r}, "tally")
-        tally.write_text((tally.read_text() if tally.exists() else "") + "x")
-        if len(tally.read_text()) <= {num_killed}:
-            os.kill(os.getpid(), {signal.SIGKILL:d})
-
-        class Agent:
-            def run(self, data, **extra_kwargs):
-                return 1.0
-    """
-    (tmp_path / "agent.py").write_text(textwrap.dedent(text))
-    opening = AgentPool.open(serialize_agent(f"{tmp_path}/agent.py:Agent"))
-    if num_killed == 3:
-        with pytest.raises(WorkflowError, match=r"before it was ready\. It was killed by SIGKILL"):
-            await opening.__aenter__()
-        return
-    async with opening as pool:
-        assert 1.0 == await pool.run({}, **LINK)
-
-
-async def test_an_import_that_takes_too_long_ends_the_start(tmp_path: Path):
+async def test_import_that_takes_too_long_ends_the_start(tmp_path: Path):
     """And its process."""
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     config = PoolConfig(start_timeout_seconds=0.5)
@@ -283,7 +258,7 @@ async def test_an_import_that_takes_too_long_ends_the_start(tmp_path: Path):
             pass
 
 
-async def test_an_error_of_the_block_leaves_it_as_it_is():
+async def test_error_of_the_block_leaves_it_as_it_is():
     """Not wrapped, and without processes."""
     with pytest.raises(KeyError):
         async with open_pool("Doing"):
@@ -309,7 +284,7 @@ GUARD
 
 
 @pytest.mark.parametrize("is_guarded", [True, False])
-def test_an_agent_of_the_main_program(tmp_path: Path, *, is_guarded: bool):
+def test_agent_of_the_main_program(tmp_path: Path, *, is_guarded: bool):
     """It works as with multiprocessing; a program without a guard is told about it, once."""
     start = "anyio.run(main)"
     guard = f'if __name__ == "__main__":\n    {start}' if is_guarded else start

@@ -57,7 +57,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_an_instance_and_a_class_are_agents():
+def test_instance_and_a_class_are_agents():
     """A class is called with the keyword arguments."""
     greeter = Greeter()
 
@@ -67,7 +67,7 @@ def test_an_instance_and_a_class_are_agents():
 
 
 @pytest.mark.parametrize("reference", ["greeting_agent.Agent", "greeting_agent:Agent", "greeting_agent.py:Agent"])
-def test_a_reference_names_a_class(module: Path, reference: str):
+def test_reference_names_a_class(module: Path, reference: str):
     """Dotted, with a colon, or by file, relative to the configuration."""
     agent = resolve_agent(reference, workflow_kwargs={"size": 3}, directory=module.parent)
 
@@ -75,12 +75,12 @@ def test_a_reference_names_a_class(module: Path, reference: str):
 
 
 @pytest.mark.parametrize("reference", ["greeting_agent:ready", "{}:ready", "{}:Box.Inner"])
-def test_a_reference_may_name_an_instance_or_something_inside(module: Path, reference: str):
+def test_reference_may_name_an_instance_or_something_inside(module: Path, reference: str):
     """By the absolute path of the file as well."""
     assert resolve_agent(reference.format(module)).run
 
 
-def test_a_file_is_imported_once_and_two_files_of_one_name_are_two_modules(module: Path, tmp_path: Path):
+def test_file_is_imported_once_and_two_files_of_one_name_are_two_modules(module: Path, tmp_path: Path):
     """All references to a file share its module; files with the same name do not."""
     other = tmp_path / "other" / module.name
     other.parent.mkdir()
@@ -117,7 +117,7 @@ def test_resolve_names_each_mistake(module: Path, workflow: object, kwargs: dict
 
 
 @pytest.mark.parametrize("text", ["1/0", "import no_such_thing", "def (", "import sys; sys.exit(3)"])
-def test_a_module_that_cannot_be_imported_says_why_and_can_be_tried_again(tmp_path: Path, text: str):
+def test_module_that_cannot_be_imported_says_why_and_can_be_tried_again(tmp_path: Path, text: str):
     """Half a module is not kept: after the mistake is mended, the import works."""
     path = tmp_path / "broken.py"
     path.write_text(text)
@@ -128,7 +128,7 @@ def test_a_module_that_cannot_be_imported_says_why_and_can_be_tried_again(tmp_pa
     assert 1 == import_reference(f"{path}:ready")
 
 
-def test_a_wrapped_coroutine_function_is_one():
+def test_wrapped_coroutine_function_is_one():
     """``functools.partial`` hides nothing."""
     agent = Greeter()
     agent.run = functools.partial(agent.run, extra=1)

@@ -61,7 +61,7 @@ def row_of(num_tokens: int, member: int) -> dict[str, torch.Tensor]:
 # --------------------------------------------------------------------------------------------------- the engine
 
 
-async def test_an_answer_has_the_engines_tokens() -> None:
+async def test_answer_has_the_engines_tokens() -> None:
     """Ids, log-probabilities and versions as they were sampled; the settings reach the engine."""
     source = EchoEngine(lambda _: encode("42"), version=3)
     async with open_engine(source) as engine:
@@ -117,7 +117,7 @@ async def test_samples_are_keyed_by_the_episode() -> None:
     assert 4 == len({first, second, different, stranger})
 
 
-async def test_a_gconfig_may_be_that_of_the_run_or_a_mapping() -> None:
+async def test_gconfig_may_be_that_of_the_run_or_a_mapping() -> None:
     """A configuration file gives a mapping; without any, the engine's counts. Greedy is temperature 0."""
     source = EchoEngine(lambda _: encode("42"))
     async with open_engine(source, gconfig=GenerationConfig(greedy=True, temperature=0.7)) as engine:
@@ -165,7 +165,7 @@ async def test_episode_engine_aborts_on_cancellation_and_waits_for_updates() -> 
     assert {5} == set(responses[0].output_versions)
 
 
-async def test_the_sdk_works_on_an_episodes_engine() -> None:
+async def test_sdk_works_on_an_episodes_engine() -> None:
     """Two clients of one episode sample differently; both are keyed by the episode."""
     source = EchoEngine(lambda _: encode("42"))
     async with open_engine(source) as engine:
@@ -230,7 +230,7 @@ async def test_interactions_are_merged() -> None:
 SESSION = SessionId("train-0-0")
 
 
-def test_a_workflow_needs_one_of_the_two_methods() -> None:
+def test_workflow_needs_one_of_the_two_methods() -> None:
     """The deprecated one will do; none will not."""
 
     class Deprecated(RolloutWorkflow):
@@ -245,7 +245,7 @@ def test_a_workflow_needs_one_of_the_two_methods() -> None:
         Neither()  # type: ignore[abstract]
 
 
-async def test_the_deprecated_form_returns_its_completions() -> None:
+async def test_deprecated_form_returns_its_completions() -> None:
     """Alone, or beside what is of no use to training."""
 
     class Alone(RolloutWorkflow):

@@ -10,7 +10,7 @@ steps that the witness saw in all processes:
 * a step that is repeated has the same groups with the same tokens, and the same numbers in ``metrics.jsonl``
 * no position is trained twice, and none is left out
 * a recorded turn of an episode that was not over is not sampled again, and of each such episode at most as many turns
-  as were in flight; some agents are not deterministic, some are commands, some are workflows without a session
+  as were in flight; some agents are not deterministic, some are commands; workflows without a session are not recorded
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -263,8 +263,10 @@ class Play:
                     recorded.setdefault(event["id"], number)
                 case "aborted":
                     aborted.add(event["id"])
-                # What is left of a sample that another engine began is not sampled again.
-                case "sampled" if event["key"][0] == "train" and not event["num_drawn"]:
+                # What is left of a sample that another engine began is not sampled again; workflows are not recorded.
+                case "sampled" if (
+                    event["key"][0] == "train" and event["key"][1] != "workflow" and not event["num_drawn"]
+                ):
                     # One that another engine begins anew has the turn's id and a number.
                     turn = re.sub(r"\.[0-9]+$", "", event["id"])
                     asked.setdefault(_prompt_of(event["key"]), []).append((num_kills, number, turn))
@@ -303,6 +305,11 @@ class Play:
 def _place(task: str) -> Place:
     source, _, position = task.rpartition("-")
     return source, int(position)
+
+
+def _is_recorded(key: Sequence[Any]) -> bool:
+    """Return whether a sample is of a training episode with a session."""
+    return key[0] == "train" and key[1] != "workflow"
 
 
 def _prompt_of(key: list[Any]) -> tuple[Any, ...]:

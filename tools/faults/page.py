@@ -50,7 +50,7 @@ PROCESS_FAULTS = {
     "time limit": "limit",
     "full disk": "",
 }
-"""Faults of processes, and their names in ``tests/schedulers/slurm_local/faults.py``."""
+"""Faults of processes, and their names in ``tools/slurm/faults.py``."""
 FAULTS = {
     "processes": tuple(PROCESS_FAULTS),
     "actors": (*("killed", "hangs", "connection cut", "full disk", "asker cancelled", "slow", "duplicated message"),),
@@ -70,7 +70,7 @@ run* that its test exists but has not been run to its end, **not tested** that t
 below each table.
 
 `python -m tools.faults` writes this page from `tools/faults/matrix.toml`, and fails if a test that is named here does
-not exist. `nox -s slurm` runs the tests of `tests/schedulers/slurm_local` but those of
+not exist. `nox -s slurm` runs the tests of `tools/slurm` but those of
 `faults.py`, of which `nox -s slurm -- faults` runs all or some (`--sample 3 --seed 7`); `nox -s placement` injects
 faults [on one machine](../placement.md#faults-and-the-time-they-cost). All others are in the suite.
 [Durability](durability.md#how-it-is-tested) is about kills at random times. Of this table, the suite contains one fault

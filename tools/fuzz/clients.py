@@ -33,7 +33,7 @@ def _payloads(events: bytes) -> list[Wire]:
 class ChatClient:
     """OpenAI's chat completions."""
 
-    dialect: Dialect[Any] = ChatDialect()
+    dialect: Dialect = ChatDialect()
     styles = (
         *("as sent", "nulls", "content absent", "content empty", "parts", "indices", "ascii", "foreign keys"),
         "ids renamed",
@@ -173,7 +173,7 @@ _CHAT_STYLES: Mapping[str, Callable[[Wire], None]] = {
 class ResponsesClient:
     """OpenAI's Responses."""
 
-    dialect: Dialect[Any] = ResponsesDialect(honours_store=True)
+    dialect: Dialect = ResponsesDialect(honours_store=True)
     styles = ("items", "without ids", "ids without status", "thoughts emptied", "calls alone")
 
     def body(self, system: Sequence[str], entries: Sequence[Entry], tools: Sequence[Wire], limit: int) -> Wire:
@@ -255,7 +255,7 @@ def _name_items(items: Sequence[Wire], raw: Sequence[Wire]) -> None:
 class MessagesClient:
     """Anthropic's Messages."""
 
-    dialect: Dialect[Any] = MessagesDialect()
+    dialect: Dialect = MessagesDialect()
     styles = ("blocks", "text as string", "cached", "signed anew", "citations")
 
     def body(self, system: Sequence[str], entries: Sequence[Entry], tools: Sequence[Wire], limit: int) -> Wire:

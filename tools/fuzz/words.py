@@ -85,7 +85,7 @@ def _normal_number(value: float) -> float | int:
 class Client(Protocol):
     """One protocol."""
 
-    dialect: Dialect[Any]
+    dialect: Dialect
     styles: Sequence[str]
     """Its ways to word an echo, beside those of ``ECHO_STYLES``."""
 

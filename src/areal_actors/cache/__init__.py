@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from areal_actors.cache.export import STYLES, Exported, export_trajectories
 from areal_actors.cache.history import full_history, full_ids, lookup_in, prompt_ids
-from areal_actors.cache.laws import LawReport, find_broken
 from areal_actors.cache.links import Match
 from areal_actors.cache.prompts import PromptRenderer, plan_prompt
 from areal_actors.cache.rewards import (
@@ -31,7 +30,6 @@ __all__ = [
     "ConversationTree",
     "Exported",
     "IssuedSession",
-    "LawReport",
     "Match",
     "PromptPlan",
     "PromptRenderer",
@@ -43,7 +41,6 @@ __all__ = [
     "Unrewarded",
     "backpropagate",
     "export_trajectories",
-    "find_broken",
     "from_tensors",
     "full_history",
     "full_ids",

@@ -25,7 +25,6 @@ therefore after the turns that they follow.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 from attrs import define, field, frozen
 
-from areal_actors.cache.history import Lookup, ancestry, full_ids, lookup_in, token_path
+from areal_actors.cache.history import Lookup, ancestry, lookup_in, token_path
 from areal_actors.cache.rewards import (
     Rule,
     Unrewarded,
@@ -159,21 +158,17 @@ def _reason(
 # ------------------------------------------------------------------------------------------------------- rows
 
 
+Indices = npt.NDArray[np.int64]
+
+
 def _individual_rows(source: Source) -> list[Trajectory]:
     rows: list[Trajectory] = []
-    # A child's prompt begins with the ids of its parent's row, so that work is linear in the length of the rows.
-    ids: dict[InteractionId, Ints] = {}
     for turn in source.trained:
-        if turn.token_parent is None:
-            prompt = turn.prompt_suffix
-        else:
-            # A parent that is not trained has no row.
-            parent = ids.get(turn.token_parent)
-            parent = full_ids(source.lookup(turn.token_parent), source.lookup) if parent is None else parent
-            prompt = np.concatenate([parent, turn.prompt_suffix])
-        row = _build_row(source, [prompt, turn], trained=frozenset([turn.id]))
-        ids[turn.id] = row.input_ids
-        rows.append(row)
+        row = _Row(source)
+        row.add(turn)
+        # Earlier outputs are part of the prompt.
+        row.spans, row.paths = row.spans[-1:], row.paths[-1:]
+        rows.append(row.build())
     return rows
 
 
@@ -188,156 +183,104 @@ def _concat_rows(source: Source) -> list[Trajectory]:
             path = token_path(turn, source.lookup)
             inner.update(ancestor.id for ancestor in path)
             paths.append(path)
-    done: set[InteractionId] = set()
     rows: list[Trajectory] = []
     # In order of request, so that an output that several leaves share is trained in the first of them.
     for path in reversed(paths):
-        trained = frozenset(turn.id for turn in path if turn.id in eligible and turn.id not in done)
-        done |= trained
-        parts: list[_Part] = []
-        for turn in path:
-            parts += [turn.prompt_suffix, turn]
-        rows.append(_build_row(source, parts, trained=trained))
+        row = _Row(source)
+        row.add(path[-1])
+        row.trained = {turn.id for turn in path} & eligible
+        eligible -= row.trained
+        rows.append(row.build())
     return rows
 
 
-_Part = Ints | Interaction
-"""Either prompt ids, or a turn whose output was sampled."""
-
-
-def _build_row(source: Source, parts: Sequence[_Part], *, trained: frozenset[InteractionId]) -> Trajectory:
-    """Join the parts into a row. Outputs in ``trained`` are trained; other outputs are context."""
-    pieces: list[Ints] = []
-    spans: list[Span] = []
-    num_tokens = 0
-    for part in parts:
-        if isinstance(part, Interaction):
-            spans.append(Span(part, checked_completion(part, num_tokens), num_tokens))
-            piece = spans[-1].completion.token_ids
-        else:
-            piece = part
-        pieces.append(piece)
-        num_tokens += len(piece)
-    last = spans[-1].turn
-    return Trajectory(
-        session=source.session,
-        interactions=tuple(span.turn.id for span in spans),
-        input_ids=np.concatenate(pieces),
-        **columns_of(spans, num_tokens, source.returns, trained),
-        routed_experts=experts_of(
-            [span.completion for span in spans],
-            (np.arange(span.start + len(span.completion.token_ids)) for span in spans),
-            num_tokens,
-        ),
-        reward=source.returns[last.id],
-        tag=last.tag,
-        turn_infos=infos_of(spans, source),
-    )
-
-
-Indices = npt.NDArray[np.int64]
-
-
-def tree_rows(source: Source) -> list[Trajectory]:
+def _tree_rows(source: Source) -> list[Trajectory]:
     """Return one row of all turns to train and their context, or several if it would be longer than allowed.
 
     A turn that is trained in one row is context in the next.
     """
-    trees = [_Tree(source)]
+    trees = [_Row(source)]
     for turn in source.trained:
         if source.max_tokens is not None and trees[-1].size_with(turn) > source.max_tokens:
-            trees.append(_Tree(source))
+            trees.append(_Row(source))
         trees[-1].add(turn)
-    return [tree.row() for tree in trees if tree.spans]
-
-
-@define
-class _Readings:
-    """Prompt parts that were read after the same token: their ids, sorted, and the nodes that hold them."""
-
-    keys: list[bytes] = field(factory=list)
-    nodes: list[Indices] = field(factory=list)
-
-    def shared(self, ids: Ints) -> Indices:
-        """Return the nodes of the longest known prefix of ``ids``, which one of its sorted neighbours has."""
-        at = bisect_left(self.keys, _key(ids))
-        shared = _NONE
-        for near in range(max(at - 1, 0), min(at + 1, len(self.keys))):
-            other = np.frombuffer(self.keys[near], ">i4")
-            length = min(len(ids), len(other))
-            differs = ids[:length] != other[:length]
-            num_shared = int(differs.argmax()) if differs.any() else length
-            if num_shared > len(shared):
-                shared = self.nodes[near][:num_shared]
-        return shared
-
-    def add(self, ids: Ints, nodes: Indices) -> None:
-        key = _key(ids)
-        at = bisect_left(self.keys, key)
-        if at == len(self.keys) or self.keys[at] != key:
-            self.keys.insert(at, key)
-            self.nodes.insert(at, nodes)
+    return [tree.build(is_tree=True) for tree in trees if tree.spans]
 
 
 @define(eq=False)
 class _End:
-    """The end of a turn's tokens: the last node (-1: none yet), its depth, and the prompt parts read after it."""
+    """The end of a turn's tokens: the last node (-1: none yet), its depth, and the prompt parts read after it.
+
+    ``readings`` has the ids of each part and the nodes that hold them.
+    """
 
     node: int = -1
     depth: int = 0
-    readings: _Readings = field(factory=_Readings)
+    readings: list[tuple[Ints, Indices]] = field(factory=list)
+
+    def shared(self, ids: Ints) -> Indices:
+        """Return the nodes of the longest known prefix of ``ids``."""
+        longest = _NONE
+        for known, nodes in self.readings:
+            length = min(len(ids), len(known))
+            differs = ids[:length] != known[:length]
+            num_shared = int(differs.argmax()) if differs.any() else length
+            if num_shared > len(longest):
+                longest = nodes[:num_shared]
+        return longest
 
 
-class _Tree:
-    """A row under construction."""
+class _Row:
+    """A row under construction, as the tree of its tokens. Without branches, each token follows the one before."""
 
     def __init__(self, source: Source) -> None:
         self.spans: list[Span] = []
+        self.paths: list[Indices] = []
+        """For each span, the nodes of its turn: the one before its prompt part, the prompt part and the output."""
+        self.trained: set[InteractionId] = set()
         self._source = source
-        self._trained: set[InteractionId] = set()
         self._ends: dict[InteractionId | None, _End] = {None: _End()}
         self._ids: list[Ints] = []
         self._predecessors: list[npt.NDArray[np.integer]] = []
         self._size = 0
-        self._paths: list[Indices] = []
 
     def size_with(self, turn: Interaction) -> int:
         """Return the number of tokens of the row after ``turn`` was added."""
         missing = self._missing(turn)
-        shared = self._ends[missing[0].token_parent].readings.shared(missing[0].prompt_suffix)
+        shared = self._ends[missing[0].token_parent].shared(missing[0].prompt_suffix)
         return self._size - len(shared) + sum(len(t.prompt_suffix) + _num_sampled(t) for t in missing)
 
     def add(self, turn: Interaction) -> None:
         """Add the context of ``turn``, and its output, which is trained here."""
         for each in self._missing(turn):
             parent = self._ends[each.token_parent]
-            shared = parent.readings.shared(each.prompt_suffix)
+            shared = parent.shared(each.prompt_suffix)
             before = int(shared[-1]) if len(shared) else parent.node
-            read = self._append(each.prompt_suffix[len(shared) :], after=before)
-            nodes = np.concatenate([shared, read])
-            parent.readings.add(each.prompt_suffix, nodes)
+            nodes = np.concatenate([shared, self._append(each.prompt_suffix[len(shared) :], after=before)])
+            if len(shared) < len(nodes):
+                parent.readings.append((each.prompt_suffix, nodes))
             depth = parent.depth + len(nodes)
             completion = checked_completion(each, depth)
             self.spans.append(Span(each, completion, self._size))
             # Sampled tokens are never shared, even if two answers are equal: each has its own return.
             sampled = self._append(completion.token_ids, after=int(nodes[-1]) if len(nodes) else parent.node)
             path = np.concatenate([[parent.node], nodes, sampled])
-            self._paths.append(path)
+            self.paths.append(path)
             self._ends[each.id] = _End(node=int(path[-1]), depth=depth + len(sampled))
-        self._trained.add(turn.id)
+        self.trained.add(turn.id)
 
-    def row(self) -> Trajectory:
+    def build(self, *, is_tree: bool = False) -> Trajectory:
         """Return the finished row."""
         last = self.spans[-1].turn
         return Trajectory(
             session=self._source.session,
             interactions=tuple(span.turn.id for span in self.spans),
             input_ids=np.concatenate(self._ids),
-            **columns_of(self.spans, self._size, self._source.returns, frozenset(self._trained)),
+            **columns_of(self.spans, self._size, self._source.returns, self.trained),
             reward=self._source.returns[last.id],
             tag=last.tag,
-            predecessors=np.concatenate(self._predecessors),
-            routed_experts=experts_of([span.completion for span in self.spans], self._paths, self._size),
+            predecessors=np.concatenate(self._predecessors) if is_tree else None,
+            routed_experts=experts_of([span.completion for span in self.spans], self.paths, self._size),
             turn_infos=infos_of(self.spans, self._source),
         )
 
@@ -357,11 +300,6 @@ class _Tree:
             self._predecessors.append(np.concatenate([[after], nodes[:-1]]))
             self._size += len(ids)
         return nodes
-
-
-def _key(ids: Ints) -> bytes:
-    """Return a key that sorts as the ids do."""
-    return ids.astype(">i4").tobytes()
 
 
 _NONE: Indices = np.zeros(0, np.int64)
@@ -390,7 +328,7 @@ class Span:
 
 
 def columns_of(
-    spans: Sequence[Span], num_tokens: int, returns: Mapping[InteractionId, float], trained: frozenset[InteractionId]
+    spans: Sequence[Span], num_tokens: int, returns: Mapping[InteractionId, float], trained: Collection[InteractionId]
 ) -> dict[str, npt.NDArray[Any]]:
     """Return the columns other than the ids. Values outside the spans are neutral."""
     columns: dict[str, npt.NDArray[Any]] = {
@@ -471,6 +409,6 @@ def checked_completion(turn: Interaction, num_tokens: int) -> Completion:
 STYLES: Mapping[str, Callable[[Source], list[Trajectory]]] = {
     "individual": _individual_rows,
     "concat": _concat_rows,
-    "tree": tree_rows,
+    "tree": _tree_rows,
 }
 """Functions that build rows, by style name."""

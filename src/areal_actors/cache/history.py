@@ -112,31 +112,22 @@ def _refuse_number(literal: str) -> NoReturn:
     raise ValueError(msg)
 
 
-def prefix_digests(messages: Sequence[ChatMessage], *, known: bytes = b"") -> bytes:
+def prefix_digests(messages: Sequence[ChatMessage]) -> bytes:
     """Return the digests of all prefixes of ``messages``, 16 bytes each, concatenated.
 
-    ``known`` holds those of the first prefixes if they were computed before. Leading instructions (system or developer
-    messages) are covered by ``system_digest`` instead: up to their end the digest is ``ROOT_DIGEST``.
+    Leading instructions (system or developer messages) are covered by ``system_digest`` instead: up to their end the
+    digest is ``ROOT_DIGEST``.
     """
-    start, num_instructions = len(known) // DIGEST_SIZE, num_leading_instructions(messages)
-    # The calls that a tool result at ``start`` may answer, and the number of results before it.
+    num_instructions = num_leading_instructions(messages)
+    # The calls that a tool result may answer, and the number of results before it.
     calls: tuple[ToolCall, ...] = ()
     num_results = 0
-    for message in reversed(messages[:start]):
-        if message.role == "assistant":
-            calls = message.tool_calls
-            break
-        num_results += message.role == "tool"
-    digests, digest = [known], known[-DIGEST_SIZE:] or ROOT_DIGEST
-    for position in range(start, len(messages)):
-        message = messages[position]
-        if position >= num_instructions:
-            # A result refers to its call by position: some clients drop or rename ids, and swapped results must differ.
-            reference = num_results
-            if message.tool_call_id:
-                named = (i for i, call in enumerate(calls) if call.id == message.tool_call_id)
-                reference = next(named, num_results)
-            digest = extend_digest(digest, message, reference=reference)
+    digests, digest = [ROOT_DIGEST] * num_instructions, ROOT_DIGEST
+    for message in messages[num_instructions:]:
+        # A result refers to its call by position: some clients drop or rename ids, and swapped results must differ.
+        named = (i for i, call in enumerate(calls) if call.id == message.tool_call_id)
+        reference = next(named, num_results) if message.tool_call_id else num_results
+        digest = extend_digest(digest, message, reference=reference)
         if message.role == "assistant":
             calls, num_results = message.tool_calls, 0
         elif message.role == "tool":

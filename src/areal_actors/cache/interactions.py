@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -19,9 +19,7 @@ from areal_actors.cache.tree import parse_reward
 from areal_actors.domain import (
     ChatMessage,
     Completion,
-    Interaction,
     InteractionId,
-    Ints,
     SamplingDistribution,
     SessionId,
     SessionRecord,
@@ -158,8 +156,7 @@ def interactions_of(
 class InteractionViews:
     """The completed interactions of ``record``. With a ``discount`` their rewards are returns, else as assigned.
 
-    ``completions`` are the SDK's objects, if there are any. ``history`` and ``prompt_tokens`` are for an owner with a
-    faster lookup than the record.
+    ``completions`` are the SDK's objects, if there are any.
     """
 
     def __init__(
@@ -168,16 +165,12 @@ class InteractionViews:
         *,
         discount: float | None = None,
         completions: Mapping[str, Any] | None = None,
-        history: Callable[[Interaction], Sequence[ChatMessage]] | None = None,
-        prompt_tokens: Callable[[Interaction], Ints] | None = None,
     ) -> None:
-        lookup = lookup_in(record)
+        self._lookup = lookup_in(record)
         self.record = record
         self._interactions = {turn.id: turn for turn in record.interactions if turn.output is not None}
         self._completions = completions or {}
         self._returns = None if discount is None else backpropagate(record, discount)
-        self._history = history or (lambda turn: full_history(turn, lookup))
-        self._prompt_tokens = prompt_tokens or (lambda turn: prompt_ids(turn, lookup))
         self._made: dict[InteractionId, InteractionWithTokenLogpReward] = {}
 
     def view(self, name: InteractionId, *, row: Trajectory | None = None) -> InteractionWithTokenLogpReward:
@@ -195,11 +188,11 @@ class InteractionViews:
                 break
             line.append(self._interactions[parent])
         for turn in reversed(line):
-            history, completion = self._history(turn), cast("Completion", turn.completion)
+            history, completion = full_history(turn, self._lookup), cast("Completion", turn.completion)
             self._made[turn.id] = InteractionWithTokenLogpReward(
                 interaction_id=turn.id,
                 model_response=ModelResponse(
-                    input_tokens=self._prompt_tokens(turn).tolist(),
+                    input_tokens=prompt_ids(turn, self._lookup).tolist(),
                     output_tokens=completion.token_ids.tolist(),
                     output_logprobs=completion.logprobs.tolist(),
                     output_versions=completion.versions.tolist(),

@@ -1,9 +1,8 @@
-"""Parent lookup: finds the interaction that a request continues, in time that depends on the new messages only.
+"""Parent lookup: finds the interaction that a request continues.
 
 The conversational parent is the completed interaction whose messages and answer are the longest prefix of the request's
 messages. Completed interactions are kept in buckets by the digest of messages + answer. A request is digested prefix by
-prefix, and the longest prefix with a bucket wins. Recent histories are kept with their digests, so that an agent that
-continues a conversation costs one comparison per old message and one digest per new one.
+prefix (about 5 µs a message), and the longest prefix with a bucket wins.
 
 Some clients edit the echo of an answer: they add default arguments to its calls, or their own words to its text. Such
 an answer is found by
@@ -59,9 +58,6 @@ from areal_actors.domain import (
     InteractionId,
     InteractionStatus,
 )
-
-# An agent and a few sub-agents that talk in turns.
-_MAX_RECENT = 4
 
 
 @frozen
@@ -122,14 +118,6 @@ class _Entry:
     num_messages: int
 
 
-@frozen
-class _Recent:
-    """A recent history, and the interactions that were requested with exactly it."""
-
-    history: History
-    ids: tuple[InteractionId, ...]
-
-
 @frozen(order=True)
 class _Evidence:
     """How certain it is that an answer is the echoed one; among equals, the most recently completed wins."""
@@ -152,19 +140,21 @@ class ParentIndex:
         self._answers: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._prompts: defaultdict[bytes, list[_Entry]] = defaultdict(list)
         self._entries: list[_Entry] = []
-        # Made on demand; most sessions never need it.
-        self._clues: _EditedHistory | None = None
-        self._recent: tuple[_Recent, ...] = ()
+        # What is left when a client has edited its history: call ids, the text alone, the questions.
+        self._issued: dict[str, _Entry | None] = {}
+        self._given: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        self._alike: defaultdict[bytes, list[_Entry]] = defaultdict(list)
+        self._num_alike = 0
 
     def match(self, request: CompletionRequest) -> Match:
         """Find the parent of ``request`` among the completed interactions."""
-        history, recent = self._digest(request)
+        history = _digest(request)
         messages = history.messages
         edited: tuple[_Entry, int] | None = None
         hint: ForkReason | None = None
         has_foreign = False
         for position in _answer_positions(messages):
-            parent, reason = self._choose(history, position, recent)
+            parent, reason = self._choose(history, position)
             if edited is not None:
                 # The parent is known; only a faithful echo before it is missing, whose tokens can be extended.
                 if parent is not None and reason is None and self._is_ancestor(parent, edited[0]):
@@ -190,7 +180,10 @@ class ParentIndex:
         if edited is not None:
             return self._edited(*edited, history, base=None)
         # A known answer after other messages: the client omitted some, or edited one.
-        strays = ((position, self._traces.given(messages[position])) for position in _answer_positions(messages))
+        strays = (
+            (position, self._given.get(message_digest(messages[position]), ()))
+            for position in _answer_positions(messages)
+        )
         known = ((position, max(entry.num_messages for entry in given)) for position, given in strays if given)
         hint = hint or next(starmap(_edit_or_truncation, known), ForkReason.ROOT)
         return Match(parent=None, new_messages=messages, fork_hint=hint, history=history)
@@ -204,7 +197,7 @@ class ParentIndex:
         num_own = int(request.has_instructions)
         instructions, new = request.messages[:num_own], request.messages[num_own:]
         said = full_history(parent, self._lookup)[int(parent.has_instructions) :]
-        history, _ = self._digest(evolve(request, messages=(*instructions, *said, *new)))
+        history = _digest(evolve(request, messages=(*instructions, *said, *new)))
         position = len(history.messages) - len(new) - 1
         ended = self._answers.get(history.digest(position + 1), ())
         frames = [entry.frame for entry in ended if entry.id == parent.id]
@@ -214,18 +207,8 @@ class ParentIndex:
 
     def begin(self, interaction_id: InteractionId, history: History) -> None:
         """Record that ``history`` was requested under this id."""
-        messages = history.messages
-        self._ask(_Entry(interaction_id, history.frame, len(messages)), history.digest(len(messages)))
-        # Equal messages have equal digests, which are compared in a tenth of the time.
-        same = [
-            recent
-            for recent in self._recent
-            if recent.history.digests == history.digests and recent.history.messages == messages
-        ]
-        ids = (*(i for recent in same for i in recent.ids), interaction_id)
-        # A longer history replaces its own prefixes, so that the few entries belong to different conversations.
-        others = [recent for recent in self._recent if not history.digests.startswith(recent.history.digests)]
-        self._recent = (_Recent(history, ids), *others)[:_MAX_RECENT]
+        num_messages = len(history.messages)
+        self._ask(_Entry(interaction_id, history.frame, num_messages), history.digest(num_messages))
 
     def restore(self, interaction: Interaction, frame: Frame, digest: bytes | None) -> None:
         """Add an interaction that began and ended earlier; ``digest`` is that of its messages as they were sent.
@@ -248,41 +231,23 @@ class ParentIndex:
         if output is None:
             return
         self._answers[extend_digest(prompt_digest, output)].append(entry)
-        if self._clues is not None:
-            self._clues.note_answer(entry, output)
+        self._given[message_digest(output)].append(entry)
+        for call in output.tool_calls:
+            # The tree issues no id twice; an id of two answers would tell nothing.
+            self._issued[call.id] = entry if self._issued.setdefault(call.id, entry) is entry else None
 
-    def _digest(self, request: CompletionRequest) -> tuple[History, _Recent | None]:
-        """Return the request's history, reusing the digests of the recent history that shares most messages with it."""
-        messages = request.messages
-        frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
-        num_shared, recent = 0, None
-        for other in self._recent:
-            num_equal = _num_equal(other.history.messages, messages)
-            if recent is None or num_equal > num_shared:
-                num_shared, recent = num_equal, other
-        known = b""
-        if recent is not None and num_shared > num_leading_instructions(messages):
-            known = recent.history.digests[: num_shared * DIGEST_SIZE]
-        history = History(messages, prefix_digests(messages, known=known), frame)
-        is_whole = recent is not None and num_shared == len(recent.history.messages)
-        return history, recent if is_whole else None
-
-    def _choose(
-        self, history: History, position: int, recent: _Recent | None
-    ) -> tuple[Interaction | None, ForkReason | None]:
+    def _choose(self, history: History, position: int) -> tuple[Interaction | None, ForkReason | None]:
         """Return the best candidate for the answer at ``position``, or the reason why none of them is the parent."""
         reason: ForkReason | None = None
         best: tuple[_Evidence, Interaction, Frame] | None = None
         for entry in self._answers.get(history.digest(position + 1), ()):
             interaction = self._lookup(entry.id)
-            if interaction.output is None or not is_echo(interaction.output, history.messages[position]):
+            if interaction.output is None:
                 continue
-            is_asked = recent is not None and position == len(recent.history.messages) and entry.id in recent.ids
-            if not is_asked:  # with exactly these messages
-                stored = without_instructions(full_history(interaction, self._lookup, with_answer=False))
-                echoed = without_instructions(history.messages[:position])
-                if len(stored) != len(echoed) or not all(map(is_echo, stored, echoed)):
-                    continue
+            stored = without_instructions(full_history(interaction, self._lookup))
+            echoed = without_instructions(history.messages[: position + 1])
+            if len(stored) != len(echoed) or not all(map(is_echo, stored, echoed)):
+                continue
             if interaction.completed_order is None:
                 reason = reason or ForkReason.PARENT_UNFINISHED
                 continue
@@ -296,8 +261,6 @@ class ParentIndex:
             is_proven = evidence.has_same_system
             if not is_proven:
                 # Under other instructions, equal words may be a coincidence; call ids are issued only once.
-                stored = without_instructions(full_history(interaction, self._lookup))
-                echoed = without_instructions(history.messages[: position + 1])
                 is_proven = any(s.tool_calls and has_same_calls(s, e) for s, e in zip(stored, echoed, strict=True))
             if not is_proven:
                 reason = ForkReason.NEW_SYSTEM_PROMPT
@@ -324,8 +287,7 @@ class ParentIndex:
         output = None if parent is None else parent.output
         if not ids or (output is not None and {call.id for call in output.tool_calls}.issuperset(ids)):
             return None
-        issued = self._traces.issued
-        found = {entry for name in ids if (entry := issued.get(name)) is not None}
+        found = {entry for name in ids if (entry := self._issued.get(name)) is not None}
         return found.pop() if len(found) == 1 else None
 
     def _answered_once(self, history: History, position: int) -> _Entry | None:
@@ -334,7 +296,7 @@ class ParentIndex:
         if not asked:
             # The questions are compared only if this prompt was never asked: a prompt that was asked and has several
             # answers, or none, is certain not to be another one.
-            asked = self._traces.asked_alike(history.messages[:position])
+            asked = self._asked_alike(history.messages[:position])
         same = []
         for entry in asked:
             interaction = self._lookup(entry.id)
@@ -359,7 +321,7 @@ class ParentIndex:
         # the next request (and two blanks are added if it is restarted): no prompt of a conversation is ever repeated,
         # but each answer stays behind its question. Other clients send the last few turns only.
         question, answer = history.messages[max(position - 1, 0)], history.messages[position]
-        given = self._traces.given(answer)
+        given = self._given.get(message_digest(answer), ())
         if len(given) != 1 or given[0].frame.system != history.frame.system:
             return None
         *prompt, output = full_history(self._lookup(given[0].id), self._lookup)
@@ -426,57 +388,20 @@ class ParentIndex:
             history=history,
         )
 
-    @property
-    def _traces(self) -> _EditedHistory:
-        if self._clues is None:
-            self._clues = _EditedHistory(self._entries, self._lookup)
-        return self._clues
-
-
-class _EditedHistory:
-    """Finds answers by what is left when a client has edited their history: call ids, the text alone, the questions."""
-
-    def __init__(self, entries: Sequence[_Entry], lookup: Lookup) -> None:
-        self.issued: dict[str, _Entry | None] = {}
-        self._given: defaultdict[bytes, list[_Entry]] = defaultdict(list)
-        self._entries = entries  # grows
-        self._lookup = lookup
-        self._alike: dict[bytes, list[_Entry]] = {}
-        self._questions: dict[InteractionId, bytes] = {}
-        for entry in entries:
-            if (output := lookup(entry.id).output) is not None:
-                self.note_answer(entry, output)
-
-    def note_answer(self, entry: _Entry, output: ChatMessage) -> None:
-        """Add an answer."""
-        self._given[message_digest(output)].append(entry)
-        for call in output.tool_calls:
-            # The tree issues no id twice; a journal of an earlier version may have ids that tell nothing.
-            self.issued[call.id] = entry if self.issued.setdefault(call.id, entry) is entry else None
-
-    def given(self, answer: ChatMessage) -> Sequence[_Entry]:
-        """Return the interactions that gave this answer, read on its own."""
-        return self._given.get(message_digest(answer), ())
-
-    def asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
+    def _asked_alike(self, messages: Sequence[ChatMessage]) -> Sequence[_Entry]:
         """Return the interactions whose prompts differ from ``messages`` in the model's answers at most."""
-        for entry in self._entries[len(self._questions) :]:
-            interaction = self._lookup(entry.id)
-            known = None if interaction.parent is None else self._questions.get(interaction.parent)
-            if known is not None and interaction.num_kept is None and interaction.num_instructions is None:
-                questions = _questions_digest(known, (_ANSWER, *interaction.messages))
-            else:
-                # A root, or a turn that replaced messages of its parent, whose digest then is not a prefix of its own.
-                prompt = full_history(interaction, self._lookup, with_answer=False)
-                questions = _questions_digest(ROOT_DIGEST, without_instructions(prompt))
-            self._questions[entry.id] = questions
-            self._alike.setdefault(questions, []).append(entry)
-        return self._alike.get(_questions_digest(ROOT_DIGEST, without_instructions(messages)), ())
+        # Indexed on demand; most sessions never need it.
+        for entry in self._entries[self._num_alike :]:
+            prompt = full_history(self._lookup(entry.id), self._lookup, with_answer=False)
+            self._alike[_questions_digest(prompt)].append(entry)
+        self._num_alike = len(self._entries)
+        return self._alike.get(_questions_digest(messages), ())
 
 
-def _questions_digest(digest: bytes, messages: Sequence[ChatMessage]) -> bytes:
-    """Return the digest of a history in which only the place of each answer counts."""
-    for message in messages:
+def _questions_digest(messages: Sequence[ChatMessage]) -> bytes:
+    """Return the digest of a history, without instructions, in which only the place of each answer counts."""
+    digest = ROOT_DIGEST
+    for message in without_instructions(messages):
         digest = extend_digest(digest, _ANSWER if message.role == "assistant" else message)
     return digest
 
@@ -484,9 +409,10 @@ def _questions_digest(digest: bytes, messages: Sequence[ChatMessage]) -> bytes:
 _ANSWER = ChatMessage(role="assistant")
 
 
-def _num_equal(left: Sequence[ChatMessage], right: Sequence[ChatMessage]) -> int:
-    """Return the number of equal messages at the start."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(left, right, strict=False)))
+def _digest(request: CompletionRequest) -> History:
+    messages = request.messages
+    frame = Frame(system_digest(messages), tools_digest(request.tools), options_digest(request.template_kwargs))
+    return History(messages, prefix_digests(messages), frame)
 
 
 def _edit_or_truncation(position: int, num_messages: int) -> ForkReason:

@@ -267,6 +267,16 @@ def load_rule(rule: str) -> str | Rule:
     return _Checked(function=load_function(rule)) if rule not in RULES and is_reference(rule) else rule
 
 
+def try_rule(rule: str | Rule) -> None:
+    """Try a rule on an answer, a chain, a branch and a forest.
+
+    Raises ``CustomFunctionError`` for a rule that raises or does not return one number for each interaction.
+    """
+    for parents in ((None,), (None, 0, 1), (None, 0, 0), (None, None, 1)):
+        ids = tuple(InteractionId(str(position)) for position in range(len(parents)))
+        backpropagate(RewardTree(ids=ids, parents=parents, rewards=(0.0, 1.0, -1.0)[-len(ids) :]), 0.9, rule)
+
+
 @frozen(kw_only=True)
 class _Checked:
     """A custom rule whose result is checked: one finite number for each interaction."""

@@ -15,9 +15,8 @@ agent, gives access to the model only: an agent must not be able to reward its o
 
 Several services may stand behind one entry point. Every token that the service ``a`` issues begins with ``a.``: its
 sessions are called ``task-7-a.<token>`` and opened by ``sk-a.<token>``, so that the entry point can read the service
-off either, without a table that could be lost. In the same way the tokens of a service's second process end with
-``.1``, and those of its third with ``.2``. Name and number are not secret and prove nothing: the session manager
-compares the whole key.
+off either, without a table that could be lost. The name is not secret and proves nothing: the session manager compares
+the whole key.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from attrs import Factory, define, field, frozen
+from attrs import define, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.cache.tree import ConversationTree
@@ -78,15 +77,12 @@ class Session:
     completion_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
-    roles_by_digest: Mapping[bytes, str] = field(
-        init=False,
-        repr=False,
-        default=Factory(
-            lambda self: {bytes.fromhex(key): role for role, key in self.tree.metadata.get(_ROLE_KEYS, {}).items()},
-            takes_self=True,
-        ),
-    )
+    roles_by_digest: Mapping[bytes, str] = field(init=False, repr=False)
     """The roles that have a completion key, by its digest. They are part of the metadata, as the user is."""
+
+    @roles_by_digest.default
+    def _read_roles(self) -> Mapping[bytes, str]:
+        return {bytes.fromhex(key): role for role, key in self.tree.metadata.get(_ROLE_KEYS, {}).items()}
 
     @property
     def user(self) -> str | None:
@@ -247,10 +243,10 @@ class SessionStore:
         except KeyError:
             raise NotFound(f"There is no session {session_id}; start one, or check the base URL.") from None
 
-    def resolve(self, credential: Credential, *, is_capability: bool = True) -> Session:
+    def resolve(self, credential: Credential) -> Session:
         """Return the session that ``credential`` opens for completions, live or ended.
 
-        A session id from a URL path is a capability (``is_capability``): it needs no key, and any key is accepted
+        A session id from a URL path is a capability: it needs no key, and any key is accepted
         unless it belongs to another session. A session id from anywhere else needs the key that owns it. A key alone
         opens its session.
 
@@ -264,14 +260,14 @@ class SessionStore:
         owner = None if digest is None else self._owner(digest)
         if credential.session is None:
             return _required(owner)
-        if not is_capability and _required(owner).id != credential.session:
+        if not credential.is_capability and _required(owner).id != credential.session:
             raise Unauthorized(f"This key does not open session {credential.session}; use the key it was started with.")
         session = self.get(credential.session)
         if owner is not None:
             raise Unauthorized(f"This key belongs to another session; {session.id} was started with its own key.")
         return session
 
-    def resolve_control(self, credential: Credential, *, is_capability: bool = True) -> Session:
+    def resolve_control(self, credential: Credential) -> Session:
         """Return the session that ``credential`` may reward and end, live or ended.
 
         This needs the key that the session was started with, or a caller that has control by naming the session.
@@ -280,7 +276,7 @@ class SessionStore:
         Raises ``Forbidden`` for a completion key, ``Unauthorized`` for a URL without the key, and the errors of
         ``resolve``.
         """
-        session = self.resolve(credential, is_capability=is_capability)
+        session = self.resolve(credential)
         digest = None if credential.key is None else _digest(credential.key)
         if credential.has_control or (digest is not None and _opens_all(session, digest)):
             return session
@@ -295,12 +291,12 @@ class SessionStore:
             "that start_session returned, as 'Authorization: Bearer <key>' or 'x-api-key'."
         )
 
-    def for_completion(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
+    def for_completion(self, credential: Credential, now: float) -> Session:
         """Return the live session that ``credential`` opens, and mark it as used.
 
         Raises ``SessionEnded`` if it has ended, and the errors of ``resolve``.
         """
-        session = self.resolve(credential, is_capability=is_capability)
+        session = self.resolve(credential)
         if session.ended_at is not None:
             raise SessionEnded(
                 f"Session {session.id} ended {_age(session.ended_at, now)} ago; "
@@ -309,24 +305,21 @@ class SessionStore:
         session.last_used_at = now
         return session
 
-    def for_log(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
+    def for_log(self, credential: Credential, now: float) -> Session:
         """Return the session that ``credential`` opens for completions, as long as it accepts rewards.
 
-        The completion key is enough, because logging does not change a reward. Raises ``SessionEnded`` after the grace
-        period, and the errors of ``resolve``.
+        The completion key is enough, because logging does not change a reward. Raises as ``for_reward``.
         """
-        session = self.resolve(credential, is_capability=is_capability)
-        if session.ended_at is not None and self.is_settled(session, now):
-            raise SessionEnded(f"Session {session.id} ended {_age(session.ended_at, now)} ago; log before it ends.")
-        session.last_used_at = now
-        return session
+        return self._unsettled(self.resolve(credential), now)
 
-    def for_reward(self, credential: Credential, now: float, *, is_capability: bool = True) -> Session:
+    def for_reward(self, credential: Credential, now: float) -> Session:
         """Return the session that ``credential`` may reward, live or in its grace period, and mark it as used.
 
         Raises ``SessionEnded`` after the grace period, and the errors of ``resolve_control``.
         """
-        session = self.resolve_control(credential, is_capability=is_capability)
+        return self._unsettled(self.resolve_control(credential), now)
+
+    def _unsettled(self, session: Session, now: float) -> Session:
         if session.ended_at is not None and self.is_settled(session, now):
             raise SessionEnded(
                 f"Session {session.id} ended {_age(session.ended_at, now)} ago and takes rewards for "
@@ -354,9 +347,8 @@ def _digest(key: str) -> bytes:
 
 
 def _digests(session: Session) -> tuple[bytes, ...]:
-    """Return the digests of a session's keys; a session of an earlier version has only one."""
-    own = tuple(digest for digest in (session.key_digest, session.completion_digest) if digest)
-    return (*own, *session.roles_by_digest)
+    """Return the digests of a session's keys."""
+    return (session.key_digest, session.completion_digest, *session.roles_by_digest)
 
 
 def _opens(session: Session, digest: bytes) -> bool:

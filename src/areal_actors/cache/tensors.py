@@ -54,71 +54,8 @@ from areal_actors.errors import ExportError
 if TYPE_CHECKING:
     import torch
 
-_PADDED: tuple[tuple[str, type[np.generic], int], ...] = (
-    ("input_ids", np.int32, 0),
-    ("loss_mask", np.int32, 0),
-    ("logprobs", np.float32, 0),
-    ("versions", np.int32, -1),
-    ("returns", np.float32, 0),
-)
-
-
-def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, npt.NDArray[Any]]:
-    """Return the rows as padded arrays, named and typed as in the table above. No rows give arrays with B = T = 0."""
-    shape = (len(trajectories), max((row.num_tokens for row in trajectories), default=0))
-    lengths = np.array([row.num_tokens for row in trajectories], np.int64)
-    arrays: dict[str, npt.NDArray[Any]] = {name: np.full(shape, pad, dtype) for name, dtype, pad in _PADDED}
-    for position, row in enumerate(trajectories):
-        for name in ("input_ids", "loss_mask", "logprobs", "versions", "returns"):
-            arrays[name][position, : row.num_tokens] = getattr(row, name)
-    arrays["attention_mask"] = np.arange(shape[1])[None, :] < lengths[:, None]
-    if any(row.predecessors is not None for row in trajectories):
-        arrays |= {"predecessors": np.full(shape, -1, np.int32), "position_ids": np.zeros(shape, np.int32)}
-        for index, row in enumerate(trajectories):
-            own = slice(0, row.num_tokens)
-            chain = np.arange(-1, row.num_tokens - 1, dtype=np.int32)
-            arrays["predecessors"][index, own] = chain if row.predecessors is None else row.predecessors
-            arrays["position_ids"][index, own] = row.position_ids
-    arrays |= _sampling_arrays(trajectories, shape)
-    arrays["rewards"] = np.array([row.reward for row in trajectories], np.float32)
-    return arrays
-
-
-def _sampling_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> dict[str, npt.NDArray[Any]]:
-    infos = [info.sampling for row in trajectories for info in row.turn_infos]
-    known = [sampling for sampling in infos if sampling is not None]
-    if not known:
-        return {}
-    temperatures = np.full(shape, -1, np.float32)
-    top_ps, top_ks, min_ps = np.ones(shape, np.float32), np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-    for index, row in enumerate(trajectories):
-        # The last entry is that of tokens of no turn, whose index is -1.
-        by_turn = np.array([*(_sampling_values(info.sampling) for info in row.turn_infos), _sampling_values(None)])
-        columns = by_turn[np.where(row.turns < len(row.turn_infos), row.turns, -1)].T
-        for array, column in zip((temperatures, top_ps, top_ks, min_ps), columns, strict=True):
-            array[index, : row.num_tokens] = column
-    if not any(sampling.has_truncated_logprobs for sampling in known):
-        return {"temperatures": temperatures}
-    return {"temperatures": temperatures, "top_ps": top_ps, "top_ks": top_ks, "min_ps": min_ps}
-
-
-def _sampling_values(sampling: SamplingDistribution | None) -> tuple[float, float, int, float]:
-    """Return temperature, top-p, top-k and min-p as the trainer has to apply them."""
-    if sampling is None:
-        return -1.0, 1.0, 0, 0.0
-    if not sampling.has_truncated_logprobs:
-        return sampling.temperature, 1.0, 0, 0.0
-    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
-
-
-def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Return the arrays of ``to_arrays`` as torch tensors that share their memory."""
-    import torch
-
-    return {name: torch.from_numpy(array) for name, array in to_arrays(trajectories).items()}
-
-
 _REQUIRED = ("input_ids", "attention_mask")
+_OF_ROWS = ("input_ids", "loss_mask", "logprobs", "versions", "returns")
 _BY_TOKEN: dict[str, tuple[type[np.generic], int]] = {
     "input_ids": (np.int32, 0),
     "attention_mask": (np.bool_, 0),
@@ -135,14 +72,72 @@ _BY_TOKEN: dict[str, tuple[type[np.generic], int]] = {
     "min_ps": (np.float32, 0),
 }
 """The dtype of each tensor, and its padding value."""
-_SAMPLING: Mapping[str, float] = {"temperatures": -1.0, "top_ps": 1.0, "top_ks": 0, "min_ps": 0.0}
-"""Sampling tensors with the values assumed if they are missing; a temperature of -1 is unknown."""
+_SAMPLING = ("temperatures", "top_ps", "top_ks", "min_ps")
+"""Sampling tensors; their padding values are assumed if they are missing. A temperature of -1 is unknown."""
 _NUM_AXES = 2
 """Axes of tensors that are given by token: batch and sequence."""
 _LOGPROB_SLACK = 1e-3
 """How far rounding may lift the log-probability of a certain token above 0."""
 
 Array = npt.NDArray[Any]
+
+
+def _neutral(name: str, shape: tuple[int, ...]) -> Array:
+    dtype, padding = _BY_TOKEN[name]
+    return np.full(shape, padding, dtype)
+
+
+def to_arrays(trajectories: Sequence[Trajectory]) -> dict[str, Array]:
+    """Return the rows as padded arrays, named and typed as in the table above. No rows give arrays with B = T = 0."""
+    shape = (len(trajectories), max((row.num_tokens for row in trajectories), default=0))
+    lengths = np.array([row.num_tokens for row in trajectories], np.int64)
+    arrays = {name: _neutral(name, shape) for name in _OF_ROWS}
+    for position, row in enumerate(trajectories):
+        for name in _OF_ROWS:
+            arrays[name][position, : row.num_tokens] = getattr(row, name)
+    arrays["attention_mask"] = np.arange(shape[1])[None, :] < lengths[:, None]
+    if any(row.predecessors is not None for row in trajectories):
+        arrays |= {name: _neutral(name, shape) for name in ("predecessors", "position_ids")}
+        for index, row in enumerate(trajectories):
+            own = slice(0, row.num_tokens)
+            chain = np.arange(-1, row.num_tokens - 1, dtype=np.int32)
+            arrays["predecessors"][index, own] = chain if row.predecessors is None else row.predecessors
+            arrays["position_ids"][index, own] = row.position_ids
+    arrays |= _sampling_arrays(trajectories, shape)
+    arrays["rewards"] = np.array([row.reward for row in trajectories], np.float32)
+    return arrays
+
+
+def _sampling_arrays(trajectories: Sequence[Trajectory], shape: tuple[int, int]) -> dict[str, Array]:
+    infos = [info.sampling for row in trajectories for info in row.turn_infos]
+    known = [sampling for sampling in infos if sampling is not None]
+    if not known:
+        return {}
+    arrays = {name: _neutral(name, shape) for name in _SAMPLING}
+    for index, row in enumerate(trajectories):
+        # The last entry is that of tokens of no turn, whose index is -1.
+        by_turn = np.array([*(_sampling_values(info.sampling) for info in row.turn_infos), _sampling_values(None)])
+        columns = by_turn[np.where(row.turns < len(row.turn_infos), row.turns, -1)].T
+        for name, column in zip(_SAMPLING, columns, strict=True):
+            arrays[name][index, : row.num_tokens] = column
+    is_truncated = any(sampling.has_truncated_logprobs for sampling in known)
+    return arrays if is_truncated else {"temperatures": arrays["temperatures"]}
+
+
+def _sampling_values(sampling: SamplingDistribution | None) -> tuple[float, float, int, float]:
+    """Return temperature, top-p, top-k and min-p as the trainer has to apply them."""
+    if sampling is None:
+        return -1.0, 1.0, 0, 0.0
+    if not sampling.has_truncated_logprobs:
+        return sampling.temperature, 1.0, 0, 0.0
+    return sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p
+
+
+def to_tensors(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """Return the arrays of ``to_arrays`` as torch tensors that share their memory."""
+    import torch
+
+    return {name: torch.from_numpy(array) for name, array in to_arrays(trajectories).items()}
 
 
 def from_tensors(
@@ -201,7 +196,7 @@ def pad_together(results: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor
     for result in results:
         rows = torch.as_tensor(result["input_ids"]).shape if "input_ids" in result else ()
         missing = (name for name in _SAMPLING if name in named and name not in result)
-        neutral = {name: torch.from_numpy(np.full(rows, _SAMPLING[name], _BY_TOKEN[name][0])) for name in missing}
+        neutral = {name: torch.from_numpy(_neutral(name, rows)) for name in missing}
         filled.append(dict(result) | neutral)
     if len({frozenset(result) for result in filled}) > 1:
         held = " and ".join(sorted({"{" + ", ".join(sorted(result)) + "}" for result in filled}))
@@ -278,7 +273,7 @@ def _row(arrays: Mapping[str, Array], index: int, reward: float, session: Sessio
         columns["predecessors"] = np.where(inside, columns["predecessors"] - int(places[0]), np.int32(-1))
     for complaint in _complaints(columns):
         raise ExportError(f"Row {index}: {complaint}")
-    samplings = np.stack([columns.pop(name, np.full(len(places), value)) for name, value in _SAMPLING.items()], axis=1)
+    samplings = np.stack([columns.pop(name, _neutral(name, (len(places),))) for name in _SAMPLING], axis=1)
     turns = _turns(mask, samplings)
     columns.setdefault("logprobs", np.zeros(len(places), np.float32))
     columns.setdefault("versions", np.full(len(places), -1, np.int32))
@@ -338,21 +333,18 @@ def _complaints(columns: Mapping[str, Array]) -> Iterator[str]:
     yield from _value_complaints(columns, trained)
 
 
+_POSSIBLE: Mapping[str, Callable[[Array], Array]] = {
+    "temperatures": lambda values: (values == -1) | ((values >= 0) & np.isfinite(values)),
+    "top_ps": lambda values: (values > 0) & (values <= 1),
+    "top_ks": lambda values: values >= 0,
+    "min_ps": lambda values: (values >= 0) & (values <= 1),
+}
+"""Which values of sampling tensors a token can have been sampled with."""
+
+
 def _value_complaints(columns: Mapping[str, Array], trained: Array) -> Iterator[str]:
-    for name in _SAMPLING:
-        if name not in columns:
-            continue
-        values = columns[name][trained]
-        match name:
-            case "temperatures":
-                is_possible = (values == -1) | ((values >= 0) & np.isfinite(values))
-            case "top_ps":
-                is_possible = (values > 0) & (values <= 1)
-            case "top_ks":
-                is_possible = values >= 0
-            case _:
-                is_possible = (values >= 0) & (values <= 1)
-        if not is_possible.all():
+    for name, is_possible in _POSSIBLE.items():
+        if name in columns and not is_possible(columns[name][trained]).all():
             yield f"a trained token cannot have been sampled with its {name}."
     if not np.isfinite(columns.get("returns", np.zeros(1))).all():
         yield "returns are not finite."

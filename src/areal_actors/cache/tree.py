@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import math
 import secrets
-from bisect import bisect_right, insort
 from collections.abc import Iterable, Iterator, Mapping
-from hashlib import blake2b
 from numbers import Real
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 from attrs import evolve, field, frozen
 
-from areal_actors.cache.history import DIGEST_SIZE, full_history, full_ids, prompt_ids
+from areal_actors.cache.history import full_history, full_ids, prompt_ids
 from areal_actors.cache.links import Frame, Match, ParentIndex
 from areal_actors.domain import (
     ChatMessage,
@@ -37,10 +36,9 @@ from areal_actors.domain import (
     SamplingDistribution,
     SessionId,
     SessionRecord,
-    TokenHash,
     TurnEnded,
     as_ints,
-    create_token_hash,
+    digest_tokens,
     digest_turn,
 )
 from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotFound, RewardError
@@ -48,7 +46,6 @@ from areal_actors.errors import Conflict, InvalidRequest, NotFound, PreviousNotF
 RAW_ROLE = "prompt"
 """The role of a raw prompt in a history. Conversations never use it, so none is taken to continue a raw prompt."""
 
-_MAX_HASHES = 8
 _CALL_ID_BYTES = 4
 _UNREWARDABLE = frozenset({InteractionStatus.CANCELLED, InteractionStatus.FAILED})
 _LARGEST_FLOAT32 = float.fromhex("0x1.fffffep+127")
@@ -102,8 +99,6 @@ class ConversationTree:
         # Without an error message, for ids that the tree itself stored.
         self._known = self._interactions.__getitem__
         self._index = ParentIndex(self._known)
-        self._texts = PrefixIndex()
-        self._ids = PrefixIndex()
         self._call_ids: set[str] = set()
         """Of the calls in all answers."""
         self._next_order = 0
@@ -113,10 +108,6 @@ class ConversationTree:
         self._num_completed = 0
         self._last_completed: InteractionId | None = None
         self._last_stored: InteractionId | None = None
-        self._hashes: dict[InteractionId, TokenHash] = {}
-        """Of the prompts and outputs of the answers that were completed last."""
-        self._prompt_hashes: dict[InteractionId, TokenHash] = {}
-        """Of the prompts of pending interactions."""
 
     @classmethod
     def restore(
@@ -203,18 +194,24 @@ class ConversationTree:
 
     def find_text(self, text: str) -> tuple[Interaction, str] | None:
         """Return the longest answered raw prompt whose text and answer begin ``text``, and the rest."""
-        data = _encoded(text)
-        found = self._texts.find(data)
-        if found is None:
-            return None
-        return self._interactions[found[0]], data[found[1] :].decode("utf-8", "surrogatepass")
+        known = ((turn, "".join(message.content or "" for message in self.history(turn))) for turn in self._raw())
+        # Without a text, every later use of the same prompt would seem to continue an empty answer.
+        begun = [(turn, said) for turn, said in known if turn.output and turn.output.content and text.startswith(said)]
+        found = max(begun, key=lambda each: len(each[1]), default=None)
+        return None if found is None else (found[0], text[len(found[1]) :])
 
     def find_ids(self, token_ids: Ints) -> tuple[Interaction, Ints] | None:
         """Return the longest answered raw prompt whose exact ids begin ``token_ids`` (int32 [T]), and the rest."""
-        found = self._ids.find(token_ids.tobytes())
-        if found is None:
-            return None
-        return self._interactions[found[0]], token_ids[found[1] // token_ids.itemsize :]
+        known = ((turn, self.full_tokens(turn)) for turn in self._raw())
+        begun = [(turn, len(ids)) for turn, ids in known if np.array_equal(ids, token_ids[: len(ids)])]
+        found = max(begun, key=itemgetter(1), default=None)
+        return None if found is None else (found[0], token_ids[found[1] :])
+
+    def _raw(self) -> list[Interaction]:
+        """Return the answered raw prompts, the last ones first, which decide between equal ones."""
+        raw = (turn for turn in self if turn.messages and turn.messages[-1].role == RAW_ROLE)
+        answered = [turn for turn in raw if turn.completed_order is not None]
+        return sorted(answered, key=lambda turn: turn.completed_order or 0, reverse=True)
 
     def history(self, interaction: Interaction) -> tuple[ChatMessage, ...]:
         """Return all stored messages of an interaction, its answer last."""
@@ -240,20 +237,6 @@ class ConversationTree:
             is_restored=self._is_restored,
         )
 
-    def hash_prompt(self, plan: PromptPlan) -> TokenHash:
-        """Return the hash of a prompt's ids, in time linear in those beyond its token parent."""
-        if plan.token_parent is None:
-            digest = create_token_hash()
-        elif (known := self._hashes.get(plan.token_parent)) is not None:
-            digest = known.copy()
-        else:
-            # A restored parent, or one that others have pushed out, is hashed again from its ids.
-            digest = create_token_hash()
-            digest.update(self.full_tokens(self._known(plan.token_parent)).tobytes())
-        # Copied, because numpy keeps 72 bytes with each array whose buffer was exported.
-        digest.update(plan.suffix.tobytes())
-        return digest
-
     # ----------------------------------------------------------------------------------------- lifecycles
 
     def begin(
@@ -261,15 +244,13 @@ class ConversationTree:
         interaction_id: InteractionId,
         plan: PromptPlan,
         *,
-        prompt_hash: TokenHash | None = None,
         sampling: SamplingDistribution | None = None,
         tag: str | None = None,
     ) -> Interaction:
         """Add a pending interaction. Several may begin with one plan (the choices of ``n > 1``).
 
-        ``prompt_hash`` is the result of ``hash_prompt``, if the caller has it. ``sampling`` is the distribution that
-        the engine is asked to sample from, and ``tag`` the role of the key that came with the request; by default, both
-        are those of the request.
+        ``sampling`` is the distribution that the engine is asked to sample from, and ``tag`` the role of the key that
+        came with the request; by default, both are those of the request.
 
         Raises ``Conflict`` if the id is taken.
         """
@@ -293,7 +274,6 @@ class ConversationTree:
             sampling=plan.request.sampling.distribution() if sampling is None else sampling,
         )
         self._index.begin(interaction_id, plan.match.history)
-        self._prompt_hashes[interaction_id] = self.hash_prompt(plan) if prompt_hash is None else prompt_hash
         self._num_pending += 1
         self._next_order += 1
         return self._put(interaction)
@@ -328,16 +308,11 @@ class ConversationTree:
             # The ancestors have those of their own tokens, except for the last one, which was not computed there.
             num_own = len(pending.prompt_suffix) + len(completion.token_ids) - (pending.token_parent is None)
             known = evolve(known, routed_experts=own(completion.routed_experts[-num_own:]))
-        digest = self._prompt_hashes[interaction_id].copy()
-        digest.update(known.token_ids.tobytes())
-        self._hashes[pending.id] = digest
-        # A hash takes about 450 bytes. Conversations that take turns, such as those of sub-agents, are usually fewer.
-        if len(self._hashes) > _MAX_HASHES:
-            del self._hashes[next(iter(self._hashes))]
+        tokens = digest_tokens(np.concatenate([self.prompt_tokens(pending), known.token_ids]))
         return evolve(
             pending,
             completion=known,
-            digest=digest_turn(pending.id, digest.hexdigest(), known),
+            digest=digest_turn(pending.id, tokens, known),
             output=output,
             status=InteractionStatus.COMPLETED,
             completed_order=order,
@@ -355,26 +330,6 @@ class ConversationTree:
         self._last_completed = interaction.id
         if interaction.is_stored:
             self._last_stored = interaction.id
-        if not interaction.messages or interaction.messages[-1].role != RAW_ROLE:
-            return
-        # Prompts that continue a raw one find it by its beginning: by ids, and by text if the answer has one. Without
-        # one, every later use of the same prompt would seem to continue an empty answer.
-        self._ids.add(self.full_tokens(interaction).tobytes(), interaction.id)
-        if interaction.output is not None and interaction.output.content:
-            text = "".join(message.content or "" for message in self.history(interaction))
-            self._texts.add(_encoded(text), interaction.id)
-
-    def withhold(self, interaction_id: InteractionId) -> Interaction:
-        """Keep a completed answer from training, as if its request had said ``store: false``; return it.
-
-        A reward for the last answer goes to an earlier one.
-        """
-        withheld = self._put(evolve(self.get(interaction_id), is_stored=False))
-        if self._last_stored == interaction_id:
-            stored = [turn for turn in self if turn.completed_order is not None and turn.is_stored]
-            last = max(stored, key=lambda turn: turn.completed_order or 0, default=None)
-            self._last_stored = None if last is None else last.id
-        return withheld
 
     def cancel(
         self, interaction_id: InteractionId, partial: Completion | None = None, output: ChatMessage | None = None
@@ -401,7 +356,6 @@ class ConversationTree:
 
     def _end(self, interaction: Interaction) -> Interaction:
         self._num_pending -= 1
-        del self._prompt_hashes[interaction.id]
         self._index.end(interaction.id, interaction.output)
         return self._put(interaction)
 
@@ -459,37 +413,6 @@ class ConversationTree:
         # The interaction may have completed while the journal wrote the reward, so ``rewarded`` may be out of date.
         now = self.get(rewarded.id)
         return self._put(evolve(now, reward=rewarded.reward, reward_scope=rewarded.reward_scope))
-
-
-def _encoded(text: str) -> bytes:
-    return text.encode("utf-8", "surrogatepass")
-
-
-class PrefixIndex:
-    """Byte sequences, mapped to the interaction that they end with; among equal ones, the latest."""
-
-    def __init__(self) -> None:
-        self._interactions: dict[bytes, InteractionId] = {}
-        self._lengths: list[int] = []
-        """In ascending order, without duplicates."""
-
-    def add(self, data: bytes, interaction: InteractionId) -> None:
-        """Record that ``interaction`` ends ``data``."""
-        self._interactions[blake2b(data, digest_size=DIGEST_SIZE).digest()] = interaction
-        at = bisect_right(self._lengths, len(data))
-        if at == 0 or self._lengths[at - 1] != len(data):
-            insort(self._lengths, len(data))
-
-    def find(self, data: bytes) -> tuple[InteractionId, int] | None:
-        """Return the interaction that ends the longest known prefix of ``data``, and the length of that prefix."""
-        found, start, digest = None, 0, blake2b(digest_size=DIGEST_SIZE)
-        for end in self._lengths[: bisect_right(self._lengths, len(data))]:
-            digest.update(data[start:end])
-            start = end
-            interaction = self._interactions.get(digest.digest())
-            if interaction is not None:
-                found = interaction, end
-        return found
 
 
 def own(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

@@ -84,7 +84,8 @@ def init(*, directory: Path, sdk: str, model: str) -> None:
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for file, path in targets.items():
-            values = {"sdk": sdk, "model": _quote_yaml(model), "name": _quote_yaml(name)}
+            # A JSON string is one of YAML, which would read a plain name such as 1e3 as a number.
+            values = {"sdk": sdk, "model": json.dumps(model), "name": json.dumps(name)}
             text = environment.get_template(f"{file}.jinja").render(values)
             path.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -105,15 +106,6 @@ def init(*, directory: Path, sdk: str, model: str) -> None:
         "Then replace problems, conversation and reward in agent.py by your own.",
     ]
     click.echo("\n".join(lines))
-
-
-def _quote_yaml(text: str) -> str:
-    """Return ``text`` as YAML reads it back: plain where that is the same, quoted otherwise."""
-    import yaml
-
-    is_word = re.fullmatch(r"[A-Za-z][A-Za-z0-9._/-]*", text) is not None
-    is_plain = is_word and yaml.safe_load(text) == text
-    return text if is_plain else json.dumps(text)
 
 
 def _is_installed(distribution: str) -> bool:
@@ -243,7 +235,7 @@ def train(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     loaded = load_config(config, overrides)
     _say_loading(loaded, "train")
     from areal_actors.lib.process_limits import raise_open_files_limit
-    from areal_actors.run import train as run_training
+    from areal_actors.run.training import train as run_training
 
     raise_open_files_limit()
     summary = run_training(loaded, resume=_is_resumed(resume, loaded, run_dir), run_dir=run_dir)
@@ -279,8 +271,8 @@ def serve(*, config: Path, overrides: tuple[str, ...], resume: str, run_dir: Pat
     loaded, admin_key = load_config(config, overrides), read_admin_key(os.environ)
     _say_loading(loaded, "serve")
     from areal_actors.lib.process_limits import raise_open_files_limit
-    from areal_actors.run import serve as run_service
     from areal_actors.run.serving import describe_service, format_service
+    from areal_actors.run.serving import serve as run_service
 
     raise_open_files_limit()
 

@@ -1,7 +1,7 @@
 """``AgentRunner``: run a coroutine function over a dataset, each item in a separate session, many concurrently.
 
-A batch has one result for each item, in the order of the items, and shows its progress: a bar at a terminal, occasional
-lines elsewhere, and a summary at the end.
+A batch has one result for each item, in the order of the items, and shows its progress: a bar at a terminal, the items
+that failed, and a summary at the end.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ from attrs import define, evolve, field, frozen
 
 from areal_actors.cache import parse_reward
 from areal_actors.client.agent_session import AgentSession
-from areal_actors.client.hooks import hooked
 from areal_actors.client.http import RetryPolicy, lent_client
 from areal_actors.domain import InteractionId, SessionId
 from areal_actors.errors import ConfigError, DatasetError, EpisodeError, RewardError, Unauthorized
 from areal_actors.lib.telemetry import get_logger
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.console import Console
 
 _log = get_logger(__name__)
 
@@ -109,25 +108,39 @@ class AgentRunner:
             Unauthorized: the key cannot start sessions. Raised after the items in progress have finished.
             DatasetError: iterating over the dataset failed. Raised after the items in progress have finished.
         """
-        progress = BatchProgress(is_quiet=self._is_quiet, stream=self._stream)
-        progress.open(len(dataset) if isinstance(dataset, Sized) else None)
-        try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
+
+        console = Console(file=self._stream or sys.stderr, quiet=self._is_quiet)
+        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+        # The bar is shown at a terminal only, and removed at the end.
+        with Progress(*columns, console=console, transient=True, disable=self._is_quiet) as bar:
+            task = bar.add_task("items", total=len(dataset) if isinstance(dataset, Sized) else None)
+
+            def note_result(result: ItemResult) -> None:
+                bar.advance(task)
+                if result.error is not None:
+                    failure = f"failed after {result.num_attempts} attempts: {describe(result.error)}"
+                    _print(console, f"item {result.index} {failure}")
+
             async with lent_client(self._http_client) as http, aclosing(_iterate(dataset)) as items:
                 batch = _Batch(
                     agent=agent,
                     task_id=self._task_id,
                     create_session=partial(AgentSession, http_client=http, random=self._random, **self._options),
-                    progress=progress,
+                    note_result=note_result,
                     retries=self._retries,
                     random=self._random,
                 )
-                with hooked():
-                    result = await batch.run(items, self._max_concurrent)
-        except BaseException:
-            progress.close(None)
-            raise
-        progress.close(result)
+                result = await batch.run(items, self._max_concurrent)
+        _print(console, str(result))
         return result
+
+
+def _print(console: Console, line: str) -> None:
+    # Errors may hold characters that the stream cannot encode; printing them must not fail the batch.
+    text = line.encode(console.encoding, "replace").decode(console.encoding)
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 @define(eq=False, kw_only=True)
@@ -137,7 +150,7 @@ class _Batch:
     agent: AgentFunction
     task_id: str
     create_session: Callable[..., AgentSession]
-    progress: BatchProgress
+    note_result: Callable[[ItemResult], None]
     retries: RetryPolicy
     random: Random
     results: dict[int, ItemResult] = field(factory=dict)
@@ -186,7 +199,7 @@ class _Batch:
                 _log.info("item_retried", item=index, attempt=result.num_attempts, error=describe(result.error))
                 await anyio.sleep(self.retries.wait_seconds(result.num_attempts - 1, None, self.random))
             self.results[index] = result
-            self.progress.note_result(self.results[index])
+            self.note_result(self.results[index])
         finally:
             places.release()
 
@@ -318,66 +331,3 @@ def parse_outcome(value: Any, *, name: str) -> Outcome:
             f"{name} returned a value that is not a reward: {error} Return a number, a dict of numbers by completion "
             "id, or None after setting rewards or finalizing by itself."
         ) from error
-
-
-_LINE_SECONDS = 10.0
-
-
-class BatchProgress:
-    """Shows the progress of one batch on ``stream``, which is standard error by default.
-
-    At a terminal, a bar is redrawn in place and failures scroll above it. Elsewhere, there is a line for every item
-    that failed, one every ten seconds for the others, and a summary. Quiet progress writes nothing.
-    """
-
-    def __init__(
-        self, *, is_quiet: bool = False, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._stream = sys.stderr if stream is None else stream
-        self._is_quiet = is_quiet
-        self._clock = clock
-        self._bar: Progress | None = None
-        self._total: int | None = None
-        self._num_done = 0
-        self._spoke_at = 0.0
-
-    def open(self, total: int | None) -> None:
-        """Start the output; ``total`` is the number of items, if it is known."""
-        self._total, self._spoke_at = total, self._clock()
-        if self._is_quiet or not self._stream.isatty():
-            return
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
-
-        columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-        self._bar = Progress(*columns, console=Console(file=self._stream))
-        self._bar.add_task("items", total=total)
-        self._bar.start()
-
-    def note_result(self, result: ItemResult) -> None:
-        """Record that an item is done, successfully or not."""
-        self._num_done += 1
-        if result.error is not None:
-            self._print(f"item {result.index} failed after {result.num_attempts} attempts: {describe(result.error)}")
-        if self._bar is not None:
-            self._bar.advance(self._bar.task_ids[0])
-        elif result.error is None and self._clock() - self._spoke_at >= _LINE_SECONDS:
-            self._spoke_at = self._clock()
-            self._print(f"{self._num_done}{'' if self._total is None else f'/{self._total}'} items")
-
-    def close(self, result: BatchResult | None) -> None:
-        """Finish the output; ``result`` is ``None`` if the batch was interrupted."""
-        if self._bar is not None:
-            self._bar.stop()
-        self._print(f"{self._num_done} items done, then it stopped" if result is None else str(result))
-
-    def _print(self, line: str) -> None:
-        if self._is_quiet:
-            return
-        if self._bar is not None:
-            self._bar.console.print(line, markup=False, highlight=False)
-            return
-        # Errors may hold characters that the stream cannot encode; printing them must not fail the batch.
-        encoding = self._stream.encoding or "utf-8"
-        self._stream.write(line.encode(encoding, "replace").decode(encoding) + "\n")
-        self._stream.flush()

@@ -9,24 +9,19 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
-from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import httpx
 from attrs import field, frozen
 
 from areal_actors.cache import parse_reward
 from areal_actors.client.attribution import Attribution, attributed_to, parse_root
-from areal_actors.client.calls import ControlCalls, end_block
-from areal_actors.client.hooks import hooked
+from areal_actors.client.hooks import install_hooks
 from areal_actors.client.http import RetryPolicy
-from areal_actors.domain import InteractionId, SessionId, merge_numbers
-from areal_actors.errors import ConfigError, InvalidRequest, NotFound, SessionEnded, Unauthorized
-
-_IS_OVER = (NotFound, SessionEnded, Unauthorized)
-"""Errors of ending a session that was already ended and consumed: it is forgotten, together with its key."""
+from areal_actors.client.session import ProxySession
+from areal_actors.errors import ConfigError
 
 
 @frozen(kw_only=True)
@@ -58,7 +53,7 @@ def find_service(base_url: str | None, api_key: str | None, environment: Mapping
     return Service(root=parse_root(found), api_key=key)
 
 
-class AgentSession:
+class AgentSession(ProxySession):
     """One trajectory. Inside ``async with``, every request to the proxy belongs to it.
 
     ::
@@ -100,15 +95,11 @@ class AgentSession:
             random: source of jitter.
             environment: read when the block is entered, instead of ``os.environ``.
         """
-        self._given = (base_url, api_key)
+        arguments = {"task_id": task_id, "group_id": group_id}
+        super().__init__(arguments, http_client=http_client, retries=retries, random=random)
+        self._service = (base_url, api_key)
         self._environment = os.environ if environment is None else environment
-        self._arguments = {"task_id": task_id, "group_id": group_id}
-        self._call_options: dict[str, Any] = {"http_client": http_client, "retries": retries, "random": random}
-        self._calls: ControlCalls | None = None
-        self._attribution: Attribution | None = None
-        self._completion_key = ""
         self._context = ExitStack()
-        self._is_ended = False
 
     async def __aenter__(self) -> Self:
         """Start the session, after waiting for capacity if there is none.
@@ -118,99 +109,21 @@ class AgentSession:
             Unauthorized: the key cannot start sessions, or there is none and the server requires one.
             Unavailable: the proxy does not answer.
         """
-        if self._calls is not None:
-            raise InvalidRequest("This AgentSession was used before; make another one for another trajectory.")
-        service = find_service(*self._given, self._environment)
-        calls = self._calls = ControlCalls(service.root, **self._call_options)
-        calls.open()
-
-        async def abandon(started: Mapping[str, Any]) -> None:
-            # The caller was cancelled before the session started.
-            await calls.post("rl/end_session", key=started["api_key"])
-
-        try:
-            started = await self._calls.post(
-                "rl/start_session",
-                self._arguments,
-                key=service.api_key,
-                # A repeated start could open a second session, and the first one would occupy capacity until it times
-                # out.
-                is_repeatable=False,
-                is_patient=True,
-                undo=abandon,
-            )
-        except BaseException:
-            await self._calls.close()
-            raise
-        self._completion_key = started["completion_key"]
-        self._attribution = Attribution.to_session(SessionId(started["session_id"]), started["api_key"], service.root)
-        self._context.enter_context(hooked())
-        self._context.enter_context(attributed_to(self._attribution))
+        service = find_service(*self._service, self._environment)
+        await self._start(service.root, service.api_key, is_patient=True)
+        install_hooks()
+        attribution = Attribution.to_session(self.session_id, self.api_key, service.root)
+        self._context.enter_context(attributed_to(attribution))
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """End the session unless it was ended.
-
-        An error of the block is never replaced by an error of ending the session.
-        """
+        """End the session unless it was ended, as ``ProxySession`` does."""
         self._context.close()
-        assert self._calls is not None
-        end = None if self._is_ended else partial(self._end, {})
-        await end_block(self._calls, end, error=error, is_over=_IS_OVER)
+        await super().__aexit__(kind, error, trace)
 
-    @property
-    def session_id(self) -> SessionId:
-        """The session's id. Keep it secret: as a part of a URL, it gives access to completions in the session."""
-        return self._open.session
-
-    @property
-    def api_key(self) -> str:
-        """The key with full access to the session: completions, rewards and its end."""
-        return self._open.key
-
-    @property
-    def completion_key(self) -> str:
-        """A key for untrusted agents: it can request completions, but can neither reward nor end the session."""
-        _ = self._open
-        return self._completion_key
-
-    @property
-    def base_url(self) -> str:
-        """The ``base_url`` for an OpenAI client; it names the session and ends in ``/v1``."""
-        _, calls = self._open, self._calls
-        assert calls is not None
-        return f"{calls.root}/{self.session_id}/v1"
-
-    @property
-    def _open(self) -> Attribution:
-        if self._attribution is None:
-            raise InvalidRequest("The session has not started; use 'async with AgentSession()'.")
-        return self._attribution
-
-    async def set_reward(self, interaction_id: str, reward: Any) -> None:
-        """Reward one interaction, identified by the id of its completion; setting it again replaces the reward.
-
-        Raises:
-            NotFound: the session has no such interaction.
-            RewardError: the reward is not a finite number.
-        """
-        await self._reward({"interaction_id": interaction_id}, reward)
-
-    async def set_last_reward(self, reward: Any) -> InteractionId:
-        """Reward the last completed interaction and return its id. Raises ``InvalidRequest`` if there is none."""
-        return await self._reward({}, reward)
-
-    async def log(self, **numbers: float) -> None:
-        """Log named numbers of the session: ``log(format_ok=1.0)``. Logging a name again replaces its value.
-
-        Their means over the sessions of a step appear in its metrics as ``rollout/<name>``. Raises ``InvalidRequest``
-        for a value that is not a finite number.
-        """
-        await self._post("log_metrics", {"metrics": merge_numbers({}, numbers)})
-
-    async def finalize(self, reward: Any) -> int:
+    async def finalize(self, reward: object) -> int:
         """Reward the last completed interaction, end the session, and return the number of its interactions.
 
         Raises:
@@ -218,17 +131,3 @@ class AgentSession:
             InvalidRequest: the session has no interaction to reward.
         """
         return await self._end({"final_reward": parse_reward(reward)})
-
-    async def _reward(self, which: Mapping[str, str], reward: Any) -> InteractionId:
-        reply = await self._post("set_reward", {**which, "reward": parse_reward(reward)})
-        return InteractionId(reply["interaction_id"])
-
-    async def _end(self, body: Mapping[str, Any]) -> int:
-        reply = await self._post("end_session", body)
-        self._is_ended = True
-        return int(reply["interaction_count"])
-
-    async def _post(self, operation: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        key = self._open.key
-        assert self._calls is not None
-        return await self._calls.post(f"rl/{operation}", body, key=key)

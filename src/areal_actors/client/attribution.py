@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from ipaddress import ip_address
+from typing import TypeAlias
 from urllib.parse import urlsplit
 
 from attrs import field, frozen
@@ -29,31 +30,26 @@ _OPENED_BY_OTHER_KEYS = frozenset({"start_session", "grant_capacity", "export_tr
 """The last segments of routes that a session's key does not open."""
 
 
-@frozen(kw_only=True)
-class Origin:
-    """Scheme, host and port of a server: the common part of all URLs of one server, in canonical form."""
+Origin: TypeAlias = tuple[str, str, int]
+"""Scheme, host and port of a server: the common part of all URLs of one server, in canonical form."""
 
-    scheme: str
-    host: str
-    port: int
 
-    @classmethod
-    def of(cls, url: str) -> Origin | None:
-        """Return the origin of an absolute HTTP URL, or ``None`` for anything else."""
-        try:
-            parts = urlsplit(url)
-            port = parts.port
-        except ValueError:
-            return None
-        scheme = parts.scheme.lower()
-        if scheme not in _DEFAULT_PORTS or not parts.hostname:
-            return None
-        host = parts.hostname.lower().rstrip(".")
-        with suppress(ValueError):  # a name
-            address = ip_address(host)
-            # One name for all of this machine's loopback: 127.0.0.1, ::1, and 0.0.0.0, which reaches it.
-            host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
-        return cls(scheme=scheme, host=host, port=port or _DEFAULT_PORTS[scheme])
+def origin_of(url: str) -> Origin | None:
+    """Return the origin of an absolute HTTP URL, or ``None`` for anything else."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError:
+        return None
+    scheme = parts.scheme.lower()
+    if scheme not in _DEFAULT_PORTS or not parts.hostname:
+        return None
+    host = parts.hostname.lower().rstrip(".")
+    with suppress(ValueError):  # a name
+        address = ip_address(host)
+        # One name for all of this machine's loopback: 127.0.0.1, ::1, and 0.0.0.0, which reaches it.
+        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+    return scheme, host, port or _DEFAULT_PORTS[scheme]
 
 
 def role_base_url(base_url: str, role: str) -> str:
@@ -80,7 +76,7 @@ def parse_root(base_url: str) -> str:
     root = base_url.strip().rstrip("/")
     while root.endswith("/v1"):
         root = root.removesuffix("/v1").rstrip("/")
-    if Origin.of(root) is None:
+    if origin_of(root) is None:
         raise ConfigError(f"base_url: {base_url!r} is not a URL of a proxy; write one such as 'http://127.0.0.1:8080'.")
     return root
 
@@ -98,13 +94,13 @@ class Attribution:
     @classmethod
     def to_session(cls, session: SessionId, key: str, root: str) -> Attribution:
         """Create the attribution to ``session`` at the proxy whose URL is ``root`` (see ``parse_root``)."""
-        origin = Origin.of(root)
+        origin = origin_of(root)
         assert origin is not None
         return cls(session=session, key=key, origin=origin, path=urlsplit(root).path.rstrip("/"))
 
     def covers(self, url: str) -> bool:
         """Return whether this session's proxy serves ``url``."""
-        return Origin.of(url) == self.origin and f"{urlsplit(url).path}/".startswith(f"{self.path}/")
+        return origin_of(url) == self.origin and f"{urlsplit(url).path}/".startswith(f"{self.path}/")
 
     def key_for(self, url: str) -> str | None:
         """Return the key for a request to a covered ``url``, or ``None`` if the request should not be changed.

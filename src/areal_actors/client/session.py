@@ -1,23 +1,241 @@
-"""A session at the proxy over HTTP, from start to export, for episodes in other processes."""
+"""Sessions at the proxy over HTTP: what their clients have in common, and ``OpenAIProxyClient``."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from random import Random
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
+import anyio
 import httpx
 
+from areal_actors.cache import parse_reward
 from areal_actors.cache.interactions import InteractionWithTokenLogpReward, interactions_of
-from areal_actors.client.calls import ControlCalls, end_block
-from areal_actors.client.http import RetryPolicy
+from areal_actors.client.attribution import unattributed
+from areal_actors.client.http import RetryPolicy, create_http_client, lent_client, send_with_retries
 from areal_actors.domain import Episode, InteractionId, SessionId, merge_numbers
-from areal_actors.errors import InvalidRequest
+from areal_actors.errors import ArealError, InvalidRequest, NotFound, RewardError, SessionEnded, Unauthorized
 from areal_actors.interchange.episodes import parse_episode
+from areal_actors.lib.exact_json import dump_json, load_json
+
+Reply: TypeAlias = dict[str, Any]
+"""The JSON object of an answer."""
+
+_UNDO_SECONDS = 5.0
+_END_SECONDS = 10.0
+_IS_OVER = (NotFound, SessionEnded, Unauthorized)
+"""Errors of ending a session that was already ended and consumed: it is forgotten, together with its key."""
 
 
-class OpenAIProxyClient:
+class ProxySession:
+    """One session at a proxy, which ends with its block: its keys, its rewards and its end.
+
+    Requests that are not idempotent are never sent twice; the others are retried a limited number of times, with
+    back-off. Inside the block, all control requests share one HTTP client; after it, each creates its own.
+    """
+
+    def __init__(
+        self,
+        arguments: Mapping[str, object],
+        *,
+        http_client: httpx.AsyncClient | None,
+        retries: RetryPolicy | None,
+        random: Random | None,
+    ) -> None:
+        """Create a session that is started with ``arguments``; ``http_client`` is not closed, if one is given."""
+        self._arguments = arguments
+        self._given = http_client
+        self._own: httpx.AsyncClient | None = None
+        self._retries = retries or RetryPolicy()
+        self._random = random or Random()  # noqa: S311 - jitter
+        self._root = ""
+        self._reply: Reply | None = None
+        self._is_ended = False
+
+    async def _start(self, root: str, key: str | None, *, is_patient: bool) -> None:
+        """Start the session with ``key`` at the proxy at ``root``."""
+        if self._reply is not None:
+            raise InvalidRequest(f"This {type(self).__name__} was used before; make another one for another session.")
+        self._root = root
+        self._own = create_http_client() if self._given is None else None
+
+        async def abandon(started: Reply) -> None:
+            # The caller was cancelled before the session started.
+            await self._post("rl/end_session", key=str(started["api_key"]))
+
+        try:
+            # A repeated start could open a second session, and the first one would occupy capacity until it times out.
+            self._reply = await self._post(
+                "rl/start_session", self._arguments, key=key, is_repeatable=False, is_patient=is_patient, undo=abandon
+            )
+        except BaseException:
+            await self._close()
+            raise
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """End the session unless it was ended, in ten seconds at most, cancelled or not.
+
+        An error of the block is never replaced by an error of ending the session.
+        """
+        try:
+            if not self._is_ended:
+                with anyio.move_on_after(_END_SECONDS, shield=True):
+                    await self._end({})
+        except _IS_OVER:
+            pass
+        except ArealError:
+            if error is None:
+                raise
+        finally:
+            await self._close()
+
+    async def _close(self) -> None:
+        own, self._own = self._own, None
+        if own is not None:
+            # This only closes sockets, which does not block.
+            with anyio.CancelScope(shield=True):
+                await own.aclose()
+
+    @property
+    def _started(self) -> Reply:
+        if self._reply is None:
+            raise InvalidRequest(f"The session has not started; use 'async with {type(self).__name__}(...)'.")
+        return self._reply
+
+    @property
+    def session_id(self) -> SessionId:
+        """The session's id. Keep it secret: as a part of a URL, it gives access to completions in the session."""
+        return SessionId(self._started["session_id"])
+
+    @property
+    def api_key(self) -> str:
+        """The key with full access to the session: completions, rewards and its end."""
+        return str(self._started["api_key"])
+
+    @property
+    def completion_key(self) -> str:
+        """A key for untrusted agents: it can request completions, but can neither reward nor end the session."""
+        return str(self._started["completion_key"])
+
+    @property
+    def base_url(self) -> str:
+        """The ``base_url`` for an OpenAI client; it names the session and ends in ``/v1``."""
+        return f"{self._root}/{self.session_id}/v1"
+
+    async def set_reward(self, interaction_id: str, reward: object) -> None:
+        """Reward one interaction, identified by the id of its completion; setting it again replaces the reward.
+
+        Raises:
+            NotFound: the session has no such interaction.
+            RewardError: the reward is not a finite number; of ``OpenAIProxyClient``, ``InvalidRequest``.
+        """
+        await self._reward({"interaction_id": interaction_id}, reward)
+
+    async def set_last_reward(self, reward: object) -> InteractionId:
+        """Reward the last completed interaction and return its id. Raises ``InvalidRequest`` if there is none."""
+        return await self._reward({}, reward)
+
+    async def log(self, **numbers: float) -> None:
+        """Log named numbers of the session: ``log(format_ok=1.0)``. Logging a name again replaces its value.
+
+        Their means over the sessions of a step appear in its metrics as ``rollout/<name>``. Raises ``InvalidRequest``
+        for a value that is not a finite number.
+        """
+        await self._post("rl/log_metrics", {"metrics": merge_numbers({}, numbers)}, key=self.api_key)
+
+    async def _reward(self, which: Mapping[str, str], reward: object) -> InteractionId:
+        body = {**which, "reward": parse_reward(reward)}
+        reply = await self._post("rl/set_reward", body, key=self.api_key)
+        return InteractionId(reply["interaction_id"])
+
+    async def _end(self, body: Mapping[str, object]) -> int:
+        reply = await self._post("rl/end_session", body, key=self.api_key)
+        self._is_ended = True
+        return int(reply["interaction_count"])
+
+    async def _post(
+        self,
+        path: str,
+        body: Mapping[str, object] | None = None,
+        *,
+        key: str | None,
+        is_repeatable: bool = True,
+        is_patient: bool = False,
+        undo: Callable[[Reply], Awaitable[object]] | None = None,
+    ) -> Reply:
+        """Send one request with ``key``, regardless of the session around the caller, and return the answer.
+
+        If the caller is cancelled while the request is in progress, its answer is awaited for a few seconds and passed
+        to ``undo``. Raises what ``send_with_retries`` raises.
+        """
+        content = dump_json({name: value for name, value in (body or {}).items() if value is not None})
+        headers = {"content-type": "application/json"} | ({} if key is None else {"authorization": f"Bearer {key}"})
+        # This request carries its own key, which that of a surrounding session must not replace.
+        with unattributed():
+            async with lent_client(self._given or self._own) as http:
+                send = partial(http.post, f"{self._root}/{path}", content=content, headers=headers)
+                response = await send_with_retries(
+                    send if undo is None else partial(_send_or_undo, send, undo),
+                    policy=self._retries,
+                    random=self._random,
+                    is_repeatable=is_repeatable,
+                    is_patient=is_patient,
+                )
+        return _parse(response)
+
+
+def _parse(response: httpx.Response) -> Reply:
+    reply: Reply = load_json(response.content)
+    return reply
+
+
+async def _send_or_undo(
+    send: Callable[[], Awaitable[httpx.Response]], undo: Callable[[Reply], Awaitable[object]]
+) -> httpx.Response:
+    """Send a request, and undo its effect if the caller is cancelled before the answer arrives."""
+    outcome: list[httpx.Response | Exception] = []
+    shield, is_over = anyio.CancelScope(shield=True), anyio.Event()
+
+    async def run() -> None:
+        with shield:
+            try:
+                outcome.append(await send())
+            except Exception as error:  # noqa: BLE001 - raised below, so that it is not wrapped in an exception group
+                outcome.append(error)
+        is_over.set()
+
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run)
+            try:
+                await is_over.wait()
+            except anyio.get_cancelled_exc_class():
+                # The request continues for a few seconds, then the cancellation is propagated.
+                shield.deadline = anyio.current_time() + _UNDO_SECONDS
+                raise
+    except BaseException:
+        if outcome and isinstance(late := outcome[0], httpx.Response) and late.is_success:
+            with anyio.move_on_after(_UNDO_SECONDS, shield=True):
+                await undo(_parse(late))
+        raise
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _parse_reward(reward: object) -> float:
+    try:
+        return parse_reward(reward)
+    except RewardError as error:
+        # As the proxy answers.
+        raise InvalidRequest(str(error), param="reward") from error
+
+
+class OpenAIProxyClient(ProxySession):
     """One session. ``async with`` starts and ends it; set rewards inside the block, export rows inside or after it.
 
     ::
@@ -26,9 +244,6 @@ class OpenAIProxyClient:
             reward = await agent.run(data, base_url=session.base_url, api_key=session.completion_key)
             await session.set_last_reward(reward)
         interactions = await session.export_interactions(discount=0.9)
-
-    Requests that are not idempotent are never sent twice; the others are retried a limited number of times, with
-    back-off.
     """
 
     def __init__(
@@ -65,9 +280,7 @@ class OpenAIProxyClient:
             retries: how often requests are retried.
             random: source of jitter.
         """
-        self._root = base_url.rstrip("/").removesuffix("/v1")
-        self._admin_key = admin_key
-        self._arguments = {
+        arguments = {
             "task_id": task_id,
             "api_key": api_key,
             "group_id": group_id,
@@ -77,12 +290,9 @@ class OpenAIProxyClient:
             "seed": seed,
             "roles": list(roles) or None,
         }
-        self._calls = ControlCalls(self._root, http_client=http_client, retries=retries, random=random)
-        self._session_id: SessionId | None = None
-        self._api_key = ""
-        self._completion_key = ""
-        self._role_keys: Mapping[str, str] = {}
-        self._is_ended = False
+        super().__init__(arguments, http_client=http_client, retries=retries, random=random)
+        self._base_url = base_url
+        self._admin_key = admin_key
         self._assigned: dict[str, float] = {}
 
     async def __aenter__(self) -> Self:
@@ -92,99 +302,31 @@ class OpenAIProxyClient:
             CapacityExhausted: there was no capacity during all retries.
             Unauthorized: the admin key is wrong.
         """
-        if self._session_id is not None:
-            raise InvalidRequest(f"Session {self._session_id} was started before; make another client for another one.")
-        self._calls.open()
-        try:
-            started = await self._post("rl/start_session", self._arguments, is_repeatable=False)
-        except BaseException:
-            await self._calls.close()
-            raise
-        self._session_id = SessionId(started["session_id"])
-        self._api_key = started["api_key"]
-        self._completion_key = started["completion_key"]
-        self._role_keys = started.get("role_keys", {})
+        await self._start(self._base_url.rstrip("/").removesuffix("/v1"), self._admin_key, is_patient=False)
         return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """End the session unless it was ended.
-
-        An error of the block is never replaced by an error of ending the session.
-        """
-        await end_block(self._calls, None if self._is_ended else self.end_session, error=error)
-
-    @property
-    def session_id(self) -> SessionId:
-        """The session's id. Keep it secret: as a part of a URL, it gives access to completions in the session."""
-        if self._session_id is None:
-            raise InvalidRequest("The session has not started; use 'async with OpenAIProxyClient(...)'.")
-        return self._session_id
-
-    @property
-    def api_key(self) -> str:
-        """The key with full access to the session: completions, rewards and its end."""
-        _ = self.session_id
-        return self._api_key
-
-    @property
-    def completion_key(self) -> str:
-        """The key for the agent: it can request completions, but can neither reward nor end the session."""
-        _ = self.session_id
-        return self._completion_key
 
     @property
     def role_keys(self) -> Mapping[str, str]:
         """The completion keys of ``roles``: a request with one has that role."""
-        _ = self.session_id
-        return self._role_keys
-
-    @property
-    def base_url(self) -> str:
-        """The ``base_url`` for an OpenAI client; it names the session and ends in ``/v1``."""
-        return f"{self._root}/{self.session_id}/v1"
+        return dict(self._started.get("role_keys", {}))
 
     @property
     def session_url(self) -> str:
         """An alias of ``base_url``."""
         return self.base_url
 
-    async def set_reward(self, interaction_id: str, reward: float) -> None:
-        """Reward one interaction, identified by the id of its completion; setting it again replaces the reward.
-
-        Raises:
-            NotFound: the session has no such interaction.
-            InvalidRequest: the reward is not a finite number.
-        """
-        await self._reward({"interaction_id": interaction_id}, reward)
-
-    async def set_last_reward(self, reward: float) -> InteractionId:
-        """Reward the last completed interaction and return its id. Raises ``InvalidRequest`` if there is none."""
-        return await self._reward({}, reward)
-
-    async def log(self, **numbers: float) -> None:
-        """Log named numbers of the session. Raises ``InvalidRequest`` for a value that is not a finite number."""
-        await self._post(f"{self.session_id}/rl/log_metrics", {"metrics": merge_numbers({}, numbers)})
-
-    async def _reward(self, which: Mapping[str, str], reward: float) -> InteractionId:
-        # Sent in the query, which can carry NaN unlike JSON; ``float`` accepts numpy and torch scalars, which agents
-        # often return.
-        query = {**which, "reward": repr(float(reward))}
-        reply = await self._control("set_reward", query)
-        interaction = InteractionId(reply["interaction_id"])
-        self._assigned[interaction] = float(reward)
+    async def _reward(self, which: Mapping[str, str], reward: object) -> InteractionId:
+        number = _parse_reward(reward)
+        interaction = await super()._reward(which, number)
+        self._assigned[interaction] = number
         return interaction
 
-    async def end_session(self, final_reward: float | None = None) -> int:
+    async def end_session(self, final_reward: object = None) -> int:
         """End the session and return the number of its interactions. Ending it twice has no effect.
 
         ``final_reward``, if given, rewards the last completed interaction.
         """
-        query = {} if final_reward is None else {"final_reward": repr(float(final_reward))}
-        reply = await self._control("end_session", query)
-        self._is_ended = True
-        return int(reply["interaction_count"])
+        return await self._end({} if final_reward is None else {"final_reward": _parse_reward(final_reward)})
 
     async def export_interactions(
         self, *, discount: float | None = None, style: str | None = None
@@ -211,12 +353,4 @@ class OpenAIProxyClient:
             NotFound: the session was exported and forgotten.
         """
         arguments = {"session_id": self.session_id, "discount": discount, "style": style}
-        return parse_episode(await self._post("export_trajectories", arguments))
-
-    async def _control(self, operation: str, query: Mapping[str, str]) -> dict[str, Any]:
-        return await self._calls.post(f"{self.session_id}/rl/{operation}", {}, key=self._api_key, query=query)
-
-    async def _post(
-        self, path: str, body: Mapping[str, Any], *, query: Mapping[str, str] | None = None, is_repeatable: bool = True
-    ) -> dict[str, Any]:
-        return await self._calls.post(path, body, key=self._admin_key, query=query, is_repeatable=is_repeatable)
+        return parse_episode(await self._post("export_trajectories", arguments, key=self._admin_key))

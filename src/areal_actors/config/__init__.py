@@ -1,11 +1,12 @@
 """The configuration of a run: one frozen class, a YAML file, dotted overrides, and all mistakes reported at once.
 
-``schema`` defines the settings; the other modules are independent of it: ``documents`` reads YAML, ``structure``
-converts it to attrs classes, ``loading`` combines both with overrides, ``reference`` lists settings.
+``schema`` defines the settings, ``documents`` reads YAML, ``structure`` converts it to attrs classes, ``reference``
+lists settings, and ``loading`` combines them.
 """
 
 from __future__ import annotations
 
+from areal_actors.config.loading import create_config, load_config, save_config, settings_class
 from areal_actors.config.reference import format_reference
 from areal_actors.config.schema import (
     AgentConfig,
@@ -16,10 +17,6 @@ from areal_actors.config.schema import (
     RunConfig,
     ServeConfig,
     WorkflowReference,
-    create_config,
-    load_config,
-    save_config,
-    settings_class,
 )
 
 __all__ = [

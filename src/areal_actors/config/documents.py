@@ -8,7 +8,7 @@ text that is written is read back equal. ``structure`` interprets the data.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,26 @@ _FLOAT = re.compile(
 
 
 class _Loader(yaml.SafeLoader):
-    """The safe loader, with the floats of YAML 1.2."""
+    """The safe loader, with the floats of YAML 1.2. ``problems`` are the lines and the mistakes in keys."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.problems: list[tuple[int, str]] = []
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # the stubs have another type than PyYAML
+        """Compose a mapping, and note keys that are given twice or are no words."""
+        node: yaml.MappingNode = super().compose_mapping_node(anchor)
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            line = key.start_mark.line + 1
+            if not isinstance(key, yaml.ScalarNode):
+                self.problems.append((line, "a key must be a word, not a list or a mapping."))
+            elif key.value in lines and key.tag != "tag:yaml.org,2002:merge":
+                before = f"{key.value} was given before, on line {lines[key.value]}; keep one of them."
+                self.problems.append((line, before))
+            else:
+                lines[key.value] = line
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -85,8 +104,9 @@ def parse_yaml(text: str, *, source: str) -> Document:
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
-        problems = tuple(_problems(node, source))
-        data = None if node is None or problems else loader.construct_document(node)
+        problems = tuple(f"{source}:{line}: {problem}" for line, problem in sorted(loader.problems))
+        # Plain data, which a section that contains itself is not.
+        data = None if node is None or problems else plain(loader.construct_document(node))
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
@@ -98,8 +118,9 @@ def parse_yaml(text: str, *, source: str) -> Document:
         raise ConfigError(
             f"{source}:{mark.line + 1}:{mark.column + 1} is not valid YAML: {problem}; {place}"
         ) from error
-    except (ValueError, RecursionError) as error:  # impossible dates, thousands of nested brackets
-        raise ConfigError(f"{source} holds a value that cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:  # impossible dates, thousands of nested brackets, cycles of anchors
+        reason = error if isinstance(error, ValueError) else "a section contains itself, or is nested too deeply"
+        raise ConfigError(f"{source} holds a value that cannot be read: {reason}") from error
     if problems:
         raise ConfigError(problems)
     return Document(source=source, data=data, root=node)
@@ -113,41 +134,6 @@ def format_yaml(data: Any) -> str:
 def format_path(path: ConfigPath) -> str:
     """Return a path in dotted form, such as ``rollout.openai.mode``."""
     return ".".join(str(part) for part in path)
-
-
-# ----------------------------------------------------------------------------------------------------- nodes
-
-
-def _problems(root: yaml.Node | None, source: str) -> Iterator[str]:
-    """Yield duplicate keys and cycles. Each node is visited once, however often anchors repeat it."""
-    done: set[int] = set()
-    above: set[int] = set()
-    # A stack instead of recursion: anchors may form cycles, and nesting may be deep.
-    stack: list[tuple[yaml.Node, bool]] = [] if root is None else [(root, False)]
-    while stack:
-        node, is_leaving = stack.pop()
-        if is_leaving:
-            above.discard(id(node))
-            done.add(id(node))
-        elif id(node) in above:
-            yield f"{source}:{node.start_mark.line + 1}: this section contains itself; write it out instead."
-        elif id(node) not in done:
-            above.add(id(node))
-            stack.append((node, True))
-            if isinstance(node, yaml.MappingNode):
-                stack.extend((child, False) for _, child in node.value)
-                lines: dict[str, int] = {}
-                for key, _ in node.value:
-                    line = key.start_mark.line + 1
-                    if not isinstance(key, yaml.ScalarNode):
-                        yield f"{source}:{line}: a key must be a word, not a list or a mapping."
-                    elif key.value in lines and key.tag != "tag:yaml.org,2002:merge":
-                        before = f"was given before, on line {lines[key.value]}"
-                        yield f"{source}:{line}: {key.value} {before}; keep one of them."
-                    else:
-                        lines[key.value] = line
-            elif isinstance(node, yaml.SequenceNode):
-                stack.extend((child, False) for child in node.value)
 
 
 def plain(value: Any) -> Any:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin
 import attrs
 
 from areal_actors.config.documents import format_yaml, plain
-from areal_actors.config.structure import default_of, describe_type, settings_of, type_name
+from areal_actors.config.structure import default_of, describe_type, settings_of
 from areal_actors.lib.settings import is_common
 
 _WIDTH = 118
@@ -68,14 +68,12 @@ def _lines(cls: type, *, indent: str, is_short: bool) -> Iterator[str]:
             is_left_out, inner = setting.default is None, f"{indent}  "
             yield ""
             yield f"{indent}{name}:" + (" null" if is_left_out else "")
-            for section in sections:
-                tag = [f"{inner}type: {type_name(section)}"] if len(sections) > 1 else []
-                text = _words(inspect.getdoc(section) or "")
-                purpose = _comment(text.partition(". ")[0] if is_short else text, inner)
-                body = _lines(section, indent=inner, is_short=is_short)
-                lines = [*purpose, *([""] if _explanations(section) else []), *tag, *body]
-                is_comment = is_left_out or len(sections) > 1
-                yield from ("#" + line if is_comment and line else line for line in lines)
+            (section,) = sections
+            text = _words(inspect.getdoc(section) or "")
+            purpose = _comment(text.partition(". ")[0] if is_short else text, inner)
+            body = _lines(section, indent=inner, is_short=is_short)
+            lines = [*purpose, *([""] if _explanations(section) else []), *body]
+            yield from ("#" + line if is_left_out and line else line for line in lines)
             continue
         if name in explanations:
             yield from _comment(explanations[name], indent)

@@ -8,9 +8,8 @@ resolved to members of enumerations; nothing below compares strings.
 from __future__ import annotations
 
 import math
-import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, NewType
@@ -18,16 +17,11 @@ from typing import Any, NewType
 from attrs import Attribute, evolve, field, fields, frozen
 from attrs.validators import and_, ge, gt, le, lt, optional
 
-from areal_actors.config.documents import Document
-from areal_actors.config.loading import Schema
-from areal_actors.config.structure import resolve_path
 from areal_actors.dashboard import DisplayStyle, RunDirectory, parse_trackers
 from areal_actors.datasets import (
     DataPath,
     DatasetConfig,
     DifficultyConfig,
-    HubDataset,
-    ProblemsReference,
 )
 from areal_actors.domain import EpisodeLimits, Role
 from areal_actors.generation.model_host import ModelsConfig
@@ -36,13 +30,12 @@ from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.journal import JournalConfig
 from areal_actors.lib.loops import EventLoop
 from areal_actors.lib.plugins import PluginGroup, plugin_settings
-from areal_actors.lib.references import FunctionReference
 from areal_actors.lib.settings import COMMON, constant
 from areal_actors.proxy import ProxyConfig
 from areal_actors.rendering import RendererConfig
 from areal_actors.rollouts.draws import DrawConfig
 from areal_actors.rollouts.exporter import ExportConfig, QueueConfig
-from areal_actors.rollouts.runner import ResumeEpisodes, RolloutsConfig
+from areal_actors.rollouts.runner import RolloutsConfig
 from areal_actors.rollouts.staleness import CapacityLimits, StaleGroups
 from areal_actors.sandbox import SandboxConfig
 from areal_actors.schedulers.config import SchedulerConfig, SchedulerType
@@ -59,7 +52,7 @@ from areal_actors.training.config import (
 )
 from areal_actors.training.phases import Phase, PhaseName, distillation_phase, sft_phase
 from areal_actors.workflows import GenerationConfig, PluginWorkflow
-from areal_actors.workflows.commands import CommandConfig, CommandWord
+from areal_actors.workflows.commands import CommandConfig
 
 ModelName = NewType("ModelName", str)
 """The name of a model, or the absolute path of its directory."""
@@ -136,9 +129,6 @@ class RolloutConfig(RolloutsConfig):
     difficulty: DifficultyConfig = field(factory=DifficultyConfig)
     max_step_seconds: float | None = field(default=None, validator=optional(gt(0)))
     """A step that waits longer than this for its groups ends the run with an error."""
-    resume: ResumeEpisodes = ResumeEpisodes.REPLAY
-    """What a resumed run does with episodes that were not over: replay runs their agents again, and answers requests
-    that are the same as before from the journal, without sampling; restart samples everything again."""
     dump_to_file: bool = True
     """Whether every training row is written to rollout/<version>/<task>.jsonl in the run directory."""
     openai: AgentConfig = field(factory=AgentConfig)
@@ -246,9 +236,9 @@ class TeacherConfig:
     url: str | None = None
     """A server that returns the log-probabilities of prompts: vLLM, SGLang, or any with echo and logprobs."""
     api_key: str | None = field(default=None, repr=False)
-    max_concurrent: int = field(default=16, validator=ge(1))
+    max_concurrent: int = constant(16)
     """Requests to the server at the same time."""
-    timeout_seconds: float = field(default=120.0, validator=gt(0))
+    timeout_seconds: float = constant(120.0)
     """How long the server may take to score a row, before the request is sent again."""
 
     def __attrs_post_init__(self) -> None:
@@ -612,7 +602,6 @@ class RunConfig(ServerSections):
             group_size=self.rollout.group_size,
             group_timeout_seconds=self.serve.group_timeout_seconds,
             grace_seconds=self.sessions.lifetimes.grace_seconds,
-            member_outcome=self.rollout.member_outcome,
             seed=self.seed,
         )
 
@@ -642,71 +631,3 @@ class RunConfig(ServerSections):
             max_groups=(self.total_steps - self.num_warm_steps) * self.batch_size,
             first_version=self.num_warm_steps,
         )
-
-
-# ---------------------------------------------------------------------------------------------------- loading
-
-
-def _resolve_model(text: str, directory: Path) -> ModelName:
-    """Return a path if the text looks like one or such a directory exists; otherwise a name."""
-    path = resolve_path(text, directory)
-    # os.path takes any text; Path.is_dir raises for a name that is too long.
-    is_path = text.startswith((".", "~", "/")) or os.path.isdir(path)  # noqa: PTH112
-    return ModelName(str(path) if is_path else text)
-
-
-def _resolve_reference(text: str, directory: Path) -> str:
-    """Return a reference with the absolute path of its file; module names are unchanged."""
-    file, colon, name = text.partition(":")
-    return f"{resolve_path(file, directory)}:{name}" if colon and file.endswith(".py") else text
-
-
-def _resolve_word(text: str, directory: Path) -> CommandWord:
-    """Return the path of a file next to the configuration if there is one; any other word is unchanged."""
-    path = resolve_path(text, directory)
-    return CommandWord(str(path) if os.path.isfile(path) else text)  # noqa: PTH113 - os.path accepts any text
-
-
-_SCHEMA = Schema(
-    cls=RunConfig,
-    aliases={
-        "training": "trainer",
-        "rollout.agent": "rollout.openai",
-        "rollout.fileroot": "fileroot",
-        "rollout.tokenizer_path": "tokenizer",
-        "sessions.home": "sessions.service_name",
-    },
-    resolvers={
-        ModelName: _resolve_model,
-        WorkflowReference: _resolve_reference,
-        CommandWord: _resolve_word,
-        ProblemsReference: _resolve_reference,
-        FunctionReference: _resolve_reference,
-        DataPath: lambda text, directory: str(resolve_path(text, directory)),
-        HubDataset: lambda text, directory: str(_resolve_model(text, directory)),
-    },
-)
-
-
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Return the configuration of a YAML file, with ``key.sub=value`` overrides.
-
-    Relative paths in the file are relative to the file, those in overrides to the working directory. Raises
-    ``ConfigError`` listing every mistake, each with its line, its path and what was expected.
-    """
-    return _SCHEMA.load(Path(path), overrides)
-
-
-def create_config(settings: Mapping[str, Any], *, directory: Path | None = None) -> RunConfig:
-    """Return the configuration for ``settings`` nested as in YAML. Raises like ``load_config``."""
-    return _SCHEMA.build(Document(source="settings", data=settings), directory=directory or Path.cwd())
-
-
-def save_config(config: RunConfig, path: Path) -> None:
-    """Write a configuration with every setting written out; ``load_config`` reads it back equal. Raises ``OSError``."""
-    _SCHEMA.save(config, path)
-
-
-def settings_class(path: str = "") -> type:
-    """Return the class of the section at the dotted ``path``; an empty one is the whole. Raises ``ConfigError``."""
-    return _SCHEMA.section(path)

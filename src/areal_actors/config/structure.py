@@ -11,7 +11,7 @@ right parts run in any case, so that their complaints are in the same list.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
 from enum import Enum
@@ -75,8 +75,6 @@ def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
         return f"a section ({', '.join(own)})" if own else "a section of a plug-in"
     if issubclass(cls, Mapping):
         return "a mapping"
-    if cls is tuple and arguments and arguments[-1] is not ...:
-        return f"a list of {len(arguments)} values"
     if not arguments:
         return "a list"
     words = describe_type(arguments[0])
@@ -85,12 +83,6 @@ def _describe_class(cls: type, arguments: Sequence[Any]) -> str:
 
 def _is_union(kind: Any) -> bool:
     return get_origin(kind) in (Union, UnionType)
-
-
-def type_name(cls: type) -> str:
-    """Return the word that ``type:`` has for a class of a union: ``JsonLinesConfig`` is ``json_lines``."""
-    given = getattr(cls, "type_name", None)
-    return given or re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__.removesuffix("Config")).lower()
 
 
 def show(value: Any) -> str:
@@ -163,8 +155,7 @@ def create_converter(
         lambda kind: _is_a(kind, Mapping), lambda value, kind: _structure_mapping(converter, value, kind)
     )
     converter.register_structure_hook_func(
-        lambda kind: _is_a(kind, Sequence) and not _is_a(kind, (str, bytes)),
-        lambda value, kind: _structure_list(converter, value, kind),
+        lambda kind: _is_a(kind, tuple), lambda value, kind: _structure_list(converter, value, kind)
     )
     converter.register_structure_hook_func(_is_choice, _structure_choice)
     converter.register_structure_hook_func(_is_union, lambda value, kind: _structure_union(converter, value, kind))
@@ -259,16 +250,11 @@ def _structure_mapping(converter: cattrs.Converter, value: Any, kind: Any) -> di
     return _collect(converter, {str(key): (item, inner) for key, item in value.items()})
 
 
-def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
+def _structure_list(converter: cattrs.Converter, value: Any, kind: Any) -> tuple[Any, ...]:
     if not isinstance(value, (list, tuple)):
         raise _wrong(value, describe_type(kind))
-    arguments = get_args(kind) or (Any, ...)
-    is_fixed = get_origin(kind) is tuple and arguments[-1] is not ...
-    if is_fixed and len(arguments) != len(value):
-        raise _wrong(value, describe_type(kind))
-    kinds = arguments if is_fixed else (arguments[0],) * len(value)
-    items = _collect(converter, dict(enumerate(zip(value, kinds, strict=True)))).values()
-    return list(items) if get_origin(kind) is list else tuple(items)
+    inner = (get_args(kind) or (Any,))[0]
+    return tuple(_collect(converter, {index: (item, inner) for index, item in enumerate(value)}).values())
 
 
 def _collect(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) -> dict[Any, Any]:
@@ -294,15 +280,13 @@ def _attempt(converter: cattrs.Converter, parts: Mapping[Any, tuple[Any, Any]]) 
 
 
 def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
-    """Structure by the first member that accepts the value; mappings use the class that their ``type`` names."""
+    """Structure by the first member that accepts the value; mappings by the class that has their keys."""
     members = [member for member in get_args(kind) if member is not type(None)]
     if value is None and len(members) < len(get_args(kind)):
         return None
     classes = [member for member in members if attrs.has(member)]
-    if isinstance(value, Mapping) and len(classes) > 1:
-        return _structure_tagged(converter, value, classes)
     if isinstance(value, Mapping) and classes:
-        return converter.structure(value, classes[0])
+        return converter.structure(value, max(classes, key=lambda cls: _num_matching(cls, value)))
     if len(members) == 1:
         return converter.structure(value, members[0])
     for member in members:
@@ -313,32 +297,11 @@ def _structure_union(converter: cattrs.Converter, value: Any, kind: Any) -> Any:
     raise _wrong(value, describe_type(kind))
 
 
-def _structure_tagged(converter: cattrs.Converter, value: Mapping[str, Any], classes: Sequence[type]) -> Any:
-    by_name = {type_name(cls): cls for cls in classes}
-    rest = {key: item for key, item in value.items() if key != "type"}
-    for cls in classes:
-        if any(_advise_plugin(cls, str(key)) for key in value):
-            return converter.structure(rest, cls)
-    if "type" not in value:
-        # A class fits if its settings include all keys, and the keys all settings that it requires.
-        fitting = []
-        for cls in classes:
-            settings = settings_of(cls)
-            required = {name for name, setting in settings.items() if is_required(setting)}
-            if required <= rest.keys() <= settings.keys():
-                fitting.append(cls)
-        # None fits a misspelt key, so that the class with the nearest names says what it has.
-        near = [cls for cls in classes if any(nearest(str(key), list(settings_of(cls))) for key in rest)]
-        if len(fitting or near) == 1:
-            return converter.structure(rest, (fitting or near)[0])
-        raise Mistakes([Mistake(text=f"needs a type: one of {', '.join(by_name)}")])
-    named = by_name.get(str(value["type"]))
-    if named is None:
-        close = nearest(str(value["type"]), list(by_name))
-        meant = f"; did you mean {close}?" if close else ""
-        text = f"must be one of {', '.join(by_name)}, not {show(value['type'])}{meant}"
-        raise Mistakes([Mistake(path=("type",), text=text)])
-    return converter.structure(rest, named)
+def _num_matching(cls: type, keys: Iterable[object]) -> tuple[int, int]:
+    """Return how many keys are settings of a class, or of a plug-in that adds to it; then, how many nearly are."""
+    names, words = list(settings_of(cls)), list(map(str, keys))
+    known = [word for word in words if word in names or _advise_plugin(cls, word) is not None]
+    return len(known), sum(nearest(word, names) is not None for word in words)
 
 
 # --------------------------------------------------------------------------------------------------- classes

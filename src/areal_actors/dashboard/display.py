@@ -6,30 +6,25 @@ their errors never end a run.
 
 from __future__ import annotations
 
+import re
 import sys
+import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING, TextIO
 
-from attrs import evolve
+from attrs import evolve, field, frozen
 
 from areal_actors.dashboard.reporter import Listener
+from areal_actors.dashboard.verdict import NUM_JUDGED_STEPS, find_verdict
 from areal_actors.kernel import Message
-from areal_actors.messages import EvaluationFinished, PhaseChanged, Progress, StepFinished
+from areal_actors.messages import EpisodeFinished, EvaluationFinished, PhaseChanged, Progress, StepFinished
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.live import Live
-import re
-import textwrap
-from collections.abc import Mapping
-from itertools import pairwise
-
-from attrs import field, frozen
-
-from areal_actors.dashboard.verdict import NUM_JUDGED_STEPS, find_verdict
-from areal_actors.messages import EpisodeFinished
 
 Clock = Callable[[], float]
 
@@ -199,16 +194,8 @@ _BARS = "▁▂▃▄▅▆▇█"
 
 
 @frozen(kw_only=True)
-class Evaluation:
-    """One evaluation on held-out problems."""
-
-    version: int
-    reward: float
-
-
-@frozen(kw_only=True)
 class RunState:
-    """The current state of a run. ``started_at``, ``step_times`` and ``saving_began_at`` are seconds of the clock."""
+    """The current state of a run. ``started_at`` and ``step_times`` are seconds of the clock."""
 
     title: str = ""
     page: str | None = None
@@ -221,13 +208,8 @@ class RunState:
     rewards: tuple[float, ...] = ()
     steps: tuple[Metrics, ...] = ()
     """The metrics of the first and of the latest steps with rewards, in order, as many as a verdict needs."""
-    evaluations: tuple[Evaluation, ...] = ()
+    evaluations: tuple[EvaluationFinished, ...] = ()
     step_times: tuple[float, ...] = ()
-    saving_began_at: float | None = None
-    evaluation_seconds: float = 0.0
-    """Duration of the last evaluation; 0 before the first one has ended."""
-    saving_seconds: float = 0.0
-    """Duration of the last time that a checkpoint was saved."""
     num_episodes: int = 0
     num_failed: int = 0
     last_failure: str | None = None
@@ -238,16 +220,12 @@ class RunState:
         """Return the state after the event ``news`` at time ``now``. Events that are not displayed change nothing."""
         match news:
             case PhaseChanged():
-                return evolve(
-                    self._after_saving(now),
-                    phase=f"{news.phase}: {news.detail}" if news.detail else news.phase,
-                    saving_began_at=now if news.phase == "saving a checkpoint" else None,
-                )
+                return evolve(self, phase=f"{news.phase}: {news.detail}" if news.detail else news.phase)
             case EpisodeFinished():
                 failure = news.episode.failure
                 if failure is None:
                     return evolve(self, num_episodes=self.num_episodes + 1)
-                kind = _kind_of_failure(failure, news.episode.traceback)
+                kind = kind_of(failure)
                 # Messages that name random ids would otherwise be kept without end.
                 if kind not in self.num_by_failure and len(self.num_by_failure) >= _MAX_KINDS:
                     kind = ""
@@ -259,13 +237,7 @@ class RunState:
                     num_by_failure={**self.num_by_failure, kind: self.num_by_failure.get(kind, 0) + 1},
                 )
             case EvaluationFinished():
-                evaluation = Evaluation(version=news.version, reward=news.reward)
-                return evolve(
-                    self,
-                    evaluations=(*self.evaluations, evaluation),
-                    evaluation_seconds=news.seconds,
-                    phase="training",
-                )
+                return evolve(self, evaluations=(*self.evaluations, news), phase="training")
             case StepFinished():
                 rewards, steps, reward = self.rewards, self.steps, news.metrics.get("reward")
                 if reward is not None:
@@ -273,7 +245,7 @@ class RunState:
                 if len(steps) > 2 * NUM_JUDGED_STEPS:
                     steps = (*steps[:NUM_JUDGED_STEPS], *steps[-NUM_JUDGED_STEPS:])
                 return evolve(
-                    self._after_saving(now),
+                    self,
                     step=news.step,
                     phase="training",
                     metrics=dict(news.metrics),
@@ -282,12 +254,6 @@ class RunState:
                     step_times=(*self.step_times, now)[-_NUM_TIMES - 1 :],
                 )
         return self
-
-    def _after_saving(self, now: float) -> RunState:
-        """Return the state with the duration of a save that ends with the event at time ``now``."""
-        if self.saving_began_at is None:
-            return self
-        return evolve(self, saving_seconds=now - self.saving_began_at, saving_began_at=None)
 
     def describe_failure(self, news: Message[Progress, None]) -> str | None:
         """Describe the failed episode ``news``, the last event of this state; ``None`` if it needs no line.
@@ -298,7 +264,7 @@ class RunState:
         if not isinstance(news, EpisodeFinished) or news.episode.failure is None:
             return None
         failure, traceback = news.episode.failure, news.episode.traceback
-        times = self.num_by_failure.get(_kind_of_failure(failure, traceback), self.num_by_failure.get("", 0))
+        times = self.num_by_failure.get(kind_of(failure), self.num_by_failure.get("", 0))
         if times == 1:
             shown = f"\n{textwrap.indent(traceback, '    ')}" if traceback else ""
             return f"episode failed ({self.num_failed} so far): {failure}{shown}"
@@ -311,35 +277,12 @@ class RunState:
         """Why the run does not learn, in one sentence."""
         return find_verdict(self.steps)
 
-    @property
-    def seconds_per_step(self) -> float | None:
-        """Mean duration of the last few steps; ``None`` before there are two to compare."""
+    def seconds_left(self, now: float) -> float | None:
+        """Return the time of the remaining steps at the recent pace; ``None`` before two steps have ended."""
         if len(self.step_times) < 2:  # noqa: PLR2004 - a difference needs two
             return None
-        return (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
-
-    def seconds_left(self, now: float) -> float | None:
-        """Return the estimated time until the run has ended; ``None`` before two steps have.
-
-        The remaining steps at the recent pace, which contains the evaluations and saves between them, and the last
-        evaluation and save, which come after all steps.
-        """
-        pace = self.seconds_per_step
-        if pace is None:
-            return None
-        steps = max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
-        since_steps = max(0.0, now - self.step_times[-1]) if self.step >= self.total_steps else 0.0
-        return steps + max(0.0, self.evaluation_seconds + self.saving_seconds - since_steps)
-
-
-def _kind_of_failure(failure: str, traceback: str | None) -> str:
-    """Return the lines and the type of the exception that ended an episode, or its message with numbers masked."""
-    if traceback is None:
-        return kind_of(failure)
-    lines = traceback.splitlines()
-    frames = [line.strip() for line in lines if line.startswith('  File "')]
-    kind = next((line for line in reversed(lines) if re.match(r"[\w.]+(:|$)", line)), "")
-    return "\n".join((*frames, kind.partition(":")[0]))
+        pace = (self.step_times[-1] - self.step_times[0]) / (len(self.step_times) - 1)
+        return max(0.0, (self.total_steps - self.step) * pace - (now - self.step_times[-1]))
 
 
 def kind_of(text: str) -> str:
@@ -373,21 +316,18 @@ def format_seconds(seconds: float | None) -> str:
     return f"{minutes}:{rest:02}" if minutes else f"{rest} s"
 
 
+_FOLLOWED = {
+    "reward": "reward {:.3f}",
+    "eval_reward": "eval {:.3f}",
+    "loss": "loss {:+.4f}",
+    "kl": "kl {:.4f}",
+    "entropy": "entropy {:.3f}",
+    "staleness_mean": "staleness {:.1f}",
+    "staleness_max": "max {:.0f}",
+    "tokens_per_second": "{:.0f} tokens/s",
+}
+
+
 def format_metrics(metrics: Mapping[str, float | int | None]) -> str:
     """Return a line with the few numbers of a step that people follow."""
-    parts = [
-        _part(metrics, "reward", "reward {:.3f}"),
-        _part(metrics, "eval_reward", "eval {:.3f}"),
-        _part(metrics, "loss", "loss {:+.4f}"),
-        _part(metrics, "kl", "kl {:.4f}"),
-        _part(metrics, "entropy", "entropy {:.3f}"),
-        _part(metrics, "staleness_mean", "staleness {:.1f}"),
-        _part(metrics, "staleness_max", "max {:.0f}"),
-        _part(metrics, "tokens_per_second", "{:.0f} tokens/s"),
-    ]
-    return "  ".join(part for part in parts if part)
-
-
-def _part(metrics: Mapping[str, float | int | None], key: str, form: str) -> str:
-    value = metrics.get(key)
-    return "" if value is None else form.format(value)
+    return "  ".join(form.format(metrics[key]) for key, form in _FOLLOWED.items() if metrics.get(key) is not None)

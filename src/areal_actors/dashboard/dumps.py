@@ -275,9 +275,6 @@ class FailureWriter(Listener):
         append_lines(self._path, [format_record(record)])
 
 
-_log = get_logger(__name__)
-
-
 class EpisodeRecorder(Listener):
     """Appends to ``episodes.jsonl``, and logs each tenth of ``num_expected`` episodes."""
 

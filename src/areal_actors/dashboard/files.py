@@ -6,8 +6,10 @@
       config.yaml        every setting, written out
       run.json           whether it is running, finished, interrupted or failed, and why it ended
       admin.key          of a service: its admin key, readable by its owner only
+      journal.sqlite     of a service: the session journal, which survives a restart
       metrics.jsonl      one JSON object per step (docs/metrics.md)
       failures.jsonl     one JSON object for each episode that failed
+      untrained.jsonl    one JSON object for each successful episode that no step trained
       sessions.jsonl     a sample of conversations, for the report
       rollout/           <version>/<task>.jsonl: every training row as text
       eval-rollout/      the same of evaluations
@@ -15,7 +17,8 @@
       exports/           <format>/: rows for other trainers
       checkpoints/       from which a run resumes
       groups.sqlite      of a run over a dataset: finished groups that no checkpoint contains
-      weights/           the trained model, as transformers loads it
+      weights/           the trained model, as transformers loads it; adapter/: the trained adapter, if there is one
+      published/         the last versions of the weights, if they are published by disk
       logs/              run.jsonl: log of the run; agents/<n>.log: output of agents in processes; service.log: output
                          of a service of a host; workers/<name>.log: output of workers
       rows/              step-<n>.parquet: the rows of training steps with all numbers, if logging.row_dumps is set
@@ -55,14 +58,12 @@ class _Entry:
 
 @frozen(kw_only=True)
 class RunDirectory:
-    """Names of the files of one run."""
+    """Names of the files of one run, which the text at the top of this module describes."""
 
     path: Path = field(converter=Path)
 
     config = _Entry("config.yaml")
-    """Configuration with every setting written out."""
     record = _Entry("run.json")
-    """The state of the run, and why it ended."""
 
     @property
     def lock(self) -> Path:
@@ -70,39 +71,22 @@ class RunDirectory:
         return self.path.with_name(f".{self.path.name}.lock")
 
     admin_key = _Entry("admin.key")
-    """The admin key of the service of this run."""
     journal = _Entry("journal.sqlite")
-    """The session journal of a service, which survives a restart."""
     groups = _Entry("groups.sqlite")
-    """The journal of a dataset run: groups that are finished, and not in a checkpoint."""
     metrics = _Entry("metrics.jsonl")
-    """One JSON object per step."""
     failures = _Entry("failures.jsonl")
-    """One JSON object for each episode that failed."""
     sessions = _Entry("sessions.jsonl")
-    """A sample of conversations."""
     rollouts = _Entry("rollout")
-    """Training rows as text, by version and task."""
     eval_rollouts = _Entry("eval-rollout")
-    """Rows of evaluations as text, by version and task."""
     untrained = _Entry("untrained.jsonl")
-    """One JSON object for each successful episode that no step trained."""
     rows = _Entry("rows")
-    """Training rows with all numbers, one parquet file per step."""
     rows_key = _Entry("rows.key")
-    """The key that seals the training rows."""
     exports = _Entry("exports")
-    """Rows in the formats of other trainers, one directory each."""
     captures = _Entry("capture")
-    """Rows that failed the capture check, by the step that they stopped."""
     checkpoints = _Entry("checkpoints")
-    """Checkpoints from which a run resumes."""
     adapter = _Entry("adapter")
-    """The trained adapter, if the run trains one."""
     published = _Entry("published")
-    """The last versions of the weights, if they are published by disk."""
     weights = _Entry(WEIGHTS_DIRECTORY)
-    """The trained model."""
 
     @property
     def model(self) -> str | None:
@@ -111,23 +95,14 @@ class RunDirectory:
         return name if is_model_identifier(name) and (self.weights / "config.json").is_file() else None
 
     logs = _Entry("logs")
-    """Log files."""
     log = _Entry("logs/run.jsonl")
-    """The log of the run, as JSON lines."""
     agent_logs = _Entry("logs/agents")
-    """Output of agents in separate processes, one file per process."""
     service_log = _Entry("logs/service.log")
-    """Output of the service of a host."""
     tensorboard = _Entry("tensorboard")
-    """Event files of scalars."""
     trackers = _Entry("trackers.json")
-    """The names of the run in experiment trackers, for resumed runs."""
     report = _Entry("report.html")
-    """The run on one page."""
     episodes = _Entry("episodes.jsonl")
-    """One JSON object for each episode of an evaluation that is over."""
     evaluation = _Entry("evaluation.json")
-    """The identity of an evaluation, and its results once it is over."""
 
     @property
     def has_run(self) -> bool:

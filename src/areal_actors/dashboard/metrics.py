@@ -65,7 +65,6 @@ STEP_KEYS = (
     "dropped_groups",
     "easy_problems",
     "hard_problems",
-    "retired_problems",
     "solve_rate",
     "drawn_episodes",
     "drawn_tokens_mean",

@@ -81,7 +81,7 @@ class ProgressReporter(Actor[Progress]):
         except get_cancelled_exc_class():
             # The whole run was cancelled from outside, which no other actor had the time to say.
             if not self._has_ended:
-                await self._tell_all(RunEnded(status=RunStatus.INTERRUPTED))
+                await self.pass_on(RunEnded(status=RunStatus.INTERRUPTED))
             raise
         finally:
             # A listener that was switched off is still closed.
@@ -90,49 +90,22 @@ class ProgressReporter(Actor[Progress]):
                 _log.warning("records_missing", listener=name, number=number)
             await self._on_thread(lambda listener: listener.close(), is_news=False)
 
-    @PhaseChanged.handler
-    async def change_phase(self, message: PhaseChanged) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    @EpisodeFinished.handler
-    async def finish_episode(self, message: EpisodeFinished) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    @SessionArchived.handler
-    async def archive_session(self, message: SessionArchived) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    @GroupsTrained.handler
-    async def record_groups(self, message: GroupsTrained) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    @RowsTrained.handler
-    async def record_rows(self, message: RowsTrained) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    @StepFinished.handler
-    async def finish_step(self, message: StepFinished) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    @RunEnded.handler
-    async def end_run(self, message: RunEnded) -> None:
-        """Pass the message to the listeners."""
-        self._has_ended = True
-        await self._tell_all(message)
-
-    @EvaluationFinished.handler
-    async def finish_evaluation(self, message: EvaluationFinished) -> None:
-        """Pass the message to the listeners."""
-        await self._tell_all(message)
-
-    async def _tell_all(self, news: Message[Progress, None]) -> None:
+    async def pass_on(self, news: Message[Progress, None]) -> None:
+        """Pass a message to the listeners."""
+        self._has_ended |= isinstance(news, RunEnded)
         await self._on_thread(lambda listener: listener.on_event(news))
+
+    for _news in (
+        PhaseChanged,
+        EpisodeFinished,
+        SessionArchived,
+        GroupsTrained,
+        RowsTrained,
+        StepFinished,
+        RunEnded,
+        EvaluationFinished,
+    ):
+        _news.handler(pass_on)
 
     async def _on_thread(self, action: Callable[[Listener], None], *, is_news: bool = True) -> None:
         await to_thread.run_sync(self._each, action, is_news, limiter=self._limiter)

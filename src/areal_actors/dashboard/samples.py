@@ -23,14 +23,13 @@ from areal_actors.domain import (
     ChatMessage,
     Interaction,
     InteractionId,
-    SessionId,
     Trajectory,
     as_ints,
     withhold_truncated,
 )
 from areal_actors.kernel import Message
 from areal_actors.lib.telemetry import redact
-from areal_actors.messages import EpisodeFinished, Progress, SessionArchived
+from areal_actors.messages import Progress, SessionArchived
 
 _NUM_PER_VERSION = 4
 _MAX_TURNS = 64
@@ -66,31 +65,16 @@ class SessionSampler(Listener):
         self._file = RecordFile(path, is_private=True)
         self._stride = 1
         self._versions: list[int] = []
-        self._removed: dict[str, dict[str, Any]] = {}
         self._seen: Counter[tuple[int, bool, bool]] = Counter()
 
     def open(self) -> None:
-        """Remove the sessions of episodes that will be repeated. Those of restored episodes come back."""
+        """Remove the sessions of episodes that may be repeated."""
         limit = self._resumed_step or 0
-
-        def is_kept(record: dict[str, Any]) -> bool:
-            is_repeated = int(record["version"]) >= limit
-            if is_repeated:
-                self._removed[record["session"]] = record
-            return not is_repeated
-
-        kept = rewrite_records(self._path, is_kept)
+        kept = rewrite_records(self._path, lambda record: int(record["version"]) < limit)
         self._versions = [record["version"] for record in kept]
 
     def on_event(self, news: Message[Progress, None]) -> None:
         """Keep the session if it is among the first of its version and kind. Raises ``OSError``."""
-        if isinstance(news, EpisodeFinished) and self._removed:
-            # The episode of a group that was restored, whose session an earlier process had recorded.
-            record = self._removed.pop(_name(news.episode.session), None)
-            if record is not None:
-                self._file.append(record)
-                self._versions.append(record["version"])
-                self._seen[record["version"], record["is_eval"], record["failure"] is not None] += 1
         if not isinstance(news, SessionArchived):
             return
         version = sampled_version(news.record.interactions)
@@ -152,7 +136,8 @@ def describe_session(
         budget -= len(described["tokens"])
         turns.append(described)
     return {
-        "session": _name(record.id),
+        # Without what may be a secret.
+        "session": redact(f"session {record.id}").removeprefix("session "),
         "version": version,
         "is_eval": news.is_eval,
         "task_id": news.problem.task,
@@ -166,11 +151,6 @@ def describe_session(
         "turns": turns,
         "num_turns": len(record.interactions),
     }
-
-
-def _name(session: SessionId) -> str:
-    """Return the session's id without what may be a secret."""
-    return redact(f"session {session}").removeprefix("session ")
 
 
 def _describe_turn(turn: Interaction, decode: Decode, budget: int) -> dict[str, Any]:

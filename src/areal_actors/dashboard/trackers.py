@@ -241,13 +241,7 @@ class Trackio:
         import trackio
 
         resume = "allow" if run.recall("trackio") else "never"
-        own: dict[str, Any] = {
-            "project": run.experiment,
-            "name": run.trial,
-            "config": run.settings(),
-            "resume": resume,
-            "embed": False,
-        }
+        own = {"project": run.experiment, "name": run.trial, "config": run.settings(), "resume": resume, "embed": False}
         # Standard output belongs to the command.
         with redirect_stdout(sys.stderr):
             self._run: Any = trackio.init(**{**own, **options})

@@ -5,8 +5,8 @@ last group solved them nearly always or nearly never are drawn less often, and c
 
     rollout: {difficulty: {enabled: true, easy_fraction: 0.05, hard_fraction: 0.2}}
 
-Problems that are solved again and again can be retired, and problems that have a known difficulty can be begun with the
-easiest. Each of several sources has its own pools.
+With ``easy_fraction: 0``, problems that are solved are drawn only where there are no others. Each of several sources
+has its own pools.
 
 Draws are a function of seed, position and the solve rates known until then. This state is plain data (``PoolsState``),
 kept in checkpoints, so that a resumed run draws the same problems as an uninterrupted one.
@@ -20,7 +20,7 @@ from enum import IntEnum
 
 import numpy as np
 from attrs import field, frozen
-from attrs.validators import and_, ge, gt, le, lt, optional
+from attrs.validators import and_, ge, gt, le, lt
 
 from areal_actors.domain import AssignedProblem, DrawnProblem, Group, PoolSizes, PoolsState
 
@@ -34,7 +34,6 @@ class Pool(IntEnum):
     EASY = 0
     NORMAL = 1
     HARD = 2
-    RETIRED = 3
 
 
 @frozen(kw_only=True)
@@ -45,11 +44,6 @@ class DifficultyConfig:
     are the shares of the draws that these pools get; the rest goes to all others, including new ones. The share of an
     empty pool goes to the normal ones, and if there are none, to all problems. Within a pool, the problems that were
     drawn least come first.
-
-    A problem that was easy in ``retire_after`` groups in a row is retired: it is not drawn again as long as there are
-    others. ``order_by`` is the key of a number in the problems, such as ``difficulty`` or ``metadata.level``: of those
-    that were drawn equally often, the one with the lowest number comes first, so that a run begins with the easiest. A
-    run is resumed with the same order only.
     """
 
     enabled: bool = False
@@ -58,8 +52,6 @@ class DifficultyConfig:
     hard_below: float = field(default=0.1, validator=and_(ge(0), le(1)))
     easy_fraction: float = field(default=0.05, validator=and_(ge(0), le(1)))
     hard_fraction: float = field(default=0.2, validator=and_(ge(0), le(1)))
-    retire_after: int | None = field(default=None, validator=optional(ge(1)))
-    order_by: str | None = None
 
     def __attrs_post_init__(self) -> None:
         """Raise ``ValueError`` for pools that overlap, or shares that add up to more than 1."""
@@ -67,16 +59,13 @@ class DifficultyConfig:
             raise ValueError(f"hard_below ({self.hard_below:g}) has to be less than easy_above ({self.easy_above:g})")
         if self.easy_fraction + self.hard_fraction > 1:
             raise ValueError(f"easy_fraction and hard_fraction add up to {self.easy_fraction + self.hard_fraction:g}")
-        for name in () if self.enabled else ("retire_after", "order_by"):
-            if getattr(self, name) is not None:
-                raise ValueError(f"{name} has no effect without enabled: true")
 
 
 class ProblemPools:
     """Draws rows of a dataset of ``num_problems``; a plain object with a single owner.
 
     ``start`` is the state in the checkpoint from which a run continues; rows that the dataset no longer has are
-    dropped. With ``order_by``, the rows are in this order (``Problems.ordered_by``).
+    dropped.
     """
 
     def __init__(
@@ -86,13 +75,11 @@ class ProblemPools:
         self._seed = seed
         self._num_drawn_N = np.zeros(num_problems, np.int64)
         self._solve_rate_N = np.full(num_problems, np.nan)
-        self._num_easy_N = np.zeros(num_problems, np.int64)
         self._assigned: dict[int, int] = {}
         for known in start.problems if start is not None else ():
             if known.row < num_problems:
                 self._num_drawn_N[known.row] = known.num_drawn
                 self._solve_rate_N[known.row] = np.nan if known.solve_rate is None else known.solve_rate
-                self._num_easy_N[known.row] = known.num_easy
         for assigned in start.assigned if start is not None else ():
             if assigned.row < num_problems:
                 self._assigned[assigned.position] = assigned.row
@@ -110,11 +97,11 @@ class ProblemPools:
             wanted = Pool.HARD
         pools_N = self._pools
         # The last choice is never empty: a dataset has problems.
-        choices = (pools_N == wanted, pools_N == Pool.NORMAL, pools_N != Pool.RETIRED, pools_N >= 0)
+        choices = (pools_N == wanted, pools_N == Pool.NORMAL, pools_N >= 0)
         chosen = next(choice for choice in choices if choice.any())
         fewest = self._num_drawn_N[chosen].min()
         rows = np.flatnonzero(chosen & (self._num_drawn_N == fewest))
-        row = int(rows[0] if self._config.order_by is not None else random.choice(rows))
+        row = int(random.choice(rows))
         self._assigned[position] = row
         self._num_drawn_N[row] += 1
         return row
@@ -130,9 +117,7 @@ class ProblemPools:
         row = self._assigned.pop(position, None)
         rewards = [episode.reward for episode in group.episodes if episode.failure is None]
         if row is not None and rewards:
-            rate = np.mean([reward >= self._config.solved_reward for reward in rewards])
-            self._solve_rate_N[row] = rate
-            self._num_easy_N[row] = self._num_easy_N[row] + 1 if rate >= self._config.easy_above else 0
+            self._solve_rate_N[row] = np.mean([reward >= self._config.solved_reward for reward in rewards])
 
     def count(self, pool: Pool) -> int:
         """Return the number of problems in ``pool``."""
@@ -144,7 +129,6 @@ class ProblemPools:
         return PoolSizes(
             easy=self.count(Pool.EASY),
             hard=self.count(Pool.HARD),
-            retired=self.count(Pool.RETIRED),
             num_run=len(known),
             solve_rate=float(known.mean()) if len(known) else None,
         )
@@ -158,7 +142,6 @@ class ProblemPools:
                     row=row,
                     num_drawn=int(self._num_drawn_N[row]),
                     solve_rate=None if np.isnan(rates[row]) else rates[row],
-                    num_easy=int(self._num_easy_N[row]),
                 )
                 for row in np.flatnonzero(self._num_drawn_N).tolist()
             ),
@@ -170,6 +153,4 @@ class ProblemPools:
         pools_N = np.full(len(self._solve_rate_N), int(Pool.NORMAL), np.int64)
         pools_N[self._solve_rate_N >= self._config.easy_above] = Pool.EASY
         pools_N[self._solve_rate_N <= self._config.hard_below] = Pool.HARD
-        if self._config.retire_after is not None:
-            pools_N[self._num_easy_N >= self._config.retire_after] = Pool.RETIRED
         return pools_N

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from functools import lru_cache
@@ -49,25 +48,6 @@ class Problems:
             return self._problem(position, row)
         epoch, index = divmod(position, len(self._rows))
         return self._problem(position, self._order(epoch)[index])
-
-    def ordered_by(self, key: str) -> Problems:
-        """Return the problems in the order of the number at ``key``, which may be a path such as ``metadata.level``.
-
-        Raises ``DatasetError`` for a problem without one.
-        """
-        numbers: list[float] = []
-        for index, row in enumerate(self._rows):
-            value: Any = row
-            for part in [key] if key in row else key.split("."):
-                value = value.get(part) if isinstance(value, Mapping) else None
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or math.isnan(value):
-                raise DatasetError(
-                    f"difficulty.order_by is {key}, and problem {index} has {value!r} there instead of a number; "
-                    f"its keys are {', '.join(map(str, row))}."
-                )
-            numbers.append(float(value))
-        rows = [self._rows[index] for index in sorted(range(len(numbers)), key=numbers.__getitem__)]
-        return Problems(rows, seed=self._seed, is_shuffled=self._is_shuffled)
 
     def all(self) -> tuple[Problem, ...]:
         """Return every problem once, in the order of the source, for an evaluation."""

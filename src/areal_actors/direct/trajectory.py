@@ -116,52 +116,9 @@ class DirectSession:
         """The conversations so far."""
         return self._manager.tree(self._id)
 
-    def set_reward(self, interaction_id: str | None, reward: Any) -> None:
-        """Reward one interaction, or the last completed one; setting it again replaces the reward.
-
-        Raises:
-            NotFound: there is no such interaction.
-            RewardError: the reward is not a finite number, or no interaction was completed yet.
-        """
-        self.tree.set_reward(None if interaction_id is None else InteractionId(interaction_id), reward)
-
-    def apply_discount(self, discount: float) -> dict[str, float]:
-        """Use the returns under ``discount`` in all later reads, and return them by interaction.
-
-        Raises:
-            RewardError: the discount is not finite.
-        """
-        returns = backpropagate(self.tree.snapshot(), discount)
-        self.discount = discount
-        return {str(name): value for name, value in returns.items()}
-
-    def interaction(self, interaction_id: str) -> InteractionWithTokenLogpReward:
-        """Return one interaction with its ancestors, without a row.
-
-        Raises:
-            NotFound: there is no such interaction, or it was not completed.
-        """
-        return self._views(self.discount).view(InteractionId(interaction_id))
-
-    def rows(self, *, style: str, discount: float | None) -> dict[str, InteractionWithTokenLogpReward]:
-        """Return the training rows in an export style, in order, each by the interaction that it ends with.
-
-        Without a ``discount`` (here or applied before), every turn keeps its assigned reward.
-        """
-        discount = self.discount if discount is None else discount
-        views = self._views(discount)
-        exported = export_trajectories(views.record, discount=discount or 0.0, style=style)
-        return views.rows(exported.trajectories)
-
-    def _views(self, discount: float | None) -> InteractionViews:
-        tree = self.tree
-        return InteractionViews(
-            tree.snapshot(),
-            discount=discount,
-            completions=self.completions,
-            history=tree.history,
-            prompt_tokens=tree.prompt_tokens,
-        )
+    def views(self, discount: float | None) -> InteractionViews:
+        """Return the interactions so far, with the returns under ``discount``; ``None`` keeps assigned rewards."""
+        return InteractionViews(self.tree.snapshot(), discount=discount, completions=self.completions)
 
 
 _ONE = CapacityLimits(max_concurrent=1, batch_size=1)
@@ -217,11 +174,11 @@ class DirectClient:
             NotFound: no answer of this client has the id.
             RewardError: the reward is not a finite number.
         """
-        self.direct.set_reward(interaction_id, reward)
+        self.direct.tree.set_reward(InteractionId(interaction_id), reward)
 
     def set_last_reward(self, reward: Any) -> None:
         """Reward the answer that was completed last. Raises ``RewardError`` if there is none."""
-        self.direct.set_reward(None, reward)
+        self.direct.tree.set_reward(None, reward)
 
     def apply_reward_discount(self, turn_discount: float = 1.0) -> dict[str, float]:
         """Propagate rewards backwards: ``return(n) = reward(n) + turn_discount * mean(return(children))``.
@@ -231,16 +188,21 @@ class DirectClient:
 
         Returns:
             The return of every completed interaction.
+
+        Raises:
+            RewardError: the discount is not finite.
         """
-        return self.direct.apply_discount(turn_discount)
+        returns = backpropagate(self.direct.tree.snapshot(), turn_discount)
+        self.direct.discount = turn_discount
+        return {str(name): value for name, value in returns.items()}
 
     def get_interaction(self, interaction_id: str) -> InteractionWithTokenLogpReward:
         """Return one answer with its tokens. Raises ``NotFound`` unless a completed answer has this id."""
-        return self.direct.interaction(interaction_id)
+        return self.direct.views(self.direct.discount).view(InteractionId(interaction_id))
 
     def get_completions(self, completion_id: str) -> InteractionWithTokenLogpReward:
         """Return one answer with its tokens; an alias of ``get_interaction``."""
-        return self.direct.interaction(completion_id)
+        return self.get_interaction(completion_id)
 
     def export_interactions(
         self, style: str = "individual", reward_discount: float | None = None
@@ -253,8 +215,11 @@ class DirectClient:
         Raises:
             ExportError: there is no such style.
         """
-        return self.direct.rows(style=style, discount=reward_discount)
+        discount = self.direct.discount if reward_discount is None else reward_discount
+        views = self.direct.views(discount)
+        exported = export_trajectories(views.record, discount=discount or 0.0, style=style)
+        return views.rows(exported.trajectories)
 
     def export_completions(self, turn_discount: float = 1.0) -> dict[str, InteractionWithTokenLogpReward]:
         """Return one training row per answer, with rewards propagated backwards under ``turn_discount``."""
-        return self.direct.rows(style="individual", discount=turn_discount)
+        return self.export_interactions(reward_discount=turn_discount)

@@ -5,246 +5,123 @@ Messages between actors are in ``messages``; settings are defined next to the co
 
 from __future__ import annotations
 
-from areal_actors.domain.accounts import IssuedKey, KeyId, Quotas, User, UserKey
-from areal_actors.domain.capture import LOGPROB_SLACK, CaptureFault
-from areal_actors.domain.chat import (
-    UNPARSED_ARGUMENTS,
-    Answer,
-    AnswerStarted,
-    Attempt,
-    ChatMessage,
-    CompletionRequest,
-    Credential,
-    Delta,
-    InteractionId,
-    ReasoningDelta,
-    SampledTokens,
-    SessionId,
-    StreamItem,
-    TextDelta,
-    Tool,
-    ToolArgumentsDelta,
-    ToolCall,
-    ToolCallStarted,
-    ToolChoice,
-    Usage,
-)
-from areal_actors.domain.digests import (
-    TokenHash,
-    create_token_hash,
-    digest_tokens,
-    digest_turn,
-    is_turn_digest,
-    restate_digest,
-)
-from areal_actors.domain.evaluation import Estimate, Outcome, SetResult, pass_at_k, summarize_outcomes, to_outcome
-from areal_actors.domain.events import (
-    GroupConsumed,
-    GroupQueued,
-    JournalEvent,
-    RewardSet,
-    SessionEnded,
-    SessionForgotten,
-    SessionStarted,
-    StepLeased,
-    TurnEnded,
-    VersionSaved,
-)
-from areal_actors.domain.grammar import (
-    Exactly,
-    FreeText,
-    Grammar,
-    InOrder,
-    JsonText,
-    MatchingRegex,
-    OneOf,
-    Repeated,
-)
-from areal_actors.domain.numbers import EVAL_SCOPE, MAX_NUMBERS, SCOPE, average_numbers, merge_numbers
-from areal_actors.domain.roles import Role, RunStatus
-from areal_actors.domain.rows import (
-    AssignedProblem,
-    Branch,
-    Credit,
-    DataPosition,
-    DrawnProblem,
-    Episode,
-    Group,
-    PoolSizes,
-    PoolsState,
-    Problem,
-    SourcePosition,
-    TrainedRow,
-    Trajectory,
-    TurnInfo,
-    Untrained,
-    UntrainedReason,
-    context_digests,
-    find_truncated,
-    is_tree_order,
-    mask_row,
-    mask_truncated,
-    tree_attention_mask,
-    tree_position_ids,
-    unfold,
-    unfold_group,
-    withhold_truncated,
-)
-from areal_actors.domain.sampling import (
-    Chunk,
-    Completion,
-    EngineInfo,
-    EngineRequest,
-    EngineStatistics,
-    Experts,
-    FinishReason,
-    Floats,
-    Ints,
-    PauseMode,
-    SampleKey,
-    Sampling,
-    SamplingDistribution,
-    Snapshot,
-    TopLogprob,
-    array_equality,
-    as_experts,
-    as_floats,
-    as_ints,
-    join_chunks,
-    split_completion,
-)
-from areal_actors.domain.trained_models import TrainedModel, is_model_identifier
-from areal_actors.domain.tree import (
-    EpisodeLimits,
-    EpisodePlace,
-    ForkReason,
-    GroupId,
-    Interaction,
-    InteractionStatus,
-    RewardScope,
-    SessionRecord,
-)
-
-__all__ = [
-    "EVAL_SCOPE",
-    "LOGPROB_SLACK",
-    "MAX_NUMBERS",
-    "SCOPE",
-    "UNPARSED_ARGUMENTS",
-    "Answer",
-    "AnswerStarted",
-    "AssignedProblem",
-    "Attempt",
-    "Branch",
-    "CaptureFault",
-    "ChatMessage",
-    "Chunk",
-    "Completion",
-    "CompletionRequest",
-    "Credential",
-    "Credit",
-    "DataPosition",
-    "Delta",
-    "DrawnProblem",
-    "EngineInfo",
-    "EngineRequest",
-    "EngineStatistics",
-    "Episode",
-    "EpisodeLimits",
-    "EpisodePlace",
-    "Estimate",
-    "Exactly",
-    "Experts",
-    "FinishReason",
-    "Floats",
-    "ForkReason",
-    "FreeText",
-    "Grammar",
-    "Group",
-    "GroupConsumed",
-    "GroupId",
-    "GroupQueued",
-    "InOrder",
-    "Interaction",
-    "InteractionId",
-    "InteractionStatus",
-    "Ints",
-    "IssuedKey",
-    "JournalEvent",
-    "JsonText",
-    "KeyId",
-    "MatchingRegex",
-    "OneOf",
-    "Outcome",
-    "PauseMode",
-    "PoolSizes",
-    "PoolsState",
-    "Problem",
-    "Quotas",
-    "ReasoningDelta",
-    "Repeated",
-    "RewardScope",
-    "RewardSet",
-    "Role",
-    "RunStatus",
-    "SampleKey",
-    "SampledTokens",
-    "Sampling",
-    "SamplingDistribution",
-    "SessionEnded",
-    "SessionForgotten",
-    "SessionId",
-    "SessionRecord",
-    "SessionStarted",
-    "SetResult",
-    "Snapshot",
-    "SourcePosition",
-    "StepLeased",
-    "StreamItem",
-    "TextDelta",
-    "TokenHash",
-    "Tool",
-    "ToolArgumentsDelta",
-    "ToolCall",
-    "ToolCallStarted",
-    "ToolChoice",
-    "TopLogprob",
-    "TrainedModel",
-    "TrainedRow",
-    "Trajectory",
-    "TurnEnded",
-    "TurnInfo",
-    "Untrained",
-    "UntrainedReason",
-    "Usage",
-    "User",
-    "UserKey",
-    "VersionSaved",
-    "array_equality",
-    "as_experts",
-    "as_floats",
-    "as_ints",
-    "average_numbers",
-    "context_digests",
-    "create_token_hash",
-    "digest_tokens",
-    "digest_turn",
-    "find_truncated",
-    "is_model_identifier",
-    "is_tree_order",
-    "is_turn_digest",
-    "join_chunks",
-    "mask_row",
-    "mask_truncated",
-    "merge_numbers",
-    "pass_at_k",
-    "restate_digest",
-    "split_completion",
-    "summarize_outcomes",
-    "to_outcome",
-    "tree_attention_mask",
-    "tree_position_ids",
-    "unfold",
-    "unfold_group",
-    "withhold_truncated",
-]
+from areal_actors.domain.accounts import IssuedKey as IssuedKey
+from areal_actors.domain.accounts import KeyId as KeyId
+from areal_actors.domain.accounts import Quotas as Quotas
+from areal_actors.domain.accounts import User as User
+from areal_actors.domain.accounts import UserKey as UserKey
+from areal_actors.domain.capture import LOGPROB_SLACK as LOGPROB_SLACK
+from areal_actors.domain.capture import CaptureFault as CaptureFault
+from areal_actors.domain.chat import UNPARSED_ARGUMENTS as UNPARSED_ARGUMENTS
+from areal_actors.domain.chat import Answer as Answer
+from areal_actors.domain.chat import AnswerStarted as AnswerStarted
+from areal_actors.domain.chat import Attempt as Attempt
+from areal_actors.domain.chat import ChatMessage as ChatMessage
+from areal_actors.domain.chat import CompletionRequest as CompletionRequest
+from areal_actors.domain.chat import Credential as Credential
+from areal_actors.domain.chat import Delta as Delta
+from areal_actors.domain.chat import InteractionId as InteractionId
+from areal_actors.domain.chat import ReasoningDelta as ReasoningDelta
+from areal_actors.domain.chat import SampledTokens as SampledTokens
+from areal_actors.domain.chat import SessionId as SessionId
+from areal_actors.domain.chat import StreamItem as StreamItem
+from areal_actors.domain.chat import TextDelta as TextDelta
+from areal_actors.domain.chat import Tool as Tool
+from areal_actors.domain.chat import ToolArgumentsDelta as ToolArgumentsDelta
+from areal_actors.domain.chat import ToolCall as ToolCall
+from areal_actors.domain.chat import ToolCallStarted as ToolCallStarted
+from areal_actors.domain.chat import ToolChoice as ToolChoice
+from areal_actors.domain.chat import Usage as Usage
+from areal_actors.domain.digests import TokenHash as TokenHash
+from areal_actors.domain.digests import create_token_hash as create_token_hash
+from areal_actors.domain.digests import digest_tokens as digest_tokens
+from areal_actors.domain.digests import digest_turn as digest_turn
+from areal_actors.domain.digests import is_turn_digest as is_turn_digest
+from areal_actors.domain.digests import restate_digest as restate_digest
+from areal_actors.domain.evaluation import Estimate as Estimate
+from areal_actors.domain.evaluation import Outcome as Outcome
+from areal_actors.domain.evaluation import SetResult as SetResult
+from areal_actors.domain.evaluation import pass_at_k as pass_at_k
+from areal_actors.domain.evaluation import summarize_outcomes as summarize_outcomes
+from areal_actors.domain.evaluation import to_outcome as to_outcome
+from areal_actors.domain.events import GroupConsumed as GroupConsumed
+from areal_actors.domain.events import GroupQueued as GroupQueued
+from areal_actors.domain.events import JournalEvent as JournalEvent
+from areal_actors.domain.events import RewardSet as RewardSet
+from areal_actors.domain.events import SessionEnded as SessionEnded
+from areal_actors.domain.events import SessionForgotten as SessionForgotten
+from areal_actors.domain.events import SessionStarted as SessionStarted
+from areal_actors.domain.events import StepLeased as StepLeased
+from areal_actors.domain.events import TurnEnded as TurnEnded
+from areal_actors.domain.events import VersionSaved as VersionSaved
+from areal_actors.domain.grammar import Exactly as Exactly
+from areal_actors.domain.grammar import FreeText as FreeText
+from areal_actors.domain.grammar import Grammar as Grammar
+from areal_actors.domain.grammar import InOrder as InOrder
+from areal_actors.domain.grammar import JsonText as JsonText
+from areal_actors.domain.grammar import MatchingRegex as MatchingRegex
+from areal_actors.domain.grammar import OneOf as OneOf
+from areal_actors.domain.grammar import Repeated as Repeated
+from areal_actors.domain.numbers import EVAL_SCOPE as EVAL_SCOPE
+from areal_actors.domain.numbers import MAX_NUMBERS as MAX_NUMBERS
+from areal_actors.domain.numbers import SCOPE as SCOPE
+from areal_actors.domain.numbers import average_numbers as average_numbers
+from areal_actors.domain.numbers import merge_numbers as merge_numbers
+from areal_actors.domain.roles import Role as Role
+from areal_actors.domain.roles import RunStatus as RunStatus
+from areal_actors.domain.rows import AssignedProblem as AssignedProblem
+from areal_actors.domain.rows import Branch as Branch
+from areal_actors.domain.rows import Credit as Credit
+from areal_actors.domain.rows import DataPosition as DataPosition
+from areal_actors.domain.rows import DrawnProblem as DrawnProblem
+from areal_actors.domain.rows import Episode as Episode
+from areal_actors.domain.rows import Group as Group
+from areal_actors.domain.rows import PoolSizes as PoolSizes
+from areal_actors.domain.rows import PoolsState as PoolsState
+from areal_actors.domain.rows import Problem as Problem
+from areal_actors.domain.rows import SourcePosition as SourcePosition
+from areal_actors.domain.rows import TrainedRow as TrainedRow
+from areal_actors.domain.rows import Trajectory as Trajectory
+from areal_actors.domain.rows import TurnInfo as TurnInfo
+from areal_actors.domain.rows import Untrained as Untrained
+from areal_actors.domain.rows import UntrainedReason as UntrainedReason
+from areal_actors.domain.rows import context_digests as context_digests
+from areal_actors.domain.rows import find_truncated as find_truncated
+from areal_actors.domain.rows import is_tree_order as is_tree_order
+from areal_actors.domain.rows import mask_row as mask_row
+from areal_actors.domain.rows import mask_truncated as mask_truncated
+from areal_actors.domain.rows import tree_position_ids as tree_position_ids
+from areal_actors.domain.rows import unfold as unfold
+from areal_actors.domain.rows import unfold_group as unfold_group
+from areal_actors.domain.rows import withhold_truncated as withhold_truncated
+from areal_actors.domain.sampling import Chunk as Chunk
+from areal_actors.domain.sampling import Completion as Completion
+from areal_actors.domain.sampling import EngineInfo as EngineInfo
+from areal_actors.domain.sampling import EngineRequest as EngineRequest
+from areal_actors.domain.sampling import EngineStatistics as EngineStatistics
+from areal_actors.domain.sampling import Experts as Experts
+from areal_actors.domain.sampling import FinishReason as FinishReason
+from areal_actors.domain.sampling import Floats as Floats
+from areal_actors.domain.sampling import Ints as Ints
+from areal_actors.domain.sampling import PauseMode as PauseMode
+from areal_actors.domain.sampling import SampleKey as SampleKey
+from areal_actors.domain.sampling import Sampling as Sampling
+from areal_actors.domain.sampling import SamplingDistribution as SamplingDistribution
+from areal_actors.domain.sampling import Snapshot as Snapshot
+from areal_actors.domain.sampling import TopLogprob as TopLogprob
+from areal_actors.domain.sampling import array_equality as array_equality
+from areal_actors.domain.sampling import as_experts as as_experts
+from areal_actors.domain.sampling import as_floats as as_floats
+from areal_actors.domain.sampling import as_ints as as_ints
+from areal_actors.domain.sampling import join_chunks as join_chunks
+from areal_actors.domain.sampling import split_completion as split_completion
+from areal_actors.domain.trained_models import TrainedModel as TrainedModel
+from areal_actors.domain.trained_models import is_model_identifier as is_model_identifier
+from areal_actors.domain.tree import EpisodeLimits as EpisodeLimits
+from areal_actors.domain.tree import EpisodePlace as EpisodePlace
+from areal_actors.domain.tree import ForkReason as ForkReason
+from areal_actors.domain.tree import GroupId as GroupId
+from areal_actors.domain.tree import Interaction as Interaction
+from areal_actors.domain.tree import InteractionStatus as InteractionStatus
+from areal_actors.domain.tree import RewardScope as RewardScope
+from areal_actors.domain.tree import SessionRecord as SessionRecord

@@ -104,9 +104,8 @@ class CompletionRequest:
     of the answer's text, if the answer is not a call. ``tag`` names the requesting agent of a multi-agent episode.
     ``seed`` is the client's seed, if given. ``id_prefix`` is the dialect's prefix of the answers' ids. ``previous``
     names the answer that ``messages`` follow, if the client sent that instead of the history. ``begun`` is the
-    beginning of the answer, if the client wrote it: the model continues it. In a thread
-    (``is_thread``), a request that follows has the tools and instructions of the thread, which its client does not
-    repeat. With ``streams_tokens``, a stream has the ``SampledTokens`` of each chunk before the chunk's deltas.
+    beginning of the answer, if the client wrote it: the model continues it. With ``streams_tokens``, a
+    stream has the ``SampledTokens`` of each chunk before the chunk's deltas.
 
     A raw prompt has no messages, template or tools: it is a text (``prompt``) or ids (``prompt_ids``) to be continued
     unchanged.
@@ -128,7 +127,6 @@ class CompletionRequest:
     id_prefix: str = "chatcmpl-"
     previous: InteractionId | None = None
     begun: ChatMessage | None = None
-    is_thread: bool = False
     prompt: str | None = None
     prompt_ids: tuple[int, ...] = ()
     streams_tokens: bool = False

@@ -257,15 +257,11 @@ class Group:
 
 @frozen(kw_only=True)
 class DrawnProblem:
-    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it.
-
-    ``num_easy`` is the number of groups in a row, up to the last one, for which it was easy.
-    """
+    """Statistics of a problem: how often it was drawn, and the share of its last group that solved it."""
 
     row: int
     num_drawn: int
     solve_rate: float | None = None
-    num_easy: int = 0
 
 
 @frozen(kw_only=True)
@@ -293,7 +289,6 @@ class PoolSizes:
 
     easy: int
     hard: int
-    retired: int
     num_run: int
     solve_rate: float | None = None
 
@@ -342,17 +337,6 @@ def tree_position_ids(predecessors: Ints) -> Ints:
         first = 0 if before < 0 else int(depths[before]) + 1
         depths[start:stop] = np.arange(first, first + stop - start)
     return depths
-
-
-def tree_attention_mask(predecessors: Ints) -> npt.NDArray[np.bool_]:
-    """Return whether token i attends to token j, bool [T, T]: to itself and its ancestors."""
-    seen = np.zeros((len(predecessors), len(predecessors)), np.bool_)
-    for start, stop in _runs(predecessors):
-        before = int(predecessors[start])
-        if before >= 0:
-            seen[start:stop] = seen[before]
-        seen[start:stop, start:stop] = np.tri(stop - start, dtype=np.bool_)
-    return seen
 
 
 def context_digests(input_ids: Ints, predecessors: Ints | None = None) -> npt.NDArray[np.uint64]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
-from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -21,48 +20,39 @@ Floats = npt.NDArray[np.float32]
 Experts = npt.NDArray[Any]
 """The experts of each token, uint8 or uint16 [T, layers, k]; the largest value of the type where they are unknown."""
 
-_INT32, _FLOAT32 = np.dtype(np.int32), np.dtype(np.float32)
+ScalarT = TypeVar("ScalarT", bound=np.generic)
 
 array_equality = cmp_using(eq=np.array_equal, class_name="array")
 """Value for ``field(eq=...)`` of an array."""
 
 
-def as_ints(values: Any) -> Ints:
-    """Return ``values`` as a read-only int32 array, copied only if necessary."""
-    # Arrays pass from value to value, a dozen times in a turn, and are converted once.
-    if type(values) is np.ndarray and values.dtype is _INT32 and values.ndim == 1 and not values.flags.writeable:
-        return values
-    return _read_only(np.asarray(values, dtype=_INT32), values)
+def as_ints(values: npt.ArrayLike) -> Ints:
+    """Return ``values`` as a read-only int32 array [T], copied only if necessary."""
+    return _read_only(_flat(np.asarray(values, dtype=np.int32)))
 
 
-def as_floats(values: Any) -> Floats:
-    """Return ``values`` as a read-only float32 array, copied only if necessary."""
-    if type(values) is np.ndarray and values.dtype is _FLOAT32 and values.ndim == 1 and not values.flags.writeable:
-        return values
-    return _read_only(np.asarray(values, dtype=_FLOAT32), values)
+def as_floats(values: npt.ArrayLike) -> Floats:
+    """Return ``values`` as a read-only float32 array [T], copied only if necessary."""
+    return _read_only(_flat(np.asarray(values, dtype=np.float32)))
 
 
-def as_experts(values: Any) -> Experts:
+def as_experts(values: npt.ArrayLike) -> Experts:
     """Return ``values`` [T, layers, k] as a read-only array of the smallest type that holds 255 or 65535 experts."""
     array = np.asarray(values)
     if array.dtype not in (np.uint8, np.uint16):
         array = array.astype(np.uint8 if array.size == 0 or array.max() < np.iinfo(np.uint8).max else np.uint16)
+    return _read_only(array)
+
+
+def _flat(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+    return array if array.ndim == 1 else array.reshape(-1)
+
+
+def _read_only(array: npt.NDArray[ScalarT]) -> npt.NDArray[ScalarT]:
+    if not array.flags.writeable:
+        # A view of a read-only array would keep a chain of views alive in every evolved copy.
+        return array
     view = array.view()
-    view.flags.writeable = False
-    return view
-
-
-def _read_only(array: npt.NDArray[Any], values: Any) -> npt.NDArray[Any]:
-    """Return ``array``, which ``np.asarray`` made of ``values``, as a read-only array [T]."""
-    if array.ndim == 1:
-        if not array.flags.writeable:
-            # A view of a read-only array would keep a chain of views alive in every evolved copy.
-            return array
-        if array is not values and array.base is None and isinstance(values, list | tuple | np.ndarray):
-            # A new array, of which a view would take 112 bytes more. Other objects may return an array of their own.
-            array.flags.writeable = False
-            return array
-    view = array.reshape(-1).view()
     view.flags.writeable = False
     return view
 
@@ -128,29 +118,14 @@ class Sampling:
         """Return the facts that training needs about the distribution that these settings sample from."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty - 1.0)
         is_adjusted = has_grammar or any(penalties) or bool(self.logit_bias)
-        return _share_distribution(
-            self.temperature, self.top_p, self.top_k, self.min_p, is_adjusted, logprobs_follow_truncation
+        return SamplingDistribution(
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            is_adjusted=is_adjusted,
+            logprobs_follow_truncation=logprobs_follow_truncation,
         )
-
-
-# Each stored turn has one, and those of most turns are equal. With ``typed``, 1 and 1.0 stay what they were.
-@lru_cache(maxsize=1024, typed=True)
-def _share_distribution(  # noqa: PLR0917 - the cache knows arguments by position
-    temperature: float,
-    top_p: float,
-    top_k: int,
-    min_p: float,
-    is_adjusted: bool,  # noqa: FBT001 - as above
-    logprobs_follow_truncation: bool,  # noqa: FBT001 - as above
-) -> SamplingDistribution:
-    return SamplingDistribution(
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        min_p=min_p,
-        is_adjusted=is_adjusted,
-        logprobs_follow_truncation=logprobs_follow_truncation,
-    )
 
 
 @frozen(kw_only=True)
@@ -249,18 +224,6 @@ class Chunk:
 
 def join_chunks(chunks: Sequence[Chunk]) -> Completion:
     """Return the completion that arrived in ``chunks``, of which there is at least one."""
-    if len(chunks) == 1:
-        # The arrays as they are, because the tree copies those that it keeps.
-        (chunk,) = chunks
-        return Completion(
-            token_ids=chunk.token_ids,
-            logprobs=chunk.logprobs,
-            raw_logprobs=chunk.raw_logprobs,
-            versions=_repeat_version(chunk.version, len(chunk.token_ids)),
-            finish=chunk.finish or FinishReason.ABORT,
-            top_logprobs=chunk.top_logprobs,
-            routed_experts=chunk.routed_experts,
-        )
     counts = [len(chunk.token_ids) for chunk in chunks]
     return Completion(
         token_ids=np.concatenate([chunk.token_ids for chunk in chunks]),
@@ -271,12 +234,6 @@ def join_chunks(chunks: Sequence[Chunk]) -> Completion:
         top_logprobs=tuple(top for chunk in chunks for top in chunk.top_logprobs),
         routed_experts=chunks[-1].routed_experts,
     )
-
-
-# Answers without a stream have one version, and many of them are equally long.
-@lru_cache(maxsize=64)
-def _repeat_version(version: int, length: int) -> Ints:
-    return as_ints(np.full(length, version, np.int32))
 
 
 def split_completion(completion: Completion, *, num_cached_tokens: int = 0) -> tuple[Chunk, ...]:

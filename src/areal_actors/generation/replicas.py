@@ -636,16 +636,15 @@ class ReplicaSet(Actor[Generation | Replicas]):
 
         Raises ``ActorError`` for a ref that cannot be watched.
         """
+        replica = Replica(name=message.name, ref=message.ref)
+        watcher = self._watchers[replica] = partial(self._handle_down, replica)
         # First, because it raises for a ref that cannot be watched.
-        life = message.ref.life
+        message.ref.watch(watcher)
         if (former := self._replicas.pop(message.name, None)) is not None:
             self._end(former, "it was replaced")
             former.move_generations()
-        replica = Replica(name=message.name, ref=message.ref)
         self._replicas[replica.name] = replica
-        watcher = self._watchers[replica] = partial(self._handle_down, replica)
         self._tasks.start_soon(self._keep_joined, replica, name=f"replica {replica.name}")
-        life.watch(watcher)
 
     @DescribeReplicas.handler
     async def describe_replicas(self, message: DescribeReplicas) -> tuple[ReplicaView, ...]:  # noqa: ARG002
@@ -717,7 +716,7 @@ class ReplicaSet(Actor[Generation | Replicas]):
     def _unwatch(self, replica: Replica) -> None:
         watcher = self._watchers.pop(replica, None)
         if watcher is not None:
-            replica.ref.life.unwatch(watcher)
+            replica.ref.unwatch(watcher)
 
 
 def find_misfit(first: EngineInfo, info: EngineInfo) -> str | None:

@@ -15,27 +15,23 @@ import numpy as np
 
 from areal_actors.cache import to_arrays
 from areal_actors.domain import (
-    Credit,
     Episode,
-    FinishReason,
-    InteractionId,
-    SamplingDistribution,
     SessionId,
     Trajectory,
     TurnInfo,
     Untrained,
-    UntrainedReason,
 )
 from areal_actors.errors import ExportError
 
 DOCUMENT_VERSION = 2
-"""The newest version that can be read. Documents without trees are written as version 1, which older clients read."""
+"""The newest version that can be read."""
 
 ARRAYS_TYPE = "application/x-npz"
 """The media type in the ``Accept`` header of a client that wants arrays instead of the document."""
 
 _ARRAYS = ("input_ids", "loss_mask", "logprobs", "versions", "returns", "turns")
-_CONVERTER = cattrs.Converter()
+_SCALARS = ("member", "reward", "num_turns", "seconds", "failure")
+_CONVERTER = cattrs.Converter(detailed_validation=False)
 _OPTIONAL_ARRAYS = ("predecessors", "raw_logprobs", "routed_experts")
 
 
@@ -48,14 +44,10 @@ def format_episode(episode: Episode) -> dict[str, Any]:
         infos = {"turn_infos": _CONVERTER.unstructure(row.turn_infos)} if row.turn_infos else {}
         rows.append({"interaction_ids": row.interactions, "reward": row.reward, "tag": row.tag, **arrays, **infos})
     return {
-        # Clients of an earlier release read version 1, so that only documents with trees have a newer one.
+        # Documents without trees are those of version 1.
         "version": DOCUMENT_VERSION if any(row.predecessors is not None for row in episode.trajectories) else 1,
         "session_id": episode.session,
-        "member": episode.member,
-        "reward": episode.reward,
-        "num_turns": episode.num_turns,
-        "seconds": episode.seconds,
-        "failure": episode.failure,
+        **{name: getattr(episode, name) for name in _SCALARS},
         "trajectories": rows,
         "untrained": [
             {"interaction_id": row.interaction, "num_tokens": row.num_tokens, "reason": row.reason}
@@ -85,49 +77,27 @@ def parse_episode(document: Mapping[str, Any]) -> Episode:
         )
     try:
         session = SessionId(document["session_id"])
-        rows: list[Trajectory] = []
-        for row in document["trajectories"]:
-            infos: list[TurnInfo] = []
-            for info in row.get("turn_infos", ()):
-                # Absent from documents of earlier releases, as are the optional arrays.
-                finish, sampling, credit = info.get("finish"), info.get("sampling"), info.get("credit")
-                infos.append(
-                    TurnInfo(
-                        depth=info.get("depth", 0),
-                        tag=info.get("tag"),
-                        finish=None if finish is None else FinishReason(finish),
-                        credit=None if credit is None else Credit(credit),
-                        sampling=None if sampling is None else SamplingDistribution(**sampling),
-                        digest=info.get("digest"),
-                    )
-                )
-            rows.append(
-                Trajectory(
-                    session=session,
-                    interactions=tuple(InteractionId(name) for name in row["interaction_ids"]),
-                    reward=row["reward"],
-                    tag=row["tag"],
-                    **{name: row[name] for name in _ARRAYS},
-                    **{name: row[name] for name in _OPTIONAL_ARRAYS if name in row},
-                    turn_infos=tuple(infos),
-                )
+        trajectories = [
+            Trajectory(
+                session=session,
+                interactions=tuple(row["interaction_ids"]),
+                reward=row["reward"],
+                tag=row["tag"],
+                **{name: row[name] for name in _ARRAYS},
+                **{name: row[name] for name in _OPTIONAL_ARRAYS if name in row},
+                turn_infos=_CONVERTER.structure(row.get("turn_infos", ()), tuple[TurnInfo, ...]),
             )
+            for row in document["trajectories"]
+        ]
+        untrained = [
+            {"interaction": row["interaction_id"], "num_tokens": row["num_tokens"], "reason": row["reason"]}
+            for row in document["untrained"]
+        ]
         return Episode(
             session=session,
-            member=document["member"],
-            reward=document["reward"],
-            num_turns=document["num_turns"],
-            seconds=document["seconds"],
-            failure=document["failure"],
-            trajectories=tuple(rows),
-            untrained=tuple(
-                Untrained(
-                    interaction=InteractionId(row["interaction_id"]),
-                    num_tokens=row["num_tokens"],
-                    reason=UntrainedReason(row["reason"]),
-                )
-                for row in document["untrained"]
-            ),
+            **{name: document[name] for name in _SCALARS},
+            trajectories=tuple(trajectories),
+            untrained=_CONVERTER.structure(untrained, tuple[Untrained, ...]),
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ExportError(f"The document is not an exported session: {type(error).__name__}: {error}") from error

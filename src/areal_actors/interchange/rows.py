@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import NOTHING, field, fields, frozen
+from attrs import field, fields, frozen
 
 from areal_actors.domain import FinishReason, Floats, Ints, TrainedRow, array_equality, as_floats, as_ints
 from areal_actors.errors import ExportError
@@ -78,7 +78,7 @@ class DumpedRow:
     turn_digests: tuple[str, ...] = ()
     """The digests of the turns as they were recorded; an empty text for a turn that has none."""
     seal: str = ""
-    """The authentication code of the other columns; empty in dumps of earlier releases."""
+    """The authentication code of the other columns; empty in rows that were not sealed."""
 
     @property
     def group(self) -> str:
@@ -189,15 +189,13 @@ def read_rows(path: Path) -> list[DumpedRow]:
         table = pq.read_table(path)
     except pa.ArrowInvalid as error:
         raise ExportError(f"{path} is not a dump of rows: {error}") from error
-    # Dumps of earlier releases lack the columns with a default.
-    known = [name for name in _schema().names if name in table.column_names]
-    needed = [column.name for column in fields(DumpedRow) if column.default is NOTHING]
-    if missing := [name for name in needed if name not in known]:
+    names = _schema().names
+    if missing := [name for name in names if name not in table.column_names]:
         raise ExportError(f"{path} is not a dump of rows: it lacks the columns {', '.join(missing)}.")
     rows = []
-    for record in table.select(known).to_pylist():
+    for record in table.select(names).to_pylist():
         logprobs = [np.nan if value is None else value for value in record["trainer_logprobs"]]
-        texts = {name: tuple(record[name]) for name in ("turn_names", "pieces", "turn_digests") if name in record}
+        texts = {name: tuple(record[name]) for name in ("turn_names", "pieces", "turn_digests")}
         rows.append(DumpedRow(**{**record, **texts, "trainer_logprobs": logprobs}))
     return rows
 

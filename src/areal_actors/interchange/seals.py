@@ -52,12 +52,12 @@ def read_seal_key(path: Path) -> bytes | None:
     return key
 
 
-def seal_row(row: DumpedRow, key: bytes, *, num_rows: int, has_source: bool = True) -> str:
-    """Return the seal of a row, one of ``num_rows`` of its step. Earlier releases had no sources."""
+def seal_row(row: DumpedRow, key: bytes, *, num_rows: int) -> str:
+    """Return the seal of a row, one of ``num_rows`` of its step."""
     codes = []
     # The bytes of a column are those of no other value of it, and parquet preserves them.
     whole = blake2b(str(num_rows).encode(), key=key, digest_size=32, person=b"areal row")
-    for name in _columns(has_source=has_source):
+    for name in _columns():
         value = getattr(row, name)
         if isinstance(value, np.ndarray):
             # Parquet stores nan as null, so its bits are not preserved.
@@ -78,21 +78,16 @@ def changed_columns(row: DumpedRow, key: bytes, *, num_rows: int) -> tuple[str, 
 
     The columns are empty if the row is as it was, but belongs to a step with another number of rows.
     """
-    has_source = row.seal.count(":") != len(_columns(has_source=False))
-    if row.source and not has_source:
-        return ("source",)
-    expected = seal_row(row, key, num_rows=num_rows, has_source=has_source)
+    expected = seal_row(row, key, num_rows=num_rows)
     if compare_digest(expected.encode(), row.seal.encode("utf-8", "replace")):
         return None
     there, here = row.seal.split(":")[1:], expected.split(":")[1:]
-    names = _columns(has_source=has_source)
     if len(there) != len(here):
         return ("seal",)
-    return tuple(name for name, old, new in zip(names, there, here, strict=True) if old != new)
+    return tuple(name for name, old, new in zip(_columns(), there, here, strict=True) if old != new)
 
 
-def _columns(*, has_source: bool) -> tuple[str, ...]:
+def _columns() -> tuple[str, ...]:
     from areal_actors.interchange.rows import DumpedRow
 
-    left_out = {"seal"} if has_source else {"seal", "source"}
-    return tuple(name for name in fields_dict(DumpedRow) if name not in left_out)
+    return tuple(name for name in fields_dict(DumpedRow) if name != "seal")

@@ -5,43 +5,21 @@
 
 from __future__ import annotations
 
-from areal_actors.journal.base import Journal, MemoryJournal, NoJournal
-from areal_actors.journal.config import JournalConfig, JournalSync
-from areal_actors.journal.episodes import (
-    RecordedEpisode,
-    Recording,
-    RestoredEpisodes,
-    restore_episodes,
-    start_episode,
-)
-from areal_actors.journal.recovery import (
-    RecoveredSession,
-    RestoredGroups,
-    as_of,
-    read_journal,
-    recover,
-    restate,
-    restore_groups,
-)
-from areal_actors.journal.sqlite import SqliteJournal
-
-__all__ = [
-    "Journal",
-    "JournalConfig",
-    "JournalSync",
-    "MemoryJournal",
-    "NoJournal",
-    "RecordedEpisode",
-    "Recording",
-    "RecoveredSession",
-    "RestoredEpisodes",
-    "RestoredGroups",
-    "SqliteJournal",
-    "as_of",
-    "read_journal",
-    "recover",
-    "restate",
-    "restore_episodes",
-    "restore_groups",
-    "start_episode",
-]
+from areal_actors.journal.base import Journal as Journal
+from areal_actors.journal.base import MemoryJournal as MemoryJournal
+from areal_actors.journal.base import NoJournal as NoJournal
+from areal_actors.journal.config import JournalConfig as JournalConfig
+from areal_actors.journal.config import JournalSync as JournalSync
+from areal_actors.journal.episodes import RecordedEpisode as RecordedEpisode
+from areal_actors.journal.episodes import Recording as Recording
+from areal_actors.journal.episodes import RestoredEpisodes as RestoredEpisodes
+from areal_actors.journal.episodes import restore_episodes as restore_episodes
+from areal_actors.journal.episodes import start_episode as start_episode
+from areal_actors.journal.recovery import RecoveredSession as RecoveredSession
+from areal_actors.journal.recovery import RestoredGroups as RestoredGroups
+from areal_actors.journal.recovery import as_of as as_of
+from areal_actors.journal.recovery import read_journal as read_journal
+from areal_actors.journal.recovery import recover as recover
+from areal_actors.journal.recovery import restate as restate
+from areal_actors.journal.recovery import restore_groups as restore_groups
+from areal_actors.journal.sqlite import SqliteJournal as SqliteJournal

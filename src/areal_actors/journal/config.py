@@ -30,5 +30,3 @@ class JournalConfig:
     """normal survives kill -9; full survives power loss and waits for the disk."""
     retention_days: float = field(default=0.0, validator=ge(0))
     """How long data that is no longer needed can be read by SQL; 0 deletes it at once."""
-    allow_shared: bool = False
-    """Whether a service's file may be on a network filesystem, where a lost lock is noticed only at the next write."""

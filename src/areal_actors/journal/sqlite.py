@@ -8,7 +8,7 @@ transaction, so that many writers share one commit, and wakes them::
                 └── beyond a bound, the disk counts as hung, and the journal as broken
 
 ``SqliteJournal`` is the part on the event loop; ``Store`` is the file, and blocks. Data that is no longer needed is
-deleted, and the file shrunk, in small steps between transactions: sessions that were forgotten and belong to no waiting
+deleted in small steps between transactions: sessions that were forgotten and belong to no waiting
 group, and groups that were consumed at or below the newest saved version, once their sessions are forgotten. The views
 in ``tables`` define which rows these are.
 """
@@ -44,6 +44,9 @@ from areal_actors.kernel import OwnThread
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.lib.locks import LockHeld, hold
 from areal_actors.lib.loops import Signal, running_loop
+from areal_actors.lib.telemetry import get_logger
+
+_log = get_logger(__name__)
 
 MAX_PENDING = 100_000
 """Events that may wait for the thread. Beyond it, the disk counts as hung."""
@@ -100,7 +103,7 @@ class SqliteJournal:
         """Open the journal at ``path``, creating it if necessary. Leaving the block writes all events handed over.
 
         Raises:
-            JournalError: the file is on a network filesystem, is in use, was written by another release, is not a
+            JournalError: the file is in use, was written by another release, is not a
                 journal, is damaged, or cannot be written.
         """
         async with OwnThread.open() as thread:
@@ -247,8 +250,6 @@ _REFUSED = (sqlite3.IntegrityError, sqlite3.DataError, sqlite3.InterfaceError, s
 """Errors of a value that SQLite cannot store."""
 _BATCH = 64
 """Sessions that one transaction deletes: a few milliseconds for conversations of several turns."""
-_RESERVE, _PAGES = 256, 256
-"""Free pages that are kept for later rows (a megabyte), and the number that one step returns to the filesystem."""
 _OF_SESSIONS = ("turns", "rewards", "endings", "sessions", "forgotten")
 _OF_GROUPS = ("group_sessions", "groups", "consumed")
 
@@ -296,11 +297,9 @@ class Store:
     def _open(self) -> None:
         path, kind = self.path, filesystem_of(self.path)
         is_shared = is_network(kind)
-        if is_shared and not self._config.allow_shared:
-            raise JournalError(
-                f"{path} lies on a network filesystem ({kind}), where locks may be lost. Set journal.path to a local "
-                "disk, or journal.allow_shared if no other machine uses it."
-            )
+        if is_shared:
+            detail = "Locks may be lost there, and every commit waits for the server. A local disk is safer and faster."
+            _log.warning("journal_on_network_filesystem", path=str(path), filesystem=kind, detail=detail)
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._stack.enter_context(hold(path.with_name(f"{path.name}.lock")))
@@ -333,8 +332,6 @@ class Store:
 
     def _set_up(self, *, is_shared: bool) -> None:
         run = self._connection.execute
-        # This takes effect on a new file only.
-        run("PRAGMA auto_vacuum = INCREMENTAL")
         # A write-ahead log needs memory shared by all readers, which several machines do not have.
         mode = run(f"PRAGMA journal_mode = {'TRUNCATE' if is_shared else 'WAL'}").fetchone()[0]
         if not is_shared and mode != "wal":
@@ -420,15 +417,7 @@ class Store:
                     self._connection.executemany(f"DELETE FROM {table} WHERE {key} = ?", gone)  # noqa: S608
             run("DELETE FROM steps WHERE version <= (SELECT max(version) FROM saved_versions)")
             run("DELETE FROM saved_versions WHERE version < (SELECT max(version) FROM saved_versions)")
-        try:
-            num_free, num_pages = self._value("PRAGMA freelist_count"), self._value("PRAGMA page_count")
-            surplus = max(num_free - max(_RESERVE, num_pages // 4), 0)
-            if surplus:
-                # ``executescript`` steps the statement to its end; ``execute`` would free a single page.
-                self._connection.executescript(f"PRAGMA incremental_vacuum({min(surplus, _PAGES)})")
-        except sqlite3.Error as error:
-            raise self._explained(error, "written") from error
-        self.has_gone = has_more or surplus > _PAGES
+        self.has_gone = has_more
 
     # ---------------------------------------------------------------------------------------------- reading
 

@@ -1,9 +1,8 @@
-"""Work in progress: asks, streams, and the graph of who waits for whom.
+"""Work in progress: asks, streams, and the chain of who asked for what.
 
 A *frame* is one piece of work of an actor. While an actor handles an ask, the ask is its frame; told messages and the
-lifespan run in the actor's own frame. A frame records what it waits for, which forms the graph that the deadlock check
-searches, and who asked for it, which forms the chain that an error can print. ``current_frame`` is the frame that the
-running task works for; background tasks have none.
+lifespan run in the actor's own frame. A frame records who asked for it, which forms the chain that the deadlock check
+searches. ``current_frame`` is the frame that the running task works for; background tasks have none.
 """
 
 from __future__ import annotations
@@ -48,15 +47,14 @@ _QUEUED, _RUNNING, _DONE = Phase.QUEUED, Phase.RUNNING, Phase.DONE
 
 
 class Frame:
-    """One piece of work of ``cell``, the frames it waits for, and the frame (``parent``) that asked for it."""
+    """One piece of work of ``cell``, and the frame (``parent``) that asked for it."""
 
-    __slots__ = ("cell", "parent", "phase", "waits")
+    __slots__ = ("cell", "parent", "phase")
 
     def __init__(self, cell: Receiver, parent: Frame | None = None, phase: Phase = _RUNNING) -> None:
         self.cell = cell
         self.parent = parent
         self.phase = phase
-        self.waits: set[Frame] = set()
 
 
 class Ask(Frame):
@@ -173,11 +171,6 @@ class StreamCall(Ask):
         """Discard the call if it is queued, or cancel its handler."""
         self.cell.abandon(self)
 
-    def close(self) -> None:
-        """Remove the call from the wait graph."""
-        if self.parent is not None:
-            self.parent.waits.discard(self)
-
 
 current_frame: ContextVar[Frame | None] = ContextVar("current_frame", default=None)
 
@@ -191,14 +184,9 @@ def asking_frame() -> Frame | None:
 # ----------------------------------------------------------------------------------------------------------------------
 # Deadlocks
 #
-# Asks that could never end are refused before they start to wait. The wait graph has two kinds of edges. A running
-# frame waits for the asks, streams and full mailboxes in its ``waits``. A queued ask waits for the frame that occupies
-# the loop of its actor: the handler that is running there, if it is a serial one. A concurrent handler occupies
-# nothing. A wait is refused if the frame that is about to wait can be reached from the frame that would block it,
-# because the wait would close a cycle.
-#
-# This covers both chains (A asks B, whose handler asks A) and independent requests that cross (A asks B while B asks
-# A), within one process. A cycle through handlers that are merely at their concurrency limit is not detected; use
+# An ask that could never end is refused before it starts to wait: A asks B, whose handler asks A, which can take no
+# message before its handler has ended. A concurrent handler occupies nothing, so that its actor may be asked back.
+# Independent requests that cross (A asks B while B asks A) and chains through other processes are not detected; use
 # deadlines there.
 
 
@@ -206,19 +194,19 @@ def refuse_deadlock(waiter: Frame, target: Receiver, what: str) -> None:
     """Check that ``waiter`` may wait until ``target`` takes its next message.
 
     Raises:
-        DeadlockError: the wait would close a cycle; the message shows the path.
+        DeadlockError: the target's present message waits for ``waiter``; the error shows the way from one to the other.
     """
-    blocker = target.occupant()
-    # Fast path for almost every ask: an idle target, or a blocker that itself waits for nothing.
-    if blocker is None or (blocker is not waiter and not blocker.waits):
-        return
-    path = _path(blocker, waiter)
-    if path is not None:
-        names = " → ".join(repr(frame.cell.name) for frame in (waiter, *path))
-        raise DeadlockError(
-            f"{what} would wait for itself: {names}. "
-            "Tell instead of asking, or declare the handler that waits with concurrency=2 or more."
-        )
+    blocker, frame, names = target.occupant(), waiter, [repr(target.name)]
+    while blocker is not None:
+        names.append(repr(frame.cell.name))
+        if frame is blocker:
+            raise DeadlockError(
+                f"{what} would wait for itself: {' → '.join(reversed(names))}. "
+                "Tell instead of asking, or declare the handler that waits with concurrency=2 or more."
+            )
+        if frame.parent is None:
+            return
+        frame = frame.parent
 
 
 def refuse_self_stop(target: Receiver) -> None:
@@ -234,19 +222,3 @@ def refuse_self_stop(target: Receiver) -> None:
                 f"a handler of actor {target.name!r} would wait for its own end; call context.stop() and return"
             )
         frame = frame.parent
-
-
-def _path(start: Frame, goal: Frame) -> list[Frame] | None:
-    """Return the frames from ``start`` to ``goal`` in the wait graph, or ``None`` if there is no such path."""
-    seen = {start}
-    stack: list[tuple[Frame, list[Frame]]] = [(start, [start])]
-    while stack:
-        frame, path = stack.pop()
-        if frame is goal:
-            return path
-        waits = (frame.cell.occupant(),) if frame.phase is _QUEUED else tuple(frame.waits)
-        for following in waits:
-            if following is not None and following not in seen and following.phase is not _DONE:
-                seen.add(following)
-                stack.append((following, [*path, following]))
-    return None

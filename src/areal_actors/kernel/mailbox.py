@@ -2,15 +2,12 @@
 
 ::
 
-    control  ──────────────────────────────▶ ┐
-                                              ├─▶ take()
-    senders (waiting) ─▶ data (bounded) ────▶ ┘
+    senders (waiting) ─▶ data (bounded) ──▶ take()
                             ▲      │ park / unpark
                             └── lanes of concurrent handlers that are at their limit
 
 A sender offers an entry. If there is no room, the sender queues and is admitted in order as room appears, so that no
-newcomer overtakes it. Parked entries still count against the bound. The control lane overtakes the data lane; it
-carries only notifications of the kernel, whose number is bounded by the number of actors that an actor watches.
+newcomer overtakes it. Parked entries still count against the bound.
 
 The tasks that wait for a mailbox are managed in ``runtime``; callbacks notify them of changes.
 """
@@ -39,23 +36,18 @@ class Ticket:
 
 
 class Mailbox:
-    """A queue with a control lane and a data lane.
+    """A queue of at most ``bound`` entries, including parked ones."""
 
-    The data lane holds at most ``bound`` entries, including parked ones.
-    """
-
-    __slots__ = ("bound", "closed", "control", "data", "num_parked", "parked", "peak", "senders", "wake")
+    __slots__ = ("bound", "closed", "data", "num_parked", "parked", "senders", "wake")
 
     def __init__(self, bound: int) -> None:
         if bound < 1:
             raise ValueError(f"a mailbox of {bound} entries can hold nothing; give mailbox_size at least 1")
         self.bound = bound
         self.closed = False
-        self.control: deque[object] = deque()
         self.data: deque[object] = deque()
         self.parked: dict[Hashable, deque[object]] = {}
         self.num_parked = 0
-        self.peak = 0
         self.senders: deque[Ticket] = deque()
         self.wake: Callable[[], object] | None = None
         """Called once at the next arrival; set by a reader that found the mailbox empty."""
@@ -66,13 +58,10 @@ class Mailbox:
     def offer(self, entry: object) -> bool:
         """Append ``entry`` if the mailbox is open, has room and has no waiting senders; return whether it did."""
         data = self.data
-        size = len(data) + self.num_parked
         # Senders that wait go first, even if there is room now.
-        if size >= self.bound or self.closed or self.senders:
+        if len(data) + self.num_parked >= self.bound or self.closed or self.senders:
             return False
         data.append(entry)
-        if size >= self.peak:
-            self.peak = size + 1
         wake = self.wake
         if wake is not None:
             self.wake = None
@@ -91,19 +80,12 @@ class Mailbox:
         else:
             self.senders.append(ticket)
 
-    def push_control(self, entry: object) -> None:
-        """Append a notification to the control lane, which is read first and is not bounded."""
-        self.control.append(entry)
-        self.wake_reader()
-
     def take(self) -> object | None:
-        """Return the next entry, control lane first, or ``None`` if the mailbox is empty.
+        """Return the next entry, or ``None`` if the mailbox is empty.
 
         The room that the entry leaves is given to a waiting sender by the next call of ``admit``, ``take`` or
         ``unpark``, so that the reader may still ``park`` the entry in its own room.
         """
-        if self.control:
-            return self.control.popleft()
         if self.senders:
             self.admit()
         return self.data.popleft() if self.data else None
@@ -113,7 +95,6 @@ class Mailbox:
         while self.senders and len(self) < self.bound and not self.closed:
             ticket = self.senders.popleft()
             self.data.append(ticket.entry)
-            self.peak = max(self.peak, len(self))
             ticket.decide(admitted=True)
         if self.data:
             self.wake_reader()
@@ -179,10 +160,9 @@ class Mailbox:
     def drain(self) -> tuple[object, ...]:
         """Remove and return all accepted entries that were not taken.
 
-        Order: control lane, parked, data, each oldest first.
+        Order: parked, data, each oldest first.
         """
-        left = (*self.control, *(entry for waiting in self.parked.values() for entry in waiting), *self.data)
-        self.control.clear()
+        left = (*(entry for waiting in self.parked.values() for entry in waiting), *self.data)
         self.parked.clear()
         self.data.clear()
         self.num_parked = 0

@@ -40,10 +40,6 @@ _MARKS = "__areal_handles__"
 _REGISTRY = "__areal_messages__"
 
 
-class System:
-    """Protocol of the kernel's notifications, which every actor may handle and none has to."""
-
-
 @attrs.frozen(kw_only=True)
 class Address:
     """The location of an actor: node (the system's name), the actor's name on that node, and its incarnation.
@@ -228,7 +224,7 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
     """
     owners: dict[type[AnyMessage[Any]], str] = {}
     table: dict[type[AnyMessage[Any]], Handler] = {}
-    allowed = (*protocols_of(actor), System)
+    allowed = protocols_of(actor)
     # Base classes first; the method is looked up on ``actor``, so that an override need not repeat the decorator.
     for ancestor in reversed(actor.__mro__):
         for name, member in vars(ancestor).items():
@@ -242,7 +238,7 @@ def collect_handlers(actor: type) -> dict[type[AnyMessage[Any]], Handler]:
                     )
                 protocol = protocol_of(mark.message)
                 if protocol not in allowed:
-                    spoken = " | ".join(known.__name__ for known in allowed[:-1]) or "nothing"
+                    spoken = " | ".join(known.__name__ for known in allowed) or "nothing"
                     raise ProtocolError(
                         f"{actor.__name__} speaks {spoken}, but handles {mark.message.__name__} of "
                         f"{getattr(protocol, '__name__', protocol)}; add that protocol to Actor[...]"

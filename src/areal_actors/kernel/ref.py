@@ -10,12 +10,12 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from enum import StrEnum
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 from attrs import frozen
 
 from areal_actors.errors import ActorError
-from areal_actors.kernel.message import Address, Message, StreamMessage, System
+from areal_actors.kernel.message import Address, Message, StreamMessage
 
 
 class ActorState(StrEnum):
@@ -56,8 +56,6 @@ class ActorStatistics:
     """Asks and streams whose asker left or whose deadline passed, queued or running."""
     num_dropped: int = 0
     """Told messages that were still unhandled when the actor ended."""
-    mailbox_peak: int = 0
-    """The largest number of messages that the mailbox has held at once."""
 
 
 @frozen(kw_only=True)
@@ -81,16 +79,6 @@ Item = TypeVar("Item")
 Watcher: TypeAlias = "Callable[[Down], object]"
 
 
-class Life(Protocol):
-    """A source of notifications about the ends of an actor's incarnations."""
-
-    def watch(self, watcher: Watcher) -> None:
-        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good."""
-
-    def unwatch(self, watcher: Watcher) -> None:
-        """Remove ``watcher``, if it is registered."""
-
-
 class Ref(ABC, Generic[P_contra]):
     """A handle on an actor that speaks ``P_contra``. It stays valid across restarts, and compares by address.
 
@@ -111,14 +99,16 @@ class Ref(ABC, Generic[P_contra]):
         """The actor's name within its system."""
         return self.address.name
 
-    @property
-    def life(self) -> Life:
-        """The source of ``Down`` notifications, used by ``ActorSystem.watch`` and ``Context.watch``.
+    def watch(self, watcher: Watcher) -> None:  # noqa: ARG002 - for those that can be
+        """Report the end of each incarnation to ``watcher``; immediately if the actor has ended for good.
 
         Raises:
             ActorError: this ref cannot be watched.
         """
         raise ActorError(f"{self!r} cannot be watched")
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove ``watcher``, if it is registered."""
 
     @abstractmethod
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
@@ -216,11 +206,10 @@ class DownReason(StrEnum):
 
 
 @frozen(kw_only=True)
-class Down(Message[System, None]):
-    """Notification that an incarnation of a watched actor has ended, delivered on the watcher's control lane.
+class Down:
+    """Notification that an incarnation of a watched actor has ended.
 
-    It is handled before the messages in the watcher's queue. ``is_restarting`` tells whether the same ref will answer
-    again, with fresh state, as the next incarnation.
+    ``is_restarting`` tells whether the same ref will answer again, with fresh state, as the next incarnation.
     """
 
     ref: Ref[Any]

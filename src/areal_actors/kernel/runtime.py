@@ -48,7 +48,7 @@ from areal_actors.kernel.message import (
     check_complete,
     collect_handlers,
 )
-from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
+from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched, Watcher
 from areal_actors.kernel.stream import Stream, check_buffer_size
 from areal_actors.kernel.supervision import Escalate, Restart, RestartHistory, Supervision
 from areal_actors.lib.loops import Loop, Scope, Signal
@@ -143,19 +143,6 @@ class Context:
     def self_ref(self) -> Ref[Any]:
         """A ref to this actor, to pass to other actors or to send messages to itself."""
         return self._cell.ref
-
-    def watch(self, ref: Ref[Any]) -> None:
-        """Deliver a ``Down`` on this actor's control lane whenever an incarnation of ``ref`` ends.
-
-        Watching the same ref twice has no further effect. If the watched actor has already ended, the ``Down`` is
-        delivered at once.
-
-        Raises:
-            ProtocolError: this actor has no handler for ``Down``.
-        """
-        if Down not in self._cell.handlers:
-            raise ProtocolError(f"actor {self.name!r} watches {ref.name!r}; add a method under @Down.handler")
-        ref.life.watch(self._cell.on_down)
 
     def stop(self) -> None:
         """Request that this actor stops, and return at once.
@@ -426,7 +413,7 @@ class Cell(Watched):
             if isinstance(entry, Ask):
                 message = entry.handler.message.__name__
                 entry.fail(ActorStopped(f"actor {self.name!r} ended before it came to {message}"))
-            elif not isinstance(entry, Down):
+            else:
                 num_dropped += 1
         self.counters.dropped += num_dropped
         if num_dropped:
@@ -442,11 +429,6 @@ class Cell(Watched):
         self.gone.set()
 
     # ------------------------------------------------------------------------------------------------ watching
-
-    def on_down(self, down: Down) -> None:
-        """Queue the ``Down`` of an actor that this actor watches."""
-        if not self.mailbox.closed:
-            self.mailbox.push_control(down)
 
     def _report_down(self, reason: DownReason, error: Exception | None, *, is_restarting: bool) -> Down:
         down = Down(
@@ -484,7 +466,6 @@ class Cell(Watched):
             num_failed=counters.failed,
             num_cancelled=counters.cancelled,
             num_dropped=counters.dropped,
-            mailbox_peak=mailbox.peak,
         )
 
 
@@ -517,14 +498,14 @@ class Serving:
         Raises the error of a told message.
         """
         cell, mailbox, actor, counters = self._cell, self._mailbox, self._actor, self._counters
-        data, control, serial = mailbox.data, mailbox.control, cell.serial
+        data, serial = mailbox.data, cell.serial
         # After a restart: messages that the previous incarnation had parked.
         mailbox.restore()
         current_frame.set(cell.frame)
         while True:
             for _ in range(FAIRNESS):
                 # Inlines ``Mailbox.take`` for the common case, because every message passes here.
-                entry = data.popleft() if data and not control else mailbox.take()
+                entry = data.popleft() if data else mailbox.take()
                 if entry is None:
                     if mailbox.closed and not self.num_concurrent:
                         return
@@ -717,10 +698,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             self._address = evolve(self._address, incarnation=max(self.cell.incarnation, 1))
         return self._address
 
-    @property
-    def life(self) -> Cell:
-        """The cell, which reports the end of each incarnation."""
-        return self.cell
+    def watch(self, watcher: Watcher) -> None:
+        """Report the end of each incarnation; see ``Ref.watch``."""
+        self.cell.watch(watcher)
+
+    def unwatch(self, watcher: Watcher) -> None:
+        """Remove ``watcher``, if it is registered."""
+        self.cell.unwatch(watcher)
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """Send ``message`` and wait for its reply; see ``Ref.ask``."""
@@ -750,7 +734,7 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         if self._offer(message):
             return
         if cell.mailbox.closed:
-            raise self._stopped(message)
+            raise self.stopped(message)
         raise MailboxFull(
             f"the mailbox of actor {cell.name!r} holds {cell.mailbox.bound} messages and is full; "
             f"use 'await tell' to wait for room, or spawn it with a larger mailbox_size"
@@ -790,13 +774,12 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         """
         cell = self.cell
         if cell.mailbox.closed:
-            raise self._stopped(ask.message)
+            raise self.stopped(ask.message)
         if ask.parent is not None:
             refuse_deadlock(ask.parent, cell, type(ask.message).__name__)
-            ask.parent.waits.add(ask)
         if not cell.mailbox.offer(ask):
             # An ask waits for its reply anyway, so its ticket only has to report a refusal, not an admission.
-            cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self._stopped(ask.message))))
+            cell.mailbox.queue(Ticket(ask, lambda admitted: None if admitted else ask.fail(self.stopped(ask.message))))
 
     def queue_tell(self, message: Message[Any, Any], decided: Callable[[bool], object]) -> None:
         """Put a message that was told over a connection in the mailbox, or queue it for room; never waits.
@@ -815,18 +798,13 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         except BaseException:
             self.cell.abandon(ask)
             raise
-        finally:
-            if ask.parent is not None:
-                ask.parent.waits.discard(ask)
         return ask.claim()
 
     async def _tell_slowly(self, message: Any) -> None:
         cell = self.cell
-        # ``wait`` represents the message in the wait graph, because a told message has no frame.
-        waiter, wait = asking_frame(), Frame(cell, phase=Phase.QUEUED)
+        waiter = asking_frame()
         if waiter is not None and not cell.mailbox.closed:
             refuse_deadlock(waiter, cell, f"telling {type(message).__name__} to a full mailbox")
-            waiter.waits.add(wait)
         decided = cell.loop.new_signal()
         ticket = Ticket(message, lambda _: decided.set())
         cell.mailbox.queue(ticket)
@@ -835,11 +813,8 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
         except BaseException:
             cell.mailbox.discard_ticket(ticket)
             raise
-        finally:
-            if waiter is not None:
-                waiter.waits.discard(wait)
         if not ticket.admitted:
-            raise self._stopped(message)
+            raise self.stopped(message)
 
     def _handler(self, message: Any, *, is_stream: bool) -> Handler:
         handler = self.cell.handlers.get(message.__class__)
@@ -854,7 +829,8 @@ class LocalRef(Ref[P_contra], Generic[P_contra]):
             "Ask or tell a Message, stream a StreamMessage."
         )
 
-    def _stopped(self, message: object) -> ActorStopped:
+    def stopped(self, message: object) -> ActorStopped:
+        """Return the error for a message that the actor, which ends, does not take."""
         return ActorStopped(
             f"actor {self.cell.name!r} takes no more messages ({self.cell.state}); "
             f"{type(message).__name__} was not sent"

@@ -62,10 +62,6 @@ class BufferedCall(Protocol):
         """Discard the call if it is queued, or cancel its handler."""
         ...
 
-    def close(self) -> None:
-        """Forget the call, because its consumer has left."""
-        ...
-
 
 class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], Generic[Item]):
     """Used once: ``async with ref.stream(message) as items: async for item in items: ...``.
@@ -101,25 +97,6 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
         call.make_room()
         return item
 
-    async def gather(self, until: float) -> list[Item]:
-        """Return the items that have arrived by this time of the loop's clock, perhaps none.
-
-        Returns earlier if the handler has ended, or before it would wait for room. Its errors are left to
-        ``__anext__``.
-        """
-        call = self._opened()
-        with self._loop.new_scope(deadline=until):
-            # A remote handler may not know of a last quarter of the room yet.
-            while not call.is_done and 4 * len(call.buffer) < 3 * call.limit:
-                call.arrival = self._loop.new_signal()
-                await call.arrival.wait()
-        call.arrival = None
-        items: list[Item] = []
-        while call.buffer:
-            items.append(call.buffer.popleft())
-            call.make_room()
-        return items
-
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -131,17 +108,14 @@ class Stream(AbstractAsyncContextManager["Stream[Item]"], AsyncIterator[Item], G
             DeadlineExceeded: the handler still runs after that, and the block is not already raising an error.
         """
         call = self._opened()
-        try:
-            if not call.is_done:
-                call.cancel()
-                with self._loop.new_scope(deadline=self._loop.now() + self._cleanup_seconds, shield=True):
-                    await call.signal.wait()
-            if not call.is_done and error is None:
-                raise DeadlineExceeded(
-                    f"{self._what} still runs {self._cleanup_seconds} s after its cancellation; shorten what it shields"
-                )
-        finally:
-            call.close()
+        if not call.is_done:
+            call.cancel()
+            with self._loop.new_scope(deadline=self._loop.now() + self._cleanup_seconds, shield=True):
+                await call.signal.wait()
+        if not call.is_done and error is None:
+            raise DeadlineExceeded(
+                f"{self._what} still runs {self._cleanup_seconds} s after its cancellation; shorten what it shields"
+            )
 
     def _opened(self) -> BufferedCall:
         if self._call is None:

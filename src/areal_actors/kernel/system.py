@@ -131,9 +131,8 @@ class ActorSystem(Runtime):
     async def watch(self, ref: Ref[Any]) -> Down:
         """Wait until the present incarnation of ``ref`` ends, and return its ``Down``.
 
-        If the actor has already ended, this returns at once. Inside actors, use ``Context.watch`` instead.
+        If the actor has already ended, this returns at once.
         """
-        life = ref.life
         news: list[Down] = []
         arrived = anyio.Event()
 
@@ -141,11 +140,11 @@ class ActorSystem(Runtime):
             news.append(down)
             arrived.set()
 
-        life.watch(note)
+        ref.watch(note)
         try:
             await arrived.wait()
         finally:
-            life.unwatch(note)
+            ref.unwatch(note)
         return news[0]
 
     async def stop(self, *, grace: float | None = None) -> None:

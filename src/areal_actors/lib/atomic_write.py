@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+REPLACED = ".replaced"
+"""Suffix of a directory that was moved aside: complete, and valid until its replacement is in place."""
+
 _NOT_SYNCED = (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EBADF)
 """Errors with which network file systems refuse to sync a directory; the number differs between them."""
 
@@ -54,20 +57,29 @@ def atomic_path(path: Path, *, mode: int = 0o666, is_durable: bool = False) -> I
 
 
 @contextmanager
-def atomic_directory(path: Path) -> Iterator[Path]:
+def atomic_directory(path: Path, *, num_bytes: int = 0) -> Iterator[Path]:
     """Yield a new directory that replaces ``path`` if the block succeeds, and is removed if it fails.
 
-    An existing ``path`` is removed just before the rename, because a directory that is not empty cannot be replaced in
-    one step: for a moment there is none. Raises ``OSError``.
+    All that was written is synced first. Raises ``OSError``, also if fewer than ``num_bytes`` are free; the previous
+    content of ``path`` is kept in that case.
     """
-    partial = partial_path(path)
+    partial, replaced = partial_path(path), path.with_name(path.name + REPLACED)
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
+        if (free := shutil.disk_usage(partial).free) < num_bytes:
+            raise OSError(f"only {free:,} bytes are free")  # noqa: TRY301 - handled as an error of the disk is
         yield partial
+        for written in (*partial.rglob("*"), partial):
+            sync_path(written)
         if path.exists():
-            shutil.rmtree(path)
+            shutil.rmtree(replaced, ignore_errors=True)
+            # A directory that is not empty cannot be replaced by one rename, so the old one is moved aside first; if
+            # the process dies in between, readers use the directory with this suffix.
+            path.rename(replaced)
         partial.rename(path)
+        sync_path(path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise

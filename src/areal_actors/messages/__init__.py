@@ -26,284 +26,124 @@ wire, a message is identified by its address and its own name, independent of it
 
 from __future__ import annotations
 
-from areal_actors.messages.accounts import (
-    Accounts,
-    AdmitUser,
-    CreateKey,
-    HasKeys,
-    IdentifyUser,
-    ListKeys,
-    RevokeKey,
-    TokensSampled,
-)
-from areal_actors.messages.capacity import (
-    AcquirePermit,
-    Capacity,
-    CapacityView,
-    ClaimPermit,
-    DescribeCapacity,
-    LiftStalenessLimit,
-    Permit,
-    RefundGroup,
-    ReservePermit,
-    RestorePermit,
-    SettlePermit,
-    VersionAdvanced,
-)
-from areal_actors.messages.directory import (
-    AwaitEndpoint,
-    AwaitGang,
-    AwaitLapse,
-    AwaitProxies,
-    AwaitReady,
-    AwaitWeights,
-    CountLostProxies,
-    Directory,
-    DismissWorker,
-    EndpointChanged,
-    ExpectWorker,
-    FetchRoleSpec,
-    KeepLease,
-    Report,
-    ReportFailure,
-    ReportGang,
-    ReportReady,
-    RoleSpec,
-    TakeFailure,
-    WeightsPublished,
-)
-from areal_actors.messages.exports import (
-    AcknowledgeLease,
-    BeginGroup,
-    DeliverGroup,
-    DiscardLease,
-    Draw,
-    Drawn,
-    Exports,
-    ExportSession,
-    Lease,
-    LeaseGroups,
-    SaveVersion,
-    StoreEpisodes,
-    UntrainedGroup,
-)
-from areal_actors.messages.generation import (
-    AddReplica,
-    DescribeEngine,
-    DescribeReplicas,
-    EngineView,
-    Generate,
-    Generation,
-    PauseGeneration,
-    PublishWeights,
-    Replicas,
-    ReplicaState,
-    ReplicaView,
-    ResumeGeneration,
-)
-from areal_actors.messages.models import (
-    ListModels,
-    ModelInUse,
-    Models,
-    UseModel,
-)
-from areal_actors.messages.progress import (
-    EpisodeFinished,
-    EvaluationFinished,
-    GroupsTrained,
-    PhaseChanged,
-    Progress,
-    RowsTrained,
-    RunEnded,
-    SessionArchived,
-    StepFinished,
-)
-from areal_actors.messages.rollouts import (
-    Evaluate,
-    Rollouts,
-    RunProblem,
-)
-from areal_actors.messages.serving import (
-    DescribeEndpoint,
-    Endpoint,
-    Serving,
-)
-from areal_actors.messages.sessions import (
-    CheckCredential,
-    CollectSession,
-    Complete,
-    CountTokens,
-    DescribeAnswer,
-    DescribeOwner,
-    DescribeSessions,
-    EndSession,
-    ForgetEpisodes,
-    ForgetSession,
-    HideAnswer,
-    Intake,
-    LogNumbers,
-    NoteRefusal,
-    OpenedEpisode,
-    OpenEpisode,
-    OpenSession,
-    RecordTurn,
-    SessionClosed,
-    SessionFinished,
-    SessionOpened,
-    SessionOwner,
-    Sessions,
-    SessionsView,
-    SetReward,
-    SettleTaken,
-    StartSession,
-    StoredAnswer,
-    StreamComplete,
-    TakenSession,
-    TakeSession,
-    TrainingEnded,
-    WatchSessions,
-)
-from areal_actors.messages.training import (
-    AwaitTraining,
-    GangMembers,
-    GatherWeights,
-    JoinGang,
-    Ranks,
-    RequestStop,
-    SaveShards,
-    SaveWeights,
-    TrainAlong,
-    Training,
-    TrainingSummary,
-)
-
-__all__ = [
-    "Accounts",
-    "AcknowledgeLease",
-    "AcquirePermit",
-    "AddReplica",
-    "AdmitUser",
-    "AwaitEndpoint",
-    "AwaitGang",
-    "AwaitLapse",
-    "AwaitProxies",
-    "AwaitReady",
-    "AwaitTraining",
-    "AwaitWeights",
-    "BeginGroup",
-    "Capacity",
-    "CapacityView",
-    "CheckCredential",
-    "ClaimPermit",
-    "CollectSession",
-    "Complete",
-    "CountLostProxies",
-    "CountTokens",
-    "CreateKey",
-    "DeliverGroup",
-    "DescribeAnswer",
-    "DescribeCapacity",
-    "DescribeEndpoint",
-    "DescribeEngine",
-    "DescribeOwner",
-    "DescribeReplicas",
-    "DescribeSessions",
-    "Directory",
-    "DiscardLease",
-    "DismissWorker",
-    "Draw",
-    "Drawn",
-    "EndSession",
-    "Endpoint",
-    "EndpointChanged",
-    "EngineView",
-    "EpisodeFinished",
-    "Evaluate",
-    "EvaluationFinished",
-    "ExpectWorker",
-    "ExportSession",
-    "Exports",
-    "FetchRoleSpec",
-    "ForgetEpisodes",
-    "ForgetSession",
-    "GangMembers",
-    "GatherWeights",
-    "Generate",
-    "Generation",
-    "GroupsTrained",
-    "HasKeys",
-    "HideAnswer",
-    "IdentifyUser",
-    "Intake",
-    "JoinGang",
-    "KeepLease",
-    "Lease",
-    "LeaseGroups",
-    "LiftStalenessLimit",
-    "ListKeys",
-    "ListModels",
-    "LogNumbers",
-    "ModelInUse",
-    "Models",
-    "NoteRefusal",
-    "OpenEpisode",
-    "OpenSession",
-    "OpenedEpisode",
-    "PauseGeneration",
-    "Permit",
-    "PhaseChanged",
-    "Progress",
-    "PublishWeights",
-    "Ranks",
-    "RecordTurn",
-    "RefundGroup",
-    "ReplicaState",
-    "ReplicaView",
-    "Replicas",
-    "Report",
-    "ReportFailure",
-    "ReportGang",
-    "ReportReady",
-    "RequestStop",
-    "ReservePermit",
-    "RestorePermit",
-    "ResumeGeneration",
-    "RevokeKey",
-    "RoleSpec",
-    "Rollouts",
-    "RowsTrained",
-    "RunEnded",
-    "RunProblem",
-    "SaveShards",
-    "SaveVersion",
-    "SaveWeights",
-    "Serving",
-    "SessionArchived",
-    "SessionClosed",
-    "SessionFinished",
-    "SessionOpened",
-    "SessionOwner",
-    "Sessions",
-    "SessionsView",
-    "SetReward",
-    "SettlePermit",
-    "SettleTaken",
-    "StartSession",
-    "StepFinished",
-    "StoreEpisodes",
-    "StoredAnswer",
-    "StreamComplete",
-    "TakeFailure",
-    "TakeSession",
-    "TakenSession",
-    "TokensSampled",
-    "TrainAlong",
-    "Training",
-    "TrainingEnded",
-    "TrainingSummary",
-    "UntrainedGroup",
-    "UseModel",
-    "VersionAdvanced",
-    "WatchSessions",
-    "WeightsPublished",
-]
+from areal_actors.messages.accounts import Accounts as Accounts
+from areal_actors.messages.accounts import AdmitUser as AdmitUser
+from areal_actors.messages.accounts import CreateKey as CreateKey
+from areal_actors.messages.accounts import IdentifyUser as IdentifyUser
+from areal_actors.messages.accounts import ListKeys as ListKeys
+from areal_actors.messages.accounts import RevokeKey as RevokeKey
+from areal_actors.messages.accounts import TokensSampled as TokensSampled
+from areal_actors.messages.capacity import AcquirePermit as AcquirePermit
+from areal_actors.messages.capacity import Capacity as Capacity
+from areal_actors.messages.capacity import CapacityView as CapacityView
+from areal_actors.messages.capacity import ClaimPermit as ClaimPermit
+from areal_actors.messages.capacity import DescribeCapacity as DescribeCapacity
+from areal_actors.messages.capacity import LiftStalenessLimit as LiftStalenessLimit
+from areal_actors.messages.capacity import Permit as Permit
+from areal_actors.messages.capacity import RefundGroup as RefundGroup
+from areal_actors.messages.capacity import ReservePermit as ReservePermit
+from areal_actors.messages.capacity import RestorePermit as RestorePermit
+from areal_actors.messages.capacity import SettlePermit as SettlePermit
+from areal_actors.messages.capacity import VersionAdvanced as VersionAdvanced
+from areal_actors.messages.directory import AwaitEndpoint as AwaitEndpoint
+from areal_actors.messages.directory import AwaitGang as AwaitGang
+from areal_actors.messages.directory import AwaitLapse as AwaitLapse
+from areal_actors.messages.directory import AwaitProxies as AwaitProxies
+from areal_actors.messages.directory import AwaitReady as AwaitReady
+from areal_actors.messages.directory import AwaitWeights as AwaitWeights
+from areal_actors.messages.directory import CountLostProxies as CountLostProxies
+from areal_actors.messages.directory import Directory as Directory
+from areal_actors.messages.directory import DismissWorker as DismissWorker
+from areal_actors.messages.directory import EndpointChanged as EndpointChanged
+from areal_actors.messages.directory import ExpectWorker as ExpectWorker
+from areal_actors.messages.directory import FetchRoleSpec as FetchRoleSpec
+from areal_actors.messages.directory import KeepLease as KeepLease
+from areal_actors.messages.directory import Report as Report
+from areal_actors.messages.directory import ReportFailure as ReportFailure
+from areal_actors.messages.directory import ReportGang as ReportGang
+from areal_actors.messages.directory import ReportReady as ReportReady
+from areal_actors.messages.directory import RoleSpec as RoleSpec
+from areal_actors.messages.directory import TakeFailure as TakeFailure
+from areal_actors.messages.directory import WeightsPublished as WeightsPublished
+from areal_actors.messages.exports import AcknowledgeLease as AcknowledgeLease
+from areal_actors.messages.exports import BeginGroup as BeginGroup
+from areal_actors.messages.exports import DeliverGroup as DeliverGroup
+from areal_actors.messages.exports import DiscardLease as DiscardLease
+from areal_actors.messages.exports import Draw as Draw
+from areal_actors.messages.exports import Drawn as Drawn
+from areal_actors.messages.exports import Exports as Exports
+from areal_actors.messages.exports import ExportSession as ExportSession
+from areal_actors.messages.exports import Lease as Lease
+from areal_actors.messages.exports import LeaseGroups as LeaseGroups
+from areal_actors.messages.exports import SaveVersion as SaveVersion
+from areal_actors.messages.exports import StoreEpisodes as StoreEpisodes
+from areal_actors.messages.exports import UntrainedGroup as UntrainedGroup
+from areal_actors.messages.generation import AddReplica as AddReplica
+from areal_actors.messages.generation import DescribeEngine as DescribeEngine
+from areal_actors.messages.generation import DescribeReplicas as DescribeReplicas
+from areal_actors.messages.generation import EngineView as EngineView
+from areal_actors.messages.generation import Generate as Generate
+from areal_actors.messages.generation import Generation as Generation
+from areal_actors.messages.generation import PauseGeneration as PauseGeneration
+from areal_actors.messages.generation import PublishWeights as PublishWeights
+from areal_actors.messages.generation import Replicas as Replicas
+from areal_actors.messages.generation import ReplicaState as ReplicaState
+from areal_actors.messages.generation import ReplicaView as ReplicaView
+from areal_actors.messages.generation import ResumeGeneration as ResumeGeneration
+from areal_actors.messages.models import ListModels as ListModels
+from areal_actors.messages.models import ModelInUse as ModelInUse
+from areal_actors.messages.models import Models as Models
+from areal_actors.messages.models import UseModel as UseModel
+from areal_actors.messages.progress import EpisodeFinished as EpisodeFinished
+from areal_actors.messages.progress import EvaluationFinished as EvaluationFinished
+from areal_actors.messages.progress import GroupsTrained as GroupsTrained
+from areal_actors.messages.progress import PhaseChanged as PhaseChanged
+from areal_actors.messages.progress import Progress as Progress
+from areal_actors.messages.progress import RowsTrained as RowsTrained
+from areal_actors.messages.progress import RunEnded as RunEnded
+from areal_actors.messages.progress import SessionArchived as SessionArchived
+from areal_actors.messages.progress import StepFinished as StepFinished
+from areal_actors.messages.rollouts import Evaluate as Evaluate
+from areal_actors.messages.rollouts import Rollouts as Rollouts
+from areal_actors.messages.rollouts import RunProblem as RunProblem
+from areal_actors.messages.serving import DescribeEndpoint as DescribeEndpoint
+from areal_actors.messages.serving import Endpoint as Endpoint
+from areal_actors.messages.serving import Serving as Serving
+from areal_actors.messages.sessions import CheckCredential as CheckCredential
+from areal_actors.messages.sessions import CollectSession as CollectSession
+from areal_actors.messages.sessions import Complete as Complete
+from areal_actors.messages.sessions import CountTokens as CountTokens
+from areal_actors.messages.sessions import DescribeAnswer as DescribeAnswer
+from areal_actors.messages.sessions import DescribeOwner as DescribeOwner
+from areal_actors.messages.sessions import DescribeSessions as DescribeSessions
+from areal_actors.messages.sessions import EndSession as EndSession
+from areal_actors.messages.sessions import ForgetEpisodes as ForgetEpisodes
+from areal_actors.messages.sessions import ForgetSession as ForgetSession
+from areal_actors.messages.sessions import Intake as Intake
+from areal_actors.messages.sessions import LogNumbers as LogNumbers
+from areal_actors.messages.sessions import OpenSession as OpenSession
+from areal_actors.messages.sessions import SessionClosed as SessionClosed
+from areal_actors.messages.sessions import SessionFinished as SessionFinished
+from areal_actors.messages.sessions import SessionOpened as SessionOpened
+from areal_actors.messages.sessions import SessionOwner as SessionOwner
+from areal_actors.messages.sessions import Sessions as Sessions
+from areal_actors.messages.sessions import SessionsView as SessionsView
+from areal_actors.messages.sessions import SetReward as SetReward
+from areal_actors.messages.sessions import SettleTaken as SettleTaken
+from areal_actors.messages.sessions import StartSession as StartSession
+from areal_actors.messages.sessions import StreamComplete as StreamComplete
+from areal_actors.messages.sessions import TakenSession as TakenSession
+from areal_actors.messages.sessions import TakeSession as TakeSession
+from areal_actors.messages.sessions import TrainingEnded as TrainingEnded
+from areal_actors.messages.sessions import WatchSessions as WatchSessions
+from areal_actors.messages.training import AwaitTraining as AwaitTraining
+from areal_actors.messages.training import GangMembers as GangMembers
+from areal_actors.messages.training import GatherWeights as GatherWeights
+from areal_actors.messages.training import JoinGang as JoinGang
+from areal_actors.messages.training import Ranks as Ranks
+from areal_actors.messages.training import RequestStop as RequestStop
+from areal_actors.messages.training import SaveShards as SaveShards
+from areal_actors.messages.training import SaveWeights as SaveWeights
+from areal_actors.messages.training import TrainAlong as TrainAlong
+from areal_actors.messages.training import Training as Training
+from areal_actors.messages.training import TrainingSummary as TrainingSummary

@@ -66,8 +66,3 @@ class TokensSampled(Message[Accounts, None]):
 
     user: str
     num_tokens: int
-
-
-@frozen(kw_only=True)
-class HasKeys(Message[Accounts, bool]):
-    """Return whether any key was ever issued."""

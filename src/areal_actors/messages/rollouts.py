@@ -20,14 +20,13 @@ class Evaluate(Message[Rollouts, tuple[Group, ...]]):
 
     Each problem is run ``num_samples`` times, or as often as ``num_by_source`` says, except for the episodes in
     ``finished``, each named by its task and member; a group lacks these, and a problem whose episodes are all finished
-    has no group. With ``is_repeated``, an earlier process may have reported the episodes of this version.
+    has no group.
     """
 
     version: int
     num_samples: int = 1
     num_by_source: Mapping[str, int] = field(factory=dict)
     finished: tuple[tuple[str, int], ...] = ()
-    is_repeated: bool = False
 
 
 @frozen(kw_only=True)

@@ -10,7 +10,6 @@ from attrs import field, frozen
 from areal_actors.domain import (
     Answer,
     Attempt,
-    ChatMessage,
     CompletionRequest,
     Credential,
     Episode,
@@ -24,10 +23,8 @@ from areal_actors.domain import (
     SessionId,
     SessionRecord,
     StreamItem,
-    TurnEnded,
 )
 from areal_actors.kernel import Message, Ref, StreamMessage
-from areal_actors.lib.tracing import TraceContext
 
 
 class Sessions:
@@ -93,39 +90,6 @@ class OpenSession(Message[Sessions, SessionOpened]):
 
 
 @frozen(kw_only=True)
-class OpenedEpisode:
-    """A recorded episode, under the ``name`` that it has in the journal, with the ``turns`` of earlier runs.
-
-    With ``is_remade``, these have tokens of weights that are not on disk.
-    """
-
-    name: SessionId
-    turns: tuple[TurnEnded, ...] = field(default=(), repr=False)
-    is_remade: bool = False
-
-
-@frozen(kw_only=True)
-class OpenEpisode(Message[Sessions, OpenedEpisode | None]):
-    """Record an episode that has no session in this process, as one of a workflow that samples from the engine.
-
-    Replies with ``None`` if episodes are not recorded.
-    """
-
-    place: EpisodePlace
-    key: SampleKey
-
-
-@frozen(kw_only=True)
-class RecordTurn(Message[Sessions, None]):
-    """Record a turn of such an episode, whose name is the turn's ``session``.
-
-    Replies once the turn is durable, or at once if the episode is over. Recording a turn twice is harmless.
-    """
-
-    turn: TurnEnded
-
-
-@frozen(kw_only=True)
 class ForgetEpisodes(Message[Sessions, None]):
     """Forget the recorded turns of a ``member`` of a group, or of all its members: their rows are stored."""
 
@@ -144,8 +108,8 @@ class Complete(Message[Sessions, tuple[Answer, ...]]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
-    trace: TraceContext | None = None
-    """The span of which the sessions record children."""
+    traceparent: str | None = None
+    """The span of the request, if it is traced (W3C)."""
 
 
 @frozen(kw_only=True)
@@ -158,18 +122,7 @@ class StreamComplete(StreamMessage[Sessions, StreamItem]):
     credential: Credential
     request: CompletionRequest
     attempt: Attempt | None = None
-    trace: TraceContext | None = None
-
-
-@frozen(kw_only=True)
-class NoteRefusal(Message[Sessions, None]):
-    """Remember that a request was refused before it began, as by a quota, and that its client will send it again.
-
-    Its retry is then sampled, and not given the answer of an equal request that was sent in parallel.
-    """
-
-    credential: Credential
-    attempt: Attempt
+    traceparent: str | None = None
 
 
 @frozen(kw_only=True)
@@ -181,46 +134,21 @@ class CountTokens(Message[Sessions, int]):
 
 
 @frozen(kw_only=True)
-class StoredAnswer:
-    """A completed interaction, and all messages of its request."""
-
-    interaction: Interaction
-    messages: tuple[ChatMessage, ...]
-
-
-@frozen(kw_only=True)
-class DescribeAnswer(Message[Sessions, StoredAnswer]):
+class DescribeAnswer(Message[Sessions, Interaction]):
     """Return a completed answer of the session that a credential opens for completions.
 
-    Raises ``NotFound`` if there is none with this id, or if it is hidden.
+    Raises ``NotFound`` if there is none with this id.
     """
 
     credential: Credential
     interaction: InteractionId
-
-
-@frozen(kw_only=True)
-class HideAnswer(Message[Sessions, InteractionId]):
-    """Hide an answer from ``DescribeAnswer``, and raise as it does. Hidden answers are continued and trained as others.
-
-    Without ``is_trained``, it is withheld from training, because no client has received it. This is not written to the
-    journal: an answer is visible again after a restart.
-    """
-
-    credential: Credential
-    interaction: InteractionId
-    is_trained: bool = True
 
 
 @frozen(kw_only=True)
 class CheckCredential(Message[Sessions, SessionId]):
-    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none.
-
-    ``for_reward`` asks for the session that it may reward instead, and raises as ``SetReward`` does.
-    """
+    """Return the session that a credential opens for completions. Raises as ``Complete`` does if it opens none."""
 
     credential: Credential
-    for_reward: bool = False
 
 
 @frozen(kw_only=True)

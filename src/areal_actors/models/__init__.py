@@ -12,8 +12,7 @@ from areal_actors.models.files import (
     resolve_model,
     resolve_tokenizer,
 )
-from areal_actors.models.rotations import require_fixed_rotation
-from areal_actors.models.shapes import ModelShape, model_shape
+from areal_actors.models.shapes import ModelShape, model_shape, require_fixed_rotation
 
 __all__ = [
     "BUILT_IN",

@@ -1,4 +1,4 @@
-"""The sizes of a causal language model, read from its transformers configuration.
+"""The sizes of a causal language model and the limits of its positions, read from its transformers configuration.
 
 Configurations name them differently, and lack some: GPT-2 has no ``intermediate_size``, Gemma 4 one ``head_dim`` for
 each kind of layer, and Nemotron H a width for its experts only. Everything else asks here.
@@ -11,7 +11,7 @@ from typing import Any
 
 from attrs import frozen
 
-from areal_actors.errors import ModelError
+from areal_actors.errors import ConfigError, ModelError
 
 _WIDTHS = ("intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "decoder_ffn_dim", "d_ff", "inner_hidden_size")
 _DEFAULT_WIDTH = 4
@@ -88,6 +88,47 @@ def model_shape(config: Any) -> ModelShape:
         window=find("sliding_window"),
         layer_types=tuple(read("layer_types") or ()),
     )
+
+
+def require_fixed_rotation(config: Any, *, max_length: int | None) -> int | None:
+    """Return the length in tokens up to which rows are rotated alike in every pass; ``None`` if all are.
+
+    Beyond it, transformers rotates all tokens of a pass by angles that depend on its longest row (dynamic NTK,
+    longrope), and keys that were cached before are not rotated again. A token's log-probability would depend on what
+    shares its pass, and on when it was sampled. No rule for single rows could follow that, so longer rows are refused.
+
+    Rows have up to ``max_length`` tokens, and no more than the model has positions; ``None`` means any number. Raises
+    ``ConfigError`` if they may be longer than that length.
+    """
+    limit = _rotation_limit(config)
+    if limit is None:
+        return None
+    longest = None if max_length is None else min(max_length, model_shape(config).max_positions or max_length)
+    if longest is None or longest > limit:
+        raise ConfigError(
+            f"engine.max_length: beyond {limit} tokens the model {config.model_type} rotates all rows of a pass by its "
+            f"longest one, so that log-probabilities depend on other rows, and rows may have "
+            f"{longest or 'any number of'} tokens; set engine.max_length to {limit} or less, or take a model with a "
+            "fixed rotation (default, linear, yarn, llama3)."
+        )
+    return limit
+
+
+def _rotation_limit(config: Any) -> int | None:
+    """Return the length of rows up to which rotary frequencies are constant; ``None`` if they are for any length.
+
+    These are the conditions of ``dynamic_rope_update`` in transformers, which alone changes frequencies in a pass.
+    """
+    text = config.get_text_config(decoder=True)
+    found = getattr(text, "rope_parameters", None) or {}
+    # One rotation for all layers, or one for each type of layer.
+    rotations = list(found.values()) if all(isinstance(each, Mapping) for each in found.values()) else [found]
+    limits = [
+        rotation["original_max_position_embeddings"] if kind == "longrope" else text.max_position_embeddings
+        for rotation in rotations
+        if (kind := rotation.get("rope_type") or "default") == "longrope" or "dynamic" in kind
+    ]
+    return min(limits, default=None)
 
 
 def _largest(value: Any) -> int | None:

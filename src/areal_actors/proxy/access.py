@@ -1,14 +1,13 @@
-"""Access: the credential of a request, the user behind it, and the model that it may use.
+"""Access: the credential, role and retry evidence of a request, the user behind it, and the model that it may use.
 
 Only the session manager knows which key opens which session and for what; ``Authenticator`` only turns a request into a
 ``Credential``. The URL of a session is a capability: every client that knows it may query the model in that session,
 with any key or none, so the URL is never logged in full. To reward or end a session, a client needs the session's own
 key, the key of its user, or the admin key.
 
-``UserAccess`` finds out on whose behalf a request comes, whether it may be served now, and how many tokens it used. If
-no keys have been issued, requests have no extra cost. Otherwise a request of a session without a user costs one
-look-up; only the requests of users ask other actors. The session manager knows who started a session; this never
-changes, so it is asked once. Only the accounts actor knows what a user may do.
+``UserAccess`` finds out on whose behalf a request comes, whether it may be served now, and how many tokens it used. The
+session manager knows who started a session; the accounts actor knows what a user may do. Without accounts, requests
+have no extra cost.
 
 ``ModelSelection`` decides which model answers: the session's policy, or the trained model that a request names. A
 session's key or URL, or the admin key, gives access to the trained models as well. Their answers are not turns of the
@@ -18,15 +17,17 @@ session: they appear in no tree and no export.
 from __future__ import annotations
 
 import hmac
-import math
+import re
 import secrets
-from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, suppress
+from hashlib import blake2b
 from typing import Any
 
 import anyio
-from attrs import define, evolve, field, frozen
+from attrs import define, field, frozen
 
+from areal_actors.cache.roles import ROLE_PATTERN
 from areal_actors.domain import (
     Answer,
     Attempt,
@@ -37,8 +38,8 @@ from areal_actors.domain import (
     TrainedModel,
     is_model_identifier,
 )
-from areal_actors.domain.accounts import digest_of, is_user_key
-from areal_actors.errors import NotFound, QuotaExceeded, Unauthorized
+from areal_actors.domain.accounts import is_user_key
+from areal_actors.errors import InvalidRequest, NotFound, Unauthorized
 from areal_actors.kernel import Ref
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.messages import (
@@ -47,26 +48,24 @@ from areal_actors.messages import (
     CheckCredential,
     DescribeOwner,
     ForgetSession,
-    HasKeys,
     IdentifyUser,
     ListModels,
     ModelInUse,
     Models,
-    NoteRefusal,
     OpenSession,
-    SessionOpened,
-    SessionOwner,
     Sessions,
     TokensSampled,
     UseModel,
 )
-from areal_actors.proxy.failures import PATIENCE_SECONDS
+from areal_actors.proxy.exchange import Exchange
 
+AGENT_HEADER = b"x-areal-agent"
+"""A header that names the requesting agent of a multi-agent episode."""
+_RETRY_COUNT = b"x-stainless-retry-count"
+_IDEMPOTENCY_KEY = b"idempotency-key"
+_MAX_KEY = 255
+_MAX_DIGITS = 4
 _FORGET_SECONDS = 5.0
-_NO_KEYS_SECONDS = 1.0
-"""How long the answer that no keys exist is trusted: the time that accounts need to notice a new key in their file."""
-_MAX_KNOWN = 100_000
-"""Maximum number of cached owners; when it is reached, the cache is cleared."""
 _NEEDS_SESSION = (
     "This is the key of a user. It answers completions, which are not trained; for a reward, start a session "
     "(POST /rl/start_session, or AgentSession) and use the key that it returns."
@@ -82,6 +81,41 @@ def read_key(headers: Mapping[bytes, bytes]) -> str | None:
     """Return the key of a request: ``Authorization: Bearer`` as OpenAI's clients send it, else ``x-api-key``."""
     bearer = read_bearer(headers.get(b"authorization", b"").decode("latin-1"))
     return bearer or headers.get(b"x-api-key", b"").strip().decode("latin-1") or None
+
+
+def read_role(exchange: Exchange) -> str | None:
+    """Return the role of the agent that the URL names, or else the header. Raises ``InvalidRequest``."""
+    role = exchange.role
+    if role is None:
+        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
+    if not re.fullmatch(ROLE_PATTERN, role):
+        raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
+    return role
+
+
+def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
+    """Return the retry evidence in ``headers`` with a digest of the request, or ``None`` if there is no evidence.
+
+    The evidence is an idempotency key and the number of earlier attempts, which the SDKs of OpenAI and Anthropic send.
+    A request of a client that sends neither header is always a new request.
+
+    The first attempt has a digest as well (about 1 µs per KiB), because its retry must be matched to it.
+
+    Raises:
+        InvalidRequest: the idempotency key is too long to be stored.
+    """
+    number, key = headers.get(_RETRY_COUNT, b""), headers.get(_IDEMPOTENCY_KEY, b"").strip()
+    if not number and not key:
+        return None
+    if len(key) > _MAX_KEY:
+        raise InvalidRequest(f"The Idempotency-Key has more than {_MAX_KEY} characters; shorten it.")
+    digest = blake2b(operation.encode() + b"\0", digest_size=16)
+    digest.update(body)
+    return Attempt(
+        fingerprint=digest.hexdigest(),
+        number=int(number) if number.isdigit() and len(number) <= _MAX_DIGITS else 0,
+        idempotency_key=key.decode("latin-1") or None,
+    )
 
 
 @frozen(kw_only=True)
@@ -103,6 +137,15 @@ class Authenticator:
         """Raise ``Unauthorized`` unless ``key`` is the admin key."""
         if not self.is_admin(key):
             raise Unauthorized("This needs the proxy's admin key, as 'Authorization: Bearer <key>'.")
+
+    def identify(self, exchange: Exchange, named: object = None) -> Credential:
+        """Return the credential of a request, whose body names the session ``named``. Raises ``Unauthorized``."""
+        named = named or exchange.query.get("session_id")
+        return self.credential(
+            key=read_key(exchange.headers),
+            in_path=exchange.session,
+            in_request=named if isinstance(named, str) else None,
+        )
 
     def credential(self, *, key: str | None, in_path: str | None, in_request: str | None) -> Credential:
         """Return the credential of a request.
@@ -138,17 +181,12 @@ class RequestUsage:
     def count(self, item: Any) -> None:
         """Count the tokens of a stream's item. A stream that is cut counts one token per delta."""
         if isinstance(item, Answer):
-            # The first caller that received a repeated answer has paid for it.
+            # The caller for whom an answer was sampled has paid for it.
             self.num_tokens += 0 if item.is_repeated else len(item.completion.token_ids)
             # The finished answer has the exact count, which replaces the estimate of one token per delta.
             self.num_deltas = 0
         elif isinstance(item, Delta):
             self.num_deltas += 1
-
-    def count_all(self, items: Iterable[Any]) -> None:
-        """Count the tokens of several items, or of finished answers."""
-        for item in items:
-            self.count(item)
 
     @property
     def num_used(self) -> int:
@@ -156,30 +194,13 @@ class RequestUsage:
         return self.num_tokens + self.num_deltas
 
 
-@define(kw_only=True)
+@frozen(kw_only=True)
 class UserAccess:
     """The check between the routes and the sessions. Without ``accounts`` there are no users."""
 
     sessions: Ref[Sessions]
+    authenticator: Authenticator
     accounts: Ref[Accounts] | None = None
-    has_users: bool | None = None
-    """Whether any keys exist; ``None`` until the first answer. A negative answer expires after ``_NO_KEYS_SECONDS``."""
-    _found_no_keys_at: float = field(default=-math.inf, init=False)
-    _owners: dict[SessionId | bytes, SessionOwner] = field(factory=dict, init=False)
-
-    def has_no_user(self, credential: Credential) -> bool:
-        """Return whether the request is known to belong to no user; costs at most one look-up."""
-        if self.accounts is None:
-            return True
-        if self.has_users is None or is_user_key(credential.key):
-            return False
-        if not self.has_users:
-            # The first key may be issued and used through another proxy of the service, or on the command line.
-            return anyio.current_time() < self._found_no_keys_at + _NO_KEYS_SECONDS
-        owner = self._owners.get(_name(credential))
-        return owner is not None and owner.user is None
-
-    # ----------------------------------------------------------------------------------------------- identity
 
     async def identify(self, secret: str | None) -> IssuedKey | None:
         """Return the user with this key, or ``None`` for a key that is not a user's.
@@ -189,27 +210,7 @@ class UserAccess:
         """
         if self.accounts is None or secret is None or not is_user_key(secret):
             return None
-        return await self._identify(self.accounts, secret)
-
-    async def _identify(self, accounts: Ref[Accounts], secret: str) -> IssuedKey:
-        issued = await accounts.ask(IdentifyUser(secret=secret))
-        self.has_users = True
-        return issued
-
-    def record_owner(self, opened: SessionOpened, user: IssuedKey | None) -> None:
-        """Record who started a session."""
-        if user is not None:
-            self.has_users = True
-        owner = SessionOwner(
-            session=opened.session,
-            user=None if user is None else user.user.name,
-            user_key=None if user is None else user.key.id,
-        )
-        if self.has_users:
-            # Overwrites what is cached: a key that the client chose may have belonged to another user's session before.
-            self._remember(opened.session, owner)
-            self._remember(digest_of(opened.api_key), owner)
-            self._remember(digest_of(opened.completion_key), owner)
+        return await self.accounts.ask(IdentifyUser(secret=secret))
 
     async def authorise(self, credential: Credential) -> Credential:
         """Return the credential with which to serve a request other than a completion.
@@ -218,9 +219,9 @@ class UserAccess:
             Unauthorized: the key is not valid, or it is a user's key without a session.
             NotFound: the user has no such session.
         """
-        if self.has_no_user(credential):
+        if self.accounts is None or self._is_admin(credential):
             return credential
-        _, found = await self._resolve(credential, is_counted=False)
+        _, found = await self._resolve(self.accounts, credential, is_counted=False)
         if found is None:
             raise Unauthorized(_NEEDS_SESSION)
         return found
@@ -236,7 +237,10 @@ class UserAccess:
             Unauthorized: the key is not valid, or does not open this session.
             QuotaExceeded: the user's quota is used up.
         """
-        user, found = await self._resolve(credential, is_counted=is_counted)
+        if self.accounts is None or self._is_admin(credential):
+            yield RequestUsage(credential=credential)
+            return
+        user, found = await self._resolve(self.accounts, credential, is_counted=is_counted)
         temporary = None if found is not None else await self.sessions.ask(OpenSession(task="inference"))
         if temporary is not None:
             found = Credential(session=temporary.session, is_capability=True)
@@ -248,74 +252,47 @@ class UserAccess:
             # Shielded: a client that disconnects is charged for what was sampled until then, and leaves no session.
             with anyio.move_on_after(_FORGET_SECONDS, shield=True):
                 try:
-                    if user is not None and self.accounts is not None and usage.num_used:
+                    if user is not None and usage.num_used:
                         await self.accounts.tell(TokensSampled(user=user, num_tokens=usage.num_used))
                 finally:
                     if temporary is not None:
                         await self.sessions.tell(ForgetSession(session=temporary.session))
 
-    async def note_refusal(self, credential: Credential, attempt: Attempt | None, error: QuotaExceeded) -> None:
-        """Tell the sessions of a request that a quota refused and that its client will send again."""
-        if is_user_key(credential.key):
-            # The session was found to be the user's before the quota was checked.
-            credential = evolve(credential, key=None, is_capability=True)
-        has_session = credential.session is not None or credential.key is not None
-        is_sent_again = (error.retry_after_seconds or 0.0) <= PATIENCE_SECONDS
-        if attempt is not None and has_session and is_sent_again:
-            await self.sessions.tell(NoteRefusal(credential=credential, attempt=attempt))
-
-    async def _resolve(self, credential: Credential, *, is_counted: bool) -> tuple[str | None, Credential | None]:
+    async def _resolve(
+        self, accounts: Ref[Accounts], credential: Credential, *, is_counted: bool
+    ) -> tuple[str | None, Credential | None]:
         """Return the user's name and the session's credential, which is ``None`` for a user's key without a session."""
-        if is_user_key(credential.key) and self.accounts is not None:
-            issued = await self._identify(self.accounts, credential.key or "")
+        issued = await self.identify(credential.key)
+        if issued is not None:
             found = None
             if credential.session is not None:
                 await self.check_owner(credential.session, issued)
                 found = Credential(session=credential.session, is_capability=True, has_control=True)
             if is_counted:
-                await self.accounts.ask(AdmitUser(key=issued.key.id))
+                await accounts.ask(AdmitUser(key=issued.key.id))
             return issued.user.name, found
-        if not self.has_users and self.accounts is not None:
-            self._found_no_keys_at = anyio.current_time()
-            self.has_users = await self.accounts.ask(HasKeys())
-        if not self.has_users:
+        try:
+            owner = await self.sessions.ask(DescribeOwner(credential=credential))
+        except (NotFound, Unauthorized):
+            # The sessions refuse it with the reason, unless it asks for a trained model, which takes no session.
             return None, credential
-        owner = await self._owner(credential)
-        if owner.user_key is not None and self.accounts is not None:
-            await self.accounts.ask(AdmitUser(key=owner.user_key, is_counted=is_counted))
+        if owner.user_key is not None:
+            await accounts.ask(AdmitUser(key=owner.user_key, is_counted=is_counted))
         return owner.user, credential
+
+    def _is_admin(self, credential: Credential) -> bool:
+        # The administrator may control every session, so there is no owner to check.
+        return credential.has_control or self.authenticator.is_admin(credential.key)
 
     async def check_owner(self, session: SessionId, user: IssuedKey) -> None:
         """Raise ``NotFound`` unless the session is the user's."""
-        try:
-            owner = await self._owner(Credential(session=session, is_capability=True))
-        except NotFound:
-            owner = None
+        owner = None
+        with suppress(NotFound):
+            owner = await self.sessions.ask(DescribeOwner(credential=Credential(session=session, is_capability=True)))
         if owner is None or owner.user != user.user.name:
             # The same words for another user's session and for one that does not exist, so that the answer reveals
             # neither.
             raise NotFound(f"You have no session {session}; start one, or check its name.")
-
-    async def _owner(self, credential: Credential) -> SessionOwner:
-        name = _name(credential)
-        owner = self._owners.get(name)
-        if owner is None:
-            owner = await self.sessions.ask(DescribeOwner(credential=credential))
-            self._remember(name, owner)
-        return owner
-
-    def _remember(self, name: SessionId | bytes, owner: SessionOwner) -> None:
-        if len(self._owners) >= _MAX_KNOWN:
-            self._owners.clear()
-        self._owners[name] = owner
-
-
-def _name(credential: Credential) -> SessionId | bytes:
-    """Return the cache key for the owner of a credential's session."""
-    # A session that only a query names opens nothing without its key, so the key identifies it.
-    if credential.session is not None and credential.is_capability:
-        return credential.session
-    return digest_of(credential.key or "")
 
 
 @frozen(kw_only=True)
@@ -326,18 +303,14 @@ class ModelSelection:
     authenticator: Authenticator
     models: Ref[Models] | None = None
 
-    def may_select(self, name: object) -> bool:
-        """Return whether the ``model`` of a request has the form of a trained model's name."""
-        return self.models is not None and isinstance(name, str) and is_model_identifier(name)
-
     @asynccontextmanager
-    async def select(self, name: str, credential: Credential) -> AsyncIterator[ModelInUse | None]:
+    async def select(self, name: object, credential: Credential) -> AsyncIterator[ModelInUse | None]:
         """Borrow the model called ``name`` for one request; yields ``None`` if there is none, and the policy answers.
 
         Raises:
             RequestError: the credential is not valid, or the model cannot be opened.
         """
-        if self.models is None:
+        if self.models is None or not isinstance(name, str) or not is_model_identifier(name):
             yield None
             return
         await self._check(credential)

@@ -6,28 +6,19 @@ asks actors for everything. ``actor`` serves it on a socket, and any other ASGI 
 
 from __future__ import annotations
 
-import math
-import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from hashlib import blake2b
-from time import perf_counter
 from typing import Any
 
-import anyio
-from attrs import evolve, field, frozen
+from attrs import frozen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from areal_actors.cache.roles import ROLE_PATTERN
-from areal_actors.domain import AnswerStarted, Attempt, Credential, InteractionId, StreamItem
-from areal_actors.errors import ArealError, InvalidRequest, QuotaExceeded
-from areal_actors.kernel import Ref, Stream
-from areal_actors.lib.exact_json import dump_json
+from areal_actors.domain import AnswerStarted, Credential
+from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Accounts,
     Capacity,
@@ -35,7 +26,6 @@ from areal_actors.messages import (
     CountTokens,
     Exports,
     Generation,
-    HideAnswer,
     Intake,
     Models,
     Sessions,
@@ -47,17 +37,16 @@ from areal_actors.proxy.access import (
     RequestUsage,
     UserAccess,
     create_admin_key,
-    read_key,
+    read_attempt,
+    read_role,
 )
 from areal_actors.proxy.config import ProxyConfig
 from areal_actors.proxy.control import ControlEndpoints
 from areal_actors.proxy.dialects import ROUTES
-from areal_actors.proxy.dialects.base import AnswerStream, Dialect, Parsed, TokenBytes, join_items
+from areal_actors.proxy.dialects.base import AnswerStream, Dialect, TokenBytes
 from areal_actors.proxy.dialects.blocks import ToolPolicy, replace_blocks
 from areal_actors.proxy.dialects.client_tools import with_additional_tools, without_server_tools
 from areal_actors.proxy.dialects.fields import parse_object
-from areal_actors.proxy.dialects.messages.answer import MessagesDialect
-from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
 from areal_actors.proxy.exchange import (
     READ,
     Exchange,
@@ -65,7 +54,6 @@ from areal_actors.proxy.exchange import (
     Operation,
     Operations,
     Traffic,
-    path_of,
 )
 from areal_actors.proxy.failures import Failure, format_anthropic_failure, format_openai_failure
 from areal_actors.proxy.keys import KeysEndpoint
@@ -73,26 +61,16 @@ from areal_actors.proxy.metrics import MetricsEndpoint, ReadRun
 from areal_actors.proxy.openapi import OpenAPIEndpoint, RoutesPage, create_document, describe_routes
 from areal_actors.proxy.stored_responses import StoredResponses
 
-AGENT_HEADER = b"x-areal-agent"
-"""A header that names the requesting agent of a multi-agent episode."""
 LEFT_OUT_HEADER = b"x-areal-left-out"
 """A header of answers that lists the types of tools that were left out of the request."""
 Resolve = Callable[[Mapping[str, Any], Credential], Awaitable[Mapping[str, Any]]]
-_RETRY_COUNT = b"x-stainless-retry-count"
-_IDEMPOTENCY_KEY = b"idempotency-key"
-_MAX_KEY = 255
-_MAX_GATHERED = 64
-"""Items of a stream that wait to be sent together."""
-_INTERVAL_PER_STREAM_MS = 2
-_MAX_INTERVAL_MS = 25
-_MAX_DIGITS = 4
 
 
 @frozen(kw_only=True)
 class CompletionEndpoint:
-    """The completion route of one dialect."""
+    """The completion route of one dialect, and the route that counts the tokens of the same body."""
 
-    dialect: Dialect[Parsed]
+    dialect: Dialect
     sessions: Ref[Sessions]
     authenticator: Authenticator
     selection: ModelSelection
@@ -101,337 +79,98 @@ class CompletionEndpoint:
     access: UserAccess
     resolve: Resolve | None = None
     """Replaces references to stored items in a body, for a dialect that has them."""
-    streams: set[Exchange] = field(factory=set)
-    """The streams whose text is being sent, of all routes of the application."""
 
     async def __call__(self, exchange: Exchange) -> None:
         """Answer one request. If the client disconnects, the work on its behalf is cancelled, down to the engine."""
-        raw, body = await _read(exchange, self.config)
-        attempt = read_attempt(exchange.headers, exchange.operation, raw)
-        credential = _identify(exchange, body, self.authenticator)
+        raw, body = await self._read(exchange)
+        credential = self.authenticator.identify(exchange, body.get("session_id"))
         if self.resolve is not None:
             body = await self.resolve(body, credential)
-        parsed = self.dialect.parse(body, tag=_read_role(exchange))
-        model = body.get("model")
-        chosen = model if self.selection.may_select(model) else None
-        if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
-            await self._respond(exchange, credential, attempt, parsed, model=chosen)
-            return
-        async with AsyncExitStack() as stack:
-            try:
-                usage = await stack.enter_async_context(self.access.admit(credential))
-            except QuotaExceeded as error:
-                await self.access.note_refusal(credential, attempt, error)
-                raise
-            await self._respond(exchange, usage.credential, attempt, parsed, usage, model=chosen)
-
-    async def _respond(
-        self,
-        exchange: Exchange,
-        credential: Credential,
-        attempt: Attempt | None,
-        parsed: Parsed,
-        usage: RequestUsage | None = None,
-        *,
-        model: str | None = None,
-    ) -> None:
-        """Answer with the session's policy, or with the trained model named ``model``."""
-        if model is None:
-            await self.serve(exchange, credential, attempt, parsed, usage)
-            return
-        async with AsyncExitStack() as stack:
-            async with exchange.cut_on_disconnect():
-                chosen = await stack.enter_async_context(self.selection.select(model, credential))
-            if chosen is None:
-                await self.serve(exchange, credential, attempt, parsed, usage)
+        attempt = read_attempt(exchange.headers, exchange.operation, raw)
+        parsed = self.dialect.parse(body, tag=read_role(exchange))
+        exchange.keep_alive = self.dialect.keep_alive
+        async with (
+            exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds if parsed.is_stream else None),
+            self.access.admit(credential) as usage,
+            self.selection.select(body.get("model"), usage.credential) as model,
+        ):
+            dialect, sessions, opened = self.dialect, self.sessions, usage.credential
+            if model is not None:
+                # No retry evidence: the borrowed session is opened for this request only and has no earlier attempt.
+                attempt, sessions, opened = None, model.sessions, model.credential
+                dialect = dialect.decoding_with(model.token_bytes)
+            kind = StreamComplete if parsed.is_stream else Complete
+            message = kind(credential=opened, request=parsed.request, attempt=attempt, traceparent=exchange.traceparent)
+            if isinstance(message, StreamComplete):
+                await self._stream(exchange, dialect.open_stream(parsed), sessions, message, usage)
                 return
-            there = evolve(self, dialect=self.dialect.decoding_with(chosen.token_bytes), sessions=chosen.sessions)
-            # No retry evidence: the borrowed session is opened for this request only, so it has no earlier attempt.
-            await there.serve(exchange, chosen.credential, None, parsed, usage)
-
-    async def serve(
-        self,
-        exchange: Exchange,
-        credential: Credential,
-        attempt: Attempt | None,
-        parsed: Parsed,
-        usage: RequestUsage | None,
-    ) -> None:
-        """Have the sessions answer the parsed request, as a stream or in one document."""
-        if parsed.is_stream:
-            message = StreamComplete(
-                credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
-            )
-            await self._stream(exchange, message, parsed, usage)
-        else:
-            asked = Complete(
-                credential=credential, request=parsed.request, attempt=attempt, trace=exchange.create_trace()
-            )
-            async with exchange.cut_on_disconnect():
-                answers = await self.sessions.ask(asked)
-            if usage is not None:
-                usage.count_all(answers)
-            try:
-                document = dump_json(self.dialect.format_answers(parsed, answers))
-            except Exception:
-                await self._withhold(credential, [answer.interaction for answer in answers])
-                raise
-            await exchange.send_document(200, document)
-
-    async def _withhold(self, credential: Credential, interactions: Sequence[InteractionId]) -> None:
-        """Keep answers from training that the client does not receive, because they could not be formatted."""
-        for interaction in interactions:
-            # The failure to format is the error to report. One that has not been completed is never trained.
-            with suppress(ArealError):
-                hidden = HideAnswer(credential=credential, interaction=interaction, is_trained=False)
-                await self.sessions.ask(hidden)
+            answers = await sessions.ask(message)
+            for answer in answers:
+                usage.count(answer)
+            await exchange.send_json(200, dialect.format_answers(parsed, answers))
 
     async def _stream(
-        self, exchange: Exchange, message: StreamComplete, parsed: Parsed, usage: RequestUsage | None
+        self,
+        exchange: Exchange,
+        formatter: AnswerStream,
+        sessions: Ref[Sessions],
+        message: StreamComplete,
+        usage: RequestUsage,
     ) -> None:
         """Send events as items arrive.
 
         The status is sent with the first event, so that a failure before that has its own status code.
         """
-        formatter = _WatchedStream(self.dialect.open_stream(parsed))
         # The events that announce an answer wait for its first token. Until then the engine can still refuse it, and
         # the JavaScript SDKs of OpenAI and Anthropic retry a status of 429 or 503, but not an error within a stream.
-        announced = b""
+        announced, is_waiting = b"", True
         exchange.fail_stream = lambda failure: announced + formatter.fail(failure)
-        exchange.keep_alive = self.dialect.keep_alive
+        async with sessions.stream(message) as items:
+            async for item in items:
+                usage.count(item)
+                if isinstance(item, AnswerStarted):
+                    announced += formatter.feed(item)
+                elif events := formatter.feed(item):
+                    if is_waiting:
+                        is_waiting = False
+                        self.meter.note_first_token(exchange)
+                    events, announced = announced + events, b""
+                    await exchange.send_events(events)
+        await exchange.send_events(announced + formatter.finish(), is_last=True)
 
-        async def pump() -> None:
-            nonlocal announced
-            is_waiting, sent_at = True, -math.inf
-            async with self.sessions.stream(message, buffer_size=_MAX_GATHERED) as items:
-                while batch := await self._next_items(items, sent_at):
-                    if usage is not None:
-                        usage.count_all(batch)
-                    events = b""
-                    for item in join_items(batch):
-                        if isinstance(item, AnswerStarted):
-                            announced += formatter.feed(item)
-                            continue
-                        if is_waiting:
-                            is_waiting = False
-                            self.streams.add(exchange)
-                            seconds = perf_counter() - exchange.started_at
-                            self.meter.first_token_seconds.labels(exchange.operation).observe(seconds)
-                        events, announced = events + announced + formatter.feed(item), b""
-                    if events:
-                        sent_at = anyio.current_time()
-                        await exchange.send_events(events)
-
-        try:
-            async with exchange.cut_on_disconnect(quiet_seconds=self.config.keep_alive_seconds):
-                await pump()
-            last = formatter.finish()
-        except Exception:
-            # The session may be ahead of the proxy, and have completed the answer.
-            if formatter.has_failed:
-                await self._withhold(message.credential, formatter.interactions)
-            raise
-        finally:
-            self.streams.discard(exchange)
-        await exchange.send_events(announced + last, is_last=True)
-
-    async def _next_items(self, items: AsyncIterator[StreamItem], sent_at: float) -> Sequence[StreamItem]:
-        """Return the items of a stream that are sent together, after others were sent at this time; none at its end."""
-        milliseconds = self.config.stream_interval_ms
-        if milliseconds is None:
-            # An event costs as much however long its text is. A few streams are sent as they come; the more there are,
-            # the more they would take from each other.
-            milliseconds = min(_INTERVAL_PER_STREAM_MS * (len(self.streams) - 1), _MAX_INTERVAL_MS)
-        # The streams of actors in the agent's own process have no buffer, and no network to save.
-        if milliseconds > 0 and isinstance(items, Stream):
-            gathered: Sequence[StreamItem] = await items.gather(sent_at + milliseconds / 1000)
-            if gathered:
-                return gathered
-        async for item in items:
-            return (item,)
-        return ()
-
-
-class _WatchedStream:
-    """The formatter of a stream, the interactions of its answers, and whether it has raised an exception."""
-
-    def __init__(self, formatter: AnswerStream) -> None:
-        self._formatter = formatter
-        self.fail = formatter.fail
-        self.interactions: list[InteractionId] = []
-        self.has_failed = False
-
-    def feed(self, item: StreamItem) -> bytes:
-        """Return the events of one item."""
-        if isinstance(item, AnswerStarted):
-            self.interactions.append(item.interaction)
-        self.has_failed = True
-        events = self._formatter.feed(item)
-        self.has_failed = False
-        return events
-
-    def finish(self) -> bytes:
-        """Return the events that end a successful stream."""
-        self.has_failed = True
-        events = self._formatter.finish()
-        self.has_failed = False
-        return events
-
-
-async def _read(exchange: Exchange, config: ProxyConfig) -> tuple[bytes, Mapping[str, Any]]:
-    """Return the body as it was sent, and its object without content and tools that the model cannot use."""
-    raw = await exchange.read_body(max_bytes=config.max_body_bytes, timeout_seconds=config.body_timeout_seconds)
-    policy = config.unsupported_blocks
-    body = replace_blocks(parse_object(raw), policy)
-    drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
-    body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
-    if left_out:
-        exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
-    return raw, body
-
-
-def _identify(exchange: Exchange, body: Mapping[str, Any], authenticator: Authenticator) -> Credential:
-    """Return the credential of a request. Raises ``Unauthorized``."""
-    named = body.get("session_id") or exchange.query.get("session_id")
-    return authenticator.credential(
-        key=read_key(exchange.headers),
-        in_path=exchange.session,
-        in_request=named if isinstance(named, str) else None,
-    )
-
-
-def _read_role(exchange: Exchange) -> str | None:
-    """Return the role of the agent that the URL names, or else the header. Raises ``InvalidRequest``."""
-    role = exchange.role
-    if role is None:
-        return exchange.headers.get(AGENT_HEADER, b"").decode("latin-1") or None
-    if not re.fullmatch(ROLE_PATTERN, role):
-        raise InvalidRequest(f"The URL has the role {role!r}; use letters, digits, '.', '_' and '-'.")
-    return role
-
-
-def read_attempt(headers: Mapping[bytes, bytes], operation: str, body: bytes) -> Attempt | None:
-    """Return the retry evidence in ``headers`` with a digest of the request, or ``None`` if there is no evidence.
-
-    The evidence is an idempotency key and the number of earlier attempts, which the SDKs of OpenAI and Anthropic send.
-    A request of a client that sends neither header is always a new request.
-
-    The first attempt has a digest as well (about 1 µs per KiB), because its retry must be matched to it.
-
-    Raises:
-        InvalidRequest: the idempotency key is too long to be stored.
-    """
-    number, key = headers.get(_RETRY_COUNT, b""), headers.get(_IDEMPOTENCY_KEY, b"").strip()
-    if not number and not key:
-        return None
-    if len(key) > _MAX_KEY:
-        raise InvalidRequest(f"The Idempotency-Key has more than {_MAX_KEY} characters; shorten it.")
-    digest = blake2b(operation.encode() + b"\0", digest_size=16)
-    digest.update(body)
-    return Attempt(
-        fingerprint=digest.hexdigest(),
-        number=int(number) if number.isdigit() and len(number) <= _MAX_DIGITS else 0,
-        idempotency_key=key.decode("latin-1") or None,
-    )
-
-
-@frozen(kw_only=True)
-class TokenCountEndpoint:
-    """The handler of a route that counts tokens as the ``usage.input_tokens`` of an answer to the same body does."""
-
-    dialect: MessagesDialect | ResponsesDialect
-    sessions: Ref[Sessions]
-    authenticator: Authenticator
-    selection: ModelSelection
-    config: ProxyConfig
-    access: UserAccess
-    envelope: Mapping[str, Any] = field(factory=dict)
-    """What the answer holds besides the number."""
-    resolve: Resolve | None = None
-    """As in ``CompletionEndpoint``."""
-
-    async def __call__(self, exchange: Exchange) -> None:
-        """Answer one request; nothing of it is recorded."""
-        _, body = await _read(exchange, self.config)
-        credential = _identify(exchange, body, self.authenticator)
+    async def count(self, exchange: Exchange, *, envelope: Mapping[str, str]) -> None:
+        """Answer with the ``usage.input_tokens`` of an answer to the same body, in ``envelope``; record nothing."""
+        _, body = await self._read(exchange)
+        credential = self.authenticator.identify(exchange, body.get("session_id"))
         if self.resolve is not None:
             body = await self.resolve(body, credential)
-        request, model = self.dialect.parse(body, tag=None).request, body.get("model")
-        if self.access.has_no_user(credential) or self.authenticator.is_admin(credential.key):
-            await self._count(exchange, CountTokens(credential=credential, request=request), model)
-        else:
-            async with self.access.admit(credential, is_counted=False) as usage:
-                await self._count(exchange, CountTokens(credential=usage.credential, request=request), model)
+        request = self.dialect.parse(body, tag=None).request
+        async with (
+            exchange.cut_on_disconnect(),
+            self.access.admit(credential, is_counted=False) as usage,
+            self.selection.select(body.get("model"), usage.credential) as model,
+        ):
+            sessions = self.sessions if model is None else model.sessions
+            opened = usage.credential if model is None else model.credential
+            num_tokens = await sessions.ask(CountTokens(credential=opened, request=request))
+            await exchange.send_json(200, {**envelope, "input_tokens": num_tokens})
 
-    async def _count(self, exchange: Exchange, message: CountTokens, model: str | None) -> None:
-        async with exchange.cut_on_disconnect():
-            num_tokens = await self._ask(message, model)
-        await exchange.send_json(200, {**self.envelope, "input_tokens": num_tokens})
-
-    async def _ask(self, message: CountTokens, model: str | None) -> int:
-        if model is None or not self.selection.may_select(model):
-            return await self.sessions.ask(message)
-        async with self.selection.select(model, message.credential) as chosen:
-            if chosen is None:
-                return await self.sessions.ask(message)
-            return await chosen.sessions.ask(evolve(message, credential=chosen.credential))
+    async def _read(self, exchange: Exchange) -> tuple[bytes, Mapping[str, Any]]:
+        """Return the body as it was sent, and its object without content and tools that the model cannot use."""
+        limits, policy = self.config, self.config.unsupported_blocks
+        raw = await exchange.read_body(max_bytes=limits.max_body_bytes, timeout_seconds=limits.body_timeout_seconds)
+        body = replace_blocks(parse_object(raw), policy)
+        drop = None if policy.server_tools is None else policy.server_tools is ToolPolicy.DROP
+        body, left_out = without_server_tools(with_additional_tools(body), drop=drop)
+        if left_out:
+            exchange.add_header(LEFT_OUT_HEADER, ", ".join(left_out).encode())
+        return raw, body
 
 
 # ------------------------------------------------------------------------------------ the application
 
 _ANTHROPIC_HEADER = "anthropic-version"
 """A header that all of Anthropic's clients send."""
-_TEXT_ONLY = "the model reads and writes text only"
-_NO_FILES = "nothing is stored but the turns of sessions; send the text itself"
-_NO_BATCHES = "there are no batches; send the requests at once, they are answered concurrently"
-_NO_AGENTS = "no agents run on this server; run them as clients of it"
-_NO_ACCOUNTS = "there is no organisation to administer; see docs/users.md for the keys of users"
-_NO_TRAINING = "a run trains the policy from rewards; see docs/serving.md"
-NOT_OFFERED: Mapping[str, str] = {
-    "audio": _TEXT_ONLY,
-    "images": _TEXT_ONLY,
-    "live": _TEXT_ONLY,
-    "realtime": _TEXT_ONLY,
-    "videos": _TEXT_ONLY,
-    "content_provenance_checks": _TEXT_ONLY,
-    "embeddings": "the model samples text and has no embeddings",
-    "moderations": "nothing is moderated here",
-    "decisions": "nothing is moderated here",
-    "safety": "nothing is moderated here",
-    "files": _NO_FILES,
-    "uploads": _NO_FILES,
-    "vector_stores": _NO_FILES,
-    "containers": "no code is run here",
-    "skills": "no code is run here",
-    "batches": _NO_BATCHES,
-    "messages/batches": _NO_BATCHES,
-    "assistants": _NO_AGENTS,
-    "threads": _NO_AGENTS,
-    "chatkit": _NO_AGENTS,
-    "agents": _NO_AGENTS,
-    "deployments": _NO_AGENTS,
-    "deployment_runs": _NO_AGENTS,
-    "dreams": _NO_AGENTS,
-    "environments": _NO_AGENTS,
-    "memory_stores": _NO_AGENTS,
-    "sessions": _NO_AGENTS,
-    "tunnels": _NO_AGENTS,
-    "vaults": _NO_AGENTS,
-    "webhooks": _NO_AGENTS,
-    "webhook_endpoints": _NO_AGENTS,
-    "webhook_event_types": _NO_AGENTS,
-    "organization": _NO_ACCOUNTS,
-    "organizations": _NO_ACCOUNTS,
-    "projects": _NO_ACCOUNTS,
-    "user_profiles": _NO_ACCOUNTS,
-    "evals": "an evaluation is a run of its own; see docs/evaluation.md",
-    "fine_tuning": _NO_TRAINING,
-    "conversations": "a session remembers its conversations; send previous_response_id",
-    "chat/completions/{id}": "stored chat completions cannot be listed or changed; export the session instead",
-    "responses/compact": "nothing is compacted; send what the model shall read",
-    "responses/{id}/cancel": "an answer is waited for; closing the connection cancels it",
-}
-"""Beginnings of vendors' routes that are not offered, and why, or what to do instead."""
 
 
 def create_app(
@@ -472,12 +211,12 @@ def create_app(
         session_urls=config.session_urls,
         open_sessions=config.open_sessions,
     )
-    access = UserAccess(sessions=sessions, accounts=accounts)
+    access = UserAccess(sessions=sessions, authenticator=authenticator, accounts=accounts)
     selection = ModelSelection(sessions=sessions, authenticator=authenticator, models=models)
     meter = Meter()
     honours_store = {"chat/completions": config.honour_store.chat, "responses": config.honour_store.responses}
     dialects = {
-        route.operation: route.dialect(
+        route.operation: route(
             model=model,
             token_bytes=token_bytes,
             default_max_tokens=config.default_max_tokens,
@@ -496,20 +235,20 @@ def create_app(
     stored = StoredResponses(
         sessions=sessions, authenticator=authenticator, access=access, model=model, token_bytes=token_bytes
     )
-    # Responses refer to stored answers.
-    resolvers: dict[str, dict[str, Any]] = {"responses": {"resolve": stored.resolve}}
-    streams: set[Exchange] = set()
 
-    def complete(operation: str, dialect: Any) -> Operation:
-        endpoint = CompletionEndpoint(
-            dialect=dialect, meter=meter, streams=streams, **shared, **resolvers.get(operation, {})
+    completions = {
+        operation: CompletionEndpoint(
+            dialect=dialect, meter=meter, resolve=stored.resolve if operation == "responses" else None, **shared
         )
-        return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
+        for operation, dialect in dialects.items()
+    }
 
-    def count(operation: str, **envelope: Any) -> Operation:
-        dialect: Any = dialects[operation]
-        endpoint = TokenCountEndpoint(dialect=dialect, envelope=envelope, **shared, **resolvers.get(operation, {}))
-        return Operation(handle=endpoint, has_session=True, format_failure=dialect.format_failure)
+    def count(name: str, **envelope: str) -> Operation:
+        return Operation(
+            handle=partial(completions[name].count, envelope=envelope),
+            has_session=True,
+            format_failure=dialects[name].format_failure,
+        )
 
     control = ControlEndpoints(
         **shared,
@@ -535,10 +274,12 @@ def create_app(
     document = OpenAPIEndpoint(document=create_document(describe_routes(config.inert_parameters)))
     page = RoutesPage(document=document.document)
     operations = {
-        **{operation: complete(operation, dialect) for operation, dialect in dialects.items()},
+        **{
+            name: Operation(handle=endpoint, has_session=True, format_failure=endpoint.dialect.format_failure)
+            for name, endpoint in completions.items()
+        },
         "responses/input_tokens": count("responses", object="response.input_tokens"),
-        "responses/{id}": Operation(handle=stored.retrieve_or_delete, methods=(*READ, "DELETE"), has_session=True),
-        "responses/{id}/input_items": Operation(handle=stored.list_input_items, methods=READ, has_session=True),
+        "responses/{id}": Operation(handle=stored.retrieve, methods=READ, has_session=True),
         "messages/count_tokens": count("messages"),
         "grant_capacity": Operation(handle=control.grant_capacity),
         "export_trajectories": Operation(handle=control.export_trajectories, has_session=True),
@@ -558,19 +299,17 @@ def create_app(
         "metrics": Operation(handle=metrics, methods=READ, is_always_open=True),
         "openapi.json": Operation(handle=document, methods=READ, is_always_open=True),
     }
-    routed = Operations(operations, traffic, meter, refused=NOT_OFFERED, has_access_log=config.access_log)
-    return Starlette(routes=[routed], exception_handlers={HTTPException: partial(_answer_unrouted, routed)})
+    routed = Operations(operations, traffic, meter, has_access_log=config.access_log)
+    return Starlette(routes=[routed], exception_handlers={HTTPException: _answer_unrouted})
 
 
-def _answer_unrouted(routed: Operations, request: Request, error: Exception) -> Response:
+def _answer_unrouted(request: Request, error: Exception) -> Response:
     """Return the error body for an unknown path, in the dialect of the client that asked."""
     status = error.status_code if isinstance(error, HTTPException) else 500
-    reason = routed.explain(path_of(request.scope))
-    message = f"There is no {request.method} route of this form"
     failure = Failure(
         status=status,
         type="not_found_error",
-        message=f"{message}; see docs/http.md for those that there are." if reason is None else f"{message}: {reason}.",
+        message=f"There is no {request.method} route of this form; see docs/http.md for those that there are.",
         code="not_found",
     )
     # No dialect has been routed to, so the header or the path has to tell which vendor's client this is.

@@ -50,12 +50,6 @@ class ProxyConfig:
     body_timeout_seconds: float = constant(60.0)
     keep_alive_seconds: float = constant(15.0)
     """A stream that is silent for this long sends a comment, so that intermediaries do not close it as idle."""
-    stream_interval_ms: float | None = constant(None)
-    """How long deltas of a stream are gathered before they are sent together; 0 sends each at once.
-
-    By default, 2 ms for each further stream that is being sent, and 25 ms at most. The first text and the end are never
-    delayed.
-    """
     drain_seconds: float = field(default=2.0, validator=ge(0))
     """How long requests in flight may continue when the proxy stops."""
     default_max_tokens: int = field(default=DEFAULT_MAX_TOKENS, validator=gt(0))

@@ -6,10 +6,9 @@ Arguments are taken from a JSON body, from the query, or from both; the body tak
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import UTC, datetime
-from functools import wraps
 from pathlib import PurePath
 from typing import Any
 
@@ -33,7 +32,6 @@ from areal_actors.interchange.episodes import ARRAYS_TYPE, format_episode, pack_
 from areal_actors.kernel import Ref
 from areal_actors.messages import (
     Capacity,
-    CheckCredential,
     ClaimPermit,
     DescribeEngine,
     DescribeSessions,
@@ -105,23 +103,6 @@ ARGUMENTS: Mapping[str, Mapping[str, Schema]] = {
 _KNOWN_ARGUMENTS = frozenset().union(*ARGUMENTS.values())
 
 
-_Handler = Callable[["ControlEndpoints", Exchange], Awaitable[None]]
-
-
-def _checks_key_first(handler: _Handler) -> _Handler:
-    """Have a stranger refused for the key, whatever is wrong with the arguments. Only refused requests cost more."""
-
-    @wraps(handler)
-    async def checked(self: ControlEndpoints, exchange: Exchange) -> None:
-        try:
-            await handler(self, exchange)
-        except InvalidRequest:
-            await self.check_key(exchange)
-            raise
-
-    return checked
-
-
 @frozen(kw_only=True)
 class ControlEndpoints:
     """The handlers, one method per route."""
@@ -165,7 +146,6 @@ class ControlEndpoints:
         else:
             permit = await self.capacity.ask(ClaimPermit(holder=wanted.task))
             opened = await self._open(wanted, permit.id)
-        self.access.record_owner(opened, user)
         await exchange.send_json(
             200,
             {
@@ -229,7 +209,6 @@ class ControlEndpoints:
 
     # ------------------------------------------------------------------------------------------------ sessions
 
-    @_checks_key_first
     async def set_reward(self, exchange: Exchange) -> None:
         """Reward one interaction, or the last completed one."""
         arguments = await self._arguments(exchange, "rl/set_reward")
@@ -255,13 +234,11 @@ class ControlEndpoints:
         await self.sessions.ask(LogNumbers(credential=await self._credential(exchange, arguments), numbers=numbers))
         await exchange.send_json(200, {"status": "success"})
 
-    @_checks_key_first
     async def end_session(self, exchange: Exchange) -> None:
         """End a session, with or without a final reward."""
         arguments = await self._arguments(exchange, "rl/end_session")
         await self._end(exchange, arguments, _read_float(arguments, "final_reward"))
 
-    @_checks_key_first
     async def finalize(self, exchange: Exchange) -> None:
         """Reward the last completed interaction and end the session."""
         arguments = await self._arguments(exchange, "rl/finalize")
@@ -305,9 +282,7 @@ class ControlEndpoints:
             if await self.access.identify(key) is not None:
                 trained = await self.selection.list()
             else:
-                named = read(exchange.query, "session_id", TEXT)
-                credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=named)
-                trained = await self.selection.list_for(credential)
+                trained = await self.selection.list_for(self.authenticator.identify(exchange))
         # A trained model is opened when it is asked for, and its length is not known before.
         others = (_format_model(found.name, int(found.saved_at)) for found in trained)
         return [_format_model(model, self.started_at) | lengths, *others]
@@ -349,21 +324,9 @@ class ControlEndpoints:
                 raise unknown(name, ARGUMENTS[operation], operation)
         return arguments
 
-    async def check_key(self, exchange: Exchange) -> None:
-        """Refuse a key that may not reward the session."""
-        key = read_key(exchange.headers)
-        if self.authenticator.is_admin(key) or await self.access.identify(key) is not None:
-            return
-        credential = self.authenticator.credential(key=key, in_path=exchange.session, in_request=None)
-        await self.sessions.ask(CheckCredential(credential=await self.access.authorise(credential), for_reward=True))
-
     async def _credential(self, exchange: Exchange, arguments: Mapping[str, Any]) -> Credential:
-        key = read_key(exchange.headers)
-        credential = self.authenticator.credential(
-            key=key, in_path=exchange.session, in_request=read(arguments, "session_id", TEXT)
-        )
-        # The administrator may control every session, so there is no owner to check.
-        return credential if self.authenticator.is_admin(key) else await self.access.authorise(credential)
+        named = read(arguments, "session_id", TEXT)
+        return await self.access.authorise(self.authenticator.identify(exchange, named))
 
 
 def _format_model(name: str, created: int) -> dict[str, Any]:

@@ -12,7 +12,7 @@ import math
 import secrets
 import time
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
 from contextlib import asynccontextmanager
 from functools import partial
 from time import perf_counter
@@ -51,8 +51,7 @@ _CUT_SECONDS = 1.0
 """How long a cancelled request may take to send its client an error."""
 _INFLATED = {b"gzip": 31, b"x-gzip": 31, b"deflate": 15}
 """Encodings of bodies that are accepted, with the window that tells ``zlib`` their format."""
-_CHARSETS = ("utf-16", "utf-32", "iso8859", "cp125", "gb", "big5", "shift_jis", "euc_")
-"""Beginnings of Python's names of charsets; others, such as ``unicode_escape``, would change what a body says."""
+_SERVER_ERROR = 500
 READ = ("GET", "HEAD")
 """The methods of operations that change nothing."""
 _STOPPING = "The proxy is stopping; ask again when it is back."
@@ -88,13 +87,11 @@ class Operations(BaseRoute):
         traffic: Traffic,
         meter: Meter,
         *,
-        refused: Mapping[str, str] | None = None,
         has_access_log: bool = False,
     ) -> None:
         # A table instead of one regular expression per spelling: the spellings multiply, and every request would try
         # them in turn.
         self._table = table
-        self._refused = refused or {}
         self._traffic = traffic
         self._meter = meter
         self._has_access_log = has_access_log
@@ -107,8 +104,6 @@ class Operations(BaseRoute):
         """
         segments = [segment for segment in split_path(path) if segment != "v1"]
         for session, rest in ((None, segments), (segments[0] if segments else None, segments[1:])):
-            if "/".join(rest) not in self._table and _find_refused(rest, self._refused) is not None:
-                continue
             for name in (rest, [*rest[:-1], "{id}"], [*rest[:-2], "{id}", *rest[-1:]]):
                 operation = self._table.get("/".join(name))
                 if operation is not None and (session is None or operation.has_session):
@@ -118,12 +113,6 @@ class Operations(BaseRoute):
     def methods(self, name: str) -> tuple[str, ...]:
         """Return the methods of the operation called ``name``."""
         return self._table[name].methods
-
-    def explain(self, path: str) -> str | None:
-        """Return why a vendor's route at ``path`` is not offered, or ``None`` if the path is no such route."""
-        segments = [segment for segment in split_path(path) if segment != "v1"]
-        found = (_find_refused(rest, self._refused) for rest in (segments, segments[1:]))
-        return next((self._refused[name] for name in found if name is not None), None)
 
     def matches(self, scope: MutableMapping[str, Any]) -> tuple[Match, dict[str, Any]]:
         """Tell Starlette whether this route serves a request."""
@@ -142,15 +131,28 @@ class Operations(BaseRoute):
         if tracing.tracer is None or operation.is_always_open:
             await self._answer(operation, exchange)
             return
-        span = tracing.start_request(
-            exchange.method, exchange.operation, exchange.headers, request_id=exchange.request_id
+        names = ("traceparent", "tracestate")
+        carrier = {name: exchange.headers.get(name.encode(), b"").decode("latin-1") for name in names}
+        about = {"http.request.method": exchange.method, "http.route": exchange.operation}
+        span = tracing.start_span(
+            f"{exchange.method} {exchange.operation}",
+            carrier,
+            {**about, "areal.request": exchange.request_id},
+            is_server=True,
         )
-        exchange.span = span
+        assert span is not None
+        if span.is_recording():
+            exchange.traceparent = tracing.traceparent_of(span)
         try:
             await self._answer(operation, exchange)
         finally:
-            if span is not None:
-                span.end(exchange.status or None)
+            if exchange.status:
+                span.set_attribute("http.response.status_code", exchange.status)
+            else:
+                span.set_attribute("areal.hung_up", True)
+            if exchange.status >= _SERVER_ERROR:
+                tracing.set_error(span)
+            span.end()
 
     async def _answer(self, operation: Operation, exchange: Exchange) -> None:
         try:
@@ -177,23 +179,9 @@ class Operations(BaseRoute):
             self._log_access(exchange, "hung_up")
             return
         except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
-            cause = root_cause(error)
-            failure = describe_failure(cause, exchange.request_id)
-            if failure.is_unforeseen:
-                _log.error(
-                    "request_failed",
-                    request=exchange.request_id,
-                    operation=exchange.operation,
-                    session=exchange.session,  # truncated by the log, because the whole id is a capability
-                    exc_info=cause,
-                )
-            if not exchange.is_started:
-                headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-                await exchange.send_json(failure.status, operation.format_failure(failure), headers)
-            else:
+            if exchange.is_started:
                 self._meter.failed_streams.labels(exchange.operation).inc()
-                if exchange.fail_stream is not None:
-                    await exchange.send_events(exchange.fail_stream(failure), is_last=True)
+            await exchange.fail(error, operation.format_failure)
         self._meter.note_answer(exchange.operation, exchange.status, perf_counter() - exchange.started_at)
         self._log_access(exchange, "answered")
 
@@ -225,17 +213,6 @@ def split_path(path: str) -> list[str]:
     return [unquote(segment) for segment in path.split("/") if segment]
 
 
-def _find_refused(segments: Sequence[str], refused: Mapping[str, str]) -> str | None:
-    """Return the longest beginning of a path in ``refused``, in which any segment but the first may be ``{id}``."""
-    for length in range(len(segments), 0, -1):
-        named = list(segments[:length])
-        for place in range(length):
-            name = "/".join([*named[:place], "{id}", *named[place + 1 :]]) if place else "/".join(named)
-            if name in refused:
-                return name
-    return None
-
-
 # ------------------------------------------------------------------------------------------------------ one request
 
 
@@ -255,6 +232,10 @@ class Exchange:
         self.role = role or None
         """The role that the path names after the session."""
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.operation = str(scope.get("areal.operation", ""))
+        """The name of the operation, independent of the path that led to it."""
+        self.query = dict(parse_qsl(scope["query_string"].decode("latin-1"), keep_blank_values=True))
+        """The query's parameters; of repeated ones, the last."""
         self.request_id = f"req_{secrets.token_hex(8)}"
         self.is_started = False
         """Whether a status has been sent; after that, only the body can report a failure."""
@@ -264,8 +245,8 @@ class Exchange:
         # One scope serves the body timeout, hang-ups and ``cut``: entering a scope for each would slow every request.
         self.lifetime = anyio.CancelScope()
         """The cancel scope around the handling of the request."""
-        self.span: tracing.RequestSpan | None = None
-        """The span of the request, if it is traced."""
+        self.traceparent: str | None = None
+        """The span of the request, if it is traced (W3C)."""
         self.reason: Exception | None = None
         """The reason for which the request was cut short, or ``None``."""
         self.body_seconds = math.inf
@@ -280,6 +261,7 @@ class Exchange:
         self._send = send
         self._sending: anyio.Lock | None = None
         self._num_sent = 0
+        self._is_answered = False
 
     @property
     def method(self) -> str:
@@ -294,27 +276,12 @@ class Exchange:
         return client[0] if client else None
 
     @property
-    def operation(self) -> str:
-        """The name of the operation, independent of the path that led to it."""
-        return str(self.scope.get("areal.operation", ""))
-
-    @property
     def item(self) -> str:
         """The segment of the path that names an item of a collection: in the place of ``{id}``, or the last one."""
         segments = split_path(path_of(self.scope))
         # A host serves its own routes without a table of operations, so there the operation has no ``{id}``.
         parts = self.operation.split("/")
         return segments[parts.index("{id}") - len(parts) if "{id}" in parts else -1]
-
-    @property
-    def query(self) -> dict[str, str]:
-        """The query's parameters; of repeated ones, the last."""
-        raw: bytes = self.scope["query_string"]
-        return dict(parse_qsl(raw.decode("latin-1"), keep_blank_values=True)) if raw else {}
-
-    def create_trace(self) -> tracing.TraceContext | None:
-        """Return the context for a message that is sent now on behalf of the request, if it is traced."""
-        return None if self.span is None else self.span.create_context()
 
     # --------------------------------------------------------------------------------------------- the request
 
@@ -330,23 +297,17 @@ class Exchange:
         return parse_object(await self.read_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds))
 
     async def read_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
-        """Return the body in UTF-8, decompressed. Raises as ``read_json`` does.
+        """Return the body, decompressed. Raises as ``read_json`` does.
 
-        The content type is ignored, except for its charset: clients send JSON under many types and under none.
+        The content type is ignored: clients send JSON, which is UTF-8, under many types and under none.
         """
         raw = await self._receive_body(max_bytes=max_bytes, timeout_seconds=timeout_seconds)
-        # Names of encodings and charsets have no case.
         encoding = self.headers.get(b"content-encoding", b"").strip().lower()
-        content_type = self.headers.get(b"content-type", b"").lower()
         if encoding not in (b"", b"identity"):
             raw = _decompress(raw, encoding, max_bytes)
-        elif b"charset" not in content_type:
-            return raw.removeprefix(codecs.BOM_UTF8)
-        # The headers describe the body that is returned, which another process may be sent.
-        described = {b"content-encoding", b"content-type"}
-        others = (each for each in self.scope["headers"] if each[0] not in described)
-        self.scope["headers"] = [*others, (b"content-type", b"application/json")]
-        return _to_utf8(raw, content_type)
+            # The headers describe the body that is returned, which another process may be sent.
+            self.scope["headers"] = [each for each in self.scope["headers"] if each[0] != b"content-encoding"]
+        return raw.removeprefix(codecs.BOM_UTF8)
 
     async def _receive_body(self, *, max_bytes: int, timeout_seconds: float) -> bytes:
         self.body_seconds = timeout_seconds
@@ -403,7 +364,9 @@ class Exchange:
                     await self.send_events(self.keep_alive)
         except Exception as error:  # noqa: BLE001 - whatever it is, the client can no longer be reached
             _log.warning("connection_lost", request=self.request_id, error=repr(error))
-        self.cut(ClientDisconnected())
+        # Servers report the end of the response as a disconnect as well.
+        if not self._is_answered:
+            self.cut(ClientDisconnected())
 
     async def _await_disconnect(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
@@ -414,6 +377,24 @@ class Exchange:
     def add_header(self, name: bytes, value: bytes) -> None:
         """Add a header to the response, which has not been started."""
         self._names = (*self._names, (name, value))
+
+    async def fail(self, error: Exception, format_failure: Formatter) -> None:
+        """Report an error to the client, and one that was not foreseen to the log.
+
+        An answer that has begun is ended by the events of a failure if it is a stream. Any other is not completed, so
+        that the server closes the connection.
+        """
+        cause = root_cause(error)
+        failure = describe_failure(cause, self.request_id)
+        if failure.is_unforeseen:
+            # The log truncates the session, because the whole id is a capability.
+            about = {"operation": self.operation, "session": self.session}
+            _log.error("request_failed", request=self.request_id, exc_info=cause, **about)
+        if not self.is_started:
+            headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
+            await self.send_json(failure.status, format_failure(failure), headers)
+        elif self.fail_stream is not None:
+            await self.send_events(self.fail_stream(failure), is_last=True)
 
     async def send_json(self, status: int, payload: Any, headers: Iterable[Header] = ()) -> None:
         """Answer with one JSON document; see ``dump_json``."""
@@ -441,6 +422,7 @@ class Exchange:
         """Send a part of the body that ``start`` announced, unless only its head was asked for."""
         if self.scope["method"] == "HEAD":
             part = b""
+        self._is_answered = is_last
         await self._send({"type": "http.response.body", "body": part, "more_body": not is_last})
 
     async def send_events(self, events: bytes, *, is_last: bool = False) -> None:
@@ -454,6 +436,7 @@ class Exchange:
                 raw = [*SSE_HEADERS, *self._names]
                 await self._send({"type": "http.response.start", "status": 200, "headers": raw})
             self._num_sent += 1
+            self._is_answered = is_last
             await self._send({"type": "http.response.body", "body": events, "more_body": not is_last})
 
 
@@ -476,22 +459,6 @@ def _decompress(body: bytes, encoding: bytes, max_bytes: int) -> bytes:
     if not inflater.eof or inflater.unused_data:
         raise InvalidRequest(f"The body is not one whole {encoding.decode()} stream.")
     return inflated
-
-
-def _to_utf8(body: bytes, content_type: bytes) -> bytes:
-    """Return a body in UTF-8 that has another charset by its ``content_type``, which is in lower case."""
-    parameters = (part.partition(b"=") for part in content_type.split(b";")[1:])
-    named = next((value for name, _, value in parameters if name.strip() == b"charset"), b"")
-    charset = named.strip().strip(b"\"'").decode("latin-1") or "utf-8"
-    try:
-        name = codecs.lookup(charset).name
-        if name in ("utf-8", "ascii"):
-            return body.removeprefix(codecs.BOM_UTF8)
-        if name.startswith(_CHARSETS):
-            return body.decode(charset).encode()
-    except (LookupError, UnicodeError):
-        pass  # refused below, as what is no charset is
-    raise InvalidRequest(f"The body cannot be read in the charset {charset!r}; send it in UTF-8.")
 
 
 # ----------------------------------------------------------------------------------------------------- all requests
@@ -564,6 +531,10 @@ class Meter:
         )
         self.hang_ups = create("areal_http_hang_ups", "Requests whose client left before the answer.", ("operation",))
         self.failed_streams = create("areal_http_failed_streams", "Streams that ended in an error.", ("operation",))
+
+    def note_first_token(self, exchange: Exchange) -> None:
+        """Note that the first text of a stream is about to be sent."""
+        self.first_token_seconds.labels(exchange.operation).observe(perf_counter() - exchange.started_at)
 
     def note_answer(self, operation: str, status: int, seconds: float) -> None:
         """Count a request that was answered, successfully or not."""

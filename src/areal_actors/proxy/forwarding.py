@@ -12,7 +12,7 @@ proxy aborts.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import anyio
@@ -21,13 +21,9 @@ from attrs import frozen
 from starlette.routing import BaseRoute, Match
 
 from areal_actors.errors import Unavailable
-from areal_actors.kernel import root_cause
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.proxy.access import read_key
-from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import ClientDisconnected, Exchange, Receive, Send, Traffic
 from areal_actors.proxy.failures import (
-    describe_failure,
     format_anthropic_failure,
     format_openai_failure,
 )
@@ -144,33 +140,13 @@ class EveryPath(BaseRoute):
             await self._traffic.serve(exchange, self.serve)
         except ClientDisconnected:
             return
-        except Exception as raised:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
-            error = root_cause(raised)
-            failure = describe_failure(error, exchange.request_id)
-            if failure.is_unforeseen:
-                _log.error("request_failed", request=exchange.request_id, exc_info=error)
-            if exchange.is_started:
-                # If the response is not completed, the server closes the connection, as the proxy itself would do.
-                _log.warning("answer_cut_off", request=exchange.request_id, reason=failure.message)
-                return
+        except Exception as error:  # noqa: BLE001 - the outermost handler: the client gets an answer, the log the traceback
             # In the dialect of the client that asked.
             is_anthropic = b"anthropic-version" in exchange.headers or "messages" in segments_of(exchange)
-            words = format_anthropic_failure(failure) if is_anthropic else format_openai_failure(failure)
-            headers = [(name.encode(), value.encode()) for name, value in failure.headers.items()]
-            await exchange.send_json(failure.status, words, headers)
+            await exchange.fail(error, format_anthropic_failure if is_anthropic else format_openai_failure)
 
 
 def segments_of(exchange: Exchange) -> list[str]:
     """Return the non-empty segments of the path."""
     path: str = exchange.scope["path"]
     return [segment for segment in path.split("/") if segment]
-
-
-def names_in(exchange: Exchange, body: bytes) -> Iterator[str]:
-    """Return what may name a session in a request, in the order in which it counts: path, query, key and body."""
-    yield from segments_of(exchange)
-    yield exchange.query.get("session_id", "")
-    yield read_key(exchange.headers) or ""
-    if b'"session_id"' in body:
-        named = parse_object(body).get("session_id")
-        yield named if isinstance(named, str) else ""

@@ -7,33 +7,30 @@ Labels name operations, statuses and actors, never a key, session or path. ``doc
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from operator import attrgetter
 from typing import Any, TypeVar
 
 import anyio
 from anyio import to_thread
-from attrs import define, field, frozen
+from attrs import frozen
 from prometheus_client import ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 
 from areal_actors import __version__
 from areal_actors.errors import ArealError
-from areal_actors.kernel import ActorState, ActorStatistics, Message, Ref
+from areal_actors.kernel import ActorState, Message, Ref
 from areal_actors.messages import (
     Accounts,
     Capacity,
-    CapacityView,
     DescribeCapacity,
     DescribeEngine,
     DescribeSessions,
-    EngineView,
     Exports,
     Generation,
     ListKeys,
     Sessions,
-    SessionsView,
 )
 from areal_actors.proxy.access import Authenticator, read_key
 from areal_actors.proxy.exchange import Exchange, Meter, Traffic
@@ -44,30 +41,15 @@ R = TypeVar("R")
 Values = float | Mapping[tuple[str, ...], float]
 """One number, or one for each combination of labels."""
 
+Table = tuple[tuple[Callable[..., Metric], str, str, str], ...]
+"""Metrics of an actor: the kind, the name, the meaning, and the attribute of the actor's answer."""
 ReadRun = Callable[[], Mapping[str, float | Mapping[str, float]]]
-"""Returns the numbers of a run by name; those that each source of problems has are by source."""
-"""Returns numbers of the run by the names of their metrics, such as ``step_reward``. Blocks."""
-
-_PROBE_SECONDS = 0.01
-"""The timer whose lateness is the lag of the event loop."""
+"""Returns numbers of the run by the names of their metrics, such as ``step_reward``, or by source. Blocks."""
 _RUN_LABELS = {"not_learning": "cause"}
 """The label of a run's numbers by name, where it is not the source."""
 _RUN_MEANINGS = {"not_learning": "1 while the verdict on the run names this cause."}
 _SCRAPE_SECONDS = 2.0
 """Actors that have not answered within this time are left out, so that a busy actor does not hide the others."""
-
-
-@define(kw_only=True)
-class Readings:
-    """The actors' answers; ``None`` for those that did not answer in time."""
-
-    mailboxes: Mapping[str, ActorStatistics]
-    engine: EngineView | None = None
-    capacity: CapacityView | None = None
-    sessions: SessionsView | None = None
-    run: Mapping[str, float | Mapping[str, float]] = field(factory=dict)
-    users: tuple[Metric, ...] = ()
-    loop_lag_seconds: float = 0.0
 
 
 @frozen(kw_only=True)
@@ -89,65 +71,52 @@ class MetricsEndpoint:
         actors: dict[str, Ref[Any]] = {"sessions": self.sessions, "capacity": self.capacity, "exports": self.exports}
         if self.generation is not None:
             actors["generation"] = self.generation
-        readings = Readings(mailboxes={name: ref.statistics() for name, ref in actors.items()})
+        families = [*self._own_families(), *_mailbox_families(actors), *process_families()]
 
-        async def read_engine() -> None:
-            if self.generation is not None:
-                readings.engine = await try_ask(self.generation, DescribeEngine())
+        async def describe(ref: Ref[P], message: Message[P, R], table: Table) -> None:
+            view = await try_ask(ref, message)
+            if view is not None:
+                families.extend(create(name, meaning, attrgetter(path)(view)) for create, name, meaning, path in table)
 
-        async def read_capacity() -> None:
-            readings.capacity = await try_ask(self.capacity, DescribeCapacity())
-
-        async def read_sessions() -> None:
-            readings.sessions = await try_ask(self.sessions, DescribeSessions())
-
-        async def read_run() -> None:
-            if self.read_run is not None:
-                readings.run = await to_thread.run_sync(self.read_run)
-
-        asked = anyio.current_time()
-        await anyio.sleep(_PROBE_SECONDS)
-        readings.loop_lag_seconds = max(0.0, anyio.current_time() - asked - _PROBE_SECONDS)
         async with anyio.create_task_group() as tasks:
-            for read in (read_engine, read_capacity, read_sessions, read_run):
-                tasks.start_soon(read)
-        if self.accounts is not None and self.authenticator.is_admin(read_key(exchange.headers)):
-            readings.users = await read_users(self.accounts)
-        await send_families(exchange, self._families(readings))
+            tasks.start_soon(describe, self.sessions, DescribeSessions(), _SESSIONS)
+            tasks.start_soon(describe, self.capacity, DescribeCapacity(), _CAPACITY)
+            if self.generation is not None:
+                tasks.start_soon(describe, self.generation, DescribeEngine(), _ENGINE)
+            if self.read_run is not None:
+                families += _run_families(await to_thread.run_sync(self.read_run))
+            if self.accounts is not None and self.authenticator.is_admin(read_key(exchange.headers)):
+                families += await read_users(self.accounts)
+        await send_families(exchange, families)
 
-    def _families(self, readings: Readings) -> Iterator[Metric]:
+    def _own_families(self) -> Iterator[Metric]:
         for family in self.meter.registry.collect():
             # The time at which each series began would double their number.
             family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             yield family
         yield gauge("http_requests_in_flight", "Requests that are being answered.", len(self.traffic))
-        mailboxes = readings.mailboxes
-        counts: Values = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
-        yield gauge("actor_up", "1 while the actor takes messages.", counts, labels=("actor",))
-        for create, name, meaning, attribute in _MAILBOXES:
-            counts = {(actor,): getattr(found, attribute) for actor, found in mailboxes.items()}
-            yield create(name, meaning, counts, labels=("actor",))
-
-        yield gauge("event_loop_lag_seconds", "How late a timer was at this scrape.", readings.loop_lag_seconds)
-        for name, value in readings.run.items():
-            meaning = _RUN_MEANINGS.get(name, "Of the run; see metrics.jsonl for those of the latest step.")
-            if isinstance(value, Mapping):
-                label = _RUN_LABELS.get(name, "source")
-                yield gauge(name, meaning, {(each,): number for each, number in value.items()}, labels=(label,))
-            else:
-                yield gauge(name, meaning, value)
-        yield from readings.users
-        yield from process_families()
-        for view, families in (
-            (readings.engine, _ENGINE),
-            (readings.sessions, _SESSIONS),
-            (readings.capacity, _CAPACITY),
-        ):
-            for create, name, meaning, path in families if view is not None else ():
-                yield create(name, meaning, attrgetter(path)(view))
 
 
-async def send_families(exchange: Exchange, families: Iterator[Metric]) -> None:
+def _mailbox_families(actors: Mapping[str, Ref[Any]]) -> Iterator[Metric]:
+    mailboxes = {name: ref.statistics() for name, ref in actors.items()}
+    counts: Values = {(actor,): int(found.state is ActorState.RUNNING) for actor, found in mailboxes.items()}
+    yield gauge("actor_up", "1 while the actor takes messages.", counts, labels=("actor",))
+    for create, name, meaning, attribute in _MAILBOXES:
+        counts = {(actor,): getattr(found, attribute) for actor, found in mailboxes.items()}
+        yield create(name, meaning, counts, labels=("actor",))
+
+
+def _run_families(numbers: Mapping[str, float | Mapping[str, float]]) -> Iterator[Metric]:
+    for name, value in numbers.items():
+        meaning = _RUN_MEANINGS.get(name, "Of the run; see metrics.jsonl for those of the latest step.")
+        if isinstance(value, Mapping):
+            label = _RUN_LABELS.get(name, "source")
+            yield gauge(name, meaning, {(each,): number for each, number in value.items()}, labels=(label,))
+        else:
+            yield gauge(name, meaning, value)
+
+
+async def send_families(exchange: Exchange, families: Iterable[Metric]) -> None:
     """Answer with metrics in the Prometheus text format."""
     # Always the plain text format, which every scraper reads: the library's negotiation by ``Accept`` fails on odd
     # values.
@@ -174,9 +143,9 @@ async def read_users(accounts: Ref[Accounts]) -> tuple[Metric, ...]:
 class _Collected:
     """A registry as far as the library's encoders need one: an object with ``collect``."""
 
-    families: Iterator[Metric]
+    families: Iterable[Metric]
 
-    def collect(self) -> Iterator[Metric]:
+    def collect(self) -> Iterable[Metric]:
         return self.families
 
 
@@ -209,14 +178,14 @@ def _filled(family: Any, values: Values) -> Metric:
     return family  # type: ignore[no-any-return]
 
 
-_MAILBOXES: tuple[tuple[Callable[..., Metric], str, str, str], ...] = (
+_MAILBOXES: Table = (
     (gauge, "actor_queued", "Messages in its mailbox.", "num_queued"),
     (gauge, "actor_running", "Handlers that run.", "num_running"),
     (_counter, "actor_handled", "Handlers that ended.", "num_handled"),
     (_counter, "actor_failed", "Of these, those that raised.", "num_failed"),
     (_counter, "actor_cancelled", "Asks whose asker left.", "num_cancelled"),
 )
-_ENGINE = (
+_ENGINE: Table = (
     (gauge, "engine_running", "Generations that are being sampled.", "statistics.running"),
     (gauge, "engine_waiting", "Generations that wait for a place.", "statistics.waiting"),
     (gauge, "engine_replicas", "Engines that serve.", "num_engines"),
@@ -227,15 +196,14 @@ _ENGINE = (
     (_counter, "engine_aborted", "Generations that were aborted.", "statistics.aborted"),
     (_counter, "engine_busy_seconds", "Time in which something was computed.", "statistics.busy_seconds"),
 )
-"""Metrics of an actor: the kind, the name, the meaning, and the attribute of the actor's answer."""
-_SESSIONS = (
+_SESSIONS: Table = (
     (gauge, "sessions_live", "Sessions that take requests.", "num_live"),
     (gauge, "sessions_ended", "Sessions that have ended and are not forgotten.", "num_ended"),
     (gauge, "interactions_pending", "Answers that are being made.", "num_pending"),
     (_counter, "retries_recognised", "Retries that joined or repeated an earlier request.", "num_retries"),
     (gauge, "failed_journals", "1 if the journal can no longer be written.", "num_failed_journals"),
 )
-_CAPACITY = (
+_CAPACITY: Table = (
     (gauge, "capacity_available", "Episode groups that may start now.", "available"),
     (gauge, "capacity_running", "Episode groups that run.", "running"),
     (gauge, "capacity_reserved", "Places that are kept for sessions to come.", "reserved"),

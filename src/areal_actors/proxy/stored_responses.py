@@ -1,4 +1,4 @@
-"""The routes of stored answers: ``GET`` and ``DELETE /v1/responses/{id}``, and the items of its input.
+"""The route of stored answers, ``GET /v1/responses/{id}``.
 
 The same lookup replaces the references in the input of a new request.
 """
@@ -10,24 +10,18 @@ from typing import Any
 
 from attrs import frozen
 
-from areal_actors.domain import Credential, InteractionId
+from areal_actors.domain import Credential, Interaction, InteractionId
 from areal_actors.errors import InvalidRequest, NotFound
 from areal_actors.kernel import Ref
-from areal_actors.messages import DescribeAnswer, HideAnswer, Sessions, StoredAnswer
-from areal_actors.proxy.access import Authenticator, UserAccess, read_key
+from areal_actors.messages import DescribeAnswer, Sessions
+from areal_actors.proxy.access import Authenticator, UserAccess
 from areal_actors.proxy.dialects.base import TokenBytes
-from areal_actors.proxy.dialects.fields import wrong
 from areal_actors.proxy.dialects.responses.stored import (
     find_references,
-    format_input_items,
     format_stored_response,
-    page_of,
     replace_references,
 )
 from areal_actors.proxy.exchange import Exchange
-
-_MAX_ITEMS = 100
-_DEFAULT_ITEMS = 20
 
 
 @frozen(kw_only=True)
@@ -51,8 +45,8 @@ class StoredResponses:
         names = find_references(body)
         if not names:
             return body
-        credential = await self._authorised(credential)
-        answers: dict[InteractionId, StoredAnswer] = {}
+        credential = await self.access.authorise(credential)
+        answers: dict[InteractionId, Interaction] = {}
         for name in names:
             try:
                 answers[name] = await self.sessions.ask(DescribeAnswer(credential=credential, interaction=name))
@@ -63,42 +57,10 @@ class StoredResponses:
                 ) from error
         return replace_references(body, answers)
 
-    async def retrieve_or_delete(self, exchange: Exchange) -> None:
-        """Answer with the response, or hide it from further requests that name it; it is trained nevertheless."""
-        if exchange.method == "GET":
-            await exchange.send_json(200, self._format(await self._find(exchange)))
-            return
-        # Not deleted from the session: an answer that the agent acted upon belongs to its episode.
-        hidden = HideAnswer(credential=await self._credential(exchange), interaction=InteractionId(exchange.item))
-        name = await self.sessions.ask(hidden)
-        await exchange.send_json(200, {"id": name, "object": "response", "deleted": True})
-
-    async def list_input_items(self, exchange: Exchange) -> None:
-        """Answer with a page of the items of the request; the last ones come first, as in OpenAI's endpoint."""
-        query = exchange.query
-        order, limit = query.get("order", "desc"), query.get("limit", str(_DEFAULT_ITEMS))
-        if order not in ("asc", "desc"):
-            raise wrong("order", "asc or desc", order)
-        if not limit.isdecimal() or not 0 < int(limit) <= _MAX_ITEMS:
-            raise wrong("limit", f"a number from 1 to {_MAX_ITEMS}", limit)
-        items = format_input_items(await self._find(exchange))
-        await exchange.send_json(200, page_of(items, order=order, after=query.get("after"), limit=int(limit)))
-
-    def _format(self, stored: StoredAnswer) -> dict[str, Any]:
-        return format_stored_response(stored, model=self.model, token_bytes=self.token_bytes)
-
-    async def _find(self, exchange: Exchange) -> StoredAnswer:
-        message = DescribeAnswer(credential=await self._credential(exchange), interaction=InteractionId(exchange.item))
-        return await self.sessions.ask(message)
-
-    async def _credential(self, exchange: Exchange) -> Credential:
-        named = exchange.query.get("session_id")
-        credential = self.authenticator.credential(
-            key=read_key(exchange.headers), in_path=exchange.session, in_request=named
-        )
-        return await self._authorised(credential)
-
-    async def _authorised(self, credential: Credential) -> Credential:
-        if self.authenticator.is_admin(credential.key):
-            return credential
-        return await self.access.authorise(credential)
+    async def retrieve(self, exchange: Exchange) -> None:
+        """Answer with the response."""
+        credential = await self.access.authorise(self.authenticator.identify(exchange))
+        message = DescribeAnswer(credential=credential, interaction=InteractionId(exchange.item))
+        stored = await self.sessions.ask(message)
+        document = format_stored_response(stored, model=self.model, token_bytes=self.token_bytes)
+        await exchange.send_json(200, document)

@@ -13,8 +13,8 @@
 ``SuffixRenderer`` renders a stand-in conversation (a question, an answer that contains a mark, the new messages), and
 cuts it at the token that ends the marked answer. A template may depend on earlier messages: it may drop earlier
 reasoning when a new question comes, move the system prompt or the tools to the last question, or merge results into one
-turn. Therefore ``ParityProbe`` renders short synthetic conversations, once per *shape* of extension that occurs, both
-as a whole and as prompt + answer + tail, and compares them as text and as ids. If they differ, the template rewrites
+turn. Therefore ``judge`` renders short synthetic conversations, once per *shape* of extension that occurs, both as a
+whole and as prompt + answer + tail, and compares them as text and as ids. If they differ, the template rewrites
 history, and such turns become branches.
 """
 
@@ -22,16 +22,20 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from enum import StrEnum
-from typing import Any
 
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import RenderError
-from areal_actors.rendering.template import PromptFormatter
+from areal_actors.rendering.template import Options, PromptFormatter
 from areal_actors.rendering.tokens import Vocabulary
+
+_MARK = "answer 7c1e5fd2"
+_QUESTION = ChatMessage(role="user", content="question")
+_ANSWER = ChatMessage(role="assistant", content=_MARK)
+_MARKED_ARGUMENTS = json.dumps({"mark": _MARK})
 
 
 @frozen(kw_only=True)
@@ -60,19 +64,27 @@ class _Case:
     new: tuple[ChatMessage, ...]
     new_marks: tuple[str, ...]
     tools: tuple[Tool, ...]
-    options: Mapping[str, Any]
+    options: Options
 
 
 @frozen(kw_only=True)
-class ParityProbe:
-    """Judges shapes for one template and tokenizer."""
+class SuffixRenderer:
+    """Renders tails for one template and tokenizer, and judges for which shapes of extensions they are right."""
 
     formatter: PromptFormatter
-    suffix: SuffixRenderer
     vocabulary: Vocabulary
     stop_token_ids: tuple[int, ...]
+    _closing: re.Pattern[str] = field(init=False)
+    """Matches the end-of-turn tokens of this model."""
 
-    def judge(self, shape: Shape, options: Mapping[str, Any]) -> Verdict:
+    @_closing.default
+    def _find_closing_tokens(self) -> re.Pattern[str]:
+        special = self.vocabulary.special
+        # Longest first, because the alternatives of a regular expression are tried in order.
+        texts = sorted((special[i] for i in self.stop_token_ids if i in special), key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, texts)))
+
+    def judge(self, shape: Shape, options: Options) -> Verdict:
         """Return the verdict on ``shape``, which was made with ``options``.
 
         Takes milliseconds, so callers should cache it.
@@ -90,9 +102,9 @@ class ParityProbe:
             options=options,
         )
         try:
-            tail = self.suffix.render(case.answer, case.new, tools=case.tools, options=options)
+            tail = self.render(case.answer, case.new, tools=case.tools, options=options)
             # Only a template that repeats the tools in the tail needs them there.
-            tail_without_tools = self.suffix.render(case.answer, case.new, tools=(), options=options)
+            tail_without_tools = self.render(case.answer, case.new, tools=(), options=options)
         except RenderError:
             return Verdict(faithful=frozenset())
         # The sampled answer ends with this token, so a tail that begins with any other does not continue it.
@@ -113,6 +125,37 @@ class ParityProbe:
             faithful.add(place)
         return Verdict(faithful=frozenset(faithful), needs_tools=tail != tail_without_tools)
 
+    def render(
+        self, answer: ChatMessage, new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Options
+    ) -> str:
+        """Return the text that begins with the end-of-turn token of ``answer``.
+
+        Raises:
+            RenderError: the template refuses the stand-in, or does not close it with an end-of-turn token.
+        """
+        stand_in = _ANSWER
+        if answer.tool_calls:
+            # An answer of the same kind. Calls keep ids and names, which templates look up; the last has the mark, and
+            # the arguments of the others are not needed.
+            *others, last = answer.tool_calls
+            calls = [ToolCall(id=call.id, name=call.name, arguments="{}") for call in others]
+            calls.append(ToolCall(id=last.id, name=last.name, arguments=_MARKED_ARGUMENTS))
+            content = "text" if answer.content else None
+            stand_in = ChatMessage(role=answer.role, content=content, tool_calls=tuple(calls))
+        text = self.formatter.format([_QUESTION, stand_in, *new], tools=tools, options=options)
+        closing = self._find_closing(text, text.find(_MARK))
+        if closing is None:
+            raise RenderError("The chat template does not end the assistant's turn with an end-of-turn token.")
+        return text[closing:]
+
+    def _find_closing(self, text: str, start: int) -> int | None:
+        """Return the position of the first end-of-turn token at or after ``start``.
+
+        ``None`` if there is none, or if ``start`` is -1.
+        """
+        found = self._closing.search(text, start) if start >= 0 else None
+        return found.start() if found else None
+
     def _agrees(self, context: Sequence[ChatMessage], case: _Case, tail: str) -> bool | None:
         """Return whether both renderings agree after ``context``; ``None`` if the template refuses ``context``."""
         if not context:
@@ -128,7 +171,7 @@ class ParityProbe:
         if not whole.startswith(prompt):
             return False
         end = _find_answer(whole, len(prompt), case)
-        closing = None if end is None else self.suffix.find_closing(whole, end)
+        closing = None if end is None else self._find_closing(whole, end)
         if end is None or closing is None or whole[closing:] != tail:
             return False
         # After a call's last argument its closing syntax is allowed, but no part of the new messages: a template that
@@ -159,7 +202,7 @@ def _find_answer(whole: str, start: int, case: _Case) -> int | None:
 
 
 def find_left_out(
-    formatter: PromptFormatter, messages: Sequence[ChatMessage], *, has_tools: bool, options: Mapping[str, Any]
+    formatter: PromptFormatter, messages: Sequence[ChatMessage], *, has_tools: bool, options: Options
 ) -> int | None:
     """Return the index of the first message whose text, or calls, the template leaves out; ``None`` if there is none.
 
@@ -181,51 +224,6 @@ def find_left_out(
         if not all(mark in text for mark in marks):
             return index
     return None
-
-
-_MARK = "answer 7c1e5fd2"
-_QUESTION = ChatMessage(role="user", content="question")
-_ANSWER = ChatMessage(role="assistant", content=_MARK)
-_MARKED_ARGUMENTS = json.dumps({"mark": _MARK})
-
-
-@frozen(kw_only=True)
-class SuffixRenderer:
-    """Renders tails. ``closing`` matches the end-of-turn tokens of this model."""
-
-    formatter: PromptFormatter
-    closing: re.Pattern[str]
-
-    def render(
-        self, answer: ChatMessage, new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Mapping[str, Any]
-    ) -> str:
-        """Return the text that begins with the end-of-turn token of ``answer``.
-
-        Raises:
-            RenderError: the template refuses the stand-in, or does not close it with an end-of-turn token.
-        """
-        stand_in = _ANSWER
-        if answer.tool_calls:
-            # An answer of the same kind. Calls keep ids and names, which templates look up; the last has the mark, and
-            # the arguments of the others are not needed.
-            *others, last = answer.tool_calls
-            calls = [ToolCall(id=call.id, name=call.name, arguments="{}") for call in others]
-            calls.append(ToolCall(id=last.id, name=last.name, arguments=_MARKED_ARGUMENTS))
-            content = "text" if answer.content else None
-            stand_in = ChatMessage(role=answer.role, content=content, tool_calls=tuple(calls))
-        text = self.formatter.format([_QUESTION, stand_in, *new], tools=tools, options=options)
-        closing = self.find_closing(text, text.find(_MARK))
-        if closing is None:
-            raise RenderError("The chat template does not end the assistant's turn with an end-of-turn token.")
-        return text[closing:]
-
-    def find_closing(self, text: str, start: int) -> int | None:
-        """Return the position of the first end-of-turn token at or after ``start``.
-
-        ``None`` if there is none, or if ``start`` is -1.
-        """
-        found = self.closing.search(text, start) if start >= 0 else None
-        return found.start() if found else None
 
 
 def find_end_of_turn(formatter: PromptFormatter, vocabulary: Vocabulary) -> int | None:
@@ -342,7 +340,7 @@ class Shape:
 
 
 def shape_of(
-    history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Mapping[str, Any]
+    history: Sequence[ChatMessage], new: Sequence[ChatMessage], *, tools: Sequence[Tool], options: Options
 ) -> Shape:
     """Return the shape of an extension, in time that does not depend on the length of the history."""
     opening: list[str] = []
@@ -365,7 +363,7 @@ def shape_of(
     )
 
 
-def canonical_json(options: Mapping[str, Any]) -> str:
+def canonical_json(options: Options) -> str:
     """Return template options as a cache key: equal options have equal texts."""
     return json.dumps(dict(options), sort_keys=True, default=repr) if options else ""
 

@@ -6,7 +6,6 @@ Which features a chat template lacks is found out once, by rendering synthetic c
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from itertools import product
@@ -18,8 +17,9 @@ from tokenizers import Tokenizer
 
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import ModelError, RenderError
-from areal_actors.rendering.extension import ParityProbe, SuffixRenderer, find_end_of_turn
-from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, ToolFormat, choose_format
+from areal_actors.rendering.extension import SuffixRenderer, find_end_of_turn
+from areal_actors.rendering.formats.base import ToolFormat
+from areal_actors.rendering.parsers import REASONING_FORMATS, TOOL_FORMATS, choose_format
 from areal_actors.rendering.renderer import Renderer
 from areal_actors.rendering.template import (
     Adaptation,
@@ -169,19 +169,15 @@ def create_renderer(
     # The end of turn comes first, as ``Renderer.stop_token_ids`` promises. Each of the first two may be ``None``.
     ends = (end_of_turn, tokenizer.eos_token_id, *more_ends, *stop_token_ids)
     stops = tuple(dict.fromkeys(token_id for token_id in ends if isinstance(token_id, int)))
-    probe = None
-    if end_of_turn is not None or more_ends:
-        # Longest first, because the alternatives of a regular expression are tried in order.
-        ends_text = sorted((vocabulary.special[i] for i in stops if i in vocabulary.special), key=len, reverse=True)
-        suffix = SuffixRenderer(formatter=formatter, closing=re.compile("|".join(map(re.escape, ends_text))))
-        probe = ParityProbe(formatter=formatter, suffix=suffix, vocabulary=vocabulary, stop_token_ids=stops)
     return Renderer(
         vocabulary=vocabulary,
         formatter=formatter,
         stop_token_ids=stops,
         tool_format=tool_format,
         reasoning_format=reasoning_format,
-        probe=probe,
+        suffixes=SuffixRenderer(formatter=formatter, vocabulary=vocabulary, stop_token_ids=stops)
+        if end_of_turn is not None or more_ends
+        else None,
     )
 
 

@@ -8,9 +8,8 @@ formats responses for clients.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TypeAlias
 
 from attrs import field, frozen
 from tokenizers import Tokenizer
@@ -18,28 +17,23 @@ from tokenizers import Tokenizer
 from areal_actors.domain import ChatMessage, ForkReason, Grammar, InOrder, Ints, OneOf, Tool, ToolChoice, as_ints
 from areal_actors.errors import RenderError, UnsupportedParameter
 from areal_actors.rendering.extension import (
-    ParityProbe,
     Shape,
+    SuffixRenderer,
     Verdict,
     canonical_json,
     find_left_out,
     find_thought,
     shape_of,
 )
+from areal_actors.rendering.formats.base import AnswerParser, ReasoningFormat, ToolFormat
 from areal_actors.rendering.formats.reading import CallParser
 from areal_actors.rendering.parsers import (
-    AnswerParser,
     AnswerStream,
     PlainText,
-    ReasoningFormat,
-    ToolFormat,
     join_deltas,
 )
-from areal_actors.rendering.template import PromptFormatter
+from areal_actors.rendering.template import Options, PromptFormatter
 from areal_actors.rendering.tokens import Vocabulary
-
-Options: TypeAlias = Mapping[str, object]
-"""Further variables of a chat template."""
 
 _NO_OPTIONS: Options = {}
 _MAX_KEPT = 4096
@@ -57,8 +51,9 @@ class Renderer:
 
     Independent of any conversation, and fast enough to call in an event loop.
 
-    ``stop_token_ids`` end an answer: the template's end of turn first, then the model's other end tokens. ``probe`` is
-    ``None`` for a template without an end of turn: then nothing can be extended, and every turn is rendered as a whole.
+    ``stop_token_ids`` end an answer: the template's end of turn first, then the model's other end tokens.
+    ``suffixes`` is ``None`` for a template without an end of turn: then nothing can be extended, and every turn is
+    rendered as a whole.
     """
 
     vocabulary: Vocabulary
@@ -66,7 +61,7 @@ class Renderer:
     stop_token_ids: tuple[int, ...]
     tool_format: ToolFormat | None
     reasoning_format: ReasoningFormat | None
-    probe: ParityProbe | None
+    suffixes: SuffixRenderer | None
     _verdicts: dict[Shape, Verdict] = field(factory=dict, init=False)
     _openings: dict[str, bool] = field(factory=dict, init=False)
     _hidden: AbstractSet[int] = field(init=False)
@@ -247,7 +242,7 @@ class Renderer:
         if not history or history[-1].role != "assistant":
             raise ValueError("history must end with the assistant's answer that the new messages follow")
         options = template_kwargs or _NO_OPTIONS
-        if self.probe is None:
+        if self.suffixes is None:
             return ForkReason.TEMPLATE_REWROTE_HISTORY
         shape = shape_of(history, new, tools=tools, options=options)
         verdict = self._verdicts.get(shape)
@@ -255,14 +250,14 @@ class Renderer:
             # A verdict costs only milliseconds, so the whole cache is cleared.
             if len(self._verdicts) >= _MAX_KEPT:
                 self._verdicts.clear()
-            verdict = self._verdicts[shape] = self.probe.judge(shape, options)
+            verdict = self._verdicts[shape] = self.suffixes.judge(shape, options)
         if not verdict.faithful or (verdict.depends_on_history and find_thought(history) not in verdict.faithful):
             return ForkReason.TEMPLATE_REWROTE_HISTORY
         if self.formatter.adaptation.has_inserted_question(history, new):
             return ForkReason.TEMPLATE_REWROTE_HISTORY
         try:
             needed = tools if verdict.needs_tools else ()
-            tail = self.probe.suffix.render(history[-1], new, tools=needed, options=options)
+            tail = self.suffixes.render(history[-1], new, tools=needed, options=options)
         except RenderError:
             return ForkReason.TEMPLATE_REWROTE_HISTORY
         # The tail begins with the end-of-turn token, which a closed answer contains already.

@@ -35,8 +35,11 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, Tool
 from areal_actors.errors import ModelError, RenderError
-from areal_actors.rendering.parsers import ToolFormat
+from areal_actors.rendering.formats.base import ToolFormat
 from areal_actors.rendering.tokens import Vocabulary
+
+Options: TypeAlias = Mapping[str, object]
+"""Further variables of a chat template."""
 
 
 @frozen(kw_only=True)
@@ -52,7 +55,7 @@ class PromptFormatter:
         messages: Sequence[ChatMessage],
         *,
         tools: Sequence[Tool] = (),
-        options: Mapping[str, Any],
+        options: Options,
         has_generation_prompt: bool = True,
     ) -> str:
         """Return the text of the conversation, in which foreign special tokens are broken.
@@ -107,7 +110,7 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     content = spelling.empty_content if not message.content and message.tool_calls else message.content or ""
     plain: PlainMessage = {"role": message.role, "content": guard(content) if content is not None else None}
     if message.tool_calls:
-        calls: list[dict[str, Any]] = []
+        calls: list[dict[str, object]] = []
         for call in message.tool_calls:
             # An object, which most templates print as JSON, or text if the arguments are not an object.
             arguments: object = call.arguments
@@ -127,7 +130,7 @@ def to_plain_message(message: ChatMessage, *, guard: Guard, spelling: Spelling) 
     return plain
 
 
-def _parse_object(text: str) -> dict[str, Any] | None:
+def _parse_object(text: str) -> dict[str, object] | None:
     """Return the object that a template can print, or ``None`` if the arguments of a call are none."""
     # A client can send JSON that is nested deeply enough to exceed the recursion limit.
     with suppress(ValueError, RecursionError):
@@ -144,7 +147,7 @@ def _parse_finite(literal: str) -> float:
     return number
 
 
-def to_plain_tool(tool: Tool, *, guard: Guard) -> dict[str, Any]:
+def to_plain_tool(tool: Tool, *, guard: Guard) -> dict[str, object]:
     """Return a tool in the structure of OpenAI's API, which templates expect, with every string guarded."""
     function = {"name": tool.name, "description": tool.description, "parameters": tool.parameters}
     return {"type": "function", "function": guard_all(function, guard)}
@@ -484,7 +487,7 @@ def _create_environment(now: Callable[[], datetime]) -> ImmutableSandboxedEnviro
 
     # Jinja's own filter escapes HTML, which would put ``\u003c`` into prompts.
     def to_json(
-        value: Any,
+        value: object,
         *,
         ensure_ascii: bool = False,
         indent: int | None = None,
@@ -553,8 +556,8 @@ class ChatTemplate:
         self,
         messages: Sequence[PlainMessage],
         *,
-        tools: Sequence[Mapping[str, Any]] = (),
-        options: Mapping[str, Any],
+        tools: Sequence[Mapping[str, object]] = (),
+        options: Options,
         has_generation_prompt: bool = True,
     ) -> str:
         """Return the text of the conversation. ``options`` are further variables of the template.

@@ -282,10 +282,8 @@ class Exporter(Actor[Exports]):
             return True
         if self._draws.is_consumed(group.problem):
             return False
-        lengths = measure_episodes([group])
-        self._drawn = evolve(
-            self._drawn, tokens=self._drawn.tokens + lengths.tokens, turns=self._drawn.turns + lengths.turns
-        )
+        tokens, turns = measure_episodes([group])
+        self._drawn = evolve(self._drawn, tokens=self._drawn.tokens + tokens, turns=self._drawn.turns + turns)
         is_broken = any(episode.num_empty_turns for episode in group.episodes)
         has_rows = any(row.num_trained_tokens for episode in group.episodes for row in episode.trajectories)
         is_accepted = is_broken or (has_rows and not self._replace(group))

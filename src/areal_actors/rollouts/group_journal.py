@@ -187,14 +187,13 @@ def restore_queue(
     first_version: int = 0,
     is_done: Callable[[Problem], bool] = lambda _: False,
     max_staleness: int | None = None,
-    is_replaying: bool = True,
 ) -> RestoredQueue:
     """Return what ``events``, in order, restore for a process that resumes from the checkpoint of ``version``.
 
     Groups sampled with other ``settings``, and those of problems that are done according to the checkpoint, are left
     out. Steps train groups from ``first_version`` on. Steps are restored up to the first that is not recorded, or of
     which a group is missing; groups with tokens of later versions are discarded, because those will be other weights.
-    With ``is_replaying``, episodes that were not over are restored if their tokens would not exceed ``max_staleness``.
+    Episodes that were not over are restored if their tokens would not exceed ``max_staleness``.
     """
     events = tuple(events)
     queued, leased, rejected = _fold(events)
@@ -232,7 +231,7 @@ def restore_queue(
     def is_over(at: EpisodePlace) -> bool:
         source, position = at.problem
         is_stored = not kept.isdisjoint((at.group, _name(at.group, at.member)))
-        return is_stored or not is_replaying or is_done(Problem(source=source, position=position, data={}))
+        return is_stored or is_done(Problem(source=source, position=position, data={}))
 
     episodes = restore_episodes(
         events,

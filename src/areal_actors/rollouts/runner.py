@@ -11,7 +11,6 @@ import re
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
-from enum import StrEnum
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -55,7 +54,6 @@ from areal_actors.messages import (
     Exports,
     ExportSession,
     ForgetSession,
-    OpenEpisode,
     OpenSession,
     Permit,
     Progress,
@@ -75,8 +73,8 @@ from areal_actors.workflows import (
     EpisodeEngine,
     GroupedRolloutWorkflow,
     Injected,
-    RecordedGeneration,
     Reward,
+    RolloutResult,
     RolloutWorkflow,
     acquire_agent,
     name_of,
@@ -84,8 +82,7 @@ from areal_actors.workflows import (
     run_agent,
     workflow_context,
 )
-from areal_actors.workflows.agents import describe_error, format_agent_traceback, is_failure
-from areal_actors.workflows.rollout import MemberOutcome, fail_together
+from areal_actors.workflows.agents import run_isolated
 
 _log = get_logger(__name__)
 
@@ -94,15 +91,6 @@ _FORGET_SECONDS = 5.0
 Agents = Mapping[str, Agent | RolloutWorkflow]
 """Agents by the name of the source whose problems they run; that of all other problems has the empty name."""
 ProblemAt = Callable[[Draw], Problem]
-
-
-class ResumeEpisodes(StrEnum):
-    """The treatment of episodes that were not over when the run ended."""
-
-    REPLAY = "replay"
-    """Their agents are run again, and given the recorded answers as long as they ask for the same."""
-    RESTART = "restart"
-    """Their agents are run again, and everything is sampled again. No turns are recorded."""
 
 
 def _check_roles(_: Any, __: Any, roles: tuple[str, ...]) -> None:
@@ -122,9 +110,6 @@ class RolloutsConfig:
     train_roles: tuple[str, ...] | None = field(default=None, validator=optional(_check_roles))
     """Roles whose turns are trained; tokens of others are only context. A call has the role agent unless its key, its
     URL or x-areal-agent names another. null trains all roles."""
-    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
-    """When an episode fails: train the other episodes of the group, or nothing of the group, or also what the failed
-    episode had completed."""
     episode_timeout_seconds: float = field(default=1800.0, validator=gt(0))
     max_tokens: int | None = field(default=None, validator=optional(ge(1)))
     """The most tokens of an answer, also where a request asks for more. The answer is cut, as at its own limit. A model
@@ -166,7 +151,6 @@ class _Member:
     is_eval: bool
     version: int | None
     """Version of the newest weights when it began; ``None`` for a manual run, which is not reported."""
-    is_repeated: bool = False
     num_members: int
     """The number of members of its group, including those that are not run again."""
 
@@ -327,11 +311,7 @@ class RolloutRunner(Actor[Rollouts]):
             for problem in self._held_out:
                 num = message.num_by_source.get(problem.source, message.num_samples)
                 created = self._create_members(problem, num, purpose="eval", version=message.version)
-                members = [
-                    evolve(member, is_repeated=message.is_repeated)
-                    for member in created
-                    if (problem.task, member.index) not in finished
-                ]
+                members = [member for member in created if (problem.task, member.index) not in finished]
                 if members:
                     tasks.start_soon(run, problem, members)
         return tuple(groups[problem.task] for problem in self._held_out if problem.task in groups)
@@ -406,41 +386,82 @@ class RolloutRunner(Actor[Rollouts]):
                 if member.index not in episodes:
                     tasks.start_soon(run, member)
         whole = tuple(episode for member in members for episode in episodes[member.index])
-        if self._config.member_outcome is MemberOutcome.FAIL_GROUP and members[0].is_training:
-            whole = fail_together(whole)
         return Group(id=members[0].group, problem=problem, episodes=whole)
 
     # -------------------------------------------------------------------------------------------- episodes
 
     async def _run_workflow(self, workflow: RolloutWorkflow, member: _Member) -> tuple[Episode, ...]:
-        """Run one member, of which a workflow may make several episodes."""
+        """Return one episode for each sample that the workflow returned, or one that says why there is none.
+
+        In a group of n, the samples of member m are the members m, m + n, m + 2 n and so on.
+        """
         assert self._engine is not None
         started = anyio.current_time()
-        config, generation = self._source(member.problem).config, None
+        config = self._source(member.problem).config
         engine = self._engine.for_episode(key=member.key, max_tokens=config.max_tokens, limits=config.limits)
-        if member.place is not None:
-            opened = await self._peers.sessions.ask(OpenEpisode(place=member.place, key=member.key))
-            if opened is not None:
-                generation = RecordedGeneration(self._engine.generation, self._peers.sessions, episode=opened)
-                engine = engine.on(generation)
-        played = await WorkflowEpisode(
-            workflow=workflow,
-            engine=engine,
-            data=dict(member.problem.data),
-            context=member.context,
-            session=SessionId(f"{member.group}-{member.index}"),
-            group_size=member.num_members,
-            is_training=member.is_training,
-            timeout_seconds=config.episode_timeout_seconds,
-            settings=self._settings_of(member.problem),
-        ).run()
+        # In place of a session's id; rows and the report tell episodes apart by it.
+        session = SessionId(f"{member.group}-{member.index}")
+        with workflow_context.enter(member.context):
+            try:
+                first, *others = await self._sample(workflow, engine, member, session)
+            except EpisodeError as error:
+                failure, limit = str(error), engine.budget.reached
+                if limit is not None:
+                    number = getattr(config.limits, limit)
+                    where = f"{self._settings_of(member.problem)}.limits.{limit} ({number})"
+                    failure = f"{failure}\nThe episode had reached {where}."
+                _log.debug("episode_failed", session=session, reason=failure)
+                traceback = error.traceback or None
+                first, others = Episode(session=session, member=member.index, failure=failure, traceback=traceback), []
+            # Only the first of several samples carries the logged numbers, so that they count once.
+            first = evolve(first, logged=workflow_context.logged(), limit=engine.budget.reached)
         seconds = anyio.current_time() - started
-        episodes = tuple(evolve(episode, seconds=seconds) for episode in played)
-        if generation is not None:
-            episodes = generation.describe(episodes)
+        episodes = tuple(evolve(episode, seconds=seconds) for episode in (first, *others))
         for episode in episodes:
             await self._tell_finished(member, episode)
         return episodes
+
+    async def _sample(
+        self, workflow: RolloutWorkflow, engine: EpisodeEngine, member: _Member, session: SessionId
+    ) -> tuple[Episode, ...]:
+        """Run the workflow. Raises ``EpisodeError`` if it raised, took too long, or returned nothing to train."""
+        name = f"{type(workflow).__name__}.arun_episode"
+        seconds = self._source(member.problem).config.episode_timeout_seconds
+        result: RolloutResult = None
+        with anyio.move_on_after(seconds) as scope:
+            call = partial(workflow.arun_episode, engine, dict(member.problem.data))
+            result = await run_isolated(call, name=name)
+        if scope.cancelled_caught:
+            setting = f"{self._settings_of(member.problem)}.episode_timeout_seconds"
+            raise EpisodeError(f"{name} took longer than {seconds:g} s; raise {setting} if episodes need more.")
+        if result is None:
+            _log.info("episode_rejected", session=session)
+            failure = f"{name} returned None: the episode is rejected."
+            return (Episode(session=session, member=member.index, failure=failure, is_rejected=True),)
+        samples = parse_rollout(
+            result,
+            session=session,
+            name=name,
+            version=engine.oldest_version,
+            sampling_of=engine.sampling_of,
+            vocab_size=(await engine.describe()).vocab_size,
+        )
+        rows = [row for sample in samples for row in sample.trajectories]
+        if member.is_training and not any(row.num_trained_tokens for row in rows):
+            raise EpisodeError(
+                f"{name} returned rows in which nothing is to be trained; mark what was sampled in loss_mask, or "
+                "return None to reject the episode."
+            )
+        return tuple(
+            Episode(
+                session=sample.trajectories[0].session,
+                member=member.index + index * member.num_members,
+                reward=sample.reward,
+                trajectories=sample.trajectories,
+                num_turns=sample.num_turns,
+            )
+            for index, sample in enumerate(samples)
+        )
 
     async def _run_once(self, agent: Agent, member: _Member) -> Episode | None:
         """Return the episode, or ``None`` if it failed because a proxy was lost, which no agent can fix."""
@@ -562,7 +583,7 @@ class RolloutRunner(Actor[Rollouts]):
     async def _fail(self, member: _Member, session: SessionId, failed: EpisodeError) -> Episode:
         """Return a rejected episode: its session ends and its turns are counted, but none is trained.
 
-        With ``KEEP_PARTIAL``, the completed part of a training episode is kept instead.
+        An episode that had reached a limit of ``limits.reward`` is trained with that reward instead.
         """
         failure, traceback = str(failed), failed.traceback or None
         limits = self._source(member.problem).config.limits
@@ -575,16 +596,6 @@ class RolloutRunner(Actor[Rollouts]):
                 return evolve(episode, cut_short=failure, traceback=traceback)
         # The display shows each kind of failure once; here it would be one line for each of hundreds of episodes.
         _log.debug("episode_failed", session=session, reason=failure)
-        if self._config.member_outcome is MemberOutcome.KEEP_PARTIAL and not member.is_eval:
-            try:
-                # Without a reward: what the agent set over HTTP stays.
-                kept = await self._conclude(member, session, Reward())
-                if any(row.num_trained_tokens for row in kept.trajectories):
-                    return evolve(kept, cut_short=failure, traceback=traceback)
-            except (ActorError, CustomFunctionError):
-                raise
-            except ArealError as error:
-                _log.warning("nothing_kept", session=session, reason=str(error))
         credential = Credential(session=session, has_control=True)
         closed = await self._peers.sessions.ask(EndSession(credential=credential))
         record = await self._peers.sessions.ask(CollectSession(session=session))
@@ -612,7 +623,6 @@ class RolloutRunner(Actor[Rollouts]):
                     problem=member.problem,
                     version=member.version,
                     is_eval=member.is_eval,
-                    is_repeated=member.is_repeated,
                 )
             )
 
@@ -674,114 +684,3 @@ class ProxyProbe:
                 return f"{type(error).__name__}: {error}"
             return None
         return problem
-
-
-@frozen(kw_only=True)
-class WorkflowEpisode:
-    """A workflow to run on a problem.
-
-    ``group_size`` is the size of its group, ``version`` that of the newest weights.
-    """
-
-    workflow: RolloutWorkflow
-    engine: EpisodeEngine
-    data: dict[str, Any] = field(repr=False)
-    context: EpisodeContext
-    session: SessionId
-    """An id in place of a session's, by which rows and the report tell episodes apart."""
-    group_size: int = 1
-    is_training: bool = False
-    timeout_seconds: float
-    settings: str = "rollout"
-    """The section of its settings, for errors."""
-
-    async def run(self) -> tuple[Episode, ...]:
-        """Return one episode for each sample that the workflow returned, or one that says why there is none.
-
-        The samples of member m are the members m, m + ``group_size``, m + 2 ``group_size`` and so on.
-        """
-        with workflow_context.enter(self.context):
-            try:
-                result = await self._result()
-                if result is None:
-                    _log.info("episode_rejected", session=self.session)
-                    failure = f"{self._name} returned None: the episode is rejected."
-                    rejected = self._create_failed(failure=failure, is_rejected=True)
-                    return (evolve(rejected, logged=workflow_context.logged()),)
-                samples = parse_rollout(
-                    result,
-                    session=self.session,
-                    name=self._name,
-                    version=self.engine.oldest_version,
-                    sampling_of=self.engine.sampling_of,
-                    vocab_size=(await self.engine.describe()).vocab_size,
-                )
-                rows = [row for sample in samples for row in sample.trajectories]
-                if self.is_training and not any(row.num_trained_tokens for row in rows):
-                    raise EpisodeError(  # noqa: TRY301 - fails the episode as an error of the workflow does
-                        f"{self._name} returned rows in which nothing is to be trained; mark what was sampled in "
-                        "loss_mask, or return None to reject the episode."
-                    )
-                episodes = tuple(
-                    Episode(
-                        session=sample.trajectories[0].session,
-                        member=self.context.member + index * self.group_size,
-                        reward=sample.reward,
-                        trajectories=sample.trajectories,
-                        num_turns=sample.num_turns,
-                    )
-                    for index, sample in enumerate(samples)
-                )
-            except EpisodeError as error:
-                _log.debug("episode_failed", session=self.session, reason=str(error))
-                episodes = (self._create_failed(failure=str(error), traceback=error.traceback or None),)
-            # Only the first of several samples carries the logged numbers, so that they count once.
-            limit = self.engine.budget.reached
-            if limit is not None and episodes[0].failure is not None:
-                number = getattr(self.engine.budget.limits, limit)
-                failure = f"{episodes[0].failure}\nThe episode had reached {self.settings}.limits.{limit} ({number})."
-                episodes = (evolve(episodes[0], failure=failure),)
-            return (evolve(episodes[0], logged=workflow_context.logged(), limit=limit), *episodes[1:])
-
-    async def _result(self) -> Any:
-        """Return the workflow's result. Raises ``EpisodeError`` if it raised, took too long or cancelled itself."""
-        outcome: list[Any] = []
-
-        async def run() -> None:
-            try:
-                outcome.append(await self.workflow.arun_episode(self.engine, self.data))
-            except BaseException as error:
-                if not is_failure(error):
-                    raise
-                failure = EpisodeError(
-                    f"{self._name} raised {describe_error(error)}", traceback=format_agent_traceback(error)
-                )
-                failure.__cause__ = error
-                outcome.append(failure)
-
-        with anyio.move_on_after(self.timeout_seconds):
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(run)
-            # On asyncio, a task can be cancelled by an object that it awaits; it ends without an error then.
-            if not outcome:
-                raise EpisodeError(f"{self._name} was cancelled, by itself or by something that it awaited.")
-            if isinstance(outcome[0], EpisodeError):
-                raise outcome[0]
-            return outcome[0]
-        raise EpisodeError(
-            f"{self._name} took longer than {self.timeout_seconds:g} s; "
-            f"raise {self.settings}.episode_timeout_seconds if episodes need more."
-        )
-
-    def _create_failed(self, *, failure: str, traceback: str | None = None, is_rejected: bool = False) -> Episode:
-        return Episode(
-            session=self.session,
-            member=self.context.member,
-            failure=failure,
-            traceback=traceback,
-            is_rejected=is_rejected,
-        )
-
-    @property
-    def _name(self) -> str:
-        return f"{type(self.workflow).__name__}.arun_episode"

@@ -16,7 +16,6 @@ from areal_actors.config import RunConfig
 from areal_actors.generation.servers.config import Backend
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.rollouts.runner import ResumeEpisodes
 from areal_actors.training.advantages import formula_of
 from areal_actors.training.config import (
     ROUNDING_NATS,
@@ -49,7 +48,7 @@ def compares_members(config: AdvantageConfig) -> bool:
     return is_across and isinstance(config.normalisation, Normalisation) and formula_of(config).has_group_baseline
 
 
-def advise(config: RunConfig, *, is_service: bool) -> list[str]:
+def advise(config: RunConfig) -> list[str]:
     """Return a sentence for each setting that has no effect, or that is likely to be a mistake."""
     has_servers = config.rollout.backend is not Backend.TORCH
     training = (*inert_settings(config.trainer, has_servers=has_servers), *doubtful_settings(config.trainer))
@@ -58,16 +57,12 @@ def advise(config: RunConfig, *, is_service: bool) -> list[str]:
         for name in (PhaseName.SFT, PhaseName.DISTILLATION)
         if getattr(config, name) is not None and name not in config.phases
     ]
-    return [
-        *(f"trainer.{sentence}" for sentence in training),
-        *phases,
-        *_inert_persistence(config, is_service=is_service),
-    ]
+    return [*(f"trainer.{sentence}" for sentence in training), *phases]
 
 
-def log_advice(config: RunConfig, *, is_service: bool) -> None:
+def log_advice(config: RunConfig) -> None:
     """Log a warning for each setting that has no effect, or that is likely to be a mistake."""
-    for sentence in advise(config, is_service=is_service):
+    for sentence in advise(config):
         _log.warning("setting", detail=sentence)
 
 
@@ -133,7 +128,7 @@ def _of_penalties(config: TrainerConfig) -> Iterator[Inert]:
         yield f"objective.kl.coefficient is {kl.coefficient}", "objective.kl.estimator", "objective.kl.place"
     if objective.overlong.max_tokens is None:
         reason = "objective.overlong.max_tokens is null"
-        yield reason, "objective.overlong.buffer_tokens", "objective.overlong.scale"
+        yield reason, "objective.overlong.buffer_tokens"
     if objective.aggregation not in (Aggregation.EPISODE_SUM, Aggregation.FIXED_LENGTH):
         yield f"objective.aggregation is {objective.aggregation}", "objective.fixed_length"
 
@@ -150,7 +145,7 @@ def _of_training(config: TrainerConfig, *, has_servers: bool) -> Iterator[Inert]
     if not config.capture.enabled:
         yield "capture.enabled is false", "capture.tolerance"
     if config.gang.num_processes == 1:
-        yield "gang.num_processes is 1", "gang.backend", "gang.timeout_seconds"
+        yield "gang.num_processes is 1", "gang.backend"
     if config.lora is not None and not has_servers:
         yield "the embedded engine always gets merged weights", "lora.serving"
 
@@ -161,26 +156,6 @@ def _is_changed(section: Any, name: str) -> bool:
     if isinstance(default, Factory):  # type: ignore[arg-type]  # a class at run time, a function for type checkers
         default = default.factory()
     return bool(getattr(section, name) != default)
-
-
-def _inert_persistence(config: RunConfig, *, is_service: bool) -> Iterator[str]:
-    """Yield a sentence for each setting that has no effect on what a restart restores."""
-    journal = config.journal
-    changed = [name for name in ("path", "sync", "retention_days") if _is_changed(journal, name)]
-    if not journal.enabled:
-        yield from (f"journal.{name} has no effect: journal.enabled is false." for name in changed)
-    elif not is_service:
-        where = "groups.sqlite in the run directory, from which trained groups are deleted"
-        yield from (
-            f"journal.{name} has no effect: it is of a service, and a run over a dataset has {where}."
-            for name in changed
-            if name != "sync"
-        )
-    if config.rollout.resume is not ResumeEpisodes.REPLAY:
-        if is_service:
-            yield "rollout.resume has no effect: the agents of a service are resumed with their sessions."
-        elif not journal.enabled:
-            yield "rollout.resume has no effect: journal.enabled is false, and every episode starts from its beginning."
 
 
 # -------------------------------------------------------------------------------------------- doubtful settings

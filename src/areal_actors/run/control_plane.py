@@ -48,11 +48,10 @@ from areal_actors.messages import (
     TakeFailure,
     WeightsPublished,
 )
-from areal_actors.proxy import ProxyConfig
 from areal_actors.proxy.access import create_admin_key
 from areal_actors.proxy.server import bind, url_of
 from areal_actors.run.forwarding import forwarding
-from areal_actors.run.plan import PlacedRole
+from areal_actors.run.plan import RunPlan
 from areal_actors.run.supervise import WorkerSupervisor, worker_spec
 from areal_actors.schedulers.base import ControllerAddress, Scheduler
 from areal_actors.schedulers.config import (
@@ -67,8 +66,8 @@ class ControlPlane:
     """The resources that exist from before the first worker until after the last one.
 
     ``sockets`` is the directory of unix sockets, or ``None`` if the controller listens on TCP. ``endpoint`` is set if
-    proxies are in workers: agents know a socket of the controller, which is passed to each proxy of this machine, and
-    whose connections are forwarded to proxies of other machines. A proxy may thus be replaced while agents run.
+    proxies are in workers: agents know a socket of the controller, which forwards their requests. A proxy may thus be
+    replaced while agents run.
     """
 
     supervisor: WorkerSupervisor
@@ -84,25 +83,14 @@ class ControlPlane:
 
 
 @asynccontextmanager
-async def open_control_plane(
-    scheduling: SchedulerConfig,
-    *,
-    directory: Path,
-    logs: Path,
-    placed: Mapping[Role, PlacedRole],
-    proxy: ProxyConfig,
-    secret: bytes | None = None,
-) -> AsyncIterator[ControlPlane]:
-    """Listen, and prepare to start workers for the roles in ``placed``. Everything is closed on exit.
-
-    ``directory`` is the run's, and ``logs`` the directory for the output of local workers. If proxies are placed on
-    this machine, they listen as ``proxy`` says. ``secret`` is that of the run, if it has other workers.
+async def open_control_plane(plan: RunPlan) -> AsyncIterator[ControlPlane]:
+    """Listen, and prepare to start workers for the placed roles of ``plan``. Everything is closed on exit.
 
     Raises:
         ConfigError: the workers could not reach the controller's address.
         SchedulerError: there are not enough resources for the roles.
     """
-    secret = secret or secrets.token_bytes(32)
+    scheduling, placed, secret = plan.config.scheduler, plan.placed, secrets.token_bytes(32)
     if not placed:
         scheduling = evolve(scheduling, type=SchedulerType.LOCAL, address=None)
     async with AsyncExitStack() as stack:
@@ -114,10 +102,11 @@ async def open_control_plane(
         listening = listen(address, secret=secret, expose={"directory": workers}, node="controller")
         listener = await stack.enter_async_context(listening)
         controller = ControllerAddress(addresses=(listener.address,), secret=secret)
-        scheduler = await stack.enter_async_context(_open_scheduler(scheduling, directory, logs, placed, controller))
+        scheduler = await stack.enter_async_context(_open_scheduler(scheduling, plan, controller))
         is_local = listener.address.startswith("unix:")
         endpoint = None
         if Role.PROXY in placed:
+            proxy = plan.proxy
             key = proxy.admin_key or create_admin_key()
             shared = stack.enter_context(bind(evolve(proxy, admin_key=key)))
             url = url_of(shared, proxy.public_host or _public_host(shared, listener.address))
@@ -179,21 +168,18 @@ def controller_address(config: SchedulerConfig, sockets: Path) -> str:
 
 @asynccontextmanager
 async def _open_scheduler(
-    config: SchedulerConfig,
-    directory: Path,
-    logs: Path,
-    placed: Mapping[Role, PlacedRole],
-    controller: ControllerAddress,
+    config: SchedulerConfig, plan: RunPlan, controller: ControllerAddress
 ) -> AsyncIterator[Scheduler]:
     wanted = [
         worker_spec(f"{role}-{index}", one.config, controller=controller, num_tasks=one.num_tasks)
-        for role, one in placed.items()
+        for role, one in plan.placed.items()
         for index in range(one.config.replicas)
     ]
-    async with open_scheduler(config, directory=directory, logs=logs) as scheduler:
+    logs = plan.directory.logs / "workers"
+    async with open_scheduler(config, directory=plan.directory.path, logs=logs) as scheduler:
         if wanted:
             # All roles have to fit at the same time, since each waits for the others.
-            scheduler.check(f"The roles {', '.join(placed)} of the run", *wanted)
+            scheduler.check(f"The roles {', '.join(plan.placed)} of the run", *wanted)
         yield scheduler
 
 

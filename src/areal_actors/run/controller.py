@@ -84,21 +84,14 @@ _INDEPENDENT = (Role.GENERATION, Role.PROXY)
 """The roles whose workers are replaced individually: they own no state that others need."""
 
 _CAUSE_SECONDS = 2.0
-"""How long to wait, after a failure that may be a consequence of another one, for that other failure to be noticed."""
+"""How long an error that may follow from another one, in a worker, is held back for that one to be noticed."""
 _CRASH_SECONDS = 60.0
-"""The longest wait for the error of a trainer that has ended: processes of a gang are ended first."""
+"""How long an error that surely follows from another one is held back: the crashed role ends its processes first."""
 
 
 async def run_plan(plan: RunPlan) -> None:
     """Train to the end and save the results. Raises the ``ArealError`` that ended the run."""
-    opening = open_control_plane(
-        plan.config.scheduler,
-        directory=plan.directory.path,
-        logs=plan.directory.logs / "workers",
-        placed=plan.placed,
-        proxy=plan.proxy,
-    )
-    async with open_interrupts() as interrupts, opening as control_plane:
+    async with open_interrupts() as interrupts, open_control_plane(plan) as control_plane:
         controller = RunController(plan, control_plane, interrupts)
         page: AbstractAsyncContextManager[str | None] = nullcontext()
         # A program that embeds the library owns its process, and the ports that are opened there.
@@ -129,6 +122,24 @@ def _status_after(error: BaseException) -> tuple[RunStatus, BaseException]:
 
 class _Lost(Exception):
     """A worker was lost, which ends the attempt."""
+
+
+@asynccontextmanager
+async def after_its_cause(*, has_workers: bool) -> AsyncIterator[None]:
+    """Hold back an error of the block that follows from another one, until that one is raised and cancels this task.
+
+    Raised at once, it would cancel the clean-up of the role that failed first, and a cancelled clean-up replaces the
+    error in flight. So the first error that is not a consequence is the error of the run, whichever role has it. The
+    other one may also be the end of a worker, which is noticed later.
+    """
+    try:
+        yield
+    except Exception as error:
+        if isinstance(root_cause(error), ActorStopped):
+            await anyio.sleep(_CRASH_SECONDS)
+        elif has_workers and find_final(error) is None:
+            await anyio.sleep(_CAUSE_SECONDS)
+        raise
 
 
 class RunController:
@@ -261,25 +272,18 @@ class RunController:
             for role, placed in plan.placed.items():
                 if role not in _INDEPENDENT:
                     tasks.start_soon(self._end_run_with, begin(role, f"{role}-0"), placed)
-            try:
+            async with after_its_cause(has_workers=bool(plan.placed)):
                 await _Attempt(self, begin).run()
-            except Exception as error:
-                if plan.placed and find_final(error) is None:
-                    # The exit of a worker, noticed in a moment, may tell more.
-                    await anyio.sleep(_CAUSE_SECONDS)
-                raise
             tasks.cancel_scope.cancel()
 
     async def _end_run_with(self, spec: RoleSpec, placed: PlacedRole) -> None:
         supervisor, name = self.control_plane.supervisor, f"{spec.role}-0"
         ended = await supervisor.run_once(name, spec, placed.config, num_tasks=placed.num_tasks)
-        final = None if ended.error is None else find_final(ended.error)
-        if final is not None:
-            raise final
-        if ended.error is not None:
-            # Wait: the cause may be another worker that this one could not reach.
-            await anyio.sleep(_CAUSE_SECONDS)
-        raise _Lost(str(ended))
+        if ended.error is None:
+            raise _Lost(str(ended))
+        # The cause may be another worker that this one could not reach.
+        async with after_its_cause(has_workers=True):
+            raise find_final(ended.error) or _Lost(str(ended))
 
     def describe_actors(self) -> dict[str, dict[str, Any]]:
         """Return the statistics of the current attempt's actors by name, for the page of the run."""
@@ -374,7 +378,8 @@ class _Attempt:
                 else:
                     # In the background, since a placed proxy may be ready later than the trainer.
                     tasks.start_soon(self._controller.announce)
-                await self._finish(training)
+                async with after_its_cause(has_workers=False):
+                    await self._finish(training)
             # An error from here on, while workers are being ended, must not start another attempt.
             self._controller.is_done = True
             for one in opened:
@@ -456,11 +461,6 @@ class _Attempt:
                 # Asking again is harmless, and other tasks detect that the trainer's worker is lost.
                 _log.info("trainer_out_of_reach", reason=str(error))
                 await anyio.sleep(_CAUSE_SECONDS)
-            except ActorStopped:
-                # It follows from a crash, which is raised when the trainer has cleaned up. An error here would
-                # cancel the clean-up, and hide the cause.
-                await anyio.sleep(_CRASH_SECONDS)
-                raise
         if summary.stop_reason == PREEMPTED and not summary.is_finished:
             # Its worker exits in a moment, which ends the attempt.
             await anyio.sleep_forever()
@@ -504,7 +504,7 @@ class _LocalRole:
     async def hold(self, opening: AbstractAsyncContextManager[None]) -> None:
         """Keep the role open until ``close`` is called."""
         with self._scope:
-            async with opening:
+            async with after_its_cause(has_workers=False), opening:
                 self._is_open = True
                 await self._closing.wait()
         self._closed.set()

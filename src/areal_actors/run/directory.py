@@ -13,7 +13,7 @@ from contextlib import (
     contextmanager,
     suppress,
 )
-from itertools import count, takewhile
+from itertools import count
 from pathlib import Path
 from shutil import rmtree
 from typing import Any
@@ -188,11 +188,10 @@ def _resumed_settings(config: RunConfig, directory: RunDirectory) -> Iterator[No
     """Save the settings of a resumed run, and those of the steps before as ``config.<n>.yaml`` if they differ.
 
     If the run has not begun when the block is left, its former settings are put back. Raises ``ConfigError`` if there
-    is no run, or if its problems were drawn in another order.
+    is no run.
     """
     if not directory.has_run:
         raise ConfigError(f"There is no run in {directory.path} to resume; leave --resume out, or check --run-dir.")
-    _check_orders(config, directory)
     before = directory.config.read_text(encoding="utf-8") if directory.config.is_file() else None
     begun_at = _written_at(directory.metrics)
     directory.path.mkdir(parents=True, exist_ok=True)
@@ -215,33 +214,6 @@ def _resumed_settings(config: RunConfig, directory: RunDirectory) -> Iterator[No
         # The first step of the resumed run writes metrics; without one, the new settings have had no effect.
         if _written_at(directory.metrics) == begun_at:
             earlier.replace(directory.config)
-
-
-def _check_orders(config: RunConfig, directory: RunDirectory) -> None:
-    """Raise ``ConfigError`` if the problems of a source were drawn in another order in the run to resume.
-
-    Draws and solve rates are stored by the places of the problems in that order, in checkpoints and in the journal, and
-    would go to other problems. Settings of earlier parts of the run count, too, if difficulty was not enabled since.
-    """
-    numbered = takewhile(Path.exists, (directory.path / f"config.{number}.yaml" for number in count(1)))
-    stored: dict[str, str | None] = {}
-    for path in (*numbered, *filter(Path.is_file, [directory.config])):
-        with suppress(yaml.YAMLError, AttributeError):  # damaged, or not a mapping
-            settings = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-            common = settings.get("rollout", {}).get("difficulty", {})
-            for name, source in (settings.get("sources") or {"": {}}).items():
-                difficulty = source.get("difficulty") or common
-                if difficulty.get("enabled"):
-                    stored[name] = difficulty.get("order_by")
-    for name in config.training_sets:
-        difficulty = config.agents.get(name, config.rollout).difficulty
-        if difficulty.enabled and stored.get(name, difficulty.order_by) != difficulty.order_by:
-            setting = f"sources.{name}.difficulty.order_by" if name else "rollout.difficulty.order_by"
-            raise ConfigError(
-                f"{setting} is {difficulty.order_by or 'null'}, and the run to resume has drawn its problems with "
-                f"{stored[name] or 'null'}: their solve rates would go to other problems. Resume with that setting, or "
-                "begin another trial."
-            )
 
 
 def _written_at(path: Path) -> int | None:
@@ -280,9 +252,6 @@ def sampling_digest(path: Path) -> str:
     """Return a digest of the settings in ``path`` that groups are sampled with. Blocks."""
     settings = yaml.safe_load(path.read_text(encoding="utf-8"))
     chosen = {name: settings.get(name) for name in _SAMPLING}
-    if isinstance(chosen["rollout"], dict):
-        # Groups are sampled in the same way however the run is resumed.
-        chosen["rollout"] = {name: value for name, value in chosen["rollout"].items() if name != "resume"}
     return hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
 
 

@@ -55,9 +55,9 @@ class EvaluatedModel:
         checkpoint = find_checkpoint(self.run.checkpoints, self.step)
         if (damage := checkpoint.find_damage()) is not None:
             raise CheckpointError(f"{checkpoint.path} cannot be evaluated: {damage}. Name another step.")
-        model, adapter = load_trained(config, checkpoint)
+        model, state, adapter = load_trained(config, checkpoint)
         tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-        save_weights(model, target, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
+        save_weights(model, state, target, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
         return str(target.weights)
 
     def fingerprint(self, location: str | None) -> str:

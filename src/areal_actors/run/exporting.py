@@ -16,59 +16,67 @@ from areal_actors.domain import TrainedModel
 from areal_actors.errors import CheckpointError, ConfigError, ExportError
 from areal_actors.interchange import RowExport, export_rows, find_dumps, require_format
 from areal_actors.lib.telemetry import quiet_transformers
-from areal_actors.models import TRAINED_DOCUMENT, Catalogue, ModelFiles, resolve_model, resolve_tokenizer
+from areal_actors.models import (
+    TRAINED_DOCUMENT,
+    Catalogue,
+    ModelFiles,
+    create_empty_policy,
+    load_policy,
+    resolve_model,
+    resolve_tokenizer,
+)
 from areal_actors.run.directory import find_run
-from areal_actors.run.job import open_policy
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from areal_actors.training.lora import Adapter
     from areal_actors.training.stored_checkpoints import Checkpoint
 
 
 def save_weights(
-    model: Any, directory: RunDirectory, *, tokenizer: ModelFiles, step: int, adapter: Adapter | None = None
+    model: Any,
+    state: Mapping[str, Tensor],
+    directory: RunDirectory,
+    *,
+    tokenizer: ModelFiles,
+    step: int,
+    adapter: Adapter | None = None,
 ) -> None:
-    """Write the weights of ``model``, trained for ``step`` steps, as a directory that transformers loads.
+    """Write ``state``, the weights of ``model`` after ``step`` steps, as a directory that transformers loads.
 
-    Weights in files are read while they are written, one layer at a time. An ``adapter`` is written as a
-    directory that peft loads, and merged into the weights. The directories are replaced atomically, so an earlier
-    export stays until the new one is complete. Raises ``CheckpointError`` if they cannot be written.
+    An ``adapter``, which is merged into them, is also written as a directory that peft loads. The directories are
+    replaced atomically, so an earlier export stays until the new one is complete. Raises ``CheckpointError`` if they
+    cannot be written.
     """
-    from areal_actors.training.loading import source_of, unread_weights
     from areal_actors.training.weights import export_model
 
     rewards = {record.get("step"): record.get("reward") for record in read_records(directory.metrics)}
     documents = {TRAINED_DOCUMENT: {"step": step, "reward": rewards.get(step)}}
     if adapter is not None:
         adapter.save(directory.adapter, documents)
-    state: Mapping[str, Any] = model.state_dict() if source_of(model) is None else unread_weights(model)
-    if adapter is not None:
-        state = adapter.merge(state)
     with quiet_transformers():
         export_model(model, directory.weights, state=state, tokenizer_directory=tokenizer.path, documents=documents)
 
 
-def load_trained(config: RunConfig, checkpoint: Checkpoint) -> tuple[Any, Adapter | None]:
-    """Return the model of a checkpoint, and its adapter if the run trains one.
+def load_trained(config: RunConfig, checkpoint: Checkpoint) -> tuple[Any, Mapping[str, Tensor], Adapter | None]:
+    """Return the model of a checkpoint, its weights, and its adapter if the run trains one.
 
-    The weights stay in their files, of the checkpoint or of the base model, until ``save_weights`` reads them. Only a
-    base model that is not in safetensors is loaded. Raises ``CheckpointError`` or ``ModelError`` for files that cannot
-    be read or do not fit.
+    The weights stay in the files of the checkpoint until they are asked for, one at a time; an adapter is merged into
+    those of its base model, which is loaded. Raises ``CheckpointError`` or ``ModelError`` for files that cannot be
+    read or do not fit.
     """
-    from areal_actors.training.loading import attach_source, source_of
     from areal_actors.training.lora import Adapter
-    from areal_actors.training.weights import load_weights, stored_weights
+    from areal_actors.training.weights import stored_weights
 
-    model, lora = open_policy(resolve_model(config.model).path), config.trainer.lora
+    path, lora = resolve_model(config.model).path, config.trainer.lora
     if lora is None:
-        if source_of(model) is None:
-            load_weights(model, checkpoint)
-        else:
-            attach_source(model, stored_weights(model, checkpoint))
-        return model, None
+        model = create_empty_policy(path)
+        return model, stored_weights(model, checkpoint), None
+    model = load_policy(path)
     adapter = Adapter.create(model, evolve(lora, path=None))
     adapter.load(checkpoint.path)
-    return model, adapter
+    return model, adapter.merge(model.state_dict()), adapter
 
 
 def export_run(path: Path) -> TrainedModel:
@@ -96,8 +104,8 @@ def export_run(path: Path) -> TrainedModel:
         )
     config = load_config(directory.config)
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-    model, adapter = load_trained(config, checkpoint)
-    save_weights(model, directory, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
+    model, state, adapter = load_trained(config, checkpoint)
+    save_weights(model, state, directory, tokenizer=tokenizer, step=checkpoint.step, adapter=adapter)
     return catalogue.find(name)
 
 

@@ -149,11 +149,6 @@ class Inference(SessionActors):
     serving: Ref[Serving]
     progress: Ref[Progress] | None = None
 
-    @property
-    def actors(self) -> dict[str, Ref[Any]]:
-        """The actors that a proxy in another process needs, by name."""
-        return {**super().actors, "generation": self.generation}
-
     def _repr_html_(self) -> str:
         """Return the endpoint and the actors as a table, for notebooks."""
         return format_table({"url": self.endpoint.url, "actors": ", ".join(self.actors)})
@@ -367,13 +362,12 @@ async def spawn_session_actors(
     journal: Journal | None = None,
     group_journal: GroupJournal | None = None,
     restored_queue: RestoredQueue | None = None,
-    is_replaying: bool = False,
     wall_clock: Callable[[], float] = time.time,
 ) -> SessionActors:
     """Restore the content of ``journal`` and spawn the actors. Raises ``JournalError`` if it cannot be read.
 
-    Groups of a dataset are written to ``group_journal``, and if ``is_replaying`` also the turns of episodes that are
-    not over; ``restored_queue`` is what it had.
+    Groups of a dataset are written to ``group_journal``, and the turns of episodes that are not over;
+    ``restored_queue`` is what it had.
     """
     journal = journal or NoJournal()
     recovered, facts = await _read_journal(journal, version=version)
@@ -381,7 +375,7 @@ async def spawn_session_actors(
     del facts
     queue = restored_queue or RestoredQueue()
     records = None
-    if group_journal is not None and is_replaying:
+    if group_journal is not None:
         restored_episodes = queue.episodes.episodes
         records = EpisodeRecords(group_journal.journal, settings=group_journal.settings, restored=restored_episodes)
     state = CapacityState.at_version(config.limits, version)

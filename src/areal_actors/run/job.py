@@ -9,7 +9,6 @@ from contextlib import (
     asynccontextmanager,
     contextmanager,
 )
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,14 +148,7 @@ def _naming(setting: str, *, source: str) -> Iterator[None]:
 
 def load_training_problems(config: RunConfig) -> dict[str, Problems]:
     """Load the problems to train on by source; those without a source have the empty name. Blocks."""
-    found = {}
-    for name, one in config.training_sets.items():
-        found[name] = load_set(config, one, name=name)
-        difficulty = config.agents.get(name, config.rollout).difficulty
-        if difficulty.order_by is not None:
-            with _naming(f"sources.{name}" if name else "rollout", source=name):
-                found[name] = found[name].ordered_by(difficulty.order_by)
-    return found
+    return {name: load_set(config, one, name=name) for name, one in config.training_sets.items()}
 
 
 def load_problem_sets(
@@ -179,16 +171,15 @@ def load_problem_sets(
 def create_policy(config: RunConfig, model: ModelFiles, *, is_first: bool = True) -> PolicyTrainer:
     """Create the initial policy. Every process that trains it calls this function.
 
-    A single process trains on ``trainer.device``. In a gang, weights stay in their files until the gang forms, when
-    each rank reads its part. Those of a model that is not in safetensors are loaded by the first rank (``is_first``),
-    which sends the others their parts. Raises ``ConfigError`` for a device that is not available, and ``ModelError``
-    for files that are incomplete or do not fit.
+    A single process trains on ``trainer.device``. In a gang the first rank (``is_first``) loads the weights to the
+    memory of its host, and sends the others their parts. Raises ``ConfigError`` for a device that is not available, and
+    ``ModelError`` for files that are incomplete or do not fit.
     """
     from areal_actors.training.trainer import PolicyTrainer
 
     # The reference of an adapter is the same model without it.
     needs_reference = config.trainer.objective.kl.coefficient > 0 and config.trainer.lora is None
-    load = load_policy if config.trainer.gang.num_processes == 1 else partial(open_policy, is_first=is_first)
+    load = load_policy if is_first else create_empty_policy
     reference = _place(load(model.path), config.trainer) if needs_reference else None
     teacher = None
     if (name := local_teacher(config)) is not None:
@@ -202,22 +193,6 @@ def create_policy(config: RunConfig, model: ModelFiles, *, is_first: bool = True
         phases=config.training_phases,
         teacher=teacher,
     )
-
-
-def open_policy(path: Path, *, is_first: bool = True) -> Any:
-    """Return the model at ``path`` without its weights where they can be read in parts (``training.loading``).
-
-    Otherwise the first rank of a gang loads them, and the others leave them out. Raises ``ModelError`` for files that
-    are incomplete or do not fit.
-    """
-    from areal_actors.lib.checkpoint_tensors import StoredModel
-    from areal_actors.training.loading import attach_source
-
-    if not any(path.glob("*.safetensors")):
-        return load_policy(path) if is_first else create_empty_policy(path)
-    model = create_empty_policy(path)
-    attach_source(model, StoredModel(path, model))
-    return model
 
 
 def local_teacher(config: RunConfig) -> str | None:

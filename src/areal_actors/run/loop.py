@@ -34,7 +34,8 @@ async def train(trainer: TrainerActor) -> bool:
     """
     plan = trainer.plan
     await trainer.join_gang()
-    await trainer.publish(is_awaited=True)
+    await trainer.publish()
+    await trainer.finish_publication()
     await trainer.measure_speed()
     await trainer.evaluate_first()
 
@@ -54,9 +55,7 @@ async def train(trainer: TrainerActor) -> bool:
         statistics, rows = await trainer.step(batch)
         is_last_warm = is_warm and trainer.version == plan.num_warm_steps
 
-        # Publish. First the evaluation of the version before has to end: the weights that sample it are replaced.
-        await trainer.finish_evaluation()
-        # Engines may not answer while they load.
+        # Publish. The speed first: engines may not answer while they load.
         speed = await trainer.measure_speed()
         # Nothing samples between two warm steps, unless they are evaluated.
         if not is_warm or is_last_warm or trainer.is_evaluation_due(is_last=False):
@@ -68,23 +67,20 @@ async def train(trainer: TrainerActor) -> bool:
             await trainer.acknowledge(batch)
         await trainer.advance_version()
 
-        # Report and evaluate. With ``evaluation.is_async`` the next step begins meanwhile.
+        # Report and evaluate.
         reward = None if is_warm else mean_reward(statistics, batch)
         is_finished = trainer.is_finished(reward)
         metrics = supervised_metrics(statistics, batch) if is_warm else step_metrics(statistics, batch)
         metrics |= {"reward": reward, "rollout_seconds": leased - started, "train_seconds": trained - leased}
         metrics |= speed | {"eval_reward": None}
         step = StepFinished(step=trainer.version, phase=trainer.phase, metrics=metrics)
-        if is_last_warm or trainer.is_evaluation_due(is_last=is_finished):
-            await trainer.report(step, batch, rows, is_last=is_finished, is_evaluated=True)
-        else:
-            await trainer.report(step, batch, rows)
+        is_evaluated = is_last_warm or trainer.is_evaluation_due(is_last=is_finished)
+        await trainer.report(step, batch, rows, is_evaluated=is_evaluated)
 
         # Checkpoint. After the report, since a resumed run does not report its last step again.
         if trainer.version % plan.checkpoint.every_steps == 0:
             await trainer.save()
 
-    await trainer.finish_evaluation()
     await trainer.save(is_last=True)
     await trainer.finish_publication()
     return is_finished

@@ -49,7 +49,7 @@ from areal_actors.messages import (
 from areal_actors.models import resolve_model, resolve_tokenizer
 from areal_actors.rendering import Renderer
 from areal_actors.rollouts.group_journal import GroupJournal, RestoredQueue, restore_queue
-from areal_actors.rollouts.runner import Agents, Peers, ResumeEpisodes
+from areal_actors.rollouts.runner import Agents, Peers
 from areal_actors.rollouts.staleness import StaleGroups
 from areal_actors.run.advice import warn_of_length, warn_of_singletons
 from areal_actors.run.checks import check_capture_of
@@ -194,7 +194,6 @@ async def _open_sessions(context: RoleContext) -> AsyncIterator[OpenRole]:
             journal=journal,
             group_journal=group_journal,
             restored_queue=restored_queue,
-            is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
         yield OpenRole(actors=opened.actors)
 
@@ -208,7 +207,7 @@ async def _open_group_journal(
     """
     config, spec = context.config, context.spec
     # One process uses the file, as the run directory is locked. Its loss is not that of a service's sessions.
-    settings = evolve(config.journal, allow_shared=True, retention_days=0.0)
+    settings = evolve(config.journal, retention_days=0.0)
     try:
         journal = await stack.enter_async_context(SqliteJournal.open(context.directory.groups, settings))
         digest = await to_thread.run_sync(sampling_digest, spec.config)
@@ -219,7 +218,6 @@ async def _open_group_journal(
             first_version=config.limits.first_version,
             is_done=config.queue.open_draws(spec.start).is_consumed,
             max_staleness=None if config.queue.stale_groups is StaleGroups.TRAIN else config.limits.max_staleness,
-            is_replaying=config.rollout.resume is ResumeEpisodes.REPLAY,
         )
     except JournalError as error:
         detail = "Groups that are finished but not trained are sampled again if the run is killed and resumed."
@@ -400,30 +398,35 @@ async def _publish_first(context: RoleContext, policy: PolicyTrainer) -> Publish
 
 def _create_publisher(context: RoleContext, *, by: PublishBy, dtype: str) -> Publisher:
     """Create a publisher for engines in ``dtype``, to which it converts the weights as the engine itself would."""
-    from areal_actors.training.publication import AdapterPublisher, create_publisher
+    import torch
+
+    from areal_actors.training.publication import AdapterPublisher, DiskPublisher, MemoryPublisher
 
     config, root = context.config, context.directory.published
     num_kept = config.trainer.publish_keep
     if config.serves_adapters:
         return AdapterPublisher(root=root, base=resolve_model(config.model).path, num_kept=num_kept)
-    return create_publisher(by, root=root, dtype=dtype, num_kept=num_kept)
+    if by is PublishBy.MEMORY:
+        return MemoryPublisher()
+    return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)
 
 
 def _export_policy(config: RunConfig, directory: RunDirectory, policy: PolicyTrainer) -> None:
     """Write the trained weights under the run's name. Blocks. Raises ``CheckpointError``."""
     tokenizer = resolve_tokenizer(config.tokenizer or config.model)
-    model, adapter = policy.model, policy.adapter
-    if not policy.gang.is_alone:  # a process of a gang holds only a shard
+    if policy.gang.is_alone:
+        model, state, adapter = policy.model, policy.state_dict(), policy.adapter
+    else:  # a process of a gang holds only a shard
         from areal_actors.training.stored_checkpoints import find_checkpoint
 
         # Training ends with one.
-        model, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
+        model, state, adapter = load_trained(config, find_checkpoint(directory.checkpoints, policy.version))
     lora = config.trainer.lora
     if adapter is not None and lora is not None and not lora.exports_merged:
         adapter.save(directory.adapter)
         _log.info("adapter_saved", path=str(directory.adapter))
         return
-    save_weights(model, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
+    save_weights(model, state, directory, tokenizer=tokenizer, step=policy.version, adapter=adapter)
     _log.info("model_saved", model=directory.model, path=str(directory.weights))
 
 

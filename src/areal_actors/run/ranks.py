@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
-from attrs import field, frozen
 
 from areal_actors.config import load_config
 from areal_actors.dashboard import RunDirectory
@@ -61,27 +60,6 @@ Leaving = Callable[[anyio.CancelScope], Coroutine[Any, Any, None]]
 """A function that cancels the scope when the rank has to exit."""
 
 
-@frozen(kw_only=True)
-class _RankSpec:
-    """The spec that a rank reads from its standard input."""
-
-    address: str
-    secret: bytes = field(repr=False)
-    job: Job
-
-    def to_line(self, name: str) -> bytes:
-        told = {
-            "role": "rank",
-            "name": name,
-            "address": self.address,
-            "secret": self.secret.hex(),
-            "config": str(self.job.directory.config),
-            "checkpoints": str(self.job.directory.checkpoints),
-            "step": None if self.job.counters is None else self.job.policy.version,
-        }
-        return json.dumps(told).encode() + b"\n"
-
-
 @asynccontextmanager
 async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIterator[GangMembers]:
     """Start the ranks on this machine, in parallel, and wait until each has its policy.
@@ -102,7 +80,14 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
         tasks = await stack.enter_async_context(open_tasks())
         # Reading stops even if a grandchild keeps a pipe open.
         stack.callback(tasks.cancel_scope.cancel)
-        spec = _RankSpec(address=address, secret=secret, job=job)
+        spec = {
+            "role": "rank",
+            "address": address,
+            "secret": secret.hex(),
+            "config": str(job.directory.config),
+            "checkpoints": str(job.directory.checkpoints),
+            "step": None if job.counters is None else job.policy.version,
+        }
         names = [f"rank-{number}" for number in range(1, num_more + 1)]
         children: dict[str, Child] = {}
         for name in names:
@@ -115,7 +100,7 @@ async def open_ranks(job: Job, *, command: Sequence[str] = _COMMAND) -> AsyncIte
             # All ranks wait for one that is stopped, in a collective operation without a deadline.
             tasks.start_soon(child.kill_when_stopped)
             tasks.start_soon(child.drain)
-        yield await _await_children(listener, spec, children)
+        yield await _await_children(listener, spec, children, logs=job.directory.path / "logs")
 
 
 @asynccontextmanager
@@ -155,7 +140,9 @@ async def expect_ranks(
     )
 
 
-async def _await_children(listener: Listener, spec: _RankSpec, children: Mapping[str, Child]) -> GangMembers:
+async def _await_children(
+    listener: Listener, spec: Mapping[str, object], children: Mapping[str, Child], *, logs: Path
+) -> GangMembers:
     """Return the ranks once all have joined. Raises ``GangError`` if one exits before that."""
     refs: dict[str, Ref[Ranks]] = {}
     failed: list[str] = []
@@ -177,19 +164,20 @@ async def _await_children(listener: Listener, spec: _RankSpec, children: Mapping
         child = children[failed[0]]
         await child.kill()
         raise GangError(f"{failed[0]} of the training gang did not come up. {child.describe_end()}")
-    logs = spec.job.directory.path / "logs"
     whereabouts = [
         f"process {child.process.pid}, which says more in {logs / name}.log" for name, child in children.items()
     ]
     return GangMembers(ranks=tuple(refs.values()), whereabouts=tuple(whereabouts))
 
 
-async def _start(child: Child, spec: _RankSpec, name: str, failed: list[str], scope: anyio.CancelScope) -> None:
+async def _start(
+    child: Child, spec: Mapping[str, object], name: str, failed: list[str], scope: anyio.CancelScope
+) -> None:
     """Send the rank its spec, and cancel ``scope`` if it exits: it would be awaited forever otherwise."""
     assert child.process.stdin is not None
     # A rank that has exited is noticed below.
     with suppress(OSError, anyio.BrokenResourceError, anyio.ClosedResourceError):
-        await child.process.stdin.send(spec.to_line(name))
+        await child.process.stdin.send(json.dumps({**spec, "name": name}).encode() + b"\n")
     await child.wait_for_leader()
     failed.append(name)
     scope.cancel()
@@ -208,8 +196,8 @@ async def serve_rank(spec: Mapping[str, Any]) -> None:
     """Run a rank that the first rank has started as a child, until the first rank is gone."""
     config = await to_thread.run_sync(load_config, Path(spec["config"]))
     policy = await to_thread.run_sync(_load_policy, config, Path(spec["checkpoints"]), spec["step"])
-    async with _joined(policy, spec["address"], secret=bytes.fromhex(spec["secret"]), node=spec["name"]) as joined:
-        await joined.stay(until_orphaned, until_signalled)
+    secret = bytes.fromhex(spec["secret"])
+    await _follow(policy, spec["address"], until_orphaned, until_signalled, secret=secret, node=spec["name"])
 
 
 async def serve_task(bootstrap: Bootstrap, controller: ReconnectingConnection) -> None:
@@ -235,11 +223,10 @@ async def serve_task(bootstrap: Bootstrap, controller: ReconnectingConnection) -
             f"{bootstrap.name} has not said within {seconds:g} s (scheduler.start_seconds) where rank {bootstrap.rank} "
             "is to join it."
         ) from None
-    async with _joined(policy, address, secret=bootstrap.secret, node=bootstrap.node) as joined:
-        # The cluster signals all tasks. Only the worker reacts: it may need this rank to save a checkpoint.
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_IGN)
-        await joined.stay()
+    # The cluster signals all tasks. Only the worker reacts: it may need this rank to save a checkpoint.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    await _follow(policy, address, secret=bootstrap.secret, node=bootstrap.node)
 
 
 def _load_policy(config: RunConfig, checkpoints: Path, step: int | None) -> PolicyTrainer:
@@ -249,36 +236,27 @@ def _load_policy(config: RunConfig, checkpoints: Path, step: int | None) -> Poli
     return policy
 
 
-@frozen(kw_only=True)
-class _Joined:
-    """A rank that is connected to the first one."""
+async def _follow(policy: PolicyTrainer, address: str, *leaving: Leaving, secret: bytes, node: str) -> None:
+    """Expose the policy to the first rank, which listens at ``address``.
 
-    peer: Peer
-    failed: anyio.Event
-
-    async def stay(self, *leaving: Leaving) -> None:
-        """Wait until the first rank is gone, this rank has failed, or one of ``leaving`` cancels."""
-        with tuned_gc():
-            async with anyio.create_task_group() as tasks:
-                for one in (*leaving, self._until_failed):
-                    tasks.start_soon(one, tasks.cancel_scope)
-                await self.peer.wait_closed()
-                tasks.cancel_scope.cancel()
-
-    async def _until_failed(self, scope: anyio.CancelScope) -> None:
-        await self.failed.wait()
-        scope.cancel()
-
-
-@asynccontextmanager
-async def _joined(policy: PolicyTrainer, address: str, *, secret: bytes, node: str) -> AsyncIterator[_Joined]:
-    """Expose the policy to the first rank, which listens at ``address``."""
+    Returns when the first rank is gone, this rank has failed, or one of ``leaving`` cancels.
+    """
     from areal_actors.training.gang_actors import (
         RankActor,  # torch takes seconds to import, and other workers do not need it
     )
 
+    actor = RankActor(policy)
+
+    async def until_failed(scope: anyio.CancelScope) -> None:
+        await actor.failed.wait()
+        scope.cancel()
+
     async with ActorSystem.open() as system:
-        actor = RankActor(policy)
         rank = await system.spawn(actor, name="rank")
         async with connect(address, secret=secret, node=node, expose={"rank": rank}) as peer:
-            yield _Joined(peer=peer, failed=actor.failed)
+            with tuned_gc():
+                async with anyio.create_task_group() as tasks:
+                    for one in (*leaving, until_failed):
+                        tasks.start_soon(one, tasks.cancel_scope)
+                    await peer.wait_closed()
+                    tasks.cancel_scope.cancel()

@@ -2,15 +2,16 @@
 
 Programs written for other systems import this class name. Requests are answered either by a running service of this
 library over HTTP (``_OverHttp``), or by the embedded engine with weights from this machine's disk (``_Embedded``). Both
-read the same request, in the format of OpenAI's API.
+read the same request, in the format of OpenAI's API; one with a ``prompt`` is a plain completion.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import anyio
 import httpx
@@ -20,15 +21,16 @@ from areal_actors.client import create_http_client
 from areal_actors.client.http import error_of
 from areal_actors.domain import Credential, TrainedModel
 from areal_actors.errors import ConfigError, InvalidRequest, ModelError, Unavailable
-from areal_actors.generation.model_host import ModelStack
 from areal_actors.lib.held_context import HeldContext
 from areal_actors.lib.loops import loop_identity
 from areal_actors.messages import Complete, ForgetSession, OpenSession
 from areal_actors.models import Catalogue
-from areal_actors.proxy.dialects.chat.request import parse_chat_request
-from areal_actors.proxy.dialects.completions import parse_completions_request
+from areal_actors.proxy.dialects.chat.answer import ChatDialect
+from areal_actors.proxy.dialects.completions import CompletionsDialect
 from areal_actors.run.inference import InferenceConfig, open_model
 from areal_actors.workflows.engine import GenerationConfig, ModelRequest
+
+T = TypeVar("T")
 
 _URL_VARIABLES = ("AREAL_BASE_URL", "OPENAI_BASE_URL")
 _KEY_VARIABLES = ("AREAL_API_KEY", "OPENAI_API_KEY")
@@ -161,12 +163,12 @@ class RemoteSGLangEngine:
     async def aclose(self) -> None:
         """Close what ``agenerate`` opened, and wait for it. Idempotent."""
         if self._answerer is not None:
-            await self._answerer.aclose()
+            await self._answerer.opened.aclose()
 
     def destroy(self) -> None:
         """Close without waiting, from synchronous code. Running generations are aborted soon after."""
         if self._answerer is not None:
-            self._answerer.close_soon()
+            self._answerer.opened.close_soon()
 
     async def __aenter__(self) -> Self:
         """Return the engine; nothing is opened before the first request."""
@@ -178,9 +180,6 @@ class RemoteSGLangEngine:
             await self.aclose()
 
 
-# --------------------------------------------------------------------------------------------------- the request
-
-
 def _first(environment: Mapping[str, str], names: Sequence[str]) -> str | None:
     return next((environment[name] for name in names if environment.get(name)), None)
 
@@ -189,34 +188,61 @@ _SHARED = ("temperature", "top_p", "top_k", "min_p", "frequency_penalty", "prese
 """Sampling settings that OpenAI's API has, and extensions with the names that other engines use."""
 
 
-# -------------------------------------------------------------------------------------------------- the embedded engine
+# ---------------------------------------------------------------------------------------------------- who answers
 
 
-class _Embedded:
-    """The embedded engine, opened by the first request and closed with its event loop at the latest.
+class _PerLoop(Generic[T]):
+    """A resource that the first use opens. It ends with its event loop; the next loop opens another."""
 
-    A request is in the format of OpenAI's API; one with a ``prompt`` is a plain completion.
-    """
-
-    def __init__(self, model: TrainedModel, config: InferenceConfig) -> None:
-        self._model = model
-        self._config = config
-        self._held: HeldContext[ModelStack] | None = None
+    def __init__(self, create: Callable[[], AbstractAsyncContextManager[T]]) -> None:
+        self._create = create
+        self._held: HeldContext[T] | None = None
         self._loop: object = None
         self._opening = anyio.Lock()
 
+    async def open(self) -> T:
+        """Return the resource of this event loop, open."""
+        if self._loop is not loop_identity():
+            self._held, self._loop, self._opening = None, loop_identity(), anyio.Lock()
+        async with self._opening:
+            if self._held is None or not self._held.is_open:
+                held = HeldContext(self._create)
+                await held.start()
+                self._held = held
+            return self._held.value
+
+    async def aclose(self) -> None:
+        """Close it, and wait for that."""
+        held, self._held = self._held, None
+        if held is not None and self._loop is loop_identity():
+            await held.aclose()
+
+    def close_soon(self) -> None:
+        """Close it without waiting."""
+        held, self._held = self._held, None
+        if held is not None:
+            held.close_soon()
+
+
+class _Embedded:
+    """The embedded engine with the weights of a model."""
+
+    def __init__(self, model: TrainedModel, config: InferenceConfig) -> None:
+        self._model = model
+        self.opened = _PerLoop(lambda: open_model(config, model))
+
     async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
-        parse = parse_completions_request if "prompt" in body else parse_chat_request
-        request = parse(body).request
-        stack = await self._open()
-        opened = await stack.sessions.ask(OpenSession(task="inference"))
+        dialect = CompletionsDialect() if "prompt" in body else ChatDialect()
+        request = dialect.parse(body).request
+        stack = await self.opened.open()
+        session = await stack.sessions.ask(OpenSession(task="inference"))
         try:
-            credential = Credential(session=opened.session)
+            credential = Credential(session=session.session)
             (answer,) = await stack.sessions.ask(Complete(credential=credential, request=request))
         finally:
             # Shielded: a cancelled request must not leave its session behind.
             with anyio.move_on_after(_FORGET_SECONDS, shield=True):
-                await stack.sessions.ask(ForgetSession(session=opened.session))
+                await stack.sessions.ask(ForgetSession(session=session.session))
         completion = answer.completion
         return GeneratedText(
             text=answer.message.content or "",
@@ -228,33 +254,9 @@ class _Embedded:
             output_logprobs=tuple(completion.logprobs.tolist()),
         )
 
-    async def _open(self) -> ModelStack:
-        # An engine of an earlier loop has ended with that loop.
-        if self._loop is not loop_identity():
-            self._held, self._loop, self._opening = None, loop_identity(), anyio.Lock()
-        async with self._opening:
-            if self._held is None or not self._held.is_open:
-                held = HeldContext(lambda: open_model(self._config, self._model))
-                await held.start()
-                self._held = held
-            return self._held.value
-
-    async def aclose(self) -> None:
-        held, self._held = self._held, None
-        if held is not None and self._loop is loop_identity():
-            await held.aclose()
-
-    def close_soon(self) -> None:
-        held, self._held = self._held, None
-        if held is not None:
-            held.close_soon()
-
-
-# ---------------------------------------------------------------------------------------------------- a running service
-
 
 class _OverHttp:
-    """A running service, with the methods of ``_Embedded``.
+    """A running service.
 
     Its model list is checked once, before the first request: the service would answer an unknown name with its policy.
     """
@@ -263,9 +265,8 @@ class _OverHttp:
         self._model = model
         self._base_url = base_url.rstrip("/")
         self._headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
-        self._http: httpx.AsyncClient | None = None
-        self._loop: object = None
         self._is_known = False
+        self.opened = _PerLoop(create_http_client)
 
     async def answer(self, body: Mapping[str, Any]) -> GeneratedText:
         if not self._is_known:
@@ -290,21 +291,11 @@ class _OverHttp:
         )
 
     async def _request(self, method: str, route: str, **options: Any) -> Any:
-        # A client is bound to its event loop, and each anyio.run of a program begins another one.
-        if self._http is None or self._loop is not loop_identity():
-            self._http, self._loop = create_http_client(), loop_identity()
+        http = await self.opened.open()
         try:
-            response = await self._http.request(method, f"{self._base_url}/{route}", headers=self._headers, **options)
+            response = await http.request(method, f"{self._base_url}/{route}", headers=self._headers, **options)
         except httpx.HTTPError as error:
             raise Unavailable(f"{self._base_url} cannot be reached: {error}; check that the service runs.") from error
         if response.is_error:
             raise error_of(response)
         return response.json()
-
-    async def aclose(self) -> None:
-        http, self._http = self._http, None
-        if http is not None and self._loop is loop_identity():
-            await http.aclose()
-
-    def close_soon(self) -> None:
-        self._http = None

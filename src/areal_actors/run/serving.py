@@ -7,7 +7,6 @@ names held-out problems and an agent, that agent is run for evaluation only.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -17,22 +16,19 @@ from anyio import to_thread
 from attrs import evolve
 
 from areal_actors.config import RunConfig
-from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
+from areal_actors.dashboard import RunDirectory, RunSummary
 from areal_actors.domain import Role
 from areal_actors.errors import ConfigError
 from areal_actors.lib import loops
 from areal_actors.lib.atomic_write import atomic_write
 from areal_actors.lib.notebooks import require_no_event_loop
-from areal_actors.lib.telemetry import logging_to_file
-from areal_actors.lib.tracing import open_tracing
 from areal_actors.messages import Endpoint
 from areal_actors.proxy.server import check_access
-from areal_actors.run.advice import log_advice, warn_of_singletons
-from areal_actors.run.checks import log_functions, require_config, try_functions
-from areal_actors.run.controller import run_plan
-from areal_actors.run.directory import directory_of, prepared_directory
+from areal_actors.run.checks import require_config
+from areal_actors.run.directory import directory_of
 from areal_actors.run.job import prepare_agents
 from areal_actors.run.plan import RunPlan, has_rollouts
+from areal_actors.run.training import run_in_directory
 from areal_actors.training.phases import PhaseName
 
 Announce = Callable[[Endpoint, RunDirectory], None]
@@ -94,12 +90,10 @@ class Server:
         # A resumed service may have its key in its directory.
         if not resume:
             check_access(evolve(config.proxy, admin_key=config.proxy.admin_key or self._admin_key))
-        functions = await to_thread.run_sync(try_functions, config)
         placed = config.scheduler.roles.placed
         # An agent whose role is placed in a worker is prepared there.
         is_run_here = has_rollouts(config, is_service=True) and Role.ROLLOUT not in placed
         opening = prepare_agents(config, logs=directory.agent_logs) if is_run_here else nullcontext()
-        started = time.monotonic()
 
         async def tell(endpoint: Endpoint) -> None:
             # Before the announcement, which tells agents to read the key from this file.
@@ -108,24 +102,16 @@ class Server:
             if announce is not None:
                 announce(endpoint, directory)
 
-        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
-            log_functions(functions)
-            log_advice(config, is_service=True)
-            warn_of_singletons(config, {"rollout.group_size": config.rollout.group_size})
-            known = directory.admin_key.read_text(encoding="utf-8").strip() if directory.admin_key.exists() else None
-            async with opening as agents:
-                plan = RunPlan(
-                    config=config,
-                    directory=directory,
-                    agents=agents,
-                    is_service=True,
-                    resume=resume,
-                    admin_key=self._admin_key or known,  # that of before a restart, which agents know
-                    announce=tell,
-                    is_handling_signals=is_handling_signals,
-                )
-                await run_plan(plan)
-        return summarize_run(directory, seconds=time.monotonic() - started)
+        plan = RunPlan(
+            config=config,
+            directory=directory,
+            is_service=True,
+            resume=resume,
+            admin_key=self._admin_key,
+            announce=tell,
+            is_handling_signals=is_handling_signals,
+        )
+        return await run_in_directory(plan, opening)
 
 
 def describe_service(endpoint: Endpoint, directory: RunDirectory) -> str:

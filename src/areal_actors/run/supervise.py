@@ -56,7 +56,6 @@ _INCARNATION_STRIDE = 1000
 A cluster that restarts a job by itself uses the numbers in between.
 """
 _CHECK_SECONDS = 0.5
-_MAX_DOUBLINGS = 3
 _FIRST_PAUSE_SECONDS = 0.5
 _MAX_PAUSE_SECONDS = 30.0
 
@@ -280,15 +279,13 @@ class PlacementBarrier:
 
     Args:
         roles: roles without which the run cannot work; one worker of each is enough.
-        seconds: how long some roles may hold resources while others wait. It doubles after each failed attempt, up to
-            eightfold, so that a run on a full cluster of small jobs eventually waits long enough.
+        seconds: how long some roles may hold resources while others wait.
         jitter: a function that returns a number from 0 to 1.
     """
 
     def __init__(self, roles: Iterable[Role], *, seconds: float, jitter: Callable[[], float] = random.random) -> None:
         self._roles, self._seconds, self._jitter = frozenset(roles), seconds, jitter
         self._members: dict[str, tuple[Role, Placement]] = {}
-        self._num_in_vain = 0
         self._split_until: float | None = None
         self.num_releases = 0
         """How many times everything has been released."""
@@ -322,19 +319,15 @@ class PlacementBarrier:
 
         ``now`` is the time in seconds on the event loop's clock.
         """
-        if self.is_complete:
-            self._num_in_vain = 0
         if not self.waiting:
             self._split_until = None
         elif self._split_until is None:
             # Randomized by 25 percent either way, so that two runs do not release at the same moment.
-            patience = self._seconds * 2.0 ** min(self._num_in_vain, _MAX_DOUBLINGS)
-            self._split_until = now + patience * (0.75 + self._jitter() / 2)
+            self._split_until = now + self._seconds * (0.75 + self._jitter() / 2)
         elif now >= self._split_until:
             pause = self._seconds * (0.5 + self._jitter())
             _log.warning("resources_released", no_room_for=sorted(self.waiting), again_in_seconds=round(pause, 1))
             self._split_until, self.opens_at = None, now + pause
-            self._num_in_vain += 1
             self.num_releases += 1
 
     def _find(self, state: PlacementState) -> frozenset[Role]:

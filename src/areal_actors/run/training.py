@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import anyio
 from anyio import to_thread
+from attrs import evolve
 
 from areal_actors.config import RunConfig
 from areal_actors.dashboard import RunDirectory, RunSummary, summarize_run
@@ -25,7 +26,8 @@ from areal_actors.lib.notebooks import Startable, format_table, require_no_event
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.lib.telemetry import logging_to_file
 from areal_actors.lib.tracing import open_tracing
-from areal_actors.run.advice import log_advice
+from areal_actors.rollouts.runner import Agents
+from areal_actors.run.advice import log_advice, warn_of_singletons
 from areal_actors.run.checks import check_teacher, log_functions, require_config, try_functions
 from areal_actors.run.controller import run_plan
 from areal_actors.run.directory import directory_of, prepared_directory
@@ -113,7 +115,6 @@ class Trainer:
         config = self.config
         _check_complete(config, has_workflow=workflow is not None)
         # Before the run directory is prepared, so that no mistake in them moves an earlier run aside.
-        functions = await to_thread.run_sync(try_functions, config)
         supervised = await to_thread.run_sync(load_supervised, config)
         await check_teacher(config)
         directory = directory_of(config, run_dir)
@@ -128,22 +129,35 @@ class Trainer:
         prepare = partial(prepare_agents, workflow=workflow, workflow_kwargs=workflow_kwargs, logs=directory.agent_logs)
         has_agent = workflow is not None or any(rollout.workflow is not None for rollout in config.agents.values())
         opening = nullcontext() if is_rollout_apart or not has_agent else prepare(config)
-        started = time.monotonic()
-        with prepared_directory(config, directory, resume=resume), logging_to_file(directory.log), open_tracing():
-            log_functions(functions)
-            log_advice(config, is_service=False)
-            async with opening as agents:
-                plan = RunPlan(
-                    config=config,
-                    directory=directory,
-                    agents=agents,
-                    supervised=supervised,
-                    resume=resume,
-                    is_handling_signals=is_handling_signals,
-                    control=control,
-                )
-                await run_plan(plan)
-        return summarize_run(directory, seconds=time.monotonic() - started)
+        plan = RunPlan(
+            config=config,
+            directory=directory,
+            supervised=supervised,
+            resume=resume,
+            is_handling_signals=is_handling_signals,
+            control=control,
+        )
+        return await run_in_directory(plan, opening)
+
+
+async def run_in_directory(plan: RunPlan, opening: AbstractAsyncContextManager[Agents | None]) -> RunSummary:
+    """Carry out ``plan`` with the agents that ``opening`` opens, in its directory, which is locked meanwhile.
+
+    Raises the ``ArealError`` that ended the run, or that kept it from beginning.
+    """
+    config, directory, started = plan.config, plan.directory, time.monotonic()
+    functions = await to_thread.run_sync(try_functions, config)
+    with prepared_directory(config, directory, resume=plan.resume), logging_to_file(directory.log), open_tracing():
+        log_functions(functions)
+        log_advice(config)
+        if plan.is_service:
+            warn_of_singletons(config, {"rollout.group_size": config.rollout.group_size})
+        if plan.is_service and plan.admin_key is None and directory.admin_key.exists():
+            # Of before a restart: agents know it.
+            plan = evolve(plan, admin_key=directory.admin_key.read_text(encoding="utf-8").strip())
+        async with opening as agents:
+            await run_plan(evolve(plan, agents=agents))
+    return summarize_run(directory, seconds=time.monotonic() - started)
 
 
 class TrainingRun:

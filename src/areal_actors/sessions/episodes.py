@@ -67,13 +67,6 @@ class EpisodeRecord:
         for turn in tuple(self.turns):
             yield turn
 
-    def has(self, turn: TurnEnded) -> bool:
-        """Return whether ``turn`` is recorded, with the same outcome."""
-        return any(
-            (known.interaction.id, known.interaction.status) == (turn.interaction.id, turn.interaction.status)
-            for known in self.turns
-        )
-
 
 class EpisodeRecords:
     """The records of the episodes that run, by place.
@@ -95,7 +88,6 @@ class EpisodeRecords:
         self._clock = clock
         self._is_broken = False
         self._records: dict[GroupId, dict[int, EpisodeRecord]] = {}
-        self._by_name: dict[SessionId, EpisodeRecord] = {}
         for episode in restored:
             self._add(
                 EpisodeRecord(
@@ -124,16 +116,10 @@ class EpisodeRecords:
         record.recording = Recording(record.turns)
         return record
 
-    def find(self, name: SessionId) -> EpisodeRecord | None:
-        """Return the record of this name, unless it is forgotten."""
-        return self._by_name.get(name)
-
     def forget(self, group: GroupId, member: int | None) -> None:
         """Forget a member of ``group``, or all of them: their rows are stored."""
         members = self._records.get(group, {})
         gone = [members.pop(at) for at in list(members) if member is None or at == member]
-        for record in gone:
-            del self._by_name[record.name]
         self.note(*(SessionForgotten(session=record.name) for record in gone))
         if not members:
             self._records.pop(group, None)
@@ -158,7 +144,6 @@ class EpisodeRecords:
 
     def _add(self, record: EpisodeRecord) -> None:
         self._records.setdefault(record.place.group, {})[record.place.member] = record
-        self._by_name[record.name] = record
 
 
 def digest_request(plan: PromptPlan, tag: str | None) -> str:

@@ -74,7 +74,6 @@ from areal_actors.messages import (
     TrainingEnded,
     WatchSessions,
 )
-from areal_actors.workflows.rollout import MemberOutcome, fail_together
 
 _log = get_logger(__name__)
 
@@ -91,7 +90,6 @@ class IntakeConfig:
     """Size of a group whose agents do not give one."""
     group_timeout_seconds: float = field(default=600.0, validator=gt(0))
     grace_seconds: float = field(default=60.0, validator=ge(0))
-    member_outcome: MemberOutcome = MemberOutcome.DROP_MEMBER
     is_delivering: bool = True
     """Whether groups go to the trainer; otherwise finished sessions are lent to clients that ask for them."""
     seed: int = 0
@@ -320,15 +318,14 @@ class IntakeKeeper(Actor[Intake]):
         nothing = evolve(nothing, num_turns=len(record.interactions), logged=record.logged)
         if not has_reward(record):
             return evolve(nothing, failure=_EXPIRED if seat.is_expired else _NO_REWARD, is_rejected=not seat.is_expired)
-        if seat.is_expired and self._config.member_outcome is not MemberOutcome.KEEP_PARTIAL:
+        if seat.is_expired:
             return evolve(nothing, failure=_EXPIRED)
         try:
-            episode = await self._peers.exports.ask(ExportSession(session=session, member=seat.member))
+            return await self._peers.exports.ask(ExportSession(session=session, member=seat.member))
         except (ActorError, CustomFunctionError):
             raise
         except ArealError as error:
             return evolve(nothing, failure=f"Its rows cannot be built: {error}")
-        return evolve(episode, cut_short=_EXPIRED) if seat.is_expired else episode
 
     # ------------------------------------------------------------------------------------------------- groups
 
@@ -339,8 +336,6 @@ class IntakeKeeper(Actor[Intake]):
         is_accepted = False
         if group.is_trained and self._config.is_delivering:
             finished = group.finished()
-            if self._config.member_outcome is MemberOutcome.FAIL_GROUP:
-                finished = evolve(finished, episodes=fail_together(finished.episodes))
             trained = tuple(episode.session for episode in finished.episodes if episode.failure is None)
             if trained:
                 # Before the delivery: a crash in between restores the group as queued and delivers it again.

@@ -149,8 +149,6 @@ def restore_retry_cache(recovered: RecoveredSession, *, now: float, wall_now: fl
         if turn.attempt is not None and len(answers) == len(turn.siblings):
             sending = attempts.begin(turn.attempt, turn.siblings, None, now)
             sending.end(answers, now - max(wall_now - turn.ended_at, 0.0))
-            # Whether the caller received them is unknown; a user is not charged twice.
-            sending.is_delivered = True
     for name, turn in known.items():
         if turn.interaction.reward is not None:
             attempts.note_read(name)

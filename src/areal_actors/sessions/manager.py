@@ -10,11 +10,10 @@ restored when the manager starts.
 
 from __future__ import annotations
 
-import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Hashable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Hashable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import anyio
 from anyio import to_thread
@@ -22,7 +21,6 @@ from attrs import define, evolve, field, frozen
 from attrs.validators import matches_re, optional
 
 from areal_actors.cache import ConversationTree, Session, SessionSettings, SessionStore
-from areal_actors.cache.history import full_history
 from areal_actors.cache.limits import EpisodeBudget, count_sampled
 from areal_actors.cache.roles import AGENT_ROLE
 from areal_actors.cache.session import SHARD_NAME, create_token_factory
@@ -30,24 +28,23 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Attempt,
-    ChatMessage,
     CompletionRequest,
     Credential,
+    Interaction,
     InteractionId,
     SampledTokens,
     SampleKey,
     SessionId,
     SessionRecord,
     StreamItem,
-    Tool,
     merge_numbers,
 )
-from areal_actors.errors import NotFound, PreviousNotFound, QuotaExceeded, RequestError, Unavailable
+from areal_actors.errors import NotFound, QuotaExceeded, Unavailable
 from areal_actors.journal import Journal, NoJournal, RecoveredSession
 from areal_actors.kernel import Actor, Context, Ref
 from areal_actors.lib.settings import constant
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.lib.tracing import CompletionTrace
+from areal_actors.lib.tracing import start_span
 from areal_actors.messages import (
     Capacity,
     CheckCredential,
@@ -62,14 +59,9 @@ from areal_actors.messages import (
     ForgetEpisodes,
     ForgetSession,
     Generation,
-    HideAnswer,
     Intake,
     LogNumbers,
-    NoteRefusal,
-    OpenedEpisode,
-    OpenEpisode,
     OpenSession,
-    RecordTurn,
     SessionClosed,
     SessionFinished,
     SessionOpened,
@@ -78,7 +70,6 @@ from areal_actors.messages import (
     SessionsView,
     SetReward,
     SettlePermit,
-    StoredAnswer,
     StreamComplete,
     WatchSessions,
 )
@@ -100,6 +91,9 @@ from areal_actors.sessions.request import (
     sampling,
 )
 from areal_actors.sessions.retries import CachedRequest, RetryCache
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 _log = get_logger(__name__)
 
@@ -130,30 +124,6 @@ class _Extras:
     journal: SessionJournal | None = None
     record: EpisodeRecord | None = None
     """The record of an episode, which outlives the session. The session's journal writes to it."""
-    hidden: set[InteractionId] = field(factory=set)
-    """Answers that a client has deleted."""
-    threads: dict[InteractionId, tuple[tuple[ChatMessage, ...], tuple[Tool, ...]]] = field(factory=dict)
-    """Instructions and tools of threads, by the answers that can be continued. They are not written to the journal."""
-
-    def in_thread(self, request: CompletionRequest) -> CompletionRequest:
-        """Return the request with the instructions and tools of the thread that it continues.
-
-        Raises ``PreviousNotFound`` for a thread of an earlier process; clients then send the history.
-        """
-        if not request.is_thread or request.previous is None:
-            return request
-        if request.previous not in self.threads:
-            raise PreviousNotFound(request.previous)
-        instructions, tools = self.threads[request.previous]
-        if not request.has_instructions:
-            request = evolve(request, messages=(*instructions, *request.messages), has_instructions=bool(instructions))
-        return request if request.tools else evolve(request, tools=tools)
-
-    def note_thread(self, request: CompletionRequest, interactions: Iterable[InteractionId]) -> None:
-        """Store what the thread of ``request`` needs in order to be continued from one of ``interactions``."""
-        if request.is_thread:
-            held = request.messages[: int(request.has_instructions)], request.tools
-            self.threads |= dict.fromkeys(interactions, held)
 
     def admit(self, tree: ConversationTree, request: CompletionRequest, role: str) -> int | None:
         """Return how many tokens each answer may have within the limits of the episode; ``None`` is any number.
@@ -169,20 +139,16 @@ class _Extras:
 
     def note_answered(
         self,
-        request: CompletionRequest,
         answers: tuple[Answer, ...],
         attempt: Attempt | None,
         parent: InteractionId | None,
     ) -> None:
         """Treat a request that was answered from a recording as one that was sampled."""
         names, now = tuple(answer.interaction for answer in answers), anyio.current_time()
-        self.note_thread(request, names)
         if parent is not None:
             self.attempts.note_read(parent)
         if attempt is not None:
-            sending = self.attempts.begin(attempt, names, None, now)
-            sending.end(answers, now)
-            sending.is_delivered = True
+            self.attempts.begin(attempt, names, None, now).end(answers, now)
 
     @property
     def changing(self) -> AbstractAsyncContextManager[None]:
@@ -316,7 +282,7 @@ class SessionManager(Actor[Sessions]):
     async def end(self, message: EndSession) -> SessionClosed:
         """Set the final reward if there is one, and refuse completions from now on. Ending twice is harmless."""
         credential = message.credential
-        session = self._store.resolve_control(credential, is_capability=credential.is_capability)
+        session = self._store.resolve_control(credential)
         extras = self._extras[session.id]
         if message.final_reward is not None:
             self._for_reward(message.credential)
@@ -359,14 +325,12 @@ class SessionManager(Actor[Sessions]):
     async def log(self, message: LogNumbers) -> None:
         """Store named numbers with the session."""
         credential = message.credential
-        session = self._store.for_log(credential, anyio.current_time(), is_capability=credential.is_capability)
+        session = self._store.for_log(credential, anyio.current_time())
         session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @CheckCredential.handler
     async def check(self, message: CheckCredential) -> SessionId:
-        """Return the session that a credential opens for completions, or may reward."""
-        if message.for_reward:
-            return self._for_reward(message.credential).id
+        """Return the session that a credential opens for completions."""
         return self._open_for(message.credential).id
 
     @DescribeSessions.handler
@@ -417,22 +381,6 @@ class SessionManager(Actor[Sessions]):
             self._store.end(message.session, anyio.current_time())
         self._store.acknowledge(message.session)
 
-    @OpenEpisode.handler(concurrency=_MANY)
-    async def open_episode(self, message: OpenEpisode) -> OpenedEpisode | None:
-        """Return what is recorded of an episode without a session."""
-        if self._records is None:
-            return None
-        name = SessionId(f"{message.place.group}-{message.place.member}-{secrets.token_hex(8)}")
-        record = await self._records.open(message.place, key=message.key, name=name)
-        return OpenedEpisode(name=record.name, turns=tuple(record.turns), is_remade=record.is_remade)
-
-    @RecordTurn.handler(concurrency=_MANY)
-    async def record_turn(self, message: RecordTurn) -> None:
-        """Record a turn of an episode without a session."""
-        record = None if self._records is None else self._records.find(message.turn.session)
-        if record is not None and not record.has(message.turn):
-            await record.write(message.turn)
-
     @ForgetEpisodes.handler
     async def forget_episodes(self, message: ForgetEpisodes) -> None:
         """Forget recorded turns whose rows are stored."""
@@ -444,10 +392,10 @@ class SessionManager(Actor[Sessions]):
         return self._store.get(session).tree
 
     def _for_reward(self, credential: Credential) -> Session:
-        return self._store.for_reward(credential, anyio.current_time(), is_capability=credential.is_capability)
+        return self._store.for_reward(credential, anyio.current_time())
 
     def _resolve(self, credential: Credential) -> Session:
-        return self._store.resolve(credential, is_capability=credential.is_capability)
+        return self._store.resolve(credential)
 
     async def _settle(self, session: SessionId) -> None:
         """Return the permit that was claimed for this session alone, if there is one."""
@@ -500,14 +448,12 @@ class SessionManager(Actor[Sessions]):
     @Complete.handler(concurrency=100_000)
     async def complete(self, message: Complete) -> tuple[Answer, ...]:
         """Answer without streaming: record all choices, or none."""
-        trace = None if message.trace is None else CompletionTrace.begin(message.trace)
+        span = _start_span(message)
         begun = await self._repeat_or_begin(message)
         if not isinstance(begun, PendingRequest):
             return begun
-        begun.follow(trace)
-        answers = await answer(begun, self._generation)
-        begun.note_delivered()
-        return answers
+        begun.trace(span)
+        return await answer(begun, self._generation)
 
     @StreamComplete.handler(concurrency=100_000)
     async def stream_complete(self, message: StreamComplete) -> AsyncIterator[StreamItem]:
@@ -515,13 +461,13 @@ class SessionManager(Actor[Sessions]):
 
         The choices of one request are sampled together and delivered one after another.
         """
-        trace = None if message.trace is None else CompletionTrace.begin(message.trace)
+        span = _start_span(message)
         turn = await self._repeat_or_begin(message)
         if not isinstance(turn, PendingRequest):
             for item in replay(turn, with_tokens=message.request.streams_tokens):
                 yield item
             return
-        turn.follow(trace)
+        turn.trace(span)
         async with sampling(turn, self._generation) as streams:
             for choice, chunks in zip(turn.choices, streams, strict=True):
                 yield AnswerStarted(
@@ -539,41 +485,21 @@ class SessionManager(Actor[Sessions]):
                 check_complete(turn, choice)
                 for answer in await turn.complete(choice):
                     yield answer
-        turn.note_delivered()
-
-    @NoteRefusal.handler
-    async def note_refusal(self, message: NoteRefusal) -> None:
-        """Remember a request that was refused, unless its session is gone."""
-        with suppress(RequestError):
-            session = self._open_for(message.credential)
-            self._extras[session.id].attempts.refuse(message.attempt, anyio.current_time())
 
     @DescribeAnswer.handler
-    async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
-        """Return a completed answer with the messages of its request."""
+    async def describe_answer(self, message: DescribeAnswer) -> Interaction:
+        """Return a completed answer."""
         session = self._resolve(message.credential)
         turn = session.tree.get(message.interaction)
-        if turn.completed_order is None or turn.id in self._extras[session.id].hidden:
-            raise NotFound(f"Session {session.id} has no answer {turn.id}: it was not completed, or was deleted.")
-        return StoredAnswer(interaction=turn, messages=full_history(turn, session.tree.get, with_answer=False))
-
-    @HideAnswer.handler
-    async def hide_answer(self, message: HideAnswer) -> InteractionId:
-        """Hide an answer from those who ask for it by its id."""
-        stored = await self.describe_answer(
-            DescribeAnswer(credential=message.credential, interaction=message.interaction)
-        )
-        session = self._resolve(message.credential)
-        self._extras[session.id].hidden.add(stored.interaction.id)
-        if not message.is_trained:
-            session.tree.withhold(stored.interaction.id)
-        return stored.interaction.id
+        if turn.completed_order is None:
+            raise NotFound(f"Session {session.id} has no answer {turn.id}: it was not completed.")
+        return turn
 
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
         """Return the length of the prompt, without recording anything."""
-        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
-        request = self._extras[session.id].in_thread(message.request)
+        session = self._store.resolve(message.credential)
+        request = message.request
         encoded: dict[Hashable, Any] = {}
         while True:
             try:
@@ -623,9 +549,7 @@ class SessionManager(Actor[Sessions]):
             if sending.work is not None:
                 await sending.work.wait()
             if sending.answers is not None:
-                # The first caller may have left before it received them.
-                is_repeated, sending.is_delivered = sending.is_delivered, True
-                return tuple(evolve(answer, is_repeated=is_repeated) for answer in sending.answers), None
+                return tuple(evolve(answer, is_repeated=True) for answer in sending.answers), None
             # The earlier sending ended without an answer, so this retry takes its place.
             attempts.forget(sending)
             cut = sending
@@ -635,7 +559,7 @@ class SessionManager(Actor[Sessions]):
         return None, cut
 
     def _open_for(self, credential: Credential) -> Session:
-        return self._store.for_completion(credential, anyio.current_time(), is_capability=credential.is_capability)
+        return self._store.for_completion(credential, anyio.current_time())
 
     def _begin(
         self, message: Complete | StreamComplete, cut: CachedRequest[PendingRequest] | None
@@ -643,7 +567,7 @@ class SessionManager(Actor[Sessions]):
         """Begin a turn, or return the answers that an earlier run of the same agent was given."""
         session = self._open_for(message.credential)
         extras = self._extras[session.id]
-        request = extras.in_thread(message.request)
+        request = message.request
         # Before any that the request names, so that a program with this key cannot choose another role. Not put into
         # the request: its copy costs 3.5 µs.
         tag = session.role_of_key(message.credential.key) or request.tag
@@ -656,7 +580,7 @@ class SessionManager(Actor[Sessions]):
             recorded = extras.record.recording.take(digest)
             if recorded:
                 answers = answer_again(session.tree, plan, recorded, tag)
-                extras.note_answered(request, answers, message.attempt, plan.parent)
+                extras.note_answered(answers, message.attempt, plan.parent)
                 return answers
         if num_left is not None and request.sampling.max_new_tokens > num_left:
             # After its digest: what was sampled before may differ in an agent that starts over.
@@ -671,6 +595,10 @@ class SessionManager(Actor[Sessions]):
             digest=digest,
             tag=tag,
         )
-        extras.note_thread(request, [choice.interaction for choice in turn.choices])
         turn.begin_in(extras.attempts, message.attempt)
         return turn
+
+
+def _start_span(message: Complete | StreamComplete) -> Span | None:
+    """Start the span of a completion, if its request is traced. It ends with the turn; a repeated answer has none."""
+    return None if message.traceparent is None else start_span("completion", {"traceparent": message.traceparent})

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
@@ -42,7 +43,6 @@ from areal_actors.domain import (
     Sampling,
     StreamItem,
     TextDelta,
-    TokenHash,
     Tool,
     ToolArgumentsDelta,
     ToolCallStarted,
@@ -50,16 +50,20 @@ from areal_actors.domain import (
     TurnEnded,
     Usage,
     as_ints,
+    digest_tokens,
     join_chunks,
     split_completion,
 )
 from areal_actors.errors import ActorStopped, ContextLengthExceeded, SessionEnded, Unavailable, UnsupportedParameter
 from areal_actors.kernel import Ref
-from areal_actors.lib.tracing import CompletionTrace, SampledChoice
+from areal_actors.lib.tracing import set_error
 from areal_actors.messages import Generate, Generation
 from areal_actors.rendering import AnswerStream, Renderer, join_deltas
 from areal_actors.sessions.journal import SessionJournal
 from areal_actors.sessions.retries import CachedRequest, RetryCache
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span
 
 Streams = list[AsyncIterator[Chunk]]
 
@@ -80,7 +84,7 @@ class PendingRequest:
     sending: CachedRequest[PendingRequest] | None = None
     journal: SessionJournal | None = None
     digest: str | None = None
-    trace: CompletionTrace | None = None
+    span: Span | None = None
     _ended: anyio.Event | None = field(default=None, init=False)
 
     def begin_in(self, attempts: RetryCache[PendingRequest], attempt: Attempt | None) -> None:
@@ -96,18 +100,13 @@ class PendingRequest:
             self.sending = attempts.begin(attempt, interactions, self, anyio.current_time())
             self.sending.asked = asked_of(self.plan.request, self.requests[0].key)
 
-    def follow(self, trace: CompletionTrace | None) -> None:
-        """Trace the request, whose prompt has been rendered, if there is a ``trace``."""
-        if trace is not None:
-            self.trace = trace
-            trace.note_rendered()
+    def trace(self, span: Span | None) -> None:
+        """Have the request, whose prompt has been rendered, described by ``span``."""
+        self.span = span
+        if span is not None:
+            span.add_event("rendered")
             for choice in self.choices:
-                choice.trace = trace
-
-    def note_delivered(self) -> None:
-        """Record that a caller has received the answers, and counted their tokens."""
-        if self.sending is not None:
-            self.sending.is_delivered = True
+                choice.span = span
 
     async def wait(self) -> None:
         """Wait until the turn ends, in whatever way."""
@@ -121,17 +120,16 @@ class PendingRequest:
             Unavailable: the answers could not be written, and are not recorded.
             SessionEnded: the session ended while the answers waited to be written.
         """
-        with nullcontext() if self.trace is None else self.trace.capturing():
-            if self.journal is None or not choices:
-                return tuple(choice.complete() for choice in choices)
-            # Held from the decision to the change, so that the journal and the tree agree on one order.
-            async with self.journal.lock:
-                for choice in choices:
-                    # The session may have ended while this turn waited for the lock.
-                    check_complete(self, choice)
-                now = self.journal.clock()
-                await self.journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
-                return tuple([choice.complete() for choice in choices])
+        if self.journal is None or not choices:
+            return tuple(choice.complete() for choice in choices)
+        # Held from the decision to the change, so that the journal and the tree agree on one order.
+        async with self.journal.lock:
+            for choice in choices:
+                # The session may have ended while this turn waited for the lock.
+                check_complete(self, choice)
+            now = self.journal.clock()
+            await self.journal.write(*[self._event(*choice.prepare(), now) for choice in choices])
+            return tuple([choice.complete() for choice in choices])
 
     def _event(self, interaction: Interaction, answer: Answer | None, now: float) -> TurnEnded:
         history, sending = self.plan.match.history, self.sending
@@ -170,9 +168,27 @@ class PendingRequest:
             self.sending.end(answers if len(answers) == len(self.choices) else None, now)
         if self._ended is not None:
             self._ended.set()
-        if self.trace is not None:
-            choices = tuple(choice.describe_sampled() for choice in self.choices)
-            self.trace.record(choices, num_prompt_tokens=len(self.plan.token_ids))
+        if self.span is not None:
+            self._describe(self.span)
+
+    def _describe(self, span: Span) -> None:
+        """End the span with what was sampled, for how long a prompt and with which weights."""
+        chunks = [chunk for choice in self.choices for chunk in choice.chunks]
+        span.set_attributes(
+            {
+                "areal.interactions": [choice.interaction for choice in self.choices],
+                "areal.cached_tokens": max((chunk.num_cached_tokens for chunk in chunks), default=0),
+                "areal.weights.versions": sorted({chunk.version for chunk in chunks if len(chunk.token_ids)}),
+                "gen_ai.usage.input_tokens": len(self.plan.token_ids),
+                "gen_ai.usage.output_tokens": sum(len(chunk.token_ids) for chunk in chunks),
+                "gen_ai.response.finish_reasons": [chunk.finish.value for chunk in chunks if chunk.finish is not None],
+            }
+        )
+        unanswered = [choice.interaction for choice in self.choices if choice.answer is None]
+        if unanswered:
+            recorded = self.session.tree.get(unanswered[0])
+            set_error(span, recorded.failure or recorded.status.value)
+        span.end()
 
     def fail(self, reason: str) -> None:
         """Record why no answer was produced."""
@@ -299,8 +315,8 @@ class RequestPlanner:
                 "Send one of the two.",
                 param="messages",
             )
-        prompt_hash = session.tree.hash_prompt(plan)
-        keys = sample_keys.keys(request, prompt_hash, asked)
+        prompt_digest = digest_tokens(plan.token_ids)
+        keys = sample_keys.keys(request, prompt_digest, asked)
         # The id that the client sees.
         first = f"{request.id_prefix}{self._token()}"
         names = [first, *(f"{first}-{index}" for index in range(1, request.num_choices))]
@@ -327,7 +343,7 @@ class RequestPlanner:
         )
         choices: list[Choice] = []
         for index, name in enumerate(names):
-            session.tree.begin(InteractionId(name), plan, prompt_hash=prompt_hash, sampling=sampling, tag=tag)
+            session.tree.begin(InteractionId(name), plan, sampling=sampling, tag=tag)
             choice = Choice(
                 interaction=InteractionId(name),
                 index=index,
@@ -398,10 +414,10 @@ class SampleKeys:
         return keys
 
     def keys(
-        self, request: CompletionRequest, prompt_hash: TokenHash, asked: tuple[str, int] | None = None
+        self, request: CompletionRequest, prompt_digest: str, asked: tuple[str, int] | None = None
     ) -> list[SampleKey]:
         """Return one key per choice. ``asked`` is of the request that this one replaces, and counts for its prompt."""
-        digest = prompt_hash.hexdigest()[:_NUM_KEY_DIGITS]
+        digest = prompt_digest[:_NUM_KEY_DIGITS]
         choices = range(request.num_choices)
         if request.seed is not None:
             return [SampleKey(seed=request.seed, path=("request", digest, choice)) for choice in choices]
@@ -479,11 +495,11 @@ class Choice:
             self._parser = self._open_parser(is_eager=is_streaming)
             self._said += self._parser.begin(plan.beginning)
             self._num_unsent -= sum(len(delta.text) for delta in self._said if isinstance(delta, TextDelta))
-        self._chunks: list[Chunk] = []
+        self.chunks: list[Chunk] = []
         self._is_flushed = False
         self._prepared: tuple[Interaction, Answer] | None = None
         self.is_ended = False
-        self.trace: CompletionTrace | None = None
+        self.span: Span | None = None
         self.answer: Answer | None = None
         """The answer, once complete."""
 
@@ -520,9 +536,9 @@ class Choice:
             deltas = self._parser.feed(chunk.token_ids)
         if self.has_stopped:
             chunk = evolve(chunk, finish=FinishReason.STOP)
-        self._chunks.append(chunk)
-        if self.trace is not None:
-            self.trace.note_chunk(self.index)
+        self.chunks.append(chunk)
+        if self.span is not None and len(self.chunks) == 1:
+            self.span.add_event("first token", {"areal.interaction": self.interaction})
         return self._note(deltas)
 
     @property
@@ -570,7 +586,7 @@ class Choice:
     @property
     def was_aborted(self) -> bool:
         """Whether the engine aborted it on request."""
-        return not self._chunks or self._chunks[-1].finish in (None, FinishReason.ABORT)
+        return not self.chunks or self.chunks[-1].finish in (None, FinishReason.ABORT)
 
     def complete(self) -> Answer:
         """Record the answer in the tree, and return it."""
@@ -582,7 +598,7 @@ class Choice:
 
     def prepare(self) -> tuple[Interaction, Answer]:
         """Return what ``complete`` will record and return. The interaction stays pending until then."""
-        sampled, request = join_chunks(self._chunks), self._plan.request
+        sampled, request = join_chunks(self.chunks), self._plan.request
         if self._is_flushed:
             # The message is the one that the client has received, so that its echo is recognised.
             message = join_deltas(self._said)
@@ -599,7 +615,7 @@ class Choice:
         usage = Usage(
             prompt_tokens=len(self._plan.token_ids),
             completion_tokens=len(sampled.token_ids),
-            cached_tokens=self._chunks[0].num_cached_tokens,
+            cached_tokens=self.chunks[0].num_cached_tokens,
         )
         # Shares the tree's arrays, so that keeping an answer for its retry costs almost no memory.
         answer = Answer(
@@ -625,28 +641,13 @@ class Choice:
         """Record that the answer is no longer wanted, and keep the sampled tokens. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
-            self._tree.cancel(self.interaction, join_chunks(self._chunks) if self._chunks else None)
+            self._tree.cancel(self.interaction, join_chunks(self.chunks) if self.chunks else None)
 
     def fail(self, reason: str) -> None:
         """Record why there is no answer, and keep the sampled tokens. Does nothing once ended."""
         if not self.is_ended:
             self.is_ended = True
-            self._tree.fail(self.interaction, reason, join_chunks(self._chunks) if self._chunks else None)
-
-    def describe_sampled(self) -> SampledChoice:
-        """Return what the spans of a traced request say."""
-        chunks = self._chunks
-        finish = chunks[-1].finish if chunks else None
-        recorded = self._tree.get(self.interaction)
-        error = None if self.answer is not None else recorded.failure or recorded.status.value
-        return SampledChoice(
-            interaction=self.interaction,
-            num_tokens=sum(len(chunk.token_ids) for chunk in chunks),
-            num_cached_tokens=chunks[0].num_cached_tokens if chunks else 0,
-            versions=tuple(sorted({chunk.version for chunk in chunks if len(chunk.token_ids)})),
-            finish=(finish or FinishReason.ABORT).value,
-            error=error,
-        )
+            self._tree.fail(self.interaction, reason, join_chunks(self.chunks) if self.chunks else None)
 
 
 def is_raw(request: CompletionRequest) -> bool:

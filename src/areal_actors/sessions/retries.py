@@ -14,9 +14,7 @@ likely it is that the same client sent them just before:
    a reason to retry those;
 3. among these, the request that began last.
 
-A retry that matches a request without an answer samples again and takes its place. A request that was refused before it
-began is remembered as one without an answer: otherwise its retry would be given the answer of an equal request that is
-sent in parallel. Answers that a later request
+A retry that matches a request without an answer samples again and takes its place. Answers that a later request
 continues, or that were rewarded by name, have been read, and no numbered retry asks for them. All other answers can be
 repeated for two minutes, which is longer than any client library waits between two sendings.
 """
@@ -48,8 +46,7 @@ class CachedRequest(Generic[W]):
     ``work`` is the turn that answers it while it is pending. ``answers`` are set once all choices are complete; a
     request that ended with ``None`` was cut off or failed. ``number`` is the send number of its latest sending.
     ``asked`` keyed its samples: a retry that takes its place uses the same random numbers, so that a lost connection
-    does not change what a run samples. ``is_delivered`` says that the answers have been returned to a caller, which
-    counted their tokens.
+    does not change what a run samples.
     """
 
     fingerprint: str
@@ -58,7 +55,6 @@ class CachedRequest(Generic[W]):
     interactions: tuple[InteractionId, ...]
     work: W | None
     answers: tuple[Answer, ...] | None = None
-    is_delivered: bool = False
     asked: tuple[str, int] | None = None
     ended_at: float | None = None
 
@@ -80,7 +76,6 @@ class RetryCache(Generic[W]):
 
     _sendings: dict[InteractionId, CachedRequest[W]] = field(factory=dict, init=False)
     _by_key: dict[str, CachedRequest[W]] = field(factory=dict, init=False)
-    _num_refused: int = field(default=0, init=False)
 
     def __len__(self) -> int:
         """Return the number of interactions that are remembered."""
@@ -144,16 +139,6 @@ class RetryCache(Generic[W]):
                 break
             self.forget(ended)
         return sending
-
-    def refuse(self, attempt: Attempt, now: float) -> None:
-        """Remember a request that was refused before it began, and that its client will send again.
-
-        A request with an idempotency key is told from others by its key, so it needs no entry.
-        """
-        if attempt.idempotency_key is None:
-            self._num_refused += 1
-            # Not the id of an interaction, which there is none of; entries only have to differ.
-            self.begin(attempt, (InteractionId(f"refused-{self._num_refused}"),), None, now).end(None, now)
 
     def note_read(self, interaction: InteractionId) -> None:
         """Record that the client has received this answer. A request with an idempotency key can still be repeated."""

@@ -3,9 +3,7 @@
 ``run.loop`` has the loop itself: the order in which these operations are called.
 
 Engines that are lent the weights have loaded them when ``publish`` returns. If they load a copy from disk, the next
-step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them. With
-evaluation.is_async, the next step trains while Evaluate runs, and its weights are published after it: the engines hold
-one version. The step is reported when its evaluation is over.
+step begins meanwhile; VersionAdvanced, evaluations and the next publication wait for them.
 
 If several processes train, this one leads them (``gang_actors``). The computation of a step is in ``trainer``. A
 checkpoint holds the weights, the optimizer, the position in the data and this actor's counters, so that a resumed run
@@ -25,9 +23,7 @@ import anyio
 from anyio import to_thread
 from attrs import asdict, evolve, frozen
 
-from areal_actors.domain import (
-    Group,
-)
+from areal_actors.domain import Group
 from areal_actors.errors import CaptureViolation, CustomFunctionError, ExportError, TrainingDiverged, TrainingStalled
 from areal_actors.kernel import Actor, BackgroundTasks, Context, OwnThread, Ref
 from areal_actors.lib.telemetry import get_logger
@@ -60,10 +56,7 @@ from areal_actors.messages import (
 )
 from areal_actors.training.config import TrainingPlan
 from areal_actors.training.gang_actors import GangPolicy
-from areal_actors.training.metrics import (
-    describe_evaluation,
-    describe_untrained,
-)
+from areal_actors.training.metrics import describe_evaluation, describe_untrained
 from areal_actors.training.phases import GroupTeacher
 from areal_actors.training.publication import MemoryPublisher, Publisher
 from areal_actors.training.statistics import RowRecorder, StepStatistics
@@ -146,12 +139,6 @@ class TrainerActor(Actor[Training]):
         self._written = anyio.Event()
         """Set while no checkpoint is being written in the background."""
         self._written.set()
-        self._evaluated = anyio.Event()
-        """Set while no evaluation runs in the background."""
-        self._evaluated.set()
-        unreported = (counters or {}).get("unreported")
-        self._unreported = None if unreported is None else StepFinished(**unreported)
-        """The step whose report waits for its evaluation."""
 
     @asynccontextmanager
     async def lifespan(self, context: Context) -> AsyncIterator[None]:
@@ -316,8 +303,8 @@ class TrainerActor(Actor[Training]):
             return True
         return self.version >= self.plan.total_steps
 
-    async def publish(self, *, is_awaited: bool = False) -> None:
-        """Publish the weights. Wait until engines have loaded them if they are only lent, or with ``is_awaited``."""
+    async def publish(self) -> None:
+        """Publish the weights. Wait until engines have loaded them if they are only lent."""
         # There is one copy, which engines may still be loading, and publications are ordered.
         await self._published.wait()
         snapshot = await self._led.publish(self._publisher)
@@ -331,8 +318,6 @@ class TrainerActor(Actor[Training]):
             self._published.set()
 
         self._tasks.start_soon(announce)
-        if is_awaited:
-            await self._published.wait()
 
     async def finish_publication(self) -> None:
         """Wait until engines have the version that was published last."""
@@ -357,32 +342,19 @@ class TrainerActor(Actor[Training]):
         return is_last or (every > 0 and self.version % every == 0)
 
     async def evaluate_first(self) -> None:
-        """Evaluate the weights before the first step, or those that a resumed run has not reported yet."""
-        if self._unreported is not None:
-            await self._evaluate_and_report(self._unreported, is_repeated=True)
-        elif not self._is_resumed:
-            await self._evaluate_and_report(None)
+        """Evaluate the weights before the first step, unless the run is resumed."""
+        if not self._is_resumed:
+            await self._evaluate()
 
     async def report(
-        self,
-        step: StepFinished,
-        batch: Lease,
-        recorder: RowRecorder | None,
-        *,
-        is_evaluated: bool = False,
-        is_last: bool = False,
+        self, step: StepFinished, batch: Lease, recorder: RowRecorder | None, *, is_evaluated: bool = False
     ) -> None:
         """Report the rows of a step and, with ``is_evaluated`` after an evaluation of its weights, the step itself."""
         if recorder is not None:
             await self._report_rows(batch, recorder)
-        if is_evaluated:
-            await self._evaluate_and_report(step, is_last=is_last)
-        else:
-            await self._tell(step)
-
-    async def finish_evaluation(self) -> None:
-        """Wait until no evaluation runs in the background."""
-        await self._evaluated.wait()
+        if is_evaluated and (found := await self._evaluate()) is not None:
+            step = evolve(step, metrics={**step.metrics, "eval_reward": found.reward, **found.logged})
+        await self._tell(step)
 
     async def _report_rows(self, batch: Lease, recorder: RowRecorder) -> None:
         step, every = self.version, self.plan.rows_every_steps
@@ -392,42 +364,18 @@ class TrainerActor(Actor[Training]):
         if every and step % every == 0:
             await self._tell(RowsTrained(step=step, rows=recorder.rows()))
 
-    async def _evaluate_and_report(
-        self, news: StepFinished | None, *, is_last: bool = False, is_repeated: bool = False
-    ) -> None:
-        """Evaluate the weights, and then report their step with the result; in the background if so configured.
-
-        ``news`` is ``None`` for the weights before the first step.
-        """
-        self._unreported = news
-
-        async def evaluate_and_tell() -> None:
-            evaluated = await self._evaluate(is_repeated=is_repeated)
-            if news is not None:
-                found = {} if evaluated is None else {"eval_reward": evaluated.reward, **evaluated.logged}
-                await self._tell(evolve(news, metrics={**news.metrics, **found}))
-            self._unreported = None
-            self._evaluated.set()
-
-        if not self.plan.evaluation.is_async or self._peers.rollouts is None or is_last:
-            await evaluate_and_tell()
-            return
-        self._evaluated = anyio.Event()
-        self._tasks.start_soon(evaluate_and_tell)
-
-    async def _evaluate(self, *, is_repeated: bool = False) -> EvaluationFinished | None:
+    async def _evaluate(self) -> EvaluationFinished | None:
         """Return and report the mean reward on the held-out problems. A failed episode counts as 0.
 
         Returns ``None`` if there are no such problems, or if a stop was requested before they were all run.
         """
         if self._peers.rollouts is None:
             return None
-        # Read before any wait, during which the next step may advance the policy's version.
         version, settings, rollouts = self.version, self.plan.evaluation, self._peers.rollouts
         await self._published.wait()
         await self._tell(PhaseChanged(phase="evaluating", detail=f"version {version}"))
         started = anyio.current_time()
-        wanted = Evaluate(version=version, num_samples=settings.num_samples, is_repeated=is_repeated)
+        wanted = Evaluate(version=version, num_samples=settings.num_samples)
         groups = await self._unless_stopping(lambda: rollouts.ask(wanted))
         if not groups:
             return None
@@ -446,9 +394,6 @@ class TrainerActor(Actor[Training]):
             # Asked, not told: the reply means that all earlier news was written.
             await self._peers.progress.ask(phase)
         counters: dict[str, Any] = {"position": asdict(self._position), "average": self._average.state()}
-        if self._unreported is not None:
-            # A resumed run evaluates these weights again, and then reports their step.
-            counters["unreported"] = asdict(self._unreported)
         num_kept = self.plan.checkpoint.keep
         version = self._saved_version = self.version
         if is_last or not self.plan.checkpoint.is_async:

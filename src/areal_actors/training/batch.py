@@ -29,23 +29,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 from attrs import cmp_using, define, field, frozen
 
 from areal_actors.domain import Floats, Group, Trajectory, as_floats, mask_row, mask_truncated
-from areal_actors.errors import CaptureViolation, ExportError
+from areal_actors.errors import ExportError
 from areal_actors.training.advantages import GroupAdvantages
 from areal_actors.training.config import Aggregation, TrainerConfig
 from areal_actors.training.distributions import Distributions, is_comparable, is_recomputed, tokens_of
 
 _array = cmp_using(eq=np.array_equal, class_name="array")
-
-_LOGPROB_SLACK = 1e-3
-"""Amount by which rounding may lift the log-probability of a certain token above 0."""
-
 
 _PLAIN_SLACK = 0.01
 """Largest difference due to rounding between an engine's two log-probabilities, which come from the same logits."""
@@ -61,7 +57,7 @@ class TrainingRow:
     to, under the frozen reference and under the teacher, if they were computed. ``temperature`` applies to turns that
     do not record the one they were sampled at. ``num_members`` is the number of episodes in its group, failed ones
     included; ``None`` counts those that have rows. Creating a row raises ``ExportError`` if its arrays do not fit
-    together, and ``CaptureViolation`` if a trained token has no version or an impossible log-probability.
+    together; ``CaptureGate`` checks what an engine reports.
     """
 
     trajectory: Trajectory
@@ -82,14 +78,6 @@ class TrainingRow:
             raise ExportError(f"The arrays of a row of session {row.session} differ in length: {sorted(lengths)}.")
         if row.num_tokens and row.loss_mask[0]:
             raise ExportError(f"Session {row.session} trains the first token of a row, which nothing predicts.")
-        trained = row.loss_mask == 1
-        logprobs = row.logprobs[trained]
-        if not np.isfinite(logprobs).all() or (logprobs > _LOGPROB_SLACK).any():
-            raise CaptureViolation(
-                f"A trained token of session {row.session} has a log-probability that cannot be one."
-            )
-        if (row.versions[trained] < 0).any():
-            raise CaptureViolation(f"A trained token of session {row.session} has no version: nothing sampled it.")
         # Read once, to refuse impossible settings before anything is computed.
         _ = self.distributions
 
@@ -193,6 +181,12 @@ def create_rows(
     return rows
 
 
+def split_by_row(rows: Sequence[TrainingRow], indices: Sequence[int], values: Floats) -> Iterator[tuple[int, Floats]]:
+    """Yield each of ``indices`` with its part of ``values`` [..., n], those of the trained tokens of these rows."""
+    bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
+    yield from zip(indices, np.split(values, bounds, axis=-1), strict=True)
+
+
 def split_updates(rows: Sequence[TrainingRow], config: TrainerConfig, *, version: int) -> Iterator[list[TrainingRow]]:
     """Yield the rows of each update of a step that trains ``version``: its groups, split evenly in each epoch."""
     members: dict[int, list[TrainingRow]] = {}
@@ -272,22 +266,9 @@ class Batch:
         spans = [np.arange(self.offsets[row], self.offsets[row + 1]) for row in rows]
         return np.concatenate([np.zeros(0, dtype=np.int64), *spans])
 
-    @cached_property
-    def proximal(self) -> Floats | None:
-        """Log-probabilities under the weights before the update, float32 [N]; ``None`` unless all rows have them."""
-        return self._optional([row.proximal for row in self.rows])
-
-    @cached_property
-    def reference(self) -> Floats | None:
-        """Log-probabilities under the reference, float32 [N]; ``None`` unless all rows have them."""
-        return self._optional([row.reference for row in self.rows])
-
-    @cached_property
-    def teacher(self) -> Floats | None:
-        """Log-probabilities under the teacher, float32 [N]; ``None`` unless all rows have them."""
-        return self._optional([row.teacher for row in self.rows])
-
-    def _optional(self, arrays: Sequence[Floats | None]) -> Floats | None:
+    def optional(self, name: Literal["proximal", "reference", "teacher"]) -> Floats | None:
+        """Return the log-probabilities of this name, float32 [N]; ``None`` unless all rows have them."""
+        arrays: list[Floats | None] = [getattr(row, name) for row in self.rows]
         present = [array[row.positions] for row, array in zip(self.rows, arrays, strict=True) if array is not None]
         return as_floats(np.concatenate(present)) if present and len(present) == len(self.rows) else None
 

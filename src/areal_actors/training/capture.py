@@ -62,12 +62,11 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from attrs import Factory, define, evolve, field, frozen
+from attrs import Factory, define, field, frozen
 
 from areal_actors.domain import LOGPROB_SLACK, CaptureFault, Floats, Group, Trajectory, context_digests
 from areal_actors.errors import CaptureViolation
 from areal_actors.training.batch import TrainingRow
-from areal_actors.training.config import CaptureConfig
 
 Doubles = npt.NDArray[np.float64]
 
@@ -87,15 +86,6 @@ _MIN_FITTED = 64
 """Minimum number of different tokens for a mean and a slope; with fewer, single rows are more informative."""
 _MIN_EFFECT = 0.05
 """Root mean square of slope * (t - mean t) / bound up to which a slope is rounding, however significant it looks."""
-_TRACKED, _UNTRACKED = 0.9, 0.3
-"""Correlations with the recomputed values: above the first, values follow them; below the second, they do not."""
-_LINE, _CONSTANT = 0.5, 0.8
-"""Shares of the squared differences that a line over t must explain for a temperature or a constant to be named."""
-_FAR = 2.0
-"""Deviation in bounds from which a row is said to break; before it, deviations must be a small share of those after."""
-_SMALL = 0.15
-_FEW = 3
-"""Number of tokens below which correlations are meaningless."""
 _SPREAD_OF_FEW = 0.3
 """Squared spread added for an estimate from one token; an n-th of it is added for an estimate from n tokens."""
 
@@ -150,13 +140,8 @@ class NoiseModel:
     trainer_dtype: str
 
     @property
-    def is_float32(self) -> bool:
-        """Whether both sides compute in float32."""
-        return {"float32"} == {self.engine_dtype, self.trainer_dtype}
-
-    @property
     def _rounding(self) -> _Rounding:
-        return _FLOAT32 if self.is_float32 else _BFLOAT16
+        return _FLOAT32 if self.engine_dtype == self.trainer_dtype == "float32" else _BFLOAT16
 
     def bounds(self, rows: Sequence[Comparison]) -> list[Doubles]:
         """Return the bound of each token in nats, float64 [n] for each row. ``rows`` are those of one step."""
@@ -193,50 +178,10 @@ class NoiseModel:
             return f"The engine's log-probabilities are {fit.offset:+.3g} from the trainer's on average"
         return None
 
-    def likely_cause(self, rows: Sequence[Comparison]) -> str:
-        """Name the usual cause of such differences. ``rows`` are the bad ones."""
-        bounds = self.bounds(rows)
-        reported, recomputed = (np.concatenate([getattr(row, n) for row in rows]) for n in ("reported", "recomputed"))
-        follows, fit = _correlation(reported, recomputed), _Fit.of(rows, bounds)
-        is_tracked = follows > _TRACKED
-        is_line = is_tracked and abs(fit.slope) > self._rounding.slope and fit.explained > _LINE
-        coarser, max_excess = evolve(self, engine_dtype="bfloat16"), 1 if self.is_float32 else 2
-        causes = (
-            (
-                _shifted_correlation(rows) > max(_TRACKED, follows + 0.05),
-                "ids and log-probabilities are shifted: each value belongs to a neighbouring token",
-            ),
-            (
-                is_line,
-                f"another temperature: the values are about those of temperature {1 / (1 + fit.slope):.2g}, and plain "
-                "log-probabilities are those of temperature 1"
-                if is_line
-                else "",
-            ),
-            (
-                is_tracked and fit.explained > _CONSTANT,
-                f"a constant of {fit.offset:+.3g}: the softmax is not over the ids of the model",
-            ),
-            (
-                _breaks(rows, bounds),
-                "a token was lost, doubled, replaced or tokenised anew: rows agree up to it and differ from there",
-            ),
-            (
-                follows < _UNTRACKED,
-                "made-up values, or those of other tokens: they do not follow what the trainer computes",
-            ),
-            (
-                is_tracked and max(coarser.excesses(rows)) < max_excess,
-                "coarser arithmetic than the data types say (bfloat16, quantised weights), or slightly other weights",
-            ),
-        )
-        default = "other weights or another version, another prompt (chat template), or other tokens in the answer"
-        return next((cause for is_likely, cause in causes if is_likely), default)
-
 
 @frozen(kw_only=True)
 class _Fit:
-    """Weighted least squares of the differences over t: mean, slope, and the share of them that a line explains.
+    """Weighted least squares of the differences over t: their mean and slope.
 
     Tokens with the same context are one observation, the mean of their differences.
     """
@@ -252,7 +197,6 @@ class _Fit:
     """Standard error, robust to unequal variances."""
     slope_effect: float
     """Root mean square of slope * (t - mean t) / bound."""
-    explained: float
 
     @classmethod
     def of(cls, rows: Sequence[Comparison], bounds: Sequence[Doubles]) -> _Fit:
@@ -280,51 +224,12 @@ class _Fit:
             slope=slope,
             slope_error=float(np.sqrt(max(covariance[1, 1], 0.0))),
             slope_effect=abs(slope) * float(np.sqrt(np.square((recomputed - recomputed.mean()) * weights).mean())),
-            explained=float(1 - np.square(rest).sum() / max(np.square(scaled).sum(), 1e-30)),
         )
 
 
 def _doubts(logprobs: Doubles) -> Doubles:
     """Return 1 - p: how much a log-probability moves with its logit."""
     return -np.expm1(np.minimum(logprobs, 0.0))
-
-
-def _breaks(rows: Sequence[Comparison], bounds: Sequence[Doubles]) -> bool:
-    """Return whether rows are accurate up to some token and far off from there.
-
-    Accurate means a small part of the later deviations.
-    """
-    before, after = [], []
-    for row, bound in zip(rows, bounds, strict=True):
-        deviations = np.abs(row.differences / bound)
-        far = np.flatnonzero(deviations > _FAR)
-        start = int(far[0]) if len(far) else len(deviations)
-        before.append(deviations[:start])
-        after.append(deviations[start:])
-    honest, spoilt = np.concatenate(before), np.concatenate(after)
-    if len(honest) < _FEW or not len(spoilt):
-        return False
-    return bool(np.sqrt(np.square(honest).mean()) < _SMALL * np.sqrt(np.square(spoilt).mean()))
-
-
-def _shifted_correlation(rows: Sequence[Comparison]) -> float:
-    """Return the larger correlation of reported values with those recomputed for the previous, and the next token."""
-    long = [row for row in rows if len(row.reported) >= _FEW]
-    if not long:
-        return 0.0
-    before = _correlation(
-        np.concatenate([row.reported[1:] for row in long]), np.concatenate([row.recomputed[:-1] for row in long])
-    )
-    after = _correlation(
-        np.concatenate([row.reported[:-1] for row in long]), np.concatenate([row.recomputed[1:] for row in long])
-    )
-    return max(before, after)
-
-
-def _correlation(left: Doubles, right: Doubles) -> float:
-    if len(left) < _FEW or not left.std() or not right.std():
-        return 0.0
-    return float(np.corrcoef(left, right)[0, 1])
 
 
 # ---------------------------------------------------------------------------------------------------------- gate
@@ -341,12 +246,6 @@ class CaptureGate:
     tolerance: float | None
     max_bad_fraction: float
 
-    @classmethod
-    def create(cls, config: CaptureConfig, *, vocab_size: int, engine_dtype: str, trainer_dtype: str) -> CaptureGate:
-        """Return the gate that ``config`` describes."""
-        noise = NoiseModel(vocab_size=vocab_size, engine_dtype=engine_dtype, trainer_dtype=trainer_dtype)
-        return cls(noise=noise, tolerance=config.tolerance, max_bad_fraction=config.max_bad_fraction)
-
     def excesses(self, rows: Sequence[Comparison]) -> list[float]:
         """Return each row's difference as a share of what is allowed: more than 1 is too much."""
         # A fixed bound of 0.1 nats stopped honest rows in bfloat16 at steps 3 to 6, and passed rows with a lost token
@@ -356,14 +255,14 @@ class CaptureGate:
             return self.noise.excesses(rows)
         return [row.mean_gap / self.tolerance for row in rows]
 
-    def explain(self, rows: Sequence[Comparison]) -> str:
-        """Describe why ``rows`` probably differ, with the data types and the settings that matter."""
-        noise = self.noise
+    def explain(self) -> str:
+        """Return the data types, the usual causes of a difference, and the settings that matter."""
         return (
-            f"The engine computes in {noise.engine_dtype}, the trainer in {noise.trainer_dtype}. "
-            f"Likely cause: {noise.likely_cause(rows)}. Check the engine, its weights and what stands between it and "
-            "the sessions; if they are right, set trainer.capture.tolerance (nats per token), or engine.dtype and "
-            "trainer.dtype to float32."
+            f"The engine computes in {self.noise.engine_dtype}, the trainer in {self.noise.trainer_dtype}. Usual "
+            "causes: another temperature, other weights or another version, another prompt (chat template), tokens "
+            "that were lost, replaced or tokenised anew, or values of a neighbouring token. Check the engine, its "
+            "weights and what stands between it and the sessions; if they are right, set trainer.capture.tolerance "
+            "(nats per token), or engine.dtype and trainer.dtype to float32."
         )
 
     def check_groups(self, groups: Sequence[Group], *, version: int, max_staleness: int | None = None) -> None:
@@ -418,10 +317,6 @@ class CaptureGate:
             wrong = int(versions.min() if versions.min() < 0 else versions.max())
             yield CaptureFault.WRONG_VERSION, f"has a token of version {wrong}, and {version} is the newest"
 
-    def watch(self, *, version: int) -> CaptureWatch:
-        """Return a comparison of the rows of a step that trains ``version``."""
-        return CaptureWatch(gate=self, version=version)
-
 
 @define(kw_only=True)
 class _Seen:
@@ -456,27 +351,23 @@ class CaptureWatch:
             contexts = context_digests(found.input_ids, found.predecessors)[row.positions]
             self._seen[id(found)] = _Seen(row=found, contexts=contexts, is_constant=is_constant)
 
-    def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], raw_logprobs: Floats, logprobs: Floats) -> None:
-        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
+    def note(self, row: TrainingRow, logprobs: Floats, raw_logprobs: Floats) -> None:
+        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``row``.
 
-        ``raw_logprobs`` are the plain ones, ``logprobs`` those of the distributions that the tokens were sampled from.
+        ``logprobs`` are those of the distributions that the tokens were sampled from, ``raw_logprobs`` the plain ones.
         """
-        bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
-        parts = zip(indices, np.split(raw_logprobs, bounds), np.split(logprobs, bounds), strict=True)
-        for index, raw, sampled in parts:
-            row = rows[index]
-            seen = self._seen.get(id(row.trajectory))
-            if seen is None:
-                continue
-            reported, recomputed = row.comparable(raw, sampled)
-            is_own = row.trajectory.versions[row.positions] == self.version
-            # Servers at another temperature do not report plain log-probabilities.
-            is_own &= ~np.isnan(reported)
-            if is_own.any():
-                seen.compared = Comparison(
-                    reported=reported[is_own], recomputed=recomputed[is_own], contexts=seen.contexts[is_own]
-                )
-                seen.recomputed = recomputed
+        seen = self._seen.get(id(row.trajectory))
+        if seen is None:
+            return
+        reported, recomputed = row.comparable(raw_logprobs, logprobs)
+        is_own = row.trajectory.versions[row.positions] == self.version
+        # Servers at another temperature do not report plain log-probabilities.
+        is_own &= ~np.isnan(reported)
+        if is_own.any():
+            seen.compared = Comparison(
+                reported=reported[is_own], recomputed=recomputed[is_own], contexts=seen.contexts[is_own]
+            )
+            seen.recomputed = recomputed
 
     def judge(self) -> None:
         """Raise ``CaptureViolation`` if too many of the rows cannot have been sampled as recorded."""
@@ -506,7 +397,7 @@ class CaptureWatch:
             raise _violation(
                 CaptureFault.UNEXPLAINED_LOGPROBS,
                 f"{what}, over {sum(len(row.reported) for row in rows)} tokens of {len(rows)} rows. Each row alone "
-                f"could be rounding. {self.gate.explain(rows)}",
+                f"could be rounding. {self.gate.explain()}",
                 [seen.row for seen, _ in together],
                 self.version,
                 recomputed=[seen.recomputed for seen, _ in together],
@@ -523,7 +414,7 @@ class CaptureWatch:
         if worst.compared is not None:
             size = worst.compared.mean_gap
             gap = f", off by {size:.3g} per token where {size / excess:.2g} are allowed"
-            reason = self.gate.explain([comparison for _, comparison, _ in bad])
+            reason = self.gate.explain()
         raise _violation(
             kind,
             f"{len(rows)} of {num} rows {what}: the worst is of session {worst.row.session} "

@@ -6,7 +6,7 @@
         model.safetensors        float32 weights; of a run with an adapter, its directory (``lora``) instead
         optimizer.safetensors    Adam's moments
         rng.safetensors          states of torch's generators
-        checkpoint.json          step, number of the write, sizes and digests of all files, the caller's counters
+        checkpoint.json          step, sizes and digests of all files, the caller's counters
 
 In a gang each rank writes its rows of weights and moments, and none has the whole::
 
@@ -38,7 +38,6 @@ from torch import Tensor
 
 from areal_actors.errors import CheckpointError, ModelError
 from areal_actors.lib.atomic_write import partial_path, sync_path
-from areal_actors.lib.file_digests import digest_files
 from areal_actors.training.directories import atomic_directory, sweep, write_tensors
 from areal_actors.training.gang import Gang
 from areal_actors.training.sharding import Rows
@@ -49,9 +48,12 @@ from areal_actors.training.stored_checkpoints import (
     OFFSETS,
     Checkpoint,
     digest_document,
+    digest_file,
     find_checkpoints,
-    find_lineage,
 )
+
+_NOTE = ".note"
+"""Suffix of the file with the size and the digest of a shard, while a checkpoint is written."""
 
 
 @frozen(kw_only=True)
@@ -84,9 +86,9 @@ class Contents:
 def save_checkpoint(
     root: Path, contents: Contents, *, step: int, num_kept: int = 2, gang: Gang | None = None
 ) -> Checkpoint:
-    """Write a checkpoint of ``step`` and remove all but it and the last ``num_kept`` that it may go on from.
+    """Write a checkpoint of ``step`` and keep the last ``num_kept``, which include it.
 
-    Checkpoints of later steps, which an abandoned attempt left, are kept until this one has passed their step.
+    Later steps are of an attempt that was abandoned because they are damaged: they are removed.
 
     All ranks of ``gang`` call this at the same time. Each writes its rows of the shards, and the first one everything
     else; the others return a checkpoint of which only path and step are known.
@@ -110,25 +112,17 @@ def save_checkpoint(
             partial = stack.enter_context(atomic_directory(path, num_bytes=num_bytes))
             for part in shards:
                 (partial / part).mkdir()
-        written = _write_shards(partial, path, shards, gang)
+        _write_shards(partial, path, shards, gang)
+        digests = _take_notes(partial, path, len(shards) * gang.size)
         for name, tensors in parts.items():
             write_tensors(partial / f"{name}.safetensors", tensors)
         for name, content in contents.documents.items():
             (partial / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         sizes = {str(file.relative_to(partial)): file.stat().st_size for file in partial.rglob("*") if file.is_file()}
-        absent = [name for name, (size, _) in written.items() if sizes.get(name) != size]
-        if absent:
-            raise CheckpointError(
-                f"{path} could not be written: the first rank does not see {absent[0]}, which another one wrote. All "
-                "ranks need one file system; set the run directory to a shared one."
-            )
-        # Shards are hashed by the ranks that wrote them.
-        digests = digest_files(partial, sizes.keys() - written.keys())
-        digests |= {name: digest for name, (_, digest) in written.items()}
+        digests |= {name: digest_file(partial / name) for name in sizes if name not in digests}
         checkpoint = Checkpoint(
             path=path,
             step=step,
-            number=1 + max((found.number for found in find_checkpoints(root)), default=0),
             counters=dict(contents.counters),
             digests=digests,
         )
@@ -136,18 +130,19 @@ def save_checkpoint(
         document = {
             "format": FORMAT,
             "step": step,
-            "number": checkpoint.number,
             "sizes": sizes,
             "digests": digests,
             "counters": checkpoint.counters,
         }
         document["digest"] = digest_document(document)
         (partial / DOCUMENT).write_text(json.dumps(document, indent=2), encoding="utf-8")
+        # Before the directory gets its name: a run must not resume from what this one did not go on from.
+        for later in find_checkpoints(root):
+            if later.step > step:
+                shutil.rmtree(later.path, ignore_errors=True)
     # Only now: until the new one is complete, a run resumes from these.
-    kept = {found.step for found in find_lineage(root)[-num_kept:]}
-    for old in find_checkpoints(root):
-        if old.step < step and old.step not in kept:
-            shutil.rmtree(old.path, ignore_errors=True)
+    for old in find_checkpoints(root)[:-num_kept]:
+        shutil.rmtree(old.path, ignore_errors=True)
     return checkpoint
 
 
@@ -163,17 +158,11 @@ def _save_rows(path: Path, shards: Mapping[str, Mapping[str, Rows]], *, step: in
     return Checkpoint(path=path, step=step)
 
 
-def _write_shards(
-    partial: Path, path: Path, shards: Mapping[str, Mapping[str, Rows]], gang: Gang
-) -> dict[str, tuple[int, str]]:
-    """Write the rows of this rank; return the size and the digest of the files of all ranks, by name."""
-    names = [
-        f"{part}/shard-{rank + 1:05d}-of-{gang.size:05d}.safetensors" for part in shards for rank in range(gang.size)
-    ]
-    found_here = np.zeros((len(names), 1 + _NUM_WORDS))
+def _write_shards(partial: Path, path: Path, shards: Mapping[str, Mapping[str, Rows]], gang: Gang) -> None:
+    """Write the rows of this rank, and next to each file a note of its size and digest, which the first rank takes."""
     with agreed(gang, f"{path} could not be written"):
-        for number, found in enumerate(shards.values()):
-            index = number * gang.size + gang.rank
+        for part, found in shards.items():
+            file = partial / part / f"shard-{gang.rank + 1:05d}-of-{gang.size:05d}.safetensors"
             # Each rank its own: gathered on the first one, weights and moments of 70 billion parameters take 840 GB.
             # What is not sharded is the same on all ranks.
             own = {name: rows for name, rows in found.items() if gang.rank == 0 or (rows.is_sharded and len(rows.part))}
@@ -182,23 +171,26 @@ def _write_shards(
                 for name, rows in own.items()
             }
             metadata = {OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
-            write_tensors(partial / names[index], {name: rows.part for name, rows in own.items()}, metadata=metadata)
+            write_tensors(file, {name: rows.part for name, rows in own.items()}, metadata=metadata)
             # The first rank may be on another machine, and cannot do this.
-            sync_path(partial / names[index])
-            digest = digest_files(partial, [names[index]])[names[index]]
-            words = [int(digest[start : start + _WORD_DIGITS], 16) for start in range(0, len(digest), _WORD_DIGITS)]
-            found_here[index] = [(partial / names[index]).stat().st_size, *words]
-    # One rank has each row, and the others zeros there, so that the sum is exact.
-    summed = gang.sum(found_here.reshape(-1)).reshape(found_here.shape)
-    return {
-        name: (int(size), "".join(f"{int(word):0{_WORD_DIGITS}x}" for word in words))
-        for name, (size, *words) in zip(names, summed, strict=True)
-    }
+            sync_path(file)
+            file.with_suffix(_NOTE).write_text(f"{file.stat().st_size} {digest_file(file)}", encoding="ascii")
 
 
-_WORD_DIGITS = 8
-"""Hexadecimal digits of a digest in each of the float64 that ranks exchange, which are exact below 2**53."""
-_NUM_WORDS = 64 // _WORD_DIGITS
+def _take_notes(partial: Path, path: Path, num_files: int) -> dict[str, str]:
+    """Return the digests of ``num_files`` shards as the ranks that wrote them have noted, and remove the notes."""
+    digests = {}
+    for note in sorted(partial.rglob(f"*{_NOTE}")):
+        file, (size, digest) = note.with_suffix(".safetensors"), note.read_text(encoding="ascii").split()
+        if file.is_file() and file.stat().st_size == int(size):
+            digests[str(file.relative_to(partial))] = digest
+        note.unlink()
+    if len(digests) < num_files:
+        raise CheckpointError(
+            f"{path} could not be written: the first rank sees {len(digests)} of the {num_files} files that the ranks "
+            "wrote. All ranks need one file system; set the run directory to a shared one."
+        )
+    return digests
 
 
 @contextmanager

@@ -19,10 +19,10 @@ from areal_actors.lib.references import FunctionReference, builtin_or_reference
 from areal_actors.lib.settings import COMMON, constant
 
 _positive: Any = gt(0)
-_finite: Any = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
+_finite = and_(gt(-math.inf), lt(math.inf))  # rejects NaN, too
 _not_negative: Any = ge(0)
-_finite_not_negative: Any = and_(ge(0.0), lt(math.inf))
-_finite_positive: Any = and_(gt(0.0), lt(math.inf))
+_finite_not_negative = and_(ge(0.0), lt(math.inf))
+_finite_positive = and_(gt(0.0), lt(math.inf))
 _fraction: Any = and_(ge(0), le(1))
 _below_one: Any = and_(ge(0), lt(1))
 _positive_or_none: Any = optional(_positive)
@@ -212,15 +212,14 @@ class KlConfig:
     """A penalty on the distance to the frozen reference model; ``coefficient`` 0 needs no reference.
 
     ``estimator`` ``None`` means k1 in the reward and k3 in the loss. k2 and k3 in the reward do not pull towards the
-    reference. ``is_unbiased`` weights each token's estimate in the loss by the bounded ratio policy/behaviour, and
-    takes the gradient through that ratio, so that the expected gradient is that of KL(policy || reference), for stale
-    rows too (DeepSeek-V3.2, arXiv:2512.02556); without it, the estimate is differentiated as GRPO published it.
+    reference. Each token's estimate in the loss is weighted by the bounded ratio policy/behaviour, through which the
+    gradient goes, too, so that the expected gradient is that of KL(policy || reference), for stale rows as well
+    (DeepSeek-V3.2, arXiv:2512.02556).
     """
 
     coefficient: float = field(default=0.0, validator=_finite_not_negative)
     estimator: KlEstimator | None = None
     place: KlPlace = KlPlace.LOSS
-    is_unbiased: bool = constant(True)
 
     def resolve_estimator(self) -> KlEstimator:
         """Return the estimator that is used: the configured one, or the default of the place."""
@@ -238,7 +237,7 @@ class OverlongConfig:
 
     max_tokens: int | None = field(default=None, validator=_positive_or_none)
     buffer_tokens: int = field(default=256, validator=_positive)
-    scale: float = field(default=1.0, validator=_finite_not_negative)
+    scale: float = constant(1.0)
 
 
 @frozen(kw_only=True)
@@ -331,19 +330,8 @@ class OptimizerName(StrEnum):
     """AdamW with float32 moments: 8 bytes."""
     ADAMW_BF16 = "adamw_bf16"
     """AdamW with bfloat16 moments, rounded at random: 4 bytes."""
-    ADAMW_8BIT = "adamw_8bit"
-    """AdamW with moments of 8 bits by blocks of 256, from the package torchao: 2 bytes."""
-    ADAMW_4BIT = "adamw_4bit"
-    """AdamW with moments of 4 bits by blocks of 128, from the package torchao: 1 byte."""
-    ADAMW_FP8 = "adamw_fp8"
-    """AdamW with moments in float8 by blocks of 256, from the package torchao: 2 bytes."""
     SGD = "sgd"
     """Gradient descent without momentum: nothing."""
-
-    @property
-    def is_low_bit(self) -> bool:
-        """Whether the moments have 8 bits or fewer."""
-        return self in (OptimizerName.ADAMW_8BIT, OptimizerName.ADAMW_4BIT, OptimizerName.ADAMW_FP8)
 
 
 class OffloadTo(StrEnum):
@@ -376,10 +364,6 @@ class OptimizerConfig:
     num_decay_steps: int = field(default=1000, validator=_positive)
     final_fraction: float = field(default=0.1, validator=_fraction)
     max_grad_norm: float | None = field(default=1.0, validator=_positive_or_none)
-
-    def __attrs_post_init__(self) -> None:
-        if self.name.is_low_bit and self.offload is not OffloadTo.NONE:
-            raise ValueError(f"name {self.name} has no offload: its states are small; use adamw or adamw_bf16 with it")
 
 
 @frozen(kw_only=True)
@@ -418,7 +402,7 @@ class GangConfig:
 
     num_processes: int = field(default=1, validator=[instance_of(int), _positive])
     backend: GangBackend = GangBackend.AUTO
-    timeout_seconds: float = field(default=300.0, validator=_positive)
+    timeout_seconds: float = constant(300.0)
 
 
 class Activations(StrEnum):
@@ -474,14 +458,12 @@ class LoraConfig:
 class TrainerConfig:
     """One training step: how groups become updates.
 
-    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row gets a pass to itself). ``chunk_tokens``
-    bounds the tokens whose activations a pass keeps at a time: longer passes are computed in chunks, for one more
-    forward pass. ``temperature`` applies to rows that do not record the one they were sampled at (tensors that a
-    workflow builds itself); all others record it for each turn. ``num_epochs`` is the number of passes over a batch and
-    ``num_minibatches`` the number of updates per pass. ``device`` "auto" takes CUDA if there is a GPU; the processes of
-    a gang choose theirs by its backend. ``activations`` says what a forward pass keeps in memory for the backward pass:
-    ``auto`` keeps everything where that surely fits, and on a GPU the last layers as far as memory is free.
-    ``skips_inert_rows`` leaves rows that cannot change the gradient out of the forward pass.
+    ``max_packed_tokens`` bounds the tokens of one forward pass (a longer row gets a pass to itself). ``temperature``
+    applies to rows that do not record the one they were sampled at (tensors that a workflow builds itself); all others
+    record it for each turn. ``num_epochs`` is the number of passes over a batch and ``num_minibatches`` the number of
+    updates per pass. ``device`` "auto" takes CUDA if there is a GPU; the processes of a gang choose theirs by its
+    backend. ``activations`` says what a forward pass keeps in memory for the backward pass: ``auto`` keeps everything
+    where that surely fits. ``skips_inert_rows`` leaves rows that cannot change the gradient out of the forward pass.
     """
 
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)
@@ -493,7 +475,6 @@ class TrainerConfig:
     """Train an adapter in place of the weights; null trains all weights."""
     layout: Layout = Layout.TREE
     max_packed_tokens: int = field(default=4096, validator=[instance_of(int), _positive])
-    chunk_tokens: int | None = field(default=None, validator=optional(and_(instance_of(int), _positive)))
     dtype: ComputeDtype = ComputeDtype.AUTO
     device: str = field(default="auto", metadata=COMMON)
     activations: Activations = Activations.AUTO
@@ -516,13 +497,6 @@ class TrainerConfig:
     publish_keep: int = constant(2)
     """Number of published versions to keep on disk; a replica that joins reads the latest."""
     seed: int = field(default=0, validator=ge(0))
-
-    def __attrs_post_init__(self) -> None:
-        if self.optimizer.name.is_low_bit and self.gang.num_processes > 1:
-            raise ValueError(
-                f"optimizer.name {self.optimizer.name} cannot be sharded over the {self.gang.num_processes} processes "
-                "of a gang; use adamw_bf16, or one process"
-            )
 
     def compiles_layers(self, device_type: str) -> bool:
         """Return whether decoder layers are compiled on a device of this type."""
@@ -557,9 +531,6 @@ class EvaluationConfig:
     """An episode with at least this reward has solved its problem, for pass@k."""
     max_concurrent: int = field(default=128, validator=ge(1))
     """Episodes of evaluations that run at the same time."""
-    is_async: bool = False
-    """Whether the next step is trained while an evaluation runs. Its weights are published when the evaluation is over,
-    so that one version samples the whole evaluation."""
 
 
 @frozen(kw_only=True)

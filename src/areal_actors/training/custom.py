@@ -152,11 +152,6 @@ class CustomSurrogate:
         return found
 
 
-def load_surrogate(reference: str) -> CustomSurrogate:
-    """Return the policy loss that ``reference`` names. Raises ``CustomFunctionError`` if it cannot be loaded."""
-    return CustomSurrogate(function=load_function(reference))
-
-
 def try_surrogate(surrogate: CustomSurrogate) -> None:
     """Call it with tokens of two rows, on-policy and off, and with a row of one token.
 
@@ -215,11 +210,6 @@ class Metric(Protocol):
         A name may be missing in a step.
         """
         ...
-
-
-def load_metrics(references: Sequence[str]) -> tuple[CustomFunction, ...]:
-    """Return the metrics that ``references`` name. Raises ``CustomFunctionError`` if one cannot be loaded."""
-    return tuple(map(load_function, references))
 
 
 def measure(metrics: Sequence[CustomFunction], step: StepInputs) -> dict[str, float]:

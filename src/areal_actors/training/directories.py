@@ -22,10 +22,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from areal_actors.errors import CheckpointError
-from areal_actors.lib.atomic_write import partial_path, sync_path
-
-REPLACED = ".replaced"
-"""Suffix of a directory that was moved aside: complete, and valid until its replacement is in place."""
+from areal_actors.lib import atomic_write as files
 
 _PARTIAL = ".partial"
 
@@ -37,34 +34,14 @@ def atomic_directory(path: Path, *, num_bytes: int) -> Iterator[Path]:
     Raises ``CheckpointError``, naming ``path`` and ``num_bytes``, if the disk is full or cannot be written; the
     previous content of ``path`` is kept in that case.
     """
-    partial = partial_path(path)
     try:
-        partial.parent.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(partial.parent).free
-        if free < num_bytes:
-            raise OSError(f"only {free:,} bytes are free")  # noqa: TRY301 - explained as an error of the disk is
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        yield partial
-        for written in partial.rglob("*"):
-            sync_path(written)
-        sync_path(partial)
-        replaced = path.with_name(path.name + REPLACED)
-        if path.exists():
-            shutil.rmtree(replaced, ignore_errors=True)
-            # A directory that is not empty cannot be replaced by one rename, so the old one is moved aside first; if
-            # the process dies in between, readers use the directory with this suffix.
-            path.rename(replaced)
-        partial.rename(path)
-        sync_path(path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        with files.atomic_directory(path, num_bytes=num_bytes) as partial:
+            yield partial
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"{path} could not be written ({error}); it needs {num_bytes:,} bytes. Free some space or choose another "
             "directory. What was there before is unchanged."
         ) from error
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def sweep(root: Path) -> None:

@@ -21,7 +21,7 @@ from areal_actors.training.distributions import Distributions, truncation_bounds
 from areal_actors.training.layers import decoder_of
 from areal_actors.training.packing import Pack
 from areal_actors.training.router_replay import replay_experts
-from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, create_mask, padded_length
+from areal_actors.training.tree_attention import BLOCK_ATTENTION, PackMask, padded_length
 
 _CHUNK_BYTES = 64 << 20
 """Size of the float32 logits held at a time. Larger chunks were not faster on CPU."""
@@ -52,18 +52,17 @@ class TokenScores:
     is_outside: Tensor | None = field(default=None, eq=False)
 
 
-def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None) -> TokenScores:
+def score_pack(model: Any, pack: Pack, *, mask: PackMask | None = None) -> TokenScores:
     """Run the decoder over ``pack`` and score its trained tokens. Differentiable unless under ``no_grad``.
 
-    ``mask`` is that of the pack's segments, created if it is not given.
+    Packs with segments need a model that attends by plan. ``mask`` is that of the segments, created if it is not given.
     """
-    device = next(model.parameters()).device
-    if mask is None and pack.segments is not None:
-        mask = create_mask(model, pack.segments, device)
-    # Predictions at padding are not read, and no token attends to it.
-    padding = 0
-    if pack.segments is not None and model.config._attn_implementation == BLOCK_ATTENTION:  # noqa: SLF001
-        padding = padded_length(pack.input_ids.shape[1]) - pack.input_ids.shape[1]
+    device, padding = next(model.parameters()).device, 0
+    if pack.segments is not None:
+        mask = mask or PackMask(pack.segments, device)
+        if model.config._attn_implementation == BLOCK_ATTENTION:  # noqa: SLF001
+            # Predictions at padding are not read, and no token attends to it.
+            padding = padded_length(pack.input_ids.shape[1]) - pack.input_ids.shape[1]
     replay_experts(model, pack.routed_experts)
     hidden = decoder_of(model)(
         input_ids=to_device(np.pad(pack.input_ids, ((0, 0), (0, padding))), device),
@@ -71,26 +70,10 @@ def score_pack(model: Any, pack: Pack, *, mask: Tensor | PackMask | None = None)
         attention_mask=mask,
         use_cache=False,
     ).last_hidden_state
-    # Rows of a tree share the tokens before they part: the head scores each distinct token once.
-    _, first, inverse = np.unique((pack.sources << 32) + pack.targets, return_index=True, return_inverse=True)
-    settings = None if pack.distributions is None else pack.distributions.settings
-    if len(first) == len(pack.targets) or (settings is not None and (settings != settings[first][inverse]).any()):
-        first = inverse = np.arange(len(pack.targets))
-    sources = to_device(pack.sources[first], device)
-    selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, sources)
+    selected_NH = hidden.reshape(-1, hidden.shape[-1]).index_select(0, to_device(pack.sources, device))
     head = model.get_output_embeddings()
-    targets = to_device(pack.targets[first], device)
-    distributions = None if settings is None else Distributions(settings=settings[first])
-    found = score_tokens(selected_NH, head.weight, head.bias, targets, distributions=distributions)
-    if len(first) == len(inverse):
-        return found
-    places = to_device(inverse, device)
-    return TokenScores(
-        logprobs=found.logprobs[places],
-        entropies=found.entropies[places],
-        raw_logprobs=found.raw_logprobs[places],
-        is_outside=None if found.is_outside is None else found.is_outside[places],
-    )
+    targets = to_device(pack.targets, device)
+    return score_tokens(selected_NH, head.weight, head.bias, targets, distributions=pack.distributions)
 
 
 def score_tokens(
@@ -141,11 +124,6 @@ class _Shaping:
             bounds=torch.full((len(truncated),), -torch.inf, device=device) if truncated.any() else None,
         )
 
-    def divide(self, logits: Tensor, part: slice) -> None:
-        """Apply the temperatures in place."""
-        if self.temperatures is not None:
-            logits.div_(self.temperatures[part, None])
-
     def find_bounds(self, logits: Tensor, part: slice, targets: Tensor) -> Tensor:
         """Store the bounds of truncation for divided ``logits``; return which targets it would cut off, bool [m]."""
         chosen = self.is_truncated[part].nonzero().squeeze(-1)
@@ -160,10 +138,12 @@ class _Shaping:
         is_outside[chosen] = outside
         return is_outside
 
-    def cut(self, logits: Tensor, part: slice) -> None:
-        """Apply the truncation in place."""
-        if self.bounds is not None and (self.bounds[part] > -torch.inf).any():
-            logits.masked_fill_(logits < self.bounds[part, None], -torch.inf)
+    def chunk(self, part: slice) -> tuple[Tensor | None, Tensor | None]:
+        """Return the temperatures and bounds of a chunk, the latter as a view that ``find_bounds`` fills."""
+        return (
+            None if self.temperatures is None else self.temperatures[part],
+            None if self.bounds is None else self.bounds[part],
+        )
 
     def scale(self, gradients: Tensor) -> Tensor:
         """Convert gradients [n] with respect to the divided logits to gradients with respect to the logits."""
@@ -187,28 +167,18 @@ class _Scores(torch.autograd.Function):
         logprobs = torch.empty(len(targets), device=hidden.device)
         entropies, normalisers, raw = (torch.empty_like(logprobs) for _ in range(3))
         is_outside = torch.zeros(len(targets), dtype=torch.bool, device=hidden.device)
-        is_fused = _is_fused(hidden, shaping)
         for part in _chunks(targets, len(weight)):
-            if is_fused:
-                logits, factors = torch.nn.functional.linear(hidden_c[part], weight_c), _inverse(shaping, part)
-                logprobs[part], entropies[part], normalisers[part] = _compiled(_softmax_scores)(
-                    logits, bias, factors, targets[part]
-                )
-                if factors is not None:
-                    raw[part], _, _ = _compiled(_softmax_scores)(logits, bias, None, targets[part])
-                continue
-            logits = _logits(hidden_c[part], weight_c, bias)
+            logits = torch.nn.functional.linear(hidden_c[part], weight_c)
+            temperatures, bounds = (None, None) if shaping is None else shaping.chunk(part)
             if shaping is not None:
-                raw[part] = _pick(logits, targets[part]) - logits.logsumexp(-1)
-                shaping.divide(logits, part)
-                is_outside[part] = shaping.find_bounds(logits, part, targets[part])
-                shaping.cut(logits, part)
-            normaliser = logits.logsumexp(-1)
-            logprobs[part] = _pick(logits, targets[part]) - normaliser
-            logits.sub_(normaliser[:, None])
-            # Truncated logits are -inf, and 0 times -inf would be nan.
-            entropies[part] = -(logits.exp().mul_(logits.clamp_(min=-1e4))).sum(-1)
-            normalisers[part] = normaliser
+                plain = _shape(logits, bias, None, None)
+                raw[part] = _pick(plain, targets[part]) - plain.logsumexp(-1)
+                if bounds is not None:
+                    divided = _shape(logits, bias, temperatures, None)
+                    is_outside[part] = shaping.find_bounds(divided, part, targets[part])
+            logprobs[part], entropies[part], normalisers[part] = _compiled(_softmax_scores, hidden.is_cuda)(
+                logits, bias, temperatures, bounds, targets[part]
+            )
         ctx.save_for_backward(hidden_c, weight_c, bias, targets, normalisers, entropies)
         ctx.dtypes, ctx.shaping = (hidden.dtype, weight.dtype), shaping
         raw = logprobs.clone() if shaping is None else raw
@@ -227,31 +197,21 @@ class _Scores(torch.autograd.Function):
         # A frozen head gets no gradient: a third of the products here, and a float32 copy of the head.
         grad_weight = torch.zeros(weight.shape, device=weight.device) if ctx.needs_input_grad[1] else None
         grad_bias = None if bias is None else torch.zeros_like(bias)
-        is_fused = _is_fused(hidden, shaping)
-        # This waits for the device, so it is done once for all.
-        has_entropy_gradient = not is_fused and bool(grad_entropies.any())
+        # The usual case, without an entropy bonus, is cheaper. On a GPU, looking would wait for the device.
+        has_entropy_gradient = hidden.is_cuda or bool(grad_entropies.any())
         for part in _chunks(targets, len(weight)):
-            if is_fused:
-                grad = _compiled(_logit_gradients)(
-                    torch.nn.functional.linear(hidden[part], weight),
-                    bias,
-                    _inverse(shaping, part),
-                    targets[part],
-                    normalisers[part],
-                    entropies[part],
-                    grad_logprobs[part],
-                    grad_entropies[part],
-                )
-            else:
-                logits = _logits(hidden[part], weight, bias)
-                if shaping is not None:
-                    shaping.divide(logits, part)
-                    shaping.cut(logits, part)
-                logits.sub_(normalisers[part, None])
-                grad = _grad_logits(
-                    logits, grad_logprobs[part], grad_entropies[part] if has_entropy_gradient else None, entropies[part]
-                )
-                grad.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            temperatures, bounds = (None, None) if shaping is None else shaping.chunk(part)
+            grad = _compiled(_logit_gradients, hidden.is_cuda)(
+                torch.nn.functional.linear(hidden[part], weight),
+                bias,
+                temperatures,
+                bounds,
+                targets[part],
+                normalisers[part],
+                entropies[part],
+                grad_logprobs[part],
+                grad_entropies[part] if has_entropy_gradient else None,
+            )
             if grad_bias is not None:
                 grad_bias += grad.sum(0, dtype=grad_bias.dtype)
             grad = grad.to(weight.dtype)
@@ -266,80 +226,57 @@ class _Scores(torch.autograd.Function):
         return grad_hidden.to(hidden_dtype), grad_weight, grad_bias, None, None
 
 
-def _is_fused(hidden: Tensor, shaping: _Shaping | None) -> bool:
-    """Whether one kernel computes the scores of a chunk, and one its gradients: on a GPU, without truncation.
-
-    Operation by operation, both read or write the logits about 30 times.
-    """
-    return hidden.is_cuda and (shaping is None or shaping.bounds is None)
-
-
 @cache
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(function, dynamic=True)
+def _compiled(function: Callable[..., Any], is_cuda: bool) -> Callable[..., Any]:  # noqa: FBT001
+    """Return ``function``, compiled for a GPU: operation by operation, it would read or write the logits many times."""
+    return torch.compile(function, dynamic=True) if is_cuda else function
 
 
-def _inverse(shaping: _Shaping | None, part: slice) -> Tensor | None:
-    """Return the inverse temperatures of a chunk, float32 [m]; ``None`` if all are 1."""
-    return None if shaping is None or shaping.temperatures is None else shaping.temperatures[part].reciprocal()
-
-
-def _shaped(logits: Tensor, bias: Tensor | None, factors: Tensor | None) -> Tensor:
+def _shape(logits: Tensor, bias: Tensor | None, temperatures: Tensor | None, bounds: Tensor | None) -> Tensor:
+    """Return the logits [m, V] of the distributions that m tokens were sampled from, float32."""
     shaped = logits.float()
     if bias is not None:
         shaped = shaped + bias
-    return shaped if factors is None else shaped * factors[:, None]
+    if temperatures is not None:
+        shaped = shaped / temperatures[:, None]
+    return shaped if bounds is None else shaped.masked_fill(shaped < bounds[:, None], -torch.inf)
 
 
 def _softmax_scores(
-    logits_MV: Tensor, bias: Tensor | None, factors: Tensor | None, targets: Tensor
+    logits_MV: Tensor, bias: Tensor | None, temperatures: Tensor | None, bounds: Tensor | None, targets: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return log-probabilities, entropies and normalisers, float32 [m]."""
-    shaped = _shaped(logits_MV, bias, factors)
+    shaped = _shape(logits_MV, bias, temperatures, bounds)
     normalisers = shaped.logsumexp(-1)
-    entropies = normalisers - ((shaped - normalisers[:, None]).exp() * shaped).sum(-1)
-    return _pick(shaped, targets) - normalisers, entropies, normalisers
+    logprobs = shaped - normalisers[:, None]
+    # Truncated logits are -inf, and 0 times -inf would be nan.
+    entropies = -(logprobs.exp() * logprobs.clamp(min=-1e4)).sum(-1)
+    return _pick(logprobs, targets), entropies, normalisers
 
 
 def _logit_gradients(  # noqa: PLR0917 - a kernel's operands
     logits_MV: Tensor,
     bias: Tensor | None,
-    factors: Tensor | None,
+    temperatures: Tensor | None,
+    bounds: Tensor | None,
     targets: Tensor,
     normalisers: Tensor,
     entropies: Tensor,
     grad_logprobs: Tensor,
-    grad_entropies: Tensor,
+    grad_entropies: Tensor | None,
 ) -> Tensor:
     """Return the gradient of the shaped logits [m, V], in the format of the logits."""
-    logprobs = _shaped(logits_MV, bias, factors) - normalisers[:, None]
-    inner = grad_logprobs[:, None] + grad_entropies[:, None] * (logprobs + entropies[:, None])
+    logprobs = _shape(logits_MV, bias, temperatures, bounds) - normalisers[:, None]
+    inner = grad_logprobs[:, None]
+    if grad_entropies is not None:
+        inner = inner + grad_entropies[:, None] * (logprobs.clamp(min=-1e4) + entropies[:, None])
     is_target = torch.arange(logprobs.shape[1], device=targets.device)[None] == targets[:, None]
     return (is_target * grad_logprobs[:, None] - logprobs.exp() * inner).to(logits_MV.dtype)
-
-
-def _grad_logits(
-    logprobs_NV: Tensor, grad_logprobs: Tensor, grad_entropies: Tensor | None, entropies: Tensor
-) -> Tensor:
-    """Return -p (g_logprob + g_entropy (log p + H)), in place: the gradient without the target's own entry."""
-    probabilities = logprobs_NV.exp()
-    # The usual case, without an entropy bonus: one pass over [n, V] fewer.
-    if grad_entropies is None:
-        return probabilities.mul_(-grad_logprobs[:, None])
-    factor = (
-        logprobs_NV.clamp_(min=-1e4).add_(entropies[:, None]).mul_(grad_entropies[:, None]).add_(grad_logprobs[:, None])
-    )
-    return probabilities.mul_(factor).neg_()
 
 
 def _pick(logits: Tensor, targets: Tensor) -> Tensor:
     """Return the entries [n] of ``logits`` [n, V] at ``targets`` [n]."""
     return logits.gather(-1, targets[:, None]).squeeze(-1)
-
-
-def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    logits = torch.nn.functional.linear(hidden, weight).float()
-    return logits if bias is None else logits.add_(bias)
 
 
 def _compute_dtype(tensor: Tensor) -> Tensor:

@@ -143,16 +143,12 @@ class Gang:
             self._background = Gang(rank=self.rank, size=self.size, device=torch.device("cpu"), group=group)
         return self._background
 
-    def rounds(self, packs: Sequence[Pack]) -> tuple[tuple[int | None, tuple[int, ...]], ...]:
-        """Return, for each round of passes, the index that this rank computes of ``packs``, and those of all ranks.
+    def rounds(self, packs: Sequence[Pack]) -> list[int | None]:
+        """Return for each round of passes the index that this rank computes of ``packs``.
 
         ``None`` is a pass over nothing, made only because all ranks have to take part in the collective calls.
         """
-        shares = assign_passes([pack.input_ids.size for pack in packs], num_ranks=self.size)
-        return tuple(
-            (dealt[self.rank], tuple(index for index in dealt if index is not None))
-            for dealt in zip(*shares, strict=True)
-        )
+        return list(assign_passes([pack.input_ids.size for pack in packs], num_ranks=self.size)[self.rank])
 
     def sum(self, values: Doubles) -> Doubles:
         """Return the sum over the ranks of arrays [n]; the bits are the same on every rank."""

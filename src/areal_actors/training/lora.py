@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from difflib import get_close_matches
 from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from attrs import field, frozen
@@ -36,13 +36,13 @@ from areal_actors.training.config import LoraConfig
 from areal_actors.training.directories import atomic_directory, write_tensors
 from areal_actors.training.sharding import scatter
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 _log = get_logger(__name__)
 
 ADAPTER_PART = "adapter_model"
 """Stem of the file of an adapter's tensors, which is also the name of its part of a checkpoint."""
-
-WEIGHT_SOURCE = "areal_weight_source"
-"""The attribute of a model on the meta device that says where its weights are; see ``loading``."""
 
 _CONFIG, _BASE = "adapter_config.json", "base_model.json"
 _ALL = "all-linear"
@@ -118,7 +118,7 @@ class _MergedWeights(LazyTensors):
 class Adapter:
     """The adapter of a model, which is in ``model`` from ``create`` on. ``targets`` are by names of weights."""
 
-    model: Any
+    model: PreTrainedModel
     config: LoraConfig
     base: Mapping[str, str]
     """Name and fingerprint of the base model."""
@@ -127,7 +127,7 @@ class Adapter:
     targets: Mapping[str, _Target] = field(repr=False)
 
     @classmethod
-    def create(cls, model: Any, config: LoraConfig, *, seed: int = 0) -> Adapter:
+    def create(cls, model: PreTrainedModel, config: LoraConfig, *, seed: int = 0) -> Adapter:
         """Put an adapter that changes nothing yet, or that of ``config.path``, into ``model``, and freeze the rest.
 
         ``seed`` determines its initial factors. ``model`` is in float32.
@@ -160,7 +160,7 @@ class Adapter:
             base_model_name_or_path=base["name"],
         )
         # The factors do not depend on what was drawn before, and what is drawn later not on them.
-        with torch.random.fork_rng(devices=[]), _weightless(model) if base["fingerprint"] else nullcontext():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             try:
                 peft.inject_adapter_in_model(settings, model, adapter_name=_NAME)
@@ -349,64 +349,35 @@ def plain_name(name: str) -> str:
     return name.replace(".base_layer", "")
 
 
-def fingerprint(model: Any) -> str:
+def fingerprint(model: PreTrainedModel) -> str:
     """Return a hash of the names and shapes of a model's weights, and of some numbers of each.
 
-    It is equal for float32 and bfloat16 copies of the same weights, and cheap for any size. Of weights in files
-    (``source``) only the rows with those numbers are read.
+    It is equal for float32 and bfloat16 copies of the same weights, and cheap for any size.
     """
-    found, source = sha256(), getattr(model, WEIGHT_SOURCE, None)
-    if source is None and any(weight.is_meta for weight in model.parameters()):
+    found = sha256()
+    if any(weight.is_meta for weight in model.parameters()):
         return ""  # a rank that receives its weights from the first one, which compares them
     samples = []
     for name, tensor in sorted(model.state_dict().items()):
         found.update(f"{plain_name(name)} {tuple(tensor.shape)}\n".encode())
-        if source is not None and tensor.is_meta:
-            width = max(1, tensor[:1].numel())
-            places = range(0, tensor.numel(), max(1, tensor.numel() // _SAMPLED))[:_SAMPLED]
-            rows = {
-                place // width: source.rows(plain_name(name), place // width, place // width + 1) for place in places
-            }
-            chosen = torch.stack([rows[place // width].reshape(-1)[place % width] for place in places])
-        else:
-            flat = tensor.detach().reshape(-1)
-            chosen = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
+        flat = tensor.detach().reshape(-1)
+        chosen = flat[:: max(1, flat.numel() // _SAMPLED)][:_SAMPLED]
         # In bfloat16, so that float32 and bfloat16 copies of the same weights have one fingerprint.
         samples.append(chosen.to(torch.bfloat16))
     found.update(torch.cat(samples).cpu().view(torch.uint8).numpy().data)
     return found.hexdigest()[:32]
 
 
-@contextmanager
-def _weightless(model: Any) -> Iterator[None]:
-    """Give weights on the meta device the shape of a single number on the CPU, so that peft creates factors there.
-
-    peft puts the factors on the device of the weight, and those of a weight without numbers would have none.
-    """
-    held = [(part._parameters, name) for part in model.modules() for name in part._parameters]  # noqa: SLF001
-    empty = [(parameters, name, weight) for parameters, name in held if (weight := parameters[name]) is not None]
-    empty = [place for place in empty if place[2].is_meta]
-    stand_ins: dict[Tensor, torch.nn.Parameter] = {}
-    for parameters, name, weight in empty:
-        number = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
-        parameters[name] = stand_ins.setdefault(weight, torch.nn.Parameter(number, requires_grad=weight.requires_grad))
-    try:
-        yield
-    finally:
-        for parameters, name, weight in empty:
-            parameters[name] = weight.requires_grad_(stand_ins[weight].requires_grad)
-
-
 # ------------------------------------------------------------------------------------------------------ targets
 
 
-def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
+def find_adapted(model: PreTrainedModel, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights to adapt, by the names of their linear modules and of stacked parameters.
 
     ``all-linear`` leaves out gates and routers, which have fewer outputs than a head of the attention: one for a shared
     expert, or one for each expert or head. Servers have no adapters for them, and there is little to adapt.
 
-    Raises ``ConfigError`` for unknown ones, and if the rank exceeds a dimension of a target, which has no more freedom.
+    Raises ``ConfigError`` for unknown ones.
     """
     linear = _find_linear(model)
     stacked = {
@@ -442,18 +413,10 @@ def find_adapted(model: Any, config: LoraConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {
         name: shape for name, shape in stacked.items() if any(_is_among(x, [name]) for x in config.target_parameters)
     }
-    small = {name: shape[-2:] for name, shape in shapes.items() if min(shape[-2:]) < config.rank}
-    if small:
-        name, shape = min(small.items(), key=lambda item: min(item[1]))
-        raise ConfigError(
-            f"trainer.lora.rank: {config.rank} is more than the smaller dimension of {name}, {shape[0]} by {shape[1]} "
-            f"({len(small)} of {len(shapes)} targets are too small); set it to {min(shape)} or less, or name larger "
-            "target_modules."
-        )
     return shapes
 
 
-def _find_linear(model: Any) -> dict[str, tuple[int, ...]]:
+def _find_linear(model: PreTrainedModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of the weights of all linear modules but the output head, by the names of the modules."""
     ends = (model.get_output_embeddings(), model.get_input_embeddings())
     return {
@@ -468,20 +431,14 @@ def _is_among(wanted: str, names: Iterable[str]) -> bool:
     return any(name == wanted or name.endswith(f".{wanted}") for name in names)
 
 
-def _explain_unknown(model: Any, setting: str, wanted: str, known: Sequence[str]) -> str:
+def _explain_unknown(model: PreTrainedModel, setting: str, wanted: str, known: Sequence[str]) -> str:
     close = get_close_matches(wanted, known, n=2, cutoff=0.5)
     hint = f"; did you mean {' or '.join(close)}?" if close else "."
     listed = ", ".join(known[:_MAX_NAMED]) or "none"
-    ends = (model.get_output_embeddings(), model.get_input_embeddings())
-    if any(module in ends for name, module in model.named_modules() if _is_among(wanted, [name])):
-        return (
-            f"trainer.lora.{setting}: {wanted!r} is an embedding or the output head of {type(model).__name__}, which "
-            f"cannot have an adapter; take some of {listed}."
-        )
     return f"trainer.lora.{setting}: {type(model).__name__} has no {wanted!r} to adapt{hint} It has {listed}."
 
 
-def _find_targets(model: Any) -> dict[str, _Target]:
+def _find_targets(model: PreTrainedModel) -> dict[str, _Target]:
     """Return the adapted weights by their names in the state dict."""
     from peft.tuners.lora import layer as layers
 

@@ -12,7 +12,6 @@ from math import isfinite
 from typing import TYPE_CHECKING
 
 import numpy as np
-from attrs import frozen
 
 from areal_actors.domain import (
     EVAL_SCOPE,
@@ -32,21 +31,11 @@ if TYPE_CHECKING:
     from areal_actors.training.statistics import StepStatistics
 
 
-@frozen(kw_only=True)
-class Lengths:
-    """Sampled tokens and turns of episodes, aligned by index."""
-
-    tokens: tuple[int, ...]
-    turns: tuple[int, ...]
-
-
-def measure_episodes(groups: Iterable[Group]) -> Lengths:
-    """Return the lengths of all successful episodes. A failed episode has no known length."""
+def measure_episodes(groups: Iterable[Group]) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the sampled tokens and the turns of all successful episodes. A failed episode has no known length."""
     episodes = [episode for group in groups for episode in group.episodes if episode.failure is None]
-    return Lengths(
-        tokens=tuple(sum(row.num_trained_tokens for row in episode.trajectories) for episode in episodes),
-        turns=tuple(episode.num_turns for episode in episodes),
-    )
+    tokens = tuple(sum(row.num_trained_tokens for row in episode.trajectories) for episode in episodes)
+    return tokens, tuple(episode.num_turns for episode in episodes)
 
 
 def count_truncated(groups: Iterable[Group]) -> tuple[int, int]:
@@ -119,7 +108,7 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
         episodes = [episode for group in found for episode in group.episodes]
         rewards = [[episode.reward for episode in group.episodes if episode.failure is None] for group in found]
         succeeded = [reward for group in (*rewards, *(group.rewards for group in replaced)) for reward in group]
-        lengths = measure_episodes(found)
+        tokens, turns = measure_episodes(found)
         numbers: dict[str, float | int | None] = {
             "reward": float(np.mean(succeeded)) if succeeded else None,
             "groups": len(found),
@@ -132,8 +121,8 @@ def describe_sources(lease: Lease) -> dict[str, float | int | None]:
             "rejected_episodes": sum(episode.is_rejected for episode in episodes)
             + sum(group.num_rejected for group in untrained),
             "limited_episodes": sum(episode.limit is not None for episode in episodes),
-            "tokens_mean": float(np.mean(lengths.tokens)) if lengths.tokens else None,
-            "turns_mean": float(np.mean(lengths.turns)) if lengths.turns else None,
+            "tokens_mean": float(np.mean(tokens)) if tokens else None,
+            "turns_mean": float(np.mean(turns)) if turns else None,
             "seconds_mean": float(np.mean([episode.seconds for episode in episodes])) if episodes else None,
         }
         if source in lease.drawn.pools:
@@ -148,7 +137,6 @@ def _describe_pools(pools: Sequence[PoolSizes]) -> dict[str, float | int | None]
     return {
         "easy_problems": sum(each.easy for each in pools) if pools else None,
         "hard_problems": sum(each.hard for each in pools) if pools else None,
-        "retired_problems": sum(each.retired for each in pools) if pools else None,
         "solve_rate": sum((each.solve_rate or 0.0) * each.num_run for each in pools) / num_run if num_run else None,
     }
 
@@ -172,6 +160,15 @@ def mean_reward(statistics: StepStatistics, lease: Lease) -> float:
     return total / (num_trained + len(replaced))
 
 
+_STEP_KEYS = (
+    *("loss", "grad_norm", "learning_rate", "num_updates", "entropy", "reference_kl", "teacher_kl", "clip_fraction"),
+    *("importance_mean", "importance_max", "out_of_range_fraction", "behaviour_gap_mean", "behaviour_gap_max"),
+    "outside_fraction",
+)
+_DATA_KEYS = ("penalty_mean", "staleness_mean", "staleness_max", "temperature_mean")
+"""The fields of the statistics that are metrics of the same name."""
+
+
 def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | int | None]:
     """Return the metrics of a step on sampled episodes."""
     data = statistics.data
@@ -179,17 +176,14 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
     metrics: dict[str, float | int | None] = {
         "step": statistics.version,
         "version": statistics.version,
-        "penalty_mean": data.penalty_mean,
-        "loss": statistics.loss,
         "kl": statistics.approximate_kl,
-        "reference_kl": statistics.reference_kl,
-        "teacher_kl": statistics.teacher_kl,
-        "entropy": statistics.entropy,
-        "staleness_mean": data.staleness_mean,
-        "staleness_max": data.staleness_max,
+        **{name: getattr(statistics, name) for name in _STEP_KEYS},
+        **{name: getattr(data, name) for name in _DATA_KEYS},
         "tokens": data.num_tokens,
         "trained_tokens": data.num_trained_tokens,
         "packed_tokens": statistics.num_packed_tokens,
+        "greedy_tokens": data.num_greedy_tokens,
+        "adjusted_tokens": data.num_adjusted_tokens,
         # Also of groups in which every episode failed, of which the trainer receives nothing.
         "episodes": data.num_episodes + sum(group.num_episodes for group in lease.drawn.failed),
         "failed_episodes": data.num_failed_episodes + sum(group.num_failed for group in lease.drawn.failed),
@@ -204,26 +198,12 @@ def step_metrics(statistics: StepStatistics, lease: Lease) -> dict[str, float | 
         "requeued_groups": lease.drawn.requeued,
         "replaced_groups": len(lease.drawn.replaced),
         **_count_failed_groups(lease.drawn.failed),
-        "grad_norm": statistics.grad_norm,
-        "learning_rate": statistics.learning_rate,
-        "num_updates": statistics.num_updates,
-        "clip_fraction": statistics.clip_fraction,
-        "out_of_range_fraction": statistics.out_of_range_fraction,
-        "importance_mean": statistics.importance_mean,
-        "importance_max": statistics.importance_max,
-        "behaviour_gap_mean": statistics.behaviour_gap_mean,
-        "behaviour_gap_max": statistics.behaviour_gap_max,
-        "temperature_mean": data.temperature_mean,
-        "greedy_tokens": data.num_greedy_tokens,
-        "adjusted_tokens": data.num_adjusted_tokens,
-        "outside_fraction": statistics.outside_fraction,
     }
     metrics["truncated_turns"], metrics["truncated_tokens"] = count_truncated(lease.groups)
     metrics |= _describe_pools(tuple(lease.drawn.pools.values()))
     metrics["held_seconds"] = lease.drawn.held_seconds
     metrics |= describe_lengths("drawn", lease.drawn.tokens, lease.drawn.turns)
-    trained = measure_episodes(lease.groups)
-    metrics |= describe_lengths("trained", trained.tokens, trained.turns)
+    metrics |= describe_lengths("trained", *measure_episodes(lease.groups))
     metrics |= average_numbers([episode.logged for episode in episodes], scope=SCOPE)
     metrics |= describe_sources(lease)
     metrics |= {f"custom/{name}": value for name, value in statistics.custom.items()}

@@ -13,18 +13,15 @@ import numpy as np
 import torch
 from attrs import evolve
 
-from areal_actors.errors import ArealError, ConfigError, ModelError
+from areal_actors.errors import ArealError, ModelError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.models import model_shape, require_fixed_rotation
 from areal_actors.training.config import Layout, TrainerConfig
 from areal_actors.training.forward import score_pack
-from areal_actors.training.gang import Gang
 from areal_actors.training.layers import decoder_layers, decoder_of
-from areal_actors.training.loading import first_layers, source_of, streamed
 from areal_actors.training.packing import Pack, Segment
-from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.router_replay import require_replayable
-from areal_actors.training.tree_attention import PackMask, create_mask, has_planned_attention, planned_attention
+from areal_actors.training.tree_attention import PackMask, has_planned_attention, planned_attention
 
 _log = get_logger(__name__)
 
@@ -38,21 +35,19 @@ def require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_lengt
     """Check that ``model`` can be trained with ``configs``, those of all phases; make it attend by plan if it can.
 
     Returns the length of rows beyond which their log-probabilities would depend on other rows; ``None`` without one.
-    Of a model whose weights are in files, only the first layers are read and checked. A model on the meta device is not
-    checked otherwise: it belongs to a rank that gets its weights from the first one, which checks them. Raises
-    ``ConfigError`` and ``ModelError`` as the functions below.
+    A model on the meta device is not checked: it belongs to a rank that gets its weights from the first one, which
+    checks them. Raises ``ConfigError`` and ``ModelError`` as the functions below.
     """
-    if source_of(model) is not None:
-        with first_layers(model), streamed(model):
-            return _require_supported(model, configs, max_length=max_length)
-    if model.device.type != "meta":
-        return _require_supported(model, configs, max_length=max_length)
-    return None
-
-
-def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
+    if model.device.type == "meta":
+        return None
     try:
-        return _check(model, configs, max_length=max_length)
+        require_plain_head(model)
+        limit = require_fixed_rotation(model.config, max_length=max_length)
+        if not plan_attention(model) and any(config.layout is Layout.TREE for config in configs):
+            attention = model.config._attn_implementation  # noqa: SLF001 - transformers has no public name for it
+            _log.warning("rows_padded", model=type(model).__name__, attention=attention)  # slower, with the same loss
+        if any(config.router_replay for config in configs):
+            require_replayable(model)
     except ArealError:
         raise
     except Exception as error:
@@ -61,18 +56,6 @@ def _require_supported(model: Any, configs: Sequence[TrainerConfig], *, max_leng
             f"{type(model).__name__} cannot be trained: a pass over a few tokens failed with {type(error).__name__}: "
             f"{error}"
         ) from error
-
-
-def _check(model: Any, configs: Sequence[TrainerConfig], *, max_length: int | None) -> int | None:
-    require_plain_head(model)
-    limit = require_fixed_rotation(model, max_length=max_length)
-    plan_attention(model)
-    if any(config.layout is Layout.TREE for config in configs):
-        require_tree_support(model, max_length=max_length)
-    if any(config.router_replay for config in configs):
-        require_replayable(model)
-    if any(config.chunk_tokens is not None for config in configs):
-        require_chunk_support(model)
     return limit
 
 
@@ -102,18 +85,10 @@ def require_plain_head(model: Any) -> None:
         )
 
 
-def attention_window(config: Any) -> int | None:
-    """Return how many tokens back the attention of a transformers configuration reaches; ``None`` means all of them.
-
-    Phi-3, Mixtral, Starcoder2 and Mistral 7B v0.1 have a window in every layer and no ``layer_types``.
-    """
-    return model_shape(config).window
-
-
 def plan_attention(model: Any) -> bool:
     """Make ``model`` attend by plan, if it then scores packed rows as it scores them separately; return whether.
 
-    Otherwise its attention stays as it was.
+    Otherwise its attention stays as it was, and it computes padded rows.
     """
     before, planned = model.config._attn_implementation, planned_attention(model)  # noqa: SLF001
     if has_planned_attention(model):
@@ -131,80 +106,18 @@ def plan_attention(model: Any) -> bool:
     return False
 
 
-def require_tree_support(model: Any, *, max_length: int | None = None) -> None:
-    """Check that the model scores two rows in one trie as it scores them separately.
-
-    Rows have up to ``max_length`` tokens; ``None`` means the context length of the model. Raises ``ConfigError`` if the
-    attention accepts no mask, if a layer has no attention, or, for models that do not attend by plan, if their window
-    is shorter than such rows.
-    """
-    if has_planned_attention(model):
-        return
-    config = model.config
-    takes_mask = config._attn_implementation in ("sdpa", "eager")  # noqa: SLF001
-    window = attention_window(config)
-    longest = max_length or model_shape(config).max_positions
-    if window is not None and (longest is None or longest > window):
-        raise ConfigError(
-            f"layout: tree computes full attention, and {type(model).__name__} attends to the last {window} tokens "
-            f"only, while rows may have {longest or 'any number of'} tokens; use layout=flat, or bound them by "
-            f"engine.max_length={window}."
-        )
-    if not (takes_mask and _has_only_attention(config) and _agrees(model, max_length=longest)):
-        raise ConfigError(
-            f"layout: tree needs full attention with sdpa or eager in every layer, which {type(model).__name__} does "
-            "not have; use layout=flat."
-        )
-
-
-def require_chunk_support(model: Any) -> None:
-    """Check that the model scores a pass in chunks as it scores it in one.
-
-    Raises ``ConfigError`` if it does not attend by plan, or if its layers do not know their index.
-    """
-    if not (has_planned_attention(model) and _agrees_in_chunks(model)):
-        raise ConfigError(
-            f"chunk_tokens: {type(model).__name__} with {model.config._attn_implementation} attention cannot be "  # noqa: SLF001
-            "computed in chunks, which needs sdpa attention in every layer; leave chunk_tokens out, and limit rows by "
-            "engine.max_length to what fits into memory."
-        )
-
-
-@torch.no_grad()
-def _agrees_in_chunks(model: Any) -> bool:
-    # Seven rows have more positions than a chunk of the smallest size on any device, and one row is in two chunks.
-    starts = np.arange(7) * _NUM_TRIED
-    positions = np.arange(7 * _NUM_TRIED)
-    none = np.zeros(0, dtype=np.int64)
-    pack = Pack(
-        input_ids=(positions % model_shape(model.config).vocab_size)[None],
-        position_ids=(positions % _NUM_TRIED)[None],
-        segments=tuple(Segment(start=start, stop=start + _NUM_TRIED, ancestors=none) for start in starts.tolist()),
-        rows=tuple(range(7)),
-        sources=starts + _NUM_TRIED - 1,
-        targets=np.zeros(7, dtype=np.int64),
-        num_tokens=len(positions),
-    )
-    whole, chunked = (
-        Passes(gang=Gang.alone(), dtype=torch.float32, chunk_tokens=size).score(Scorer(model), [pack])[0].logprobs
-        for size in (None, _NUM_TRIED // 2)
-    )
-    return bool(np.allclose(whole, chunked, rtol=0, atol=_TOLERANCE))
-
-
 def _has_only_attention(config: Any) -> bool:
-    kinds, window = model_shape(config).layer_types, attention_window(config)
+    kinds, window = model_shape(config).layer_types, model_shape(config).window
     return all(kind == "full_attention" or (kind == "sliding_attention" and window) for kind in kinds)
 
 
 @torch.no_grad()
-def _agrees(model: Any, *, max_length: int | None = None) -> bool:
+def _agrees(model: Any) -> bool:
     """Whether rows in one pack have the same scores as rows in a batch, and layers attend with their windows.
 
     The pack has two rows that share all but their last token, and a third that shares nothing.
     """
-    length = min(_NUM_TRIED, max_length or _NUM_TRIED)
-    shared, size = length - 1, model_shape(model.config).vocab_size
+    length, shared, size = _NUM_TRIED, _NUM_TRIED - 1, model_shape(model.config).vocab_size
     ids, positions = np.arange(length + 1) % size, np.arange(length)
     none = np.zeros(0, dtype=np.int64)
     tree = Pack(
@@ -227,12 +140,11 @@ def _agrees(model: Any, *, max_length: int | None = None) -> bool:
         segments=None,
         sources=np.array([1, 2, 3]) * length - 1,
     )
-    mask = create_mask(model, tree.segments or (), model.device)
+    mask = PackMask(tree.segments or (), model.device)
     found, expected = score_pack(model, tree, mask=mask).logprobs, score_pack(model, flat).logprobs
     # A window is usually longer than these rows, so that only its name in the call shows that a plan respects it.
     model_sizes = model_shape(model.config)
     window = model_sizes.window
     windows = [window if kind == "sliding_attention" else None for kind in model_sizes.layer_types]
     windows = windows or [window] * model_sizes.num_layers
-    has_windows = not isinstance(mask, PackMask) or mask.windows == windows
-    return has_windows and torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)
+    return mask.windows == windows and torch.allclose(found, expected, rtol=0, atol=_TOLERANCE)

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from areal_actors.domain import Floats, Trajectory
 from areal_actors.errors import ExportError
+from areal_actors.lib.references import load_function
 from areal_actors.training.config import KlEstimator, KlPlace, ObjectiveConfig, Surrogate
-from areal_actors.training.custom import CustomSurrogate, load_surrogate
+from areal_actors.training.custom import CustomSurrogate
 from areal_actors.training.forward import TokenScores
 from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.surrogates import (
@@ -88,15 +89,13 @@ class Objective(Protocol):
 class PolicyObjective:
     """Implements ``Σ_t weight_t · (w_t · policy_loss_t + kl_coefficient · KL_t - entropy_coefficient · H_t)``.
 
-    ``correction`` gives w_t; without it w_t is 1. The reference term applies if ``inputs`` carry a reference; for
-    ``is_kl_unbiased`` see ``KlConfig``.
+    ``correction`` gives w_t; without it w_t is 1. The reference term applies if ``inputs`` carry a reference.
     """
 
     surrogate: SurrogateLoss = field(factory=ProbabilityRegion)
     correction: BehaviourCorrection | None = field(factory=BehaviourCorrection)
     kl_coefficient: float = 0.0
     kl_estimator: KlEstimator = KlEstimator.K3
-    is_kl_unbiased: bool = True
     entropy_coefficient: float = 0.0
 
     @property
@@ -114,12 +113,10 @@ class PolicyObjective:
             # With the ratio r = π/π_behaviour, r k1 and r k3 are in expectation KL(π || reference), so the gradient
             # also goes through r: on-policy, that of k3 is then log(π/reference) ∇log π, and without r it would be that
             # of KL(reference || π). k2 alone already has the right gradient, so r is a constant there.
-            if self.is_kl_unbiased:
-                ratio = self._bounded_ratio(scores.logprobs, inputs)
-                if self.kl_estimator is not KlEstimator.K2:
-                    ratio = ratio * bounded_exp(scores.logprobs - scores.logprobs.detach())
-                distances = ratio * distances
-            losses = losses + self.kl_coefficient * distances
+            ratio = self._bounded_ratio(scores.logprobs, inputs)
+            if self.kl_estimator is not KlEstimator.K2:
+                ratio = ratio * bounded_exp(scores.logprobs - scores.logprobs.detach())
+            losses = losses + self.kl_coefficient * ratio * distances
         if self.entropy_coefficient:
             losses = losses - self.entropy_coefficient * scores.entropies
         return ObjectiveLoss(loss=(losses * inputs.weights).sum(), sums=self._sums(scores, inputs, policy.is_clipped))
@@ -169,14 +166,13 @@ def create_objective(config: ObjectiveConfig, *, num_updates: int = 1, rounding:
     if isinstance(config.surrogate, Surrogate):
         surrogate = create_surrogate(config, config.resolve_centre(num_updates, rounding=rounding))
     else:
-        surrogate = load_surrogate(config.surrogate)
+        surrogate = CustomSurrogate(function=load_function(config.surrogate))
     is_weighted = config.is_weighted(num_updates, rounding=rounding)
     return PolicyObjective(
         surrogate=surrogate,
         correction=BehaviourCorrection(bounds=config.behaviour) if is_weighted else None,
         kl_coefficient=config.kl.coefficient if config.kl.place is KlPlace.LOSS else 0.0,
         kl_estimator=config.kl.resolve_estimator(),
-        is_kl_unbiased=config.kl.is_unbiased,
         entropy_coefficient=config.entropy_coefficient,
     )
 

@@ -1,7 +1,7 @@
 """Optimisers by name, with a learning rate schedule, gradient clipping, and states that may be in the host's memory.
 
 The weights that an optimiser changes are float32, whole or sharded over ranks. What it keeps for each weight depends on
-its name: 8 bytes for two float32 moments, 4 in bfloat16, about 2 or 1 in torchao's formats of 8 and 4 bits.
+its name: 8 bytes for two float32 moments, 4 in bfloat16.
 
 An update is atomic: a gradient that is not finite raises ``TrainingDiverged`` before anything changes.
 """
@@ -9,33 +9,22 @@ An update is atomic: a gradient that is not finite raises ``TrainingDiverged`` b
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from areal_actors.errors import CheckpointError, ConfigError, TrainingDiverged
+from areal_actors.errors import CheckpointError, TrainingDiverged
 from areal_actors.training.config import Decay, OffloadTo, OptimizerConfig, OptimizerName
 from areal_actors.training.sharding import Rows, gather, local_part, scatter, scatter_from_first, with_local_part
 
 _CLIP_EPSILON = 1e-6
 """torch divides the largest norm by the norm plus this."""
-_TORCHAO = {
-    OptimizerName.ADAMW_8BIT: "AdamW8bit",
-    OptimizerName.ADAMW_4BIT: "AdamW4bit",
-    OptimizerName.ADAMW_FP8: "AdamWFp8",
-}
 _STATE_BYTES = {
     OptimizerName.ADAMW: 8.0,
     OptimizerName.ADAMW_BF16: 4.0,
-    # Two moments of codes, and a float32 scale for each block of them: 256 or 128 codes.
-    OptimizerName.ADAMW_8BIT: 2 * (1 + 4 / 256),
-    OptimizerName.ADAMW_FP8: 2 * (1 + 4 / 256),
-    OptimizerName.ADAMW_4BIT: 2 * (1 / 2 + 4 / 128),
     OptimizerName.SGD: 0.0,
 }
 
@@ -43,8 +32,7 @@ _STATE_BYTES = {
 def state_bytes(config: OptimizerConfig) -> float:
     """Return how many bytes the optimiser keeps on the device for each trained weight.
 
-    The 4 bytes of the weight and those of its gradient come on top. Low-bit formats keep tensors of less than 4096
-    numbers in float32.
+    The 4 bytes of the weight and those of its gradient come on top.
     """
     return 0.0 if config.offload is OffloadTo.CPU else _STATE_BYTES[config.name]
 
@@ -68,10 +56,7 @@ def learning_rate(step: int, config: OptimizerConfig) -> float:
 
 
 class Optimizer:
-    """The optimiser that ``config`` names, over named parameters that have gradients; counts its updates.
-
-    Raises ``ConfigError`` if its package is absent.
-    """
+    """The optimiser that ``config`` names, over named parameters that have gradients; counts its updates."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: OptimizerConfig) -> None:
         self._parameters = dict(parameters)
@@ -122,15 +107,11 @@ class Optimizer:
         if self._config.max_grad_norm is not None and float(norm) + _CLIP_EPSILON > self._config.max_grad_norm:
             torch.nn.utils.clip_grads_with_norm_(self._parameters.values(), self._config.max_grad_norm, norm)
         for group in self._torch.param_groups:
-            # torchao compiles its step with the rate as an input, and refuses another object.
-            group["lr"] = group["lr"].fill_(self.learning_rate) if torch.is_tensor(group["lr"]) else self.learning_rate
-        # torchao compiles its step, which on the CPU takes longer than it saves.
-        is_eager = self._config.name.is_low_bit and not next(iter(self._held.values())).is_cuda
-        with torch.compiler.set_stance("force_eager") if is_eager else nullcontext():
-            if self._is_offloaded:
-                self._step_on_host()
-            else:
-                self._torch.step()
+            group["lr"] = self.learning_rate
+        if self._is_offloaded:
+            self._step_on_host()
+        else:
+            self._torch.step()
         self.num_updates += 1
         return float(norm)
 
@@ -142,10 +123,14 @@ class Optimizer:
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return moments and counts by ``<what>/<parameter>``, shared with the optimiser; empty before an update.
 
-        The numbers and scales of a low-bit moment are ``<what>.codes/<parameter>`` and ``<what>.scale/<parameter>``.
         Moments in the host's memory stay there, unless their parameter is sharded.
         """
-        return _States(self._entries(), self._parameters)
+        found = {}
+        for key, (name, value) in self._entries().items():
+            parameter = self._parameters[name]
+            is_part = value.ndim > 0 and isinstance(parameter, DTensor)
+            found[key] = with_local_part(value, parameter) if is_part else value
+        return found
 
     def rows(self) -> dict[str, Rows]:
         """Return this rank's rows of what ``state_dict`` returns, each where it is kept."""
@@ -153,16 +138,12 @@ class Optimizer:
 
     def _entries(self) -> dict[str, tuple[str, Tensor]]:
         """Return the name of the parameter and the state, whole or this rank's part, by ``<what>/<parameter>``."""
-        found: dict[str, tuple[str, Tensor]] = {}
-        for name, held in self._held.items():
-            for what, state in self._torch.state.get(held, {}).items():
-                # A low-bit moment consists of plain tensors, of which the table of the format is the same for all.
-                parts = {
-                    f".{part}": getattr(state, part) for part in getattr(state, "tensor_attrs", ()) if part != "qmap"
-                }
-                values = {} if state is None else parts or {"": state}
-                found |= {f"{what}{part}/{name}": (name, value) for part, value in values.items()}
-        return found
+        return {
+            f"{what}/{name}": (name, value)
+            for name, held in self._held.items()
+            for what, value in self._torch.state.get(held, {}).items()
+            if value is not None
+        }
 
     def load_state_dict(self, state: Mapping[str, Tensor], *, num_updates: int) -> None:
         """Load moments from ``state`` (copied).
@@ -170,37 +151,20 @@ class Optimizer:
         Raises ``CheckpointError`` for moments of tensors that the model does not have in that shape, and for those of
         another optimiser.
         """
-        loaded: dict[str, dict[str, Any]] = {}
+        loaded: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
             what, name = key.split("/", 1)
-            what, _, part = what.partition(".")
             parameter = self._parameters.get(name)
-            is_of_weight = value.ndim > 0 and part != "scale"
-            if parameter is None or (is_of_weight and part != "codes" and parameter.shape != value.shape):
+            if parameter is None or (value.ndim > 0 and parameter.shape != value.shape):
                 raise CheckpointError(f"The checkpoint's optimiser state {key} does not fit the model.")
-            held = self._held[name]
-            owned = value.clone()
-            if is_of_weight and not part:
-                owned = scatter(owned, parameter)
+            if what != "step" and value.dtype is not self._moment_dtype:
+                raise CheckpointError(_of_another_optimiser(key, self._config))
+            owned = scatter(value.clone(), parameter) if value.ndim > 0 else value.clone()
             if self._is_offloaded:
                 owned = local_part(owned)
-            owned = owned.to(held.device)
-            moments = loaded.setdefault(name, {})
-            if not part:
-                moments[what] = owned
-                continue
-            if what not in moments:
-                create = getattr(self._torch, "_new_buffer", None)  # torchao's
-                if create is None:
-                    raise CheckpointError(_of_another_optimiser(key, self._config))
-                moments[what] = create(parameter.detach(), what == "exp_avg")
-            target = getattr(moments[what], part, None)
-            if target is None or (target.shape, target.dtype) != (owned.shape, owned.dtype):
-                raise CheckpointError(_of_another_optimiser(key, self._config))
-            target.copy_(owned)
+            loaded.setdefault(name, {})[what] = owned.to(self._held[name].device)
         if bool(loaded) != (num_updates > 0 and self._config.name is not OptimizerName.SGD):
             raise CheckpointError(_of_another_optimiser(next(iter(state), "(none)"), self._config))
-        self._require_own(loaded)
         self._torch.state.clear()
         self._torch.state.update({self._held[name]: moments for name, moments in loaded.items()})
         self.num_updates = num_updates
@@ -215,25 +179,14 @@ class Optimizer:
             # A parameter takes part in each update, as an absent gradient counts as 0.
             moments = {"step": torch.tensor(float(num_updates), device=held.device)}
             for what in ("exp_avg", "exp_avg_sq"):
-                _, dtype = self._wanted_format(name, what)
                 whole = None if state is None else state[f"{what}/{name}"]
-                owned = scatter_from_first(whole, parameter.detach(), dtype)
+                owned = scatter_from_first(whole, parameter.detach(), self._moment_dtype)
                 moments[what] = local_part(owned).to(held.device) if self._is_offloaded else owned
             self._torch.state[held] = moments
 
-    def _require_own(self, loaded: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raise ``CheckpointError`` unless the moments have the formats that this optimiser gives them."""
-        for name, moments in loaded.items():
-            for what, moment in moments.items():
-                if what != "step" and _format(moment) != self._wanted_format(name, what):
-                    raise CheckpointError(_of_another_optimiser(f"{what}/{name}", self._config))
-
-    def _wanted_format(self, name: str, what: str) -> tuple[bool, torch.dtype]:
-        parameter = self._parameters[name].detach()
-        if self._config.name is OptimizerName.ADAMW_BF16:
-            return False, torch.bfloat16
-        create = getattr(self._torch, "_new_buffer", None)
-        return _format(parameter if create is None else create(parameter, what == "exp_avg"))
+    @property
+    def _moment_dtype(self) -> torch.dtype:
+        return torch.bfloat16 if self._config.name is OptimizerName.ADAMW_BF16 else torch.float32
 
     def _step_on_host(self) -> None:
         """Update one parameter after the other with its moments in the memory of the host.
@@ -307,41 +260,6 @@ def _create(groups: list[dict[str, Any]], config: OptimizerConfig) -> torch.opti
             return AdamWBfloat16(groups, lr=rate, betas=betas, eps=config.epsilon)
         case OptimizerName.SGD:
             return torch.optim.SGD(groups, lr=rate, fused=True)
-    try:
-        from torchao import optim  # pyright: ignore[reportMissingImports] - optional
-    except ImportError as error:
-        raise ConfigError(
-            f"trainer.optimizer.name {config.name} needs the package torchao; run: pip install 'areal_actors[lowbit]', "
-            "or use adamw_bf16."
-        ) from error
-    found: torch.optim.Optimizer = getattr(optim, _TORCHAO[config.name])(
-        groups, lr=rate, betas=betas, eps=config.epsilon
-    )
-    return found
-
-
-@frozen(eq=False)
-class _States(Mapping[str, Tensor]):
-    """States by ``<what>/<parameter>``; parts of sharded ones become sharded tensors when they are read."""
-
-    entries: Mapping[str, tuple[str, Tensor]]
-    parameters: Mapping[str, Tensor]
-
-    def __getitem__(self, key: str) -> Tensor:
-        name, value = self.entries[key]
-        parameter = self.parameters[name]
-        return with_local_part(value, parameter) if value.ndim and isinstance(parameter, DTensor) else value
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.entries)
-
-    def __len__(self) -> int:
-        return len(self.entries)
-
-
-def _format(moment: Tensor) -> tuple[bool, torch.dtype]:
-    """Return whether ``moment`` has a low-bit format, and its data type."""
-    return hasattr(moment, "tensor_attrs"), moment.dtype
 
 
 def _of_another_optimiser(key: str, config: OptimizerConfig) -> str:

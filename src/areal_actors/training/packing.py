@@ -123,20 +123,13 @@ def pack_padded(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_toke
         length = max(map(len, sequences))
         padded = [np.pad(ids, (0, length - len(ids)), constant_values=_PAD) for ids in sequences]
         packs.append(
-            Pack(
+            _create_pack(
+                rows,
+                [(row, slot * length + np.arange(_needed(rows[row]))) for slot, row in enumerate(chosen)],
                 input_ids=np.stack(padded),
                 position_ids=np.tile(np.arange(length), (len(sequences), 1)),
                 segments=None,
-                rows=tuple(chosen),
-                sources=np.concatenate([rows[row].positions - 1 + slot * length for slot, row in enumerate(chosen)]),
-                targets=_targets(rows, chosen),
                 num_tokens=sum(map(len, sequences)),
-                distributions=_distributions(rows, chosen),
-                routed_experts=_experts(
-                    rows,
-                    [(row, slot * length + np.arange(_needed(rows[row]))) for slot, row in enumerate(chosen)],
-                    size=len(chosen) * length,
-                ),
             )
         )
     return packs
@@ -166,17 +159,6 @@ def pack_tree(rows: Sequence[TrainingRow], indices: Sequence[int], *, max_tokens
             current, size, previous = [*current, index], size + added, sequences[index]
         tries.append(build_trie([sequences[i] for i in current], current))
     return [_packed(rows, chosen) for chosen in _fill_row(tries, max_tokens=max_tokens)]
-
-
-def visible(segments: Sequence[Segment]) -> npt.NDArray[np.bool_]:
-    """Return the attention mask, bool [L, L], of segments that cover L positions: whether query i attends to key j."""
-    length = max(segment.stop for segment in segments)
-    result = np.zeros((length, length), dtype=bool)
-    for segment in segments:
-        own = slice(segment.start, segment.stop)
-        result[own, segment.ancestors] = True
-        result[own, own] = np.tri(segment.stop - segment.start, dtype=bool)
-    return result
 
 
 def subtree_ends(segments: Sequence[Segment]) -> npt.NDArray[np.int32]:
@@ -255,13 +237,14 @@ def _common_prefix(first: Ints, second: Ints) -> int:
 def _packed(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
     """Concatenate tries in a single row; tokens of one trie do not attend to another."""
     offsets = np.cumsum([0, *(trie.num_nodes for trie in tries)])
-    indices = [index for trie in tries for index in trie.rows]
-    sources = [
-        path[rows[index].positions - 1] + offset
+    places = [
+        (index, path + offset)
         for trie, offset in zip(tries, offsets, strict=False)
         for index, path in zip(trie.rows, trie.paths, strict=True)
     ]
-    return Pack(
+    return _create_pack(
+        rows,
+        places,
         input_ids=np.concatenate([trie.ids for trie in tries])[None],
         position_ids=np.concatenate([trie.depths for trie in tries])[None],
         segments=tuple(
@@ -269,20 +252,33 @@ def _packed(rows: Sequence[TrainingRow], tries: Sequence[Trie]) -> Pack:
             for trie, offset in zip(tries, offsets, strict=False)
             for segment in trie.segments
         ),
-        rows=tuple(indices),
-        sources=np.concatenate(sources),
-        targets=_targets(rows, indices),
         num_tokens=int(offsets[-1]),
-        distributions=_distributions(rows, indices),
-        routed_experts=_experts(
-            rows,
-            [
-                (index, path + offset)
-                for trie, offset in zip(tries, offsets, strict=False)
-                for index, path in zip(trie.rows, trie.paths, strict=True)
-            ],
-            size=int(offsets[-1]),
-        ),
+    )
+
+
+def _create_pack(
+    rows: Sequence[TrainingRow],
+    places: Sequence[tuple[int, Indices]],
+    *,
+    input_ids: Indices,
+    position_ids: Indices,
+    segments: tuple[Segment, ...] | None,
+    num_tokens: int,
+) -> Pack:
+    """Return the pass of the rows in ``places``, each with the indices int64 [T] of its tokens in the pass."""
+    chosen = [rows[index] for index, _ in places]
+    targets = np.concatenate([row.trajectory.input_ids[row.positions] for row in chosen])
+    return Pack(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        segments=segments,
+        rows=tuple(index for index, _ in places),
+        # Token t is predicted at t - 1.
+        sources=np.concatenate([path[rows[index].positions - 1] for index, path in places]),
+        targets=targets.astype(np.int64),
+        num_tokens=num_tokens,
+        distributions=Distributions.join([row.distributions for row in chosen]),
+        routed_experts=_experts(rows, places, size=input_ids.size),
     )
 
 
@@ -310,16 +306,6 @@ def _needed(row: TrainingRow) -> int:
 
 def _input_ids(row: TrainingRow) -> Ints:
     return row.trajectory.input_ids[: _needed(row)]
-
-
-def _targets(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Indices:
-    return np.concatenate([rows[index].trajectory.input_ids[rows[index].positions] for index in indices]).astype(
-        np.int64
-    )
-
-
-def _distributions(rows: Sequence[TrainingRow], indices: Sequence[int]) -> Distributions:
-    return Distributions.join([rows[index].distributions for index in indices])
 
 
 def _experts(rows: Sequence[TrainingRow], places: Sequence[tuple[int, Indices]], *, size: int) -> Ints | None:

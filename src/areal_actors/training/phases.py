@@ -12,8 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from enum import StrEnum
-from itertools import groupby
-from typing import Any
 
 import anyio
 import numpy as np
@@ -21,11 +19,8 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge
 
 from areal_actors.domain import Episode, Floats, Group, GroupId, Ints, Problem, Trajectory, unfold
-from areal_actors.errors import CheckpointError, ConfigError
+from areal_actors.errors import ConfigError
 from areal_actors.training.config import Aggregation, KlPlace, ObjectiveConfig, OptimizerConfig, TrainerConfig
-
-_SHARED = ("lora", "dtype", "device", "gang", "publish")
-"""Settings of the whole run: what they decide is made once, before the first phase."""
 
 
 class PhaseName(StrEnum):
@@ -63,27 +58,13 @@ def phase_of(phases: Sequence[Phase], step: int) -> Phase:
     return phases[-1]
 
 
-def count_steps(phases: Sequence[Phase], num_steps: int) -> list[list[Any]]:
-    """Return the phases of the first ``num_steps`` steps, as pairs of name and number of steps."""
-    names = [str(phase_of(phases, step).name) for step in range(1, num_steps + 1)]
-    return [[name, len(list(steps))] for name, steps in groupby(names)]
-
-
 def check_phases(phases: Sequence[Phase], *, has_reference: bool) -> None:
-    """Raise ``ConfigError`` for settings that one of ``phases`` would ignore, and for a penalty without a reference.
+    """Raise ``ConfigError`` for settings that one of ``phases`` ignores, and for a penalty without a reference.
 
     All phases are checked at the start: the first one of a warm start has no penalty, and the others come hours later.
     """
-    first = phases[0].config
-    for number, phase in enumerate(phases, start=1):
+    for phase in phases:
         config = phase.config
-        changed = [name for name in _SHARED if getattr(config, name) != getattr(first, name)]
-        if changed:
-            raise ConfigError(
-                f"phases: {changed[0]} is {getattr(config, changed[0])} in phase {number} ({phase.name}) and "
-                f"{getattr(first, changed[0])} in the first one; it belongs to the whole run, so set it alike in all "
-                "phases"
-            )
         if config.objective.kl.coefficient and not has_reference and config.lora is None:
             raise ConfigError(
                 "objective.kl.coefficient: a KL penalty needs a reference model; give one, or set it to 0"
@@ -100,20 +81,6 @@ def check_phases(phases: Sequence[Phase], *, has_reference: bool) -> None:
                 "advantages.drop_zero_variance: a distillation phase trains groups without a reward signal; set it to "
                 "false"
             )
-
-
-def require_same_phases(phases: Sequence[Phase], past: Any, *, step: int, path: object) -> None:
-    """Raise ``CheckpointError`` unless the steps up to ``step`` belonged to ``phases``.
-
-    ``past`` is what ``count_steps`` returned for the checkpoint in ``path``; ``None`` for one that does not say.
-    """
-    expected = count_steps(phases, step)
-    if past is not None and past != expected:
-        had, has = (", ".join(f"{number} of {name}" for name, number in found) for found in (past, expected))
-        raise CheckpointError(
-            f"{path} was written after these steps: {had}. By these settings they would be: {has}. Set phases and "
-            "their steps as the run had them, or start a new run."
-        )
 
 
 def sft_phase(config: TrainerConfig, *, num_steps: int | None = None, learning_rate: float | None = None) -> Phase:

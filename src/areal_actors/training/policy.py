@@ -7,7 +7,6 @@ the same calls.
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -29,27 +28,18 @@ from areal_actors.training.checkpoints import (
     save_checkpoint,
     set_generator_states,
 )
-from areal_actors.training.config import Activations
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
-from areal_actors.training.loading import (
-    GatheredWeights,
-    attach_source,
-    is_stored,
-    read_shards,
-    source_of,
-    unread_weights,
-)
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
-from areal_actors.training.memory import device_bytes, held_bytes, require_room, resolve_activations
+from areal_actors.training.memory import device_bytes, plan_trainer, require_room
 from areal_actors.training.model_checks import require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
-from areal_actors.training.phases import Phase, check_phases, count_steps, phase_of, require_same_phases
-from areal_actors.training.sharding import Rows, gather, shard
+from areal_actors.training.phases import Phase, check_phases, phase_of
+from areal_actors.training.sharding import GatheredWeights, Rows, gather, shard
 from areal_actors.training.stored_checkpoints import Checkpoint, find_checkpoint, find_latest
 from areal_actors.training.tree_attention import attention_number, set_attention_number
-from areal_actors.training.weights import digest, distinct_tensors, load_weights, stored_weights, tied_names
+from areal_actors.training.weights import digest, distinct_tensors, load_weights, tied_names
 
 _log = get_logger(__name__)
 
@@ -80,7 +70,7 @@ class TrainedPolicy:
         self._dtype = self._choose_dtype()
         self.follow(self.phase)
         for each in self._phases:
-            require_room(self.model, each.config, dtype=self._dtype, max_length=max_length)
+            require_room(self.model, each.config, max_length=max_length)
         # Of all phases: a later one comes hours after the start.
         configs = [each.config for each in self._phases]
         limits = [require_supported(checked, configs, max_length=max_length) for checked in self._models]
@@ -124,22 +114,17 @@ class TrainedPolicy:
     def join(self, gang: Gang) -> None:
         """Shard the weights over ``gang`` and compute a part of each step from now on.
 
-        All ranks of ``gang`` call this, with the same version and configuration. If the weights are in files, each rank
-        reads its rows of them. Otherwise weights are those of the first rank, and the models of the others may be on
-        the meta device. If all ranks have restored a checkpoint, each reads its rows of the moments. From then on all
-        of them have to receive the same calls in the same order: steps, log-probabilities, weights and checkpoints.
+        All ranks of ``gang`` call this, with the same version and configuration. Weights are those of the first rank,
+        and the models of the others may be on the meta device. If all ranks have restored a checkpoint, each reads its
+        rows of the moments. From then on all of them have to receive the same calls in the same order: steps,
+        log-probabilities, weights and checkpoints.
 
-        Raises ``GangError`` if the ranks differ, ``ModelError`` and ``CheckpointError`` if one cannot read its part.
+        Raises ``GangError`` if the ranks differ, and ``CheckpointError`` if one cannot read its part.
         """
         with gang.guard():
             digests = {"configuration": digest(repr(self.config)), "version": self.version}
             # Weights are gathered in it.
             digests["the data type of the engine"] = digest(self.engine_dtype)
-            digests |= {
-                f"the files of {model.config.name_or_path}": digest(source.digest())
-                for model in self._models
-                if (source := source_of(model)) is not None
-            }
             gang.require_equal(list(digests.values()), list(digests))
             is_read_by_each = int(gang.sum(np.array([float(self._unread is not None)]))[0]) == gang.size
             unreadable = "The moments of the checkpoint could not be read"
@@ -156,15 +141,8 @@ class TrainedPolicy:
             self._lower_base()
             for scorer in filter(None, (self._reference, self._teacher)):
                 cast_weights(scorer.model, self._dtype)
-            # No rank has the whole float32 model, which takes 280 GB for 70 billion weights.
             for scorer in filter(None, (self._scorer, self._reference, self._teacher)):
-                has_source = source_of(scorer.model) is not None
-                shard(scorer, gang, dtype=self._dtype, is_stored=is_stored if has_source else lambda _: False)
-            with agreed(gang, "The weights could not be read"):
-                for model in self._models:
-                    if (source := source_of(model)) is not None:
-                        read_shards(model, source)
-                        attach_source(model, None)
+                shard(scorer, gang, dtype=self._dtype)
             self.gang = gang
             self._optimizer = self._create_optimizer()
             if is_read_by_each:
@@ -179,12 +157,11 @@ class TrainedPolicy:
     def state_dict(self) -> Mapping[str, Tensor]:
         """Return all weights by name, shared with the model: they change with the next ``train_step``.
 
-        Until the ranks of a gang are together, each is read from its file when it is asked for. An adapter is merged
-        into those that are read. In a gang they are gathered on the CPU of the first rank, in the engine's dtype unless
-        an adapter is merged into them; the others get an empty dictionary.
+        An adapter is merged into those that are read. In a gang they are gathered on the CPU of the first rank, in the
+        engine's dtype unless an adapter is merged into them; the others get an empty dictionary.
         """
         if self.gang.is_alone:
-            state = unread_weights(self.model) if source_of(self.model) is not None else self.model.state_dict()
+            state = self.model.state_dict()
             return state if self.adapter is None else self.adapter.merge(state)
         with self.gang.guard():
             weights = self._gather_in_turn()
@@ -219,9 +196,9 @@ class TrainedPolicy:
     def _gather_in_turn(self) -> GatheredWeights:
         tensors = distinct_tensors(self.model)
         # Merging a weight needs its factors, which are small.
-        factors = {name: tensor for name, tensor in tensors.items() if not is_stored(name)}
+        factors = {name: tensor for name, tensor in tensors.items() if ".lora_" in name}
         return GatheredWeights(
-            tensors={name: tensor for name, tensor in tensors.items() if is_stored(name)},
+            tensors={name: tensor for name, tensor in tensors.items() if name not in factors},
             dtype=None if self.adapter is not None else getattr(torch, self.engine_dtype),
             whole=self._gather(factors),
         )
@@ -307,7 +284,6 @@ class TrainedPolicy:
             shards=dict(sorted(shards.items())),
             counters={
                 "num_updates": self._optimizer.num_updates,
-                "phases": count_steps(self._phases, self.version),
                 "caller": dict(counters or {}),
             },
             documents={} if self.adapter is None else self.adapter.documents(),
@@ -324,9 +300,7 @@ class TrainedPolicy:
         checkpoint = find_latest(directory) if step is None else find_checkpoint(directory, step)
         if checkpoint is None:
             return None
-        past = checkpoint.counters.get("phases")  # older checkpoints do not say
-        require_same_phases(self._phases, past, step=checkpoint.step, path=checkpoint.path)
-        if self.model.device.type == "meta" and source_of(self.model) is None:
+        if self.model.device.type == "meta":
             # Weights come from the first rank, and moments are read when this one joins.
             self.follow(phase_of(self._phases, max(checkpoint.step, 1)))
             set_generator_states(checkpoint.load("rng"))
@@ -341,8 +315,6 @@ class TrainedPolicy:
             self.adapter.load(checkpoint.path)
         elif checkpoint.has(ADAPTER_PART):
             raise CheckpointError(f"{checkpoint.path} has an adapter only; set trainer.lora as the run had it.")
-        elif source_of(self.model) is not None:
-            attach_source(self.model, stored_weights(self.model, checkpoint))
         else:
             load_weights(self.model, checkpoint)
         self.follow(phase_of(self._phases, max(checkpoint.step, 1)))
@@ -377,30 +349,16 @@ class TrainedPolicy:
 
     def _set_activations(self) -> None:
         """Decide what passes keep for the backward pass, for the current device and number of ranks."""
-        num_trained = sum(weight.numel() for weight in self.model.parameters() if weight.requires_grad)
-        # Reference and teacher are frozen, too.
-        num_weights = sum(weight.numel() for model in self._models for weight in model.parameters())
-        held = held_bytes(
-            num_trained=num_trained,
-            num_frozen=num_weights - num_trained,
-            dtype=self._dtype,
-            optimizer=self.config.optimizer,
-        )
-        self.activations = resolve_activations(
-            self.config.activations,
-            self.model.config,
-            dtype=self._dtype,
-            # A row that is longer than a pass gets one to itself, unless it is computed in chunks.
-            num_tokens=min(
-                max(self.config.max_packed_tokens, self._max_length or 0), self.config.chunk_tokens or sys.maxsize
-            ),
-            state_bytes=sum(held.values()) // self.gang.size,
-            memory_bytes=device_bytes(self.model.device),
-        )
-        if self.config.activations is Activations.AUTO and self.model.device.type == "cuda":
-            # Each pass decides by the memory that is free then.
-            self.activations = Activations.AUTO
-        self._scorer.activations = self.activations
+        device = self.model.device
+        self.activations = self._scorer.activations = plan_trainer(
+            self.model,
+            self.config,
+            device_type=device.type,
+            memory_bytes=device_bytes(device),
+            # A row that is longer than a pass gets one to itself.
+            num_tokens=max(self.config.max_packed_tokens, self._max_length or 0),
+            teacher=None if self._teacher is None else self._teacher.model,
+        ).kept
         self._scorer.is_compiled = self.config.compiles_layers(self.model.device.type)
 
     def _lower_base(self) -> None:

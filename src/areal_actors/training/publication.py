@@ -15,19 +15,15 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from attrs import field, frozen
 from attrs.validators import ge
-from torch import Tensor
 
 from areal_actors.domain import Snapshot
 from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, checkpoint_layout
-from areal_actors.training.config import PublishBy
 from areal_actors.training.directories import atomic_directory, sweep, write_buckets
 from areal_actors.training.lora import write_adapter
 from areal_actors.training.policy import TrainedPolicy
@@ -36,46 +32,15 @@ from areal_actors.training.weights import write_config
 _NAME = re.compile(r"(?:version|adapter)-(\d{8,})")
 
 
-class Publishable(Protocol):
-    """A policy with a version that can be published. ``model`` is a transformers causal LM."""
-
-    @property
-    def version(self) -> int:
-        """Version of the current weights."""
-        ...
-
-    @property
-    def model(self) -> Any:
-        """The model whose configuration is written."""
-        ...
-
-    def state_dict(self) -> Mapping[str, Tensor]:
-        """Return the weights by name."""
-        ...
-
-
 class Publisher(Protocol):
     """Creates snapshots that engines can load, of all weights or with ``only_adapter`` of the adapter."""
 
     only_adapter: ClassVar[bool]
     """Whether the base weights are not needed."""
 
-    def publish(self, policy: Publishable) -> Snapshot:
+    def publish(self, policy: TrainedPolicy) -> Snapshot:
         """Return a snapshot of the current weights. Blocks until it is complete."""
         ...
-
-
-@contextmanager
-def weights_of(policy: Publishable) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the weights of ``policy`` by name. Those of a gang are gathered one by one and can be read once, in order.
-
-    Nothing but the tensor that is read is whole on the first rank.
-    """
-    if isinstance(policy, TrainedPolicy):
-        with policy.gathered() as state:
-            yield state
-    else:
-        yield policy.state_dict()
 
 
 class MemoryPublisher:
@@ -87,7 +52,7 @@ class MemoryPublisher:
 
     only_adapter: ClassVar[bool] = False
 
-    def publish(self, policy: Publishable) -> Snapshot:
+    def publish(self, policy: TrainedPolicy) -> Snapshot:
         """Return a snapshot that shares the weights."""
         return Snapshot(version=policy.version, state=policy.state_dict())
 
@@ -101,32 +66,22 @@ class DiskPublisher:
     num_kept: int = field(default=2, validator=ge(1))
     only_adapter: ClassVar[bool] = False
 
-    def publish(self, policy: Publishable) -> Snapshot:
+    def publish(self, policy: TrainedPolicy) -> Snapshot:
         """Write the weights and remove newer versions, which a run left that was resumed from an earlier one.
 
         Raises ``CheckpointError`` if they cannot be written; older versions are untouched in that case.
         """
-        with weights_of(policy) as state:
-            layout = checkpoint_layout(policy.model, state, dtype=self.dtype)
-            buckets = checkpoint_buckets(policy.model, state, dtype=self.dtype)
-            path = self.write(policy.version, policy.model, layout, buckets)
-        return Snapshot(version=policy.version, path=path)
-
-    def write(
-        self, version: int, model: Any, layout: Mapping[str, Tensor], buckets: Iterable[Mapping[str, Tensor]]
-    ) -> Path:
-        """Write tensors that already have the names and the dtype of checkpoints, and return their directory.
-
-        They come in ``buckets``, in the order of ``layout``, and only one bucket is in memory. Otherwise the same as
-        ``publish``.
-        """
         sweep(self.root)
-        path = self.root.absolute() / f"version-{version:08d}"
-        with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in layout.values())) as partial:
-            write_buckets(partial / "model.safetensors", layout, buckets)
-            write_config(partial, model, self.dtype)
-        _forget_others(self.root, version, self.num_kept)
-        return path
+        path = self.root.absolute() / f"version-{policy.version:08d}"
+        with policy.gathered() as state:
+            layout = checkpoint_layout(policy.model, state, dtype=self.dtype)
+            # Only one layer is converted at a time.
+            buckets = checkpoint_buckets(policy.model, state, dtype=self.dtype)
+            with atomic_directory(path, num_bytes=sum(tensor.nbytes for tensor in layout.values())) as partial:
+                write_buckets(partial / "model.safetensors", layout, buckets)
+                write_config(partial, policy.model, self.dtype)
+        _forget_others(self.root, policy.version, self.num_kept)
+        return Snapshot(version=policy.version, path=path)
 
 
 @frozen(kw_only=True)
@@ -142,13 +97,14 @@ class AdapterPublisher:
     num_kept: int = field(default=2, validator=ge(1))
     only_adapter: ClassVar[bool] = True
 
-    def publish(self, policy: Any) -> Snapshot:
+    def publish(self, policy: TrainedPolicy) -> Snapshot:
         """Write the adapter of ``policy``, and remove newer ones, as ``DiskPublisher.publish`` does.
 
         Raises ``CheckpointError`` if it cannot be written; older versions are untouched in that case.
         """
         sweep(self.root)
         path = self.root.absolute() / f"adapter-{policy.version:08d}"
+        assert policy.adapter is not None, "all weights are trained"
         write_adapter(path, policy.adapter_tensors(), policy.adapter.documents())
         _forget_others(self.root, policy.version, max(2, self.num_kept))
         return Snapshot(version=policy.version, path=self.base, adapter=path)
@@ -160,10 +116,3 @@ def _forget_others(root: Path, version: int, num_kept: int) -> None:
     kept = sorted(number for number in found if number <= version)[-num_kept:]
     for number in found.keys() - set(kept):
         shutil.rmtree(found[number], ignore_errors=True)
-
-
-def create_publisher(by: PublishBy, *, root: Path, dtype: str, num_kept: int) -> Publisher:
-    """Return a publisher ``by`` memory or by disk; ``dtype`` (such as ``bfloat16``) is the engine's."""
-    if by is PublishBy.MEMORY:
-        return MemoryPublisher()
-    return DiskPublisher(root=root, dtype=getattr(torch, dtype), num_kept=num_kept)

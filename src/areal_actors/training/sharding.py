@@ -6,30 +6,29 @@ them. Gradients are summed over the ranks, never averaged: the weights of tokens
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from attrs import frozen
+from attrs import define, field, frozen
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
+from areal_actors.lib.checkpoint_tensors import LazyTensors
 from areal_actors.training.gang import Gang
 from areal_actors.training.layers import decoder_layers
 
 
-def shard(
-    scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype, is_stored: Callable[[str], bool] = lambda _: False
-) -> None:
+def shard(scorer: torch.nn.Module, gang: Gang, *, dtype: torch.dtype) -> None:
     """Shard the weights below ``scorer`` over the ranks, which all call this.
 
-    Weights for whose names ``is_stored`` are on the meta device and get memory without contents, which the caller
-    reads. The others are those of the first rank. The other ranks have the same modules, whose weights may be on the
-    meta device: each receives its part of one weight after the other, and holds at most its parts, one layer and one
-    weight. Layers are gathered one at a time, in ``dtype``, and everything else (embeddings, head, norms) with
-    ``scorer`` itself. Gradients are summed in float32.
+    The weights are those of the first rank. The other ranks have the same modules, whose weights may be on the meta
+    device: each receives its part of one weight after the other, and holds at most its parts, one layer and one weight.
+    Layers are gathered one at a time, in ``dtype``, and everything else (embeddings, head, norms) with ``scorer``
+    itself. Gradients are summed in float32.
     """
     assert gang.device is not None, "a gang of several has devices"
     mesh = init_device_mesh(gang.device.type, (gang.size,))
@@ -56,8 +55,7 @@ def shard(
         sharded.set_force_sum_reduction_for_comms(enable=True)
     with torch.no_grad():
         for name, weight in scorer.named_parameters():
-            if not is_stored(name):
-                weight.copy_(scatter_from_first(whole.get(name), weight))
+            weight.copy_(scatter_from_first(whole.get(name), weight))
 
 
 def free_gathered(scorer: torch.nn.Module) -> None:
@@ -146,3 +144,56 @@ def with_local_part(part: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(
         part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )
+
+
+@define(eq=False, kw_only=True)
+class GatheredWeights(LazyTensors):
+    """Sharded ``tensors`` by name; each is gathered on the CPU when it is read, once and in their order.
+
+    All ranks have to read them. They are cast to ``dtype`` if it is given, before they are gathered: half as many
+    bytes are exchanged, and leave the device. ``whole`` tensors are there already.
+    """
+
+    tensors: Mapping[str, Tensor]
+    dtype: torch.dtype | None
+    whole: Mapping[str, Tensor]
+    _unread: deque[str] = field(init=False)
+
+    def __attrs_post_init__(self) -> None:
+        self._unread = deque(self.tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        if name in self.whole:
+            return self.whole[name]
+        found = self._gather(name)
+        # What is not sharded, such as a buffer, would share memory with the model.
+        return found.to("cpu", copy=not isinstance(self.tensors[name], DTensor))
+
+    def skip_rest(self) -> None:
+        """Gather what was not read, for the other ranks."""
+        while self._unread:
+            self._gather(self._unread[0])
+
+    def _gather(self, name: str) -> Tensor:
+        assert name == self._unread[0], f"{self._unread[0]} comes before {name} on the other ranks"
+        self._unread.popleft()
+        part = self.tensors[name].detach()
+        return gather(part if self.dtype is None or not part.is_floating_point() else part.to(self.dtype))
+
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without numbers."""
+        if name in self.whole:
+            return self.whole[name]
+        tensor = self.tensors[name]
+        is_cast = self.dtype is not None and tensor.is_floating_point()
+        return torch.empty(tensor.shape, dtype=self.dtype if is_cast else tensor.dtype, device="meta")
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.tensors or name in self.whole
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.tensors
+        yield from self.whole
+
+    def __len__(self) -> int:
+        return len(self.tensors) + len(self.whole)

@@ -23,31 +23,37 @@ class DataStatistics:
     tokens of all rows; ``num_trained_tokens`` those with a loss.
     """
 
-    num_groups: int = 0
     num_zero_variance_groups: int = 0
     num_episodes: int = 0
     num_failed_episodes: int = 0
     num_rejected_episodes: int = 0
     """Failed episodes that their workflow rejected on purpose."""
-    num_rows: int = 0
     num_tokens: int = 0
     num_trained_tokens: int = 0
     reward_mean: float = 0.0
     """Mean reward of the episodes, as reported by their agents, before any penalty."""
     penalty_mean: float = 0.0
     """Mean over the episodes of all penalties: overlong, and the distance to the reference in the reward."""
-    advantage_mean: float = 0.0
-    advantage_std: float = 0.0
     staleness_mean: float = 0.0
     staleness_max: int = 0
     temperature_mean: float = 1.0
-    temperature_min: float = 1.0
-    temperature_max: float = 1.0
-    """Largest temperature of the trained tokens, as used to compute their log-probabilities."""
+    """Mean temperature of the trained tokens, as used to compute their log-probabilities."""
     num_greedy_tokens: int = 0
     """Tokens taken at temperature 0, which are not trained."""
     num_adjusted_tokens: int = 0
     """Trained tokens whose logits were changed by penalties, a bias or a grammar, which are not recomputed."""
+
+
+@frozen(kw_only=True)
+class UpdateStatistics:
+    """The statistics of one update of a step."""
+
+    loss: float
+    sums: TokenSums
+    num_outside: int
+    grad_norm: float
+    num_skipped_rows: int
+    num_packed_tokens: int
 
 
 @frozen(kw_only=True)
@@ -90,27 +96,22 @@ class StepStatistics:
     @classmethod
     def create(
         cls,
-        sums: TokenSums,
+        updates: Sequence[UpdateStatistics],
         *,
         version: int,
-        num_outside: int,
         data: DataStatistics,
-        losses: Sequence[float],
-        grad_norms: Sequence[float],
         learning_rate: float,
-        num_updates: int,
-        num_skipped_rows: int,
-        num_packed_tokens: int,
         seconds: float,
-        custom: Mapping[str, float] | None = None,
+        custom: Mapping[str, float],
     ) -> StepStatistics:
-        """Return the statistics of a step, given its sums over tokens."""
+        """Return the statistics of a step of these ``updates``."""
+        sums = sum((update.sums for update in updates), TokenSums())
         num_tokens, num_plain = sums.num_tokens or float("nan"), sums.num_plain or float("nan")
         return cls(
             version=version,
             data=data,
-            loss=float(np.mean(losses)) if losses else 0.0,
-            grad_norm=float(np.mean(grad_norms)) if grad_norms else 0.0,
+            loss=float(np.mean([update.loss for update in updates])) if updates else 0.0,
+            grad_norm=float(np.mean([update.grad_norm for update in updates])) if updates else 0.0,
             learning_rate=learning_rate,
             entropy=sums.entropy / num_tokens,
             approximate_kl=sums.approximate_kl / num_plain,
@@ -122,12 +123,12 @@ class StepStatistics:
             out_of_range_fraction=sums.num_out_of_range / num_tokens,
             behaviour_gap_mean=sums.behaviour_gap / num_plain,
             behaviour_gap_max=sums.behaviour_gap_max,
-            outside_fraction=num_outside / num_tokens,
-            num_updates=num_updates,
-            num_skipped_rows=num_skipped_rows,
-            num_packed_tokens=num_packed_tokens,
+            outside_fraction=sum(update.num_outside for update in updates) / num_tokens,
+            num_updates=sum(update.grad_norm > 0 for update in updates),
+            num_skipped_rows=sum(update.num_skipped_rows for update in updates),
+            num_packed_tokens=sum(update.num_packed_tokens for update in updates),
             seconds=seconds,
-            custom=custom or {},
+            custom=custom,
         )
 
 
@@ -146,27 +147,20 @@ def describe_data(
     """
     episodes = [episode for group in groups for episode in group.episodes]
     rewards = [episode.reward for episode in episodes if episode.failure is None]
-    advantages = _gather([row.advantages[row.positions] for row in rows])
     temperatures = _gather([row.distributions.temperatures for row in rows])
     ages = version - _gather([row.trajectory.versions[row.positions] for row in rows])
     return DataStatistics(
-        num_groups=len(groups),
         num_zero_variance_groups=num_zero_variance_groups,
         num_episodes=len(episodes),
         num_failed_episodes=len(episodes) - len(rewards),
         num_rejected_episodes=sum(episode.is_rejected for episode in episodes),
-        num_rows=len(rows),
         num_tokens=sum(row.trajectory.num_tokens for row in rows),
-        num_trained_tokens=len(advantages),
+        num_trained_tokens=len(ages),
         reward_mean=float(np.mean(rewards)) if rewards else 0.0,
         penalty_mean=penalty / len(rewards) if rewards else 0.0,
-        advantage_mean=float(advantages.mean()) if len(advantages) else 0.0,
-        advantage_std=float(advantages.std()) if len(advantages) else 0.0,
         staleness_mean=float(ages.mean()) if len(ages) else 0.0,
         staleness_max=int(ages.max()) if len(ages) else 0,
         temperature_mean=float(temperatures.mean()) if len(temperatures) else 1.0,
-        temperature_min=float(temperatures.min()) if len(temperatures) else 1.0,
-        temperature_max=float(temperatures.max()) if len(temperatures) else 1.0,
         num_greedy_tokens=num_greedy_tokens,
         num_adjusted_tokens=sum(
             int(
@@ -195,15 +189,13 @@ class RowRecorder:
         """Set the rows of the step and the groups that they come from."""
         self._groups, self._rows = tuple(groups), tuple(rows)
 
-    def note(self, rows: Sequence[TrainingRow], indices: Sequence[int], logprobs: Floats) -> None:
-        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``rows[i]``, row by row.
+    def note(self, row: TrainingRow, logprobs: Floats) -> None:
+        """Add the log-probabilities [n] that a pass computed for the trained tokens of ``row``.
 
         The first ones of a row are kept: later passes see weights that this step has changed.
         """
-        bounds = np.cumsum([len(rows[index].positions) for index in indices])[:-1]
-        for index, part in zip(indices, np.split(logprobs, bounds), strict=True):
-            # By identity: rows are copied when baselines are added to them, and share the trajectory.
-            self._logprobs.setdefault(id(rows[index].trajectory), part)
+        # By identity: rows are copied when baselines are added to them, and share the trajectory.
+        self._logprobs.setdefault(id(row.trajectory), logprobs)
 
     def _episodes(self) -> dict[tuple[int, str], Episode]:
         # By group first: groups made from files may name their sessions alike.

@@ -1,8 +1,7 @@
 """Checkpoints as they are found and read; ``checkpoints`` writes them and describes their files.
 
-The latest checkpoint is found by listing the directory, so no pointer can be out of date. Each document has the number
-of the write: the latest is the one that was written last, which has a lower step than others if the run went on from an
-earlier step, or began again in the same directory. A directory whose document is missing, unreadable, or names sizes
+The latest checkpoint, that of the highest step, is found by listing the directory, so no pointer can be out of date.
+A directory whose document is missing, unreadable, or names sizes
 that the files do not have is incomplete and ignored, as is one that does not have its own digest. ``find_latest``
 compares the digests of all files, too, and goes back to an earlier checkpoint where one has other contents than were
 written.
@@ -16,8 +15,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from hashlib import sha256
+from hashlib import file_digest, sha256
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +29,12 @@ from torch import Tensor
 
 from areal_actors.domain import DataPosition
 from areal_actors.errors import CheckpointError
-from areal_actors.lib.file_digests import find_damage
+from areal_actors.lib.atomic_write import REPLACED
+from areal_actors.lib.checkpoint_tensors import LazyTensors
 from areal_actors.lib.telemetry import get_logger
-from areal_actors.training.directories import REPLACED
 
 DOCUMENT = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
 OFFSETS, OFFSET = "DCP_SHARDING_INFO", "saved_offsets"
 """Keys of torch's under which the header of a shard says at which index of the whole tensor each part begins."""
 _log = get_logger(__name__)
@@ -48,15 +48,32 @@ class Checkpoint:
 
     path: Path
     step: int
-    number: int = 0
-    """The number of the write in its directory."""
     counters: Mapping[str, Any] = field(factory=dict)
     digests: Mapping[str, str] = field(factory=dict, repr=False)
     """The digest of each file."""
 
     def find_damage(self) -> str | None:
-        """Return which file has other contents than were written, or ``None``. Blocks while all files are read."""
-        return find_damage(self.path, self.digests)
+        """Return which file has other contents than were written, or ``None``. Blocks while all files are read.
+
+        A loss of power may leave pages of zeros in files that were written but not synced by what lies below them, and
+        disks and network file systems return other bytes than were written: the size of a file does not tell.
+        """
+        with ThreadPoolExecutor(thread_name_prefix="digest") as threads:
+            found = dict(zip(self.digests, threads.map(self._digest, self.digests), strict=True))
+        problems = (
+            f"{name} has other contents than were written (its digest differs)"
+            if isinstance(digest, str)
+            else f"{name} cannot be read: {digest}"
+            for name, digest in found.items()
+            if digest != self.digests[name]
+        )
+        return next(problems, None)
+
+    def _digest(self, name: str) -> str | OSError:
+        try:
+            return digest_file(self.path / name)
+        except OSError as error:
+            return error
 
     def has(self, part: str) -> bool:
         """Return whether the checkpoint has tensors of ``part``."""
@@ -96,7 +113,7 @@ class _Piece:
         return self.first + self.shape[0]
 
 
-class StoredTensors(Mapping[str, Tensor]):
+class StoredTensors(LazyTensors):
     """Tensors in ``files``, whole or in shards, which are read each time that they are asked for.
 
     They are whole and on the CPU, unless ``like`` returns a sharded tensor of the same shape: then only this rank's
@@ -106,7 +123,7 @@ class StoredTensors(Mapping[str, Tensor]):
     """
 
     def __init__(self, files: Sequence[Path], like: Callable[[str], Tensor | None] | None) -> None:
-        self._like = like
+        self._placed = like
         self._pieces: dict[str, list[_Piece]] = {}
         for path in files:
             with _reading(path):
@@ -123,13 +140,14 @@ class StoredTensors(Mapping[str, Tensor]):
         last = self._pieces[name][-1]
         return torch.Size((last.end, *last.shape[1:]) if last.shape else ())
 
-    def digest(self) -> str:
-        """Return a hash of the names and shapes: a step has one checkpoint, and its document has the sizes."""
-        return sha256(repr([(name, tuple(self.shape(name))) for name in self]).encode()).hexdigest()
+    def like(self, name: str) -> Tensor:
+        """Return a tensor without numbers, of the shape and the kind of the whole one."""
+        some = self.rows(name, 0, 0)
+        return torch.empty(self.shape(name), dtype=some.dtype, device="meta")
 
     def __getitem__(self, name: str) -> Tensor:
         pieces = self._pieces[name]
-        if self._like is not None and (like := self._like(name)) is not None:
+        if self._placed is not None and (like := self._placed(name)) is not None:
             from torch.distributed.tensor import DTensor
 
             from areal_actors.training.sharding import first_row, local_part, with_local_part
@@ -174,6 +192,12 @@ def _reading(what: object) -> Iterator[None]:
         raise CheckpointError(f"{what} cannot be read: {error}.") from error
 
 
+def digest_file(path: Path) -> str:
+    """Return the SHA-256 of a file. Raises ``OSError``."""
+    with path.open("rb") as file:
+        return file_digest(file, "sha256").hexdigest()
+
+
 def digest_document(document: Mapping[str, Any]) -> str:
     """Return the digest of a document without the digest in it, as JSON gives it back: SHA-256 of its sorted text."""
     content = json.loads(json.dumps({key: value for key, value in document.items() if key != "digest"}))
@@ -181,7 +205,7 @@ def digest_document(document: Mapping[str, Any]) -> str:
 
 
 def find_checkpoints(root: Path) -> tuple[Checkpoint, ...]:
-    """Return all complete checkpoints in ``root``, in the order in which they were written; none without ``root``."""
+    """Return all complete checkpoints in ``root`` in the order of their steps; none without ``root``."""
     complete, _ = _scan(root)
     return complete
 
@@ -196,20 +220,19 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
             continue
         try:
             document = json.loads((path / DOCUMENT).read_text(encoding="utf-8"))
-            if "digest" not in document:
-                incomplete[path] = "an earlier release wrote it, without digests; resume it with that release"
+            if document["format"] != FORMAT:
+                incomplete[path] = "another release wrote it; resume it with that release"
                 continue
             if document["digest"] != digest_document(document):
                 incomplete[path] = f"{DOCUMENT} has other contents than were written (its digest differs)"
                 continue
             sizes = {name: (path / name).stat().st_size for name in document["sizes"]}
-            if document["format"] != FORMAT or sizes != document["sizes"]:
+            if sizes != document["sizes"]:
                 incomplete[path] = "its files are not those that its document names"
                 continue
             checkpoint = Checkpoint(
                 path=path,
                 step=int(name[1]),
-                number=int(document["number"]),
                 counters=dict(document["counters"]),
                 digests=dict(document["digests"]),
             )
@@ -219,33 +242,17 @@ def _scan(root: Path) -> tuple[tuple[Checkpoint, ...], dict[Path, str]]:
             found.setdefault(checkpoint.step, checkpoint)  # sorted: a replaced one comes after its successor
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             incomplete[path] = f"it is incomplete ({error})"
-    return tuple(sorted(found.values(), key=lambda one: (one.number, one.step))), incomplete
-
-
-def find_lineage(root: Path) -> tuple[Checkpoint, ...]:
-    """Return the checkpoint that was written last, and before it those that it may go on from, oldest first.
-
-    Those of its step or a later one were left by an attempt that was abandoned.
-    """
-    return _lineage(find_checkpoints(root))
-
-
-def _lineage(written: Sequence[Checkpoint]) -> tuple[Checkpoint, ...]:
-    lineage: list[Checkpoint] = []
-    for checkpoint in reversed(written):
-        if not lineage or checkpoint.step < lineage[-1].step:
-            lineage.append(checkpoint)
-    return tuple(reversed(lineage))
+    return tuple(sorted(found.values(), key=lambda one: one.step)), incomplete
 
 
 def find_latest(root: Path) -> Checkpoint | None:
-    """Return the checkpoint that was written last, and if it is damaged the one before; ``None`` if there is none.
+    """Return the checkpoint of the highest step, and if it is damaged the one before; ``None`` if there is none.
 
     Blocks while its files are read. Raises ``CheckpointError``, naming the files, if all are damaged.
     """
     complete, incomplete = _scan(root)
     damaged: dict[Path, str] = {}
-    for checkpoint in reversed(_lineage(complete)):
+    for checkpoint in reversed(complete):
         if (damage := checkpoint.find_damage()) is None:
             # The removal of an old one may have been interrupted; only what is newer would have been used.
             damaged |= {path: problem for path, problem in incomplete.items() if path.name > checkpoint.path.name}

@@ -137,34 +137,29 @@ class ClippedRatio:
     ``loss_t = -min(u_t A_t, clip(u_t, 1 - clip_low, 1 + clip_high) A_t)`` with u_t the token's ratio to the centre.
     With ``dual_clip`` c (arXiv:1912.09729) the loss of a negative advantage is at most ``-c A_t``, without a gradient
     beyond: a single token that was extremely unlikely under the behaviour policy does not outweigh all others.
+
+    At the level of sequences it is GSPO, arXiv:2507.18071: one ratio per row, the geometric mean of its tokens' ratios,
+    whose clip ranges are hundreds of times smaller. With ``sequence_mean`` aggregation it is the published objective.
     """
 
     clip_low: float = 0.2
     clip_high: float = 0.28
     dual_clip: float | None = None
+    level: Level = Level.TOKEN
 
     def __call__(self, logprobs: Tensor, inputs: LossInputs) -> PolicyLoss:
         """Return the clipped losses."""
-        ratio = bounded_exp(logprobs - inputs.proximal)
-        return _clipped(ratio, inputs.advantages, low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)
-
-
-@frozen(kw_only=True)
-class ClippedSequenceRatio:
-    """GSPO, arXiv:2507.18071: one ratio per row, the geometric mean of its tokens' ratios.
-
-    ``u = exp(mean_t(log π(t) - log π_proximal(t)))``, clipped as in PPO. Clip ranges are some hundred times smaller
-    than those of token ratios. With ``sequence_mean`` aggregation this is the published objective.
-    """
-
-    clip_low: float = 3e-4
-    clip_high: float = 4e-4
-    dual_clip: float | None = None
-
-    def __call__(self, logprobs: Tensor, inputs: LossInputs) -> PolicyLoss:
-        """Return the clipped losses, with one ratio per row."""
-        ratio = bounded_exp(sequence_mean(logprobs - inputs.proximal, inputs))
-        return _clipped(ratio, inputs.advantages, low=1 - self.clip_low, high=1 + self.clip_high, dual=self.dual_clip)
+        log_ratio = logprobs - inputs.proximal
+        ratio = bounded_exp(sequence_mean(log_ratio, inputs) if self.level is Level.SEQUENCE else log_ratio)
+        free, held = ratio * inputs.advantages, ratio.clamp(1 - self.clip_low, 1 + self.clip_high) * inputs.advantages
+        gains, is_clipped = torch.minimum(free, held), held < free
+        if self.dual_clip is not None:
+            is_absurd = (inputs.advantages < 0) & (ratio > self.dual_clip)
+            gains, is_clipped = (
+                torch.where(is_absurd, self.dual_clip * inputs.advantages, gains),
+                is_clipped | is_absurd,
+            )
+        return PolicyLoss(losses=-gains, is_clipped=is_clipped.detach())
 
 
 @frozen(kw_only=True)
@@ -225,15 +220,6 @@ def bounded_exp(exponent: Tensor) -> Tensor:
     return exponent.clamp(-_MAX_EXPONENT, _MAX_EXPONENT).exp()
 
 
-def _clipped(ratio: Tensor, advantages: Tensor, *, low: float, high: float, dual: float | None) -> PolicyLoss:
-    free, held = ratio * advantages, ratio.clamp(low, high) * advantages
-    gains, is_clipped = torch.minimum(free, held), held < free
-    if dual is not None:
-        is_absurd = (advantages < 0) & (ratio > dual)
-        gains, is_clipped = torch.where(is_absurd, dual * advantages, gains), is_clipped | is_absurd
-    return PolicyLoss(losses=-gains, is_clipped=is_clipped.detach())
-
-
 def sequence_sum(values: Tensor, inputs: LossInputs) -> Tensor:
     """Return the sum of ``values`` [n] over each token's row, at each token: [n]."""
     totals = values.new_zeros(inputs.num_rows).index_add(0, inputs.rows, values)
@@ -256,7 +242,7 @@ def create_surrogate(config: ObjectiveConfig, centre: Centre) -> SurrogateLoss:
         case Surrogate.PPO:
             return ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
         case Surrogate.GSPO:
-            return ClippedSequenceRatio(clip_low=low, clip_high=high, dual_clip=dual_clip)
+            return ClippedRatio(clip_low=low, clip_high=high, dual_clip=dual_clip, level=Level.SEQUENCE)
         case Surrogate.CISPO:
             return ClippedWeight(clip_low=low, clip_high=high)
         case Surrogate.REINFORCE:

@@ -19,41 +19,28 @@ from typing import Any
 
 import numpy as np
 import torch
-from attrs import evolve, frozen
+from attrs import evolve
 
 from areal_actors.domain import Floats, Group, Trajectory, unfold, unfold_group
 from areal_actors.errors import CaptureViolation, ConfigError, ExportError, TrainingDiverged
+from areal_actors.lib.references import load_function
 from areal_actors.models import model_shape
 from areal_actors.training.advantages import supervised_advantages
-from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_updates
-from areal_actors.training.capture import CaptureGate, CaptureWatch
+from areal_actors.training.batch import Batch, TrainingRow, create_rows, split_by_row, split_updates
+from areal_actors.training.capture import CaptureGate, CaptureWatch, NoiseModel
 from areal_actors.training.config import ROUNDING_NATS, Centre, KlPlace, Layout, TrainerConfig
-from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, load_metrics, measure
+from areal_actors.training.custom import StepInputs, estimate_advantages, load_estimator, measure
 from areal_actors.training.distributions import num_greedy_tokens, withhold_greedy
 from areal_actors.training.gang import guarded
-from areal_actors.training.loading import streamed
 from areal_actors.training.memory import release_free_memory
-from areal_actors.training.model_checks import attention_window
-from areal_actors.training.objective import Objective, TokenSums, create_phase_objective, required_scores
+from areal_actors.training.objective import create_phase_objective, required_scores
 from areal_actors.training.packing import Pack, pack_flat, pack_padded, pack_tree
 from areal_actors.training.passes import Passes, Scorer
 from areal_actors.training.phases import Phase, PhaseName
 from areal_actors.training.policy import TrainedPolicy
-from areal_actors.training.statistics import RowRecorder, StepStatistics, describe_data
+from areal_actors.training.statistics import RowRecorder, StepStatistics, UpdateStatistics, describe_data
 from areal_actors.training.surrogates import estimate_kl, kl_costs, penalise_overlong
 from areal_actors.training.tree_attention import has_planned_attention
-
-
-@frozen(kw_only=True)
-class _Update:
-    """The results of one update."""
-
-    loss: float
-    sums: TokenSums
-    num_outside: int
-    grad_norm: float
-    num_skipped: int
-    num_packed: int
 
 
 class PolicyTrainer(TrainedPolicy):
@@ -64,12 +51,12 @@ class PolicyTrainer(TrainedPolicy):
     model and freezes the rest, which it keeps in the data type of the passes. ``reference`` is a frozen model for KL
     penalties, which it keeps in that type, too; with an adapter, it is the model at the start of the run by default, as
     ``lora.path`` says.
-    ``objective`` replaces the one that ``config`` describes. ``max_length`` bounds the tokens of a row; ``None`` means
+    ``max_length`` bounds the tokens of a row; ``None`` means
     the limit of the model. ``phases`` replace ``config`` by the settings of each phase; by default all steps are of one
     phase ``rl``. ``teacher`` is a frozen model that scores rows for a distillation phase, unless they carry the scores
     of another teacher.
 
-    Raises ``ConfigError`` if the layout does not fit the model, a KL penalty lacks its reference, or phases differ in a
+    Raises ``ConfigError`` if a KL penalty lacks its reference, or phases differ in a
     setting of the whole run, and ``ModelError`` if the model changes its logits after its head.
     """
 
@@ -79,12 +66,10 @@ class PolicyTrainer(TrainedPolicy):
         config: TrainerConfig | None = None,
         *,
         reference: Any | None = None,
-        objective: Objective | None = None,
         max_length: int | None = None,
         phases: Sequence[Phase] = (),
         teacher: Any | None = None,
     ) -> None:
-        self._given_objective = objective
         phases = tuple(phases) or (Phase(config=config or TrainerConfig()),)
         super().__init__(model, phases, reference=reference, teacher=teacher, max_length=max_length)
 
@@ -92,25 +77,26 @@ class PolicyTrainer(TrainedPolicy):
         """Take the settings, the objective and the custom functions of ``phase``."""
         super().follow(phase)
         self._estimator = load_estimator(self.config.advantages)
-        self._metrics = load_metrics(self.config.metrics)
+        self._metrics = tuple(map(load_function, self.config.metrics))
         self.expect_engine(dtype=self.engine_dtype)
 
     def expect_engine(self, *, dtype: str) -> None:
         """Set the engine's data type, which bounds how far its log-probabilities may be from the trainer's."""
         self.engine_dtype = dtype
-        formats = {dtype, str(self._dtype).removeprefix("torch.")}
-        rounding = ROUNDING_NATS["float32" if formats == {"float32"} else "bfloat16"]
+        trainer_dtype = str(self._dtype).removeprefix("torch.")
+        rounding = ROUNDING_NATS["float32" if dtype == trainer_dtype == "float32" else "bfloat16"]
         objective, is_supervised = self.config.objective, self.phase.name is PhaseName.SFT
         # Nothing sampled the rows of supervised steps, so there is no policy that a ratio could be taken to.
         self._centre = (
             Centre.POLICY if is_supervised else objective.resolve_centre(self._num_updates, rounding=rounding)
         )
-        self._objective = self._given_objective or create_phase_objective(self.phase, rounding=rounding)
-        self.gate = CaptureGate.create(
-            self.config.capture,
-            vocab_size=model_shape(self.model.config).vocab_size,
-            engine_dtype=dtype,
-            trainer_dtype=str(self._dtype).removeprefix("torch."),
+        self._objective = create_phase_objective(self.phase, rounding=rounding)
+        self.gate = CaptureGate(
+            noise=NoiseModel(
+                vocab_size=model_shape(self.model.config).vocab_size, engine_dtype=dtype, trainer_dtype=trainer_dtype
+            ),
+            tolerance=self.config.capture.tolerance,
+            max_bad_fraction=self.config.capture.max_bad_fraction,
         )
 
     @property
@@ -150,7 +136,7 @@ class PolicyTrainer(TrainedPolicy):
             # Restored sessions carry version numbers of an earlier process, whose weights of that number may have been
             # others.
             restored = {episode.session for group in groups for episode in group.episodes if episode.is_restored}
-            watch = self.gate.watch(version=self.version)
+            watch = CaptureWatch(gate=self.gate, version=self.version)
             watch.expect([row for row in trained if row.trajectory.session not in restored])
         if recorder is not None:
             recorder.expect(groups, trained)
@@ -178,16 +164,10 @@ class PolicyTrainer(TrainedPolicy):
         self.version += 1
         self._num_updates_before = self._optimizer.num_updates
         return StepStatistics.create(
-            sum((update.sums for update in done), TokenSums()),
-            num_outside=sum(update.num_outside for update in done),
+            done,
             version=self.version,
             data=data,
-            losses=[update.loss for update in done],
-            grad_norms=[update.grad_norm for update in done],
             learning_rate=rate,
-            num_updates=sum(update.grad_norm > 0 for update in done),
-            num_skipped_rows=sum(update.num_skipped for update in done),
-            num_packed_tokens=sum(update.num_packed for update in done),
             seconds=time.perf_counter() - started,
             custom=custom,
         )
@@ -249,14 +229,14 @@ class PolicyTrainer(TrainedPolicy):
             return rows
         scored = self._score_rows(self._scorer, rows, watch)
         if recorder is not None:
-            for index, (row, found) in enumerate(zip(rows, scored, strict=True)):
-                recorder.note(rows, [index], found[row.positions])
+            for row, found in zip(rows, scored, strict=True):
+                recorder.note(row, found[row.positions])
         if self._centre is Centre.POLICY:
             # These are scored for the watch alone, which has to see all rows before the weights change.
             return rows
         return [evolve(row, proximal=found) for row, found in zip(rows, scored, strict=True)]
 
-    def _update(self, batch: Batch, watch: CaptureWatch | None, recorder: RowRecorder | None) -> _Update:
+    def _update(self, batch: Batch, watch: CaptureWatch | None, recorder: RowRecorder | None) -> UpdateStatistics:
         """Update the weights once; with a ``watch`` only if the rows pass its check."""
         # A row without any advantage has no gradient, unless the objective gives it one.
         skips = self.config.skips_inert_rows and not self._objective.needs_every_row
@@ -271,23 +251,24 @@ class PolicyTrainer(TrainedPolicy):
                 f"The loss of step {self.version + 1} is {found.loss}; the weights were not changed."
             )
         for pack, scores in zip(packs, found.scores, strict=True):
-            if watch is not None:
-                watch.note(batch.rows, pack.rows, scores.raw_logprobs, scores.logprobs)
-            if recorder is not None:
-                recorder.note(batch.rows, pack.rows, scores.logprobs)
+            for index, (logprobs, raw_logprobs) in split_by_row(batch.rows, pack.rows, scores):
+                if watch is not None:
+                    watch.note(batch.rows[index], logprobs, raw_logprobs)
+                if recorder is not None:
+                    recorder.note(batch.rows[index], logprobs)
         try:
             if watch is not None:
                 watch.judge()
         except CaptureViolation:
             self._optimizer.zero_grad()
             raise
-        return _Update(
+        return UpdateStatistics(
             loss=found.loss,
             sums=found.sums,
             num_outside=found.num_outside,
             grad_norm=self._optimizer.step(),
-            num_skipped=len(batch.rows) - len(chosen),
-            num_packed=sum(pack.num_tokens for pack in packs),
+            num_skipped_rows=len(batch.rows) - len(chosen),
+            num_packed_tokens=sum(pack.num_tokens for pack in packs),
         )
 
     # ---------------------------------------------------------------------------------------------- forward passes
@@ -331,26 +312,22 @@ class PolicyTrainer(TrainedPolicy):
         ``replays`` is false for other weights than those that are trained: they choose experts themselves.
         """
         result: list[Floats] = [np.zeros(row.trajectory.num_tokens, dtype=np.float32) for row in rows]
-        packs = self._pack(rows, [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens])
-        if not replays:
-            packs = [evolve(pack, routed_experts=None) for pack in packs]
-        with streamed(scorer.model):
-            scored = self._passes.score(scorer, packs)
-        for pack, found in zip(packs, scored, strict=True):
-            if watch is not None:
-                watch.note(rows, pack.rows, found.raw_logprobs, found.logprobs)
-            bounds = np.cumsum([len(rows[index].positions) for index in pack.rows])[:-1]
-            values = found.raw_logprobs if is_raw else found.logprobs
-            for index, part in zip(pack.rows, np.split(values, bounds), strict=True):
-                result[index][rows[index].positions] = part
+        chosen = [index for index, row in enumerate(rows) if row.trajectory.num_trained_tokens]
+        packs = self._pack(rows, chosen, replays=replays)
+        scored = self._passes.score(scorer, packs)
+        for pack, scores in zip(packs, scored, strict=True):
+            for index, (logprobs, raw_logprobs) in split_by_row(rows, pack.rows, scores):
+                if watch is not None:
+                    watch.note(rows[index], logprobs, raw_logprobs)
+                result[index][rows[index].positions] = raw_logprobs if is_raw else logprobs
         return result
 
-    def _pack(self, rows: Sequence[TrainingRow], chosen: Sequence[int]) -> list[Pack]:
-        """Return forward passes of the rows ``chosen``.
+    def _pack(self, rows: Sequence[TrainingRow], chosen: Sequence[int], *, replays: bool = True) -> list[Pack]:
+        """Return forward passes of the rows ``chosen``, with recorded experts if the run replays them.
 
-        Raises ``ConfigError`` for rows in a tree that are longer than the model's attention window, and for rows that
-        are longer than its rotation is fixed for: a workflow may make rows longer than the engine's context, on which
-        the checks at the start are based.
+        Models that do not attend by plan compute padded rows. Raises ``ConfigError`` for rows that are longer than the
+        rotation of the model is fixed for: a workflow may make rows longer than the engine's context, on which the
+        checks at the start are based.
         """
         longest = max((row.trajectory.num_tokens for row in rows), default=0)
         if self._row_limit is not None and longest > self._row_limit:
@@ -358,23 +335,14 @@ class PolicyTrainer(TrainedPolicy):
                 f"A row has {longest} tokens, and beyond {self._row_limit} {type(self.model).__name__} rotates all "
                 "rows of a pass by its longest one; leave out or shorten such rows."
             )
-        if self.config.layout is Layout.FLAT:
-            pack = pack_flat if all(map(has_planned_attention, self._models)) else pack_padded
-            return self._replayed(pack(rows, chosen, max_tokens=self.config.max_packed_tokens))
-        window = None if has_planned_attention(self.model) else attention_window(self.model.config)
-        if window is not None and longest > window:
-            raise ConfigError(
-                f"layout: tree computes full attention, and {type(self.model).__name__} attends to the last {window} "
-                f"tokens only; a row has {longest}. Use layout=flat."
-            )
-        return self._replayed(pack_tree(rows, chosen, max_tokens=self.config.max_packed_tokens))
-
-    def _replayed(self, packs: list[Pack]) -> list[Pack]:
-        return packs if self.config.router_replay else [evolve(pack, routed_experts=None) for pack in packs]
+        is_planned = all(map(has_planned_attention, self._models))
+        create = pack_padded if not is_planned else pack_tree if self.config.layout is Layout.TREE else pack_flat
+        packs = create(rows, chosen, max_tokens=self.config.max_packed_tokens)
+        return packs if replays and self.config.router_replay else [evolve(pack, routed_experts=None) for pack in packs]
 
     @property
     def _passes(self) -> Passes:
-        return Passes(gang=self.gang, dtype=self._dtype, chunk_tokens=self.config.chunk_tokens, progress=self.progress)
+        return Passes(gang=self.gang, dtype=self._dtype, progress=self.progress)
 
 
 def _total_reward(groups: Sequence[Group]) -> float:

@@ -12,7 +12,7 @@ attend to each other. There is one implementation for each kind of device:
 transformers finds both by name. A ``PackMask`` takes the place of the mask: transformers passes a ``BlockMask`` that it
 did not make to all layers unchanged, through activation checkpointing, too. Layers with a sliding window name it in
 their call, and get the plan of that window; distances are those in the row, not those in the pack. Models that do not
-work like this (``model_checks.py`` tries) keep their attention, over a dense mask.
+work like this (``model_checks.py`` tries) keep their attention, and compute padded rows.
 """
 
 from __future__ import annotations
@@ -79,45 +79,17 @@ def set_attention_number(model: Any, number: int) -> None:
         model.set_attn_implementation(_NUMBERED[number])
 
 
-def create_mask(model: Any, segments: Sequence[Segment], device: torch.device) -> Tensor | PackMask:
-    """Return the mask of a pass over ``segments``: a plan, or an additive float32 [1, 1, L, L] for other attention."""
-    if has_planned_attention(model):
-        return PackMask(segments, device)
-    # Dense, so only for models that do not attend by plan: 2.25 GiB and 15.9 s at 24k tokens.
-    ends = to_device(subtree_ends(segments), device)
-    places = torch.arange(len(ends), dtype=torch.int32, device=device)
-    seen = (places[None, :] <= places[:, None]) & (places[:, None] < ends[None, :])
-    mask = torch.zeros(seen.shape, device=device)
-    return mask.masked_fill_(~seen, torch.finfo(torch.float32).min)[None, None]
-
-
-Layers = dict[int, tuple[Tensor, Tensor]]
-"""Keys and values [1, K, n, D] of n positions, by the index of the layer."""
-
-
 class PackMask(BlockMask):
     """The plans of attention over ``segments``, in the place of a mask [1, 1, L, L] that is never made.
 
-    Each plan is made when a layer first needs it. ``windows`` lists the window of every layer that has attended. If
-    the first segment starts at P, the pass has the positions from P only, and ``prefix`` the keys and values of the
-    positions before them. With ``keeps_own``, ``own`` receives those of the pass itself.
+    Each plan is made when a layer first needs it. ``windows`` lists the window of every layer that has attended.
     """
 
-    def __init__(
-        self,
-        segments: Sequence[Segment],
-        device: torch.device,
-        *,
-        prefix: Sequence[Layers] = (),
-        keeps_own: bool = False,
-    ) -> None:
+    def __init__(self, segments: Sequence[Segment], device: torch.device) -> None:
         # The fields of a BlockMask stay unset: layers get the block masks that ``by_block`` returns.
         self.segments = segments
         self.device = device
         self.length = segments[-1].stop
-        self.prefix = prefix
-        self.keeps_own = keeps_own
-        self.own: Layers = {}
         self.windows: list[int | None] = []
         self._segment_plans: dict[int | None, SegmentPlan] = {}
         self._block_masks: dict[int | None, BlockMask] = {}
@@ -131,15 +103,6 @@ class PackMask(BlockMask):
         """Return the number of segments and of tokens; a ``BlockMask`` would draw its blocks."""
         return f"PackMask({len(self.segments)} segments, {self.length} tokens)"
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the ``layer``'s keys and values behind those of the prefix."""
-        if self.keeps_own:
-            self.own[layer] = (key, value)
-        if not self.prefix:
-            return key, value
-        keys, values = zip(*(layers[layer] for layers in self.prefix), strict=True)
-        return torch.cat([*keys, key], 2), torch.cat([*values, value], 2)
-
     def by_segment(self, window: int | None) -> SegmentPlan:
         """Return the plan for attention by segments."""
         # Layers with the same window share a plan.
@@ -151,31 +114,28 @@ class PackMask(BlockMask):
         """Return the mask for attention by blocks, of ``padded_length(L)`` positions."""
         if window in self._block_masks:
             return self._block_masks[window]
-        first, stop = self.segments[0].start, self.segments[-1].stop
-        padding = first + padded_length(stop - first) - stop
+        padding = padded_length(self.length) - self.length
         # A padding position sees itself only: a query that sees nothing would be nan.
-        own_ends = np.arange(stop, stop + padding, dtype=np.int32) + 1
+        own_ends = np.arange(self.length, self.length + padding, dtype=np.int32) + 1
         ends_L = np.concatenate([subtree_ends(self.segments), own_ends])
         depths_L = np.pad(node_depths(self.segments), (0, padding))
-        lists = plan_blocks(ends_L, depths_L, first=first, window=window)
+        masked, full = plan_blocks(ends_L, depths_L, window=window)
         rule = _tree_rule(to_device(ends_L, self.device))
         if window is not None:
             # The bound is a tensor because a number would be compiled in, once for each window.
-            depths, bounds = (
-                to_device(depths_L, self.device),
-                to_device(depths_L - window, self.device),
-            )
-            rule = _within_window(rule, depths, bounds)
-        if first:
-            rule = _from_position(rule, torch.tensor(first, dtype=torch.int32, device=self.device))
-        tensors: dict[str, Any] = {
-            name: to_device(found, self.device)[None, None] for name, found in lists.by_name().items()
-        }
-        self._block_masks[window] = BlockMask(
-            (padded_length(stop - first), len(ends_L)),
-            **tensors,
-            BLOCK_SIZE=(_BLOCK, _BLOCK),
+            rule = _within_window(rule, to_device(depths_L, self.device), to_device(depths_L - window, self.device))
+        counts, blocks, full_counts, full_blocks = (
+            to_device(found, self.device)[None, None] for found in (*_block_list(masked), *_block_list(full))
+        )
+        # On the device: it also transposes the lists, which took 16 ms for 256 blocks on 16 cores of the host.
+        self._block_masks[window] = BlockMask.from_kv_blocks(
+            counts,
+            blocks,
+            full_counts,
+            full_blocks,
+            BLOCK_SIZE=_BLOCK,
             mask_mod=rule,
+            seq_lengths=(len(ends_L), len(ends_L)),
         )
         return self._block_masks[window]
 
@@ -210,7 +170,7 @@ class SegmentPlan:
         ]
         sizes = [segment.stop - segment.start for segment in segments]
         return cls(
-            keys=torch.from_numpy(np.concatenate(keys)) if segments[0].start or any(map(len, seen)) else None,
+            keys=torch.from_numpy(np.concatenate(keys)) if any(map(len, seen)) else None,
             query_sizes=tuple(sizes),
             key_sizes=tuple(len(found) for found in keys),
             masks=tuple(
@@ -229,13 +189,15 @@ def _segment_mask(num_queries: int, num_keys: int, *, window: int | None) -> Ten
     return mask if window is None else mask.add_(hidden.tril_(first - window))
 
 
-def _attend_by_segment(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
-    plan = mask.by_segment(call.window)
+def _attend_by_segment(  # noqa: PLR0917 - the order of all attention functions
+    mask: PackMask, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
+    plan = mask.by_segment(window)
     if plan.keys is not None:
         key, value = key.index_select(2, plan.keys), value.index_select(2, plan.keys)
     outputs = [
         scaled_dot_product_attention(
-            query_part, key_part, value_part, part, is_causal=part is None, scale=call.scaling, enable_gqa=True
+            query_part, key_part, value_part, part, is_causal=part is None, scale=scaling, enable_gqa=True
         )
         for query_part, key_part, value_part, part in zip(
             query.split_with_sizes(plan.query_sizes, 2),
@@ -251,36 +213,6 @@ def _attend_by_segment(mask: PackMask, query: Tensor, key: Tensor, value: Tensor
 # ----------------------------------------------------------------------------------------------------- by blocks
 
 
-@frozen(kw_only=True)
-class BlockLists:
-    """The key blocks that each of M query blocks computes: some with the mask, ``full`` ones without it.
-
-    ``counts`` and ``full_counts`` are int32 [M], the blocks int32 [M, N], of which each row's first ``counts`` count.
-    ``queries`` and ``full_queries`` are the same the other way round, for the backward pass: how many of the query
-    blocks compute each of the N key blocks, int32 [N], and which, int32 [N, M].
-    """
-
-    counts: npt.NDArray[np.int32] = field(eq=False)
-    blocks: npt.NDArray[np.int32] = field(eq=False)
-    full_counts: npt.NDArray[np.int32] = field(eq=False)
-    full_blocks: npt.NDArray[np.int32] = field(eq=False)
-    queries: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] = field(eq=False)
-    full_queries: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] = field(eq=False)
-
-    def by_name(self) -> dict[str, npt.NDArray[np.int32]]:
-        """Return the arrays by the names that a ``BlockMask`` has for them."""
-        return {
-            "kv_num_blocks": self.counts,
-            "kv_indices": self.blocks,
-            "full_kv_num_blocks": self.full_counts,
-            "full_kv_indices": self.full_blocks,
-            "q_num_blocks": self.queries[0],
-            "q_indices": self.queries[1],
-            "full_q_num_blocks": self.full_queries[0],
-            "full_q_indices": self.full_queries[1],
-        }
-
-
 def padded_length(length: int) -> int:
     """Return the number of positions that a pass of ``length`` tokens has for attention by blocks.
 
@@ -290,48 +222,26 @@ def padded_length(length: int) -> int:
     return max(2, -(-length // _BLOCK)) * _BLOCK
 
 
-def chunk_length(model: Any, num_tokens: int) -> int:
-    """Return the length of a chunk of at least ``num_tokens`` tokens that the model's attention can follow."""
-    is_by_block = model.config._attn_implementation == BLOCK_ATTENTION  # noqa: SLF001
-    return padded_length(num_tokens) if is_by_block else num_tokens
-
-
 def plan_blocks(
-    ends: npt.NDArray[np.int32],
-    depths: npt.NDArray[np.int32],
-    *,
-    first: int = 0,
-    window: int | None = None,
-    size: int = _BLOCK,
-) -> BlockLists:
-    """Return the blocks of ``size`` positions that hold anything visible, from ``subtree_ends`` and ``node_depths``.
+    ends: npt.NDArray[np.int32], depths: npt.NDArray[np.int32], *, window: int | None = None, size: int = _BLOCK
+) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.bool_]]:
+    """Return the key blocks that each of M query blocks computes, bool [M, M]: with the mask, and whole without it.
 
-    Both have a length that ``size`` divides, as it does ``first``, the position of the first query. Nothing in here is
-    larger than the square of the number of blocks.
+    ``ends`` and ``depths`` are those of ``subtree_ends`` and ``node_depths``, of a length that ``size`` divides.
+    Nothing in here is larger than the square of the number of blocks.
     """
     num_blocks = len(ends) // size
-    ends_NB, depths_NB = ends.reshape(num_blocks, size), depths.reshape(num_blocks, size)
+    ends_MB, depths_MB = ends.reshape(num_blocks, size), depths.reshape(num_blocks, size)
     starts = np.arange(num_blocks)[:, None] * size
     before = np.tri(num_blocks, k=-1, dtype=bool)
     # The subtree of some key reaches the block's first query; those of all keys reach its last query.
-    visible = before & (ends_NB.max(1) > starts)
-    full = before & (ends_NB.min(1) >= starts + size)
+    visible = before & (ends_MB.max(1) > starts)
+    full = before & (ends_MB.min(1) >= starts + size)
     if window is not None:
         # Bounds from the extremes of both blocks: a block may be listed in vain, and is never left out.
-        visible &= depths_NB.min(1)[:, None] - depths_NB.max(1) < window
-        full &= depths_NB.max(1)[:, None] - depths_NB.min(1) < window
-    rows = slice(first // size, None)
-    masked, whole = ((visible & ~full) | np.eye(num_blocks, dtype=bool))[rows], (full & visible)[rows]
-    (counts, blocks), (full_counts, full_blocks) = _block_list(masked), _block_list(whole)
-    # BlockMask.from_kv_blocks transposes them with torch: 16 ms for 256 blocks on 16 cores, while the GPU waits.
-    return BlockLists(
-        counts=counts,
-        blocks=blocks,
-        full_counts=full_counts,
-        full_blocks=full_blocks,
-        queries=_block_list(masked.T),
-        full_queries=_block_list(whole.T),
-    )
+        visible &= depths_MB.min(1)[:, None] - depths_MB.max(1) < window
+        full &= depths_MB.max(1)[:, None] - depths_MB.min(1) < window
+    return (visible & ~full) | np.eye(num_blocks, dtype=bool), full & visible
 
 
 def _block_list(chosen: npt.NDArray[np.bool_]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
@@ -356,22 +266,17 @@ def _within_window(rule: Rule, depths: Tensor, bounds: Tensor) -> Rule:
     return is_near
 
 
-def _from_position(rule: Rule, first: Tensor) -> Rule:
-    def is_visible_after_prefix(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return rule(batch, head, query + first, key)
-
-    return is_visible_after_prefix
-
-
-def _attend_by_block(mask: PackMask, query: Tensor, key: Tensor, value: Tensor, call: _Call) -> Tensor:
+def _attend_by_block(  # noqa: PLR0917 - the order of all attention functions
+    mask: PackMask, query: Tensor, key: Tensor, value: Tensor, window: int | None, scaling: float | None
+) -> Tensor:
     kind = query.device.type
     with torch.autocast(kind, enabled=False):
         output: Tensor = _compiled_attention(kind)(
             query,
             key,
             value,
-            block_mask=mask.by_block(call.window),
-            scale=call.scaling,
+            block_mask=mask.by_block(window),
+            scale=scaling,
             enable_gqa=True,
             kernel_options=_KERNEL_OPTIONS,
         )
@@ -384,7 +289,7 @@ def _compiled_attention(kind: str) -> Callable[..., Tensor]:
 
     On a CPU it is traced as on a GPU and then computes all scores: torch has no CPU kernel with a backward pass.
     ``dynamic`` because every pack has another length. ``fullgraph`` because torch would otherwise, after too many
-    recompilations, silently compute all L by L scores. Shapes of heads, windows, chunks and the absence of gradients
+    recompilations, silently compute all L by L scores. Shapes of heads, windows and the absence of gradients
     compile once each, which for a policy, a reference and a teacher may be more than the 8 that torch allows.
     """
     dynamo_config: Any = torch._dynamo.config  # noqa: SLF001 - torch documents this setting under this name
@@ -402,24 +307,11 @@ _KERNEL_OPTIONS: Any = {"IS_DIVISIBLE": True}
 # ---------------------------------------------------------------------------------------------- for transformers
 
 
-@frozen
-class _Call:
-    """The arguments of an attention call that a plan takes into account."""
-
-    scaling: float | None
-    window: int | None
-
-    @classmethod
-    def create(cls, kwargs: dict[str, Any]) -> _Call:
-        """Raise ``NotImplementedError`` for anything else that changes the result."""
-        for name in ("dropout", "softcap", "s_aux", "position_bias"):
-            found = kwargs.get(name)
-            if found is not None and (isinstance(found, Tensor) or found):
-                raise NotImplementedError(f"Attention by plan does not support {name}.")
-        return cls(kwargs.get("scaling"), kwargs.get("sliding_window"))
+_Attend = Callable[[PackMask, Tensor, Tensor, Tensor, int | None, float | None], Tensor]
+"""Attention by plan of query, key and value, with the window and the scaling that a layer names."""
 
 
-def _for_transformers(attend: Callable[[PackMask, Tensor, Tensor, Tensor, _Call], Tensor]) -> Callable[..., Any]:
+def _for_transformers(attend: _Attend) -> Callable[..., Any]:
     def forward(
         module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
@@ -427,15 +319,19 @@ def _for_transformers(attend: Callable[[PackMask, Tensor, Tensor, Tensor, _Call]
         if not isinstance(attention_mask, PackMask):
             output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
             return output, None
-        call = _Call.create(kwargs)
-        attention_mask.windows.append(call.window)
+        for name in ("dropout", "softcap", "s_aux", "position_bias"):
+            found = kwargs.get(name)
+            if found is not None and (isinstance(found, Tensor) or found):
+                raise NotImplementedError(f"Attention by plan does not support {name}.")
+        window = kwargs.get("sliding_window")
+        attention_mask.windows.append(window)
         # Rotary embeddings leave queries and keys in float32 under autocast, which would cast them for sdpa, but does
         # not for FlexAttention.
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-        key, value = attention_mask.extend(getattr(module, "layer_idx", 0), key, value)
-        return attend(attention_mask, query, key, value, call).transpose(1, 2).contiguous(), None
+        output = attend(attention_mask, query, key, value, window, kwargs.get("scaling"))
+        return output.transpose(1, 2).contiguous(), None
 
     return forward
 

@@ -13,7 +13,7 @@ from fnmatch import fnmatch
 from hashlib import sha256
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from areal_actors.errors import CheckpointError
 from areal_actors.lib.checkpoint_tensors import checkpoint_buckets, checkpoint_layout, pack_names
 from areal_actors.training.directories import atomic_directory, write_buckets
 from areal_actors.training.stored_checkpoints import Checkpoint, StoredTensors
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 _MAX_FILE_BYTES = 5 * 10**9
 """Size of the files that a larger model is divided into."""
@@ -40,7 +43,7 @@ _TOKENIZER_FILES = (
 
 
 def export_model(
-    model: Any,
+    model: PreTrainedModel,
     directory: Path,
     *,
     state: Mapping[str, Tensor] | None = None,
@@ -84,7 +87,7 @@ def export_model(
             _write_json(partial / name, content)
 
 
-def write_config(directory: Path, model: Any, dtype: torch.dtype) -> None:
+def write_config(directory: Path, model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Write the ``config.json`` of ``model`` to ``directory``, for weights in ``dtype``."""
     model.config.save_pretrained(directory)
     path = directory / "config.json"
@@ -107,13 +110,13 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def distinct_tensors(model: Any) -> dict[str, Tensor]:
+def distinct_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """Return each tensor of the model once: tied weights appear under one name."""
     names = tied_names(model)
     return {name: tensor for name, tensor in model.state_dict().items() if names[name] == name}
 
 
-def tied_names(model: Any) -> dict[str, str]:
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
     """Return for each tensor of the model its name in ``distinct_tensors``."""
     tensors = model.state_dict(keep_vars=True)
     # Reversed, so that the first name of tied tensors wins.
@@ -128,7 +131,7 @@ def digest(text: str) -> int:
 
 
 @torch.no_grad()
-def load_weights(model: Any, checkpoint: Checkpoint) -> None:
+def load_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> None:
     """Load the weights of a checkpoint into ``model``. Raises ``CheckpointError`` if they belong to another model."""
     saved = stored_weights(model, checkpoint)
     for name, tensor in distinct_tensors(model).items():
@@ -136,7 +139,7 @@ def load_weights(model: Any, checkpoint: Checkpoint) -> None:
         tensor.copy_(saved[name])
 
 
-def stored_weights(model: Any, checkpoint: Checkpoint) -> StoredTensors:
+def stored_weights(model: PreTrainedModel, checkpoint: Checkpoint) -> StoredTensors:
     """Return the weights of a checkpoint, sharded as ``model``, to be read one at a time.
 
     Raises ``CheckpointError`` if they belong to another model.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from areal_actors.viewer.app import PollIntervals, create_page, open_page, run_viewer
 from areal_actors.viewer.runs import (
-    FailureFilter,
-    GroupFilter,
+    RecordFilter,
     ViewedRun,
     describe_runs,
     find_runs,
@@ -20,9 +19,8 @@ from areal_actors.viewer.runs import (
 )
 
 __all__ = [
-    "FailureFilter",
-    "GroupFilter",
     "PollIntervals",
+    "RecordFilter",
     "ViewedRun",
     "create_page",
     "describe_runs",

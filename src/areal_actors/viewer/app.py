@@ -8,14 +8,13 @@ origin can neither read answers (no CORS headers) nor use the cookie (``SameSite
 from __future__ import annotations
 
 import hmac
-import math
 import secrets
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 import orjson
@@ -23,18 +22,18 @@ from anyio import to_thread
 from attrs import frozen
 from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import RedirectResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import FileResponse, RedirectResponse, Response, StreamingResponse
+from starlette.routing import Mount, Route
+from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_actors.errors import RequestError
 from areal_actors.lib.bearer_keys import read_bearer
 from areal_actors.lib.task_groups import open_tasks
 from areal_actors.proxy.server import listen, serve_shielded, url_of
-from areal_actors.viewer.runs import Access, FailureFilter, GroupFilter, ViewedRun, find_runs
+from areal_actors.viewer.runs import Access, RecordFilter, ViewedRun, find_runs
 
 STATIC = Path(__file__).parent / "static"
-_TYPES = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 PAGE_HEADERS = {
     # Texts of models and agents are on the page; they must not become scripts, whatever they contain.
     "content-security-policy": (
@@ -58,7 +57,6 @@ class PollIntervals:
 
 DEFAULT_INTERVALS = PollIntervals()
 
-Value = TypeVar("Value")
 Read = Callable[[ViewedRun, Request], Any]
 
 Find = Callable[[Request], Awaitable[Mapping[str, ViewedRun]]]
@@ -128,8 +126,8 @@ def create_app(
 
     routes = [
         *more,
-        Route("/", _send_asset),
-        Route("/static/{name}", _send_asset),
+        Route("/", _send_index),
+        Mount("/static", StaticFiles(directory=STATIC)),
         Route("/api/runs", list_runs),
         Route("/api/events", events),
         *(Route(f"/api/{name}", answering(name, read)) for name, read in _READERS.items()),
@@ -137,11 +135,8 @@ def create_app(
     return Starlette(routes=routes, exception_handlers={RequestError: _refuse})
 
 
-async def _send_asset(request: Request) -> Response:
-    path = STATIC / request.path_params.get("name", "index.html")
-    if path.parent != STATIC or path.suffix not in _TYPES or not path.is_file():
-        return _answer({"error": "There is no such file."}, status=404)
-    return Response(path.read_bytes(), media_type=_TYPES[path.suffix])
+async def _send_index(_: Request) -> Response:
+    return FileResponse(STATIC / "index.html")
 
 
 async def _refuse(_: Request, error: Exception) -> Response:
@@ -153,16 +148,12 @@ _PRIVATE = frozenset({"failures", "sessions", "session", "groups", "group"})
 _READERS: dict[str, Read] = {
     "run": lambda run, _: run.describe(),
     "metrics": lambda run, request: run.read_metrics(request.query_params.get("after", "")),
-    "failures": lambda run, request: {"failures": run.list_failures(_failure_filter(request.query_params))},
+    "failures": lambda run, request: {"failures": run.list_failures(_filter(request))},
     "sessions": lambda run, request: {"sessions": run.list_sessions(request.query_params.get("query", ""))},
     "session": lambda run, request: run.read_session(int(request.query_params["index"])),
-    "groups": lambda run, request: run.list_groups(
-        _kind(request), _parse(request.query_params, "version", int), _group_filter(request.query_params)
-    ),
+    "groups": lambda run, request: run.list_groups(_kind(request), _version(request), _filter(request)),
     "group": lambda run, request: {
-        "rows": run.read_group(
-            _kind(request), int(request.query_params.get("version", "0")), request.query_params.get("task", "")
-        )
+        "rows": run.read_group(_kind(request), _version(request) or 0, request.query_params.get("task", ""))
     },
 }
 
@@ -171,36 +162,29 @@ def _kind(request: Request) -> str:
     return request.query_params.get("kind", "rollout")
 
 
-def _group_filter(given: Mapping[str, str]) -> GroupFilter:
-    low, high = _parse(given, "low", float), _parse(given, "high", float)
-    return GroupFilter(
-        query=given.get("query", ""),
-        low=-math.inf if low is None else low,
-        high=math.inf if high is None else high,
-        is_equal=_parse(given, "equal", _flag),
-        source=given.get("source") or None,
-    )
+_PARAMETERS: dict[str, tuple[str, Callable[[str], Any]]] = {
+    "query": ("query", str),
+    "source": ("source", str),
+    "low": ("low", float),
+    "high": ("high", float),
+    "equal": ("is_equal", "yes".__eq__),
+    "outcome": ("outcome", str),
+    "eval": ("is_eval", "yes".__eq__),
+    "first": ("first_version", int),
+    "last": ("last_version", int),
+}
+"""The parameters of a filter: its field, and how the text is parsed. Empty ones are ignored."""
 
 
-def _failure_filter(given: Mapping[str, str]) -> FailureFilter:
-    return FailureFilter(
-        query=given.get("query", ""),
-        outcome=given.get("outcome") or None,
-        is_eval=_parse(given, "eval", _flag),
-        source=given.get("source") or None,
-        first_version=_parse(given, "first", int) or 0,
-        last_version=_parse(given, "last", int),
-    )
+def _filter(request: Request) -> RecordFilter:
+    given = request.query_params
+    found = {name: parse(given[key]) for key, (name, parse) in _PARAMETERS.items() if given.get(key)}
+    return RecordFilter(**found)
 
 
-def _flag(text: str) -> bool:
-    return text == "yes"
-
-
-def _parse(given: Mapping[str, str], name: str, parse: Callable[[str], Value]) -> Value | None:
-    """Return a parameter as a value; ``None`` if it is absent or empty. Raises ``ValueError``."""
-    text = given.get(name, "")
-    return parse(text) if text else None
+def _version(request: Request) -> int | None:
+    text = request.query_params.get("version", "")
+    return int(text) if text else None
 
 
 def _answer(document: Any, *, status: int = 200) -> Response:

@@ -47,32 +47,27 @@ class Access(StrEnum):
 
 
 @frozen(kw_only=True)
-class GroupFilter:
-    """Which groups are listed: those that match all that is set."""
+class RecordFilter:
+    """Which groups or failures are listed: those that match all that is set."""
 
     query: str = ""
-    """In the name of the problem, or in what the model read or wrote, in any case."""
-    low: float = -math.inf
-    high: float = math.inf
-    """Bounds of the mean reward."""
-    is_equal: bool | None = None
-    """Whether all rows have the same reward, so that nothing is learned from them."""
+    """In the name of the problem, in a reason or traceback, or in what the model read or wrote, in any case."""
     source: str | None = None
     """The dataset of the problem, in a run of several."""
-
-
-@frozen(kw_only=True)
-class FailureFilter:
-    """Which failed episodes are counted: those that match all that is set."""
-
-    query: str = ""
-    """In the reason, the traceback or the name of the problem, in any case."""
+    low: float = -math.inf
+    high: float = math.inf
+    """Bounds of a group's mean reward."""
+    is_equal: bool | None = None
+    """Whether all rows of a group have the same reward, so that nothing is learned from them."""
     outcome: str | None = None
-    """``failed``, ``rejected`` or ``cut_short``."""
+    """Of a failure: ``failed``, ``rejected`` or ``cut_short``."""
     is_eval: bool | None = None
-    source: str | None = None
     first_version: int = 0
-    last_version: int | None = None
+    last_version: float = math.inf
+    """The versions under which failed episodes began."""
+
+
+EVERYTHING = RecordFilter()
 
 
 @frozen(kw_only=True)
@@ -141,9 +136,8 @@ class ViewedRun:
         """Return the records of ``metrics.jsonl`` after ``cursor``, as ``read_new_records`` does."""
         return asdict(read_new_records(self.directory.metrics, cursor))
 
-    def list_failures(self, wanted: FailureFilter | None = None) -> list[dict[str, Any]]:
+    def list_failures(self, wanted: RecordFilter = EVERYTHING) -> list[dict[str, Any]]:
         """Return the kinds of failures: how often each happened, the first episode that had it, and the newest."""
-        wanted = wanted or FailureFilter()
         kinds: dict[str, dict[str, Any]] = {}
         for record in read_records(self.directory.failures):
             if not _is_wanted(record, wanted):
@@ -180,12 +174,11 @@ class ViewedRun:
                 return record
         return None
 
-    def list_groups(self, kind: str, version: int | None, wanted: GroupFilter | None = None) -> dict[str, Any]:
+    def list_groups(self, kind: str, version: int | None, wanted: RecordFilter = EVERYTHING) -> dict[str, Any]:
         """Return the ``groups`` of episodes that began under ``version``: each problem with the rewards of its rows.
 
         Without a version those of all, the newest first. ``is_cut`` says whether there are too many to list all.
         """
-        wanted = wanted or GroupFilter()
         root = self.directory.eval_rollouts if kind == "eval-rollout" else self.directory.rollouts
         versions = _versions(root)[::-1] if version is None else [version]
         groups: list[dict[str, Any]] = []
@@ -205,8 +198,7 @@ class ViewedRun:
             mean = sum(rewards) / max(len(rewards), 1)
             is_equal = len(rewards) > 1 and len(set(rewards)) == 1
             texts = (path.stem, *(f"{row.get('prompt')}\n{row.get('completion')}" for row in rows))
-            query = wanted.query.casefold()
-            is_match = not query or any(query in text.casefold() for text in texts)
+            is_match = any(wanted.query.casefold() in text.casefold() for text in texts)
             if is_match and wanted.low <= mean <= wanted.high and wanted.is_equal in (None, is_equal):
                 facts = {"task": path.stem, "version": began}
                 groups.append(facts | {"rewards": rewards, "tokens": list(map(_num_trained, rows))})
@@ -313,20 +305,17 @@ def _versions(root: Path) -> list[int]:
     return sorted(int(name) for name in os.listdir(root) if name.isdecimal()) if root.is_dir() else []  # noqa: PTH208
 
 
-def _is_wanted(record: Mapping[str, Any], wanted: FailureFilter) -> bool:
+def _is_wanted(record: Mapping[str, Any], wanted: RecordFilter) -> bool:
     version, task = int(record.get("version") or 0), str(record.get("task_id"))
-    if wanted.outcome not in (None, record.get("outcome")) or wanted.is_eval not in (
-        None,
-        record.get("is_eval", False),
-    ):
-        return False
-    if wanted.source not in (None, task.rpartition("-")[0]):
-        return False
-    if version < wanted.first_version or (wanted.last_version is not None and version > wanted.last_version):
-        return False
+    is_wanted = (
+        wanted.outcome in (None, record.get("outcome"))
+        and wanted.is_eval in (None, record.get("is_eval", False))
+        and wanted.source in (None, task.rpartition("-")[0])
+        and wanted.first_version <= version <= wanted.last_version
+    )
     # Only what is shown is searched: a search for the beginning of a key must not find it.
     texts = (task, redact(str(record.get("failure"))), redact(str(record.get("traceback") or "")))
-    return not wanted.query or wanted.query.casefold() in "\n".join(texts).casefold()
+    return is_wanted and wanted.query.casefold() in "\n".join(texts).casefold()
 
 
 def _num_trained(row: Mapping[str, Any]) -> int:

@@ -27,7 +27,6 @@ from areal_actors.workflows.engine import EpisodeEngine, GenerationConfig, Gener
 from areal_actors.workflows.interactions import Sample, parse_rollout
 from areal_actors.workflows.plugins import PluginWorkflow, WorkflowPlugin
 from areal_actors.workflows.pool import AgentPool, PoolConfig, serialize_agent
-from areal_actors.workflows.recording import RecordedGeneration
 from areal_actors.workflows.rewards import AsyncRewardWrapper
 from areal_actors.workflows.rollout import (
     GroupedRolloutWorkflow,
@@ -61,7 +60,6 @@ __all__ = [
     "PoolConfig",
     "ProblemEnvironment",
     "ProxyWorkflow",
-    "RecordedGeneration",
     "Reward",
     "RolloutResult",
     "RolloutWorkflow",

@@ -9,18 +9,16 @@ are ``pool`` and ``commands``.
 from __future__ import annotations
 
 import asyncio
-import dis
 import os
-import signal
 import threading
 import traceback
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, MutableMapping
 from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import anyio
 import httpx
@@ -32,7 +30,8 @@ from areal_actors.errors import ArealError, EpisodeError
 
 _PACKAGE = Path(areal_actors.__file__).parent
 _MAX_TRACEBACK = 8000
-_RAISE = dis.opmap["RAISE_VARARGS"]
+
+T = TypeVar("T")
 
 
 @runtime_checkable
@@ -67,27 +66,32 @@ async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
     Raises ``EpisodeError`` if the agent raises, cancels itself, or returns something that is not a reward. Cancelling
     the caller cancels the agent.
     """
-    outcome: list[Reward | EpisodeError] = []
+    run = partial(
+        agent.run, data, base_url=injected.base_url, api_key=injected.api_key, http_client=injected.http_client
+    )
+    return parse_result(await run_isolated(run, name=f"{type(agent).__name__}.run"), agent=type(agent).__name__)
 
-    async def run() -> None:
+
+async def run_isolated(run: Callable[[], Awaitable[T]], *, name: str) -> T:
+    """Return what the user's function ``run`` returns; it runs in a separate task, which it may cancel.
+
+    Raises ``EpisodeError`` if it raises or cancels itself; ``name`` is its name in the message.
+    """
+    outcome: list[T | EpisodeError] = []
+
+    async def call() -> None:
         try:
-            result = await agent.run(
-                data, base_url=injected.base_url, api_key=injected.api_key, http_client=injected.http_client
-            )
-            outcome.append(parse_result(result, agent=type(agent).__name__))
-        except EpisodeError as error:
-            outcome.append(error)
+            outcome.append(await run())
         except BaseException as error:
             if not is_failure(error):
                 raise
-            outcome.append(failure_of(agent, error))
+            outcome.append(error if isinstance(error, EpisodeError) else failure_of(name, error))
 
-    # In a separate task, which an agent may cancel without cancelling the episode.
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(run)
+        tasks.start_soon(call)
     # On asyncio, a task can be cancelled by an object that it awaits; it ends without an error then.
     if not outcome:
-        raise EpisodeError(f"{type(agent).__name__}.run was cancelled, by itself or by something that it awaited.")
+        raise EpisodeError(f"{name} was cancelled, by itself or by something that it awaited.")
     if isinstance(outcome[0], EpisodeError):
         raise outcome[0]
     return outcome[0]
@@ -96,37 +100,18 @@ async def run_agent(agent: Agent, data: Any, injected: Injected) -> Reward:
 def is_failure(error: BaseException) -> bool:
     """Return whether ``error``, caught around a call of an agent's code, fails its episode and nothing else.
 
-    ``SystemExit`` and ``KeyboardInterrupt`` do as well if that code raised them. Cancellations do not, and neither does
-    the ``KeyboardInterrupt`` of a Ctrl-C: those end the run.
+    ``SystemExit`` does as well. Cancellations do not, and neither does ``KeyboardInterrupt``: those end the run.
     """
     if isinstance(error, BaseExceptionGroup):
         return all(map(is_failure, error.exceptions))
-    if not isinstance(error, KeyboardInterrupt):
-        # A class of the agent's own below BaseException fails the episode, too. GeneratorExit closes a coroutine.
-        is_cancellation = isinstance(error, asyncio.CancelledError) or type(error).__module__.startswith("trio")
-        return not is_cancellation and not isinstance(error, GeneratorExit)
-    # Python runs handlers of signals in the main thread only. In a run, ``run.signals`` receives them without raising.
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        return True
-    entries = []
-    entry = error.__traceback__
-    while entry is not None:
-        entries.append(entry)
-        entry = entry.tb_next
-    # The handlers of asyncio and trio have a frame, in which they raise.
-    if handler is not signal.default_int_handler:
-        code = getattr(handler.func if isinstance(handler, partial) else handler, "__code__", None)
-        return all(entry.tb_frame.f_code is not code for entry in entries)
-    # Python's own handler has none. It interrupts at calls and jumps, and the code itself with a ``raise`` statement.
-    return bool(entries) and entries[-1].tb_frame.f_code.co_code[entries[-1].tb_lasti] == _RAISE
+    # A class of the agent's own below BaseException fails the episode, too. GeneratorExit closes a coroutine.
+    is_cancellation = isinstance(error, asyncio.CancelledError) or type(error).__module__.startswith("trio")
+    return not is_cancellation and not isinstance(error, GeneratorExit | KeyboardInterrupt)
 
 
-def failure_of(agent: Agent, error: BaseException) -> EpisodeError:
-    """Convert an error of an agent to the failure of its episode, with the traceback in the agent's code."""
-    failure = EpisodeError(
-        f"{type(agent).__name__}.run raised {describe_error(error)}", traceback=format_agent_traceback(error)
-    )
+def failure_of(name: str, error: BaseException) -> EpisodeError:
+    """Convert an error of the user's function ``name`` to a failure of its episode, with the traceback in its code."""
+    failure = EpisodeError(f"{name} raised {describe_error(error)}", traceback=format_agent_traceback(error))
     failure.__cause__ = error
     return failure
 

@@ -16,7 +16,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -28,7 +27,7 @@ from attrs.validators import min_len
 
 from areal_actors.domain import InteractionId
 from areal_actors.errors import EpisodeError, InvalidRequest, SandboxError, SandboxLimit
-from areal_actors.lib.child_process import LAST_WORDS_SECONDS, BoundedLog, Child, read_all
+from areal_actors.lib.child_process import BoundedLog
 from areal_actors.lib.plugins import PluginGroup, load_plugin, plugin_names
 from areal_actors.lib.scratch import scratch_directory
 from areal_actors.sandbox import (
@@ -46,12 +45,6 @@ from areal_actors.workflows.processes import check_problem, episode_environment,
 
 CommandWord = NewType("CommandWord", str)
 """A word of a command: a file next to the configuration if there is one with that name, and text otherwise."""
-
-_MAX_LINE_BYTES = 64 * 1024
-
-_GATE = 'read -r _ < /dev/fd/{} && exec "$@"'
-"""Delays the command until it is certain that its processes end with this one; it may start some immediately."""
-
 
 _GIVE_PROBLEM = 'rm -rf "$AREAL_PROBLEM" && cat > "$AREAL_PROBLEM" && exec "$@" < "$AREAL_PROBLEM"'
 """Writes the problem to its file, where an agent may have left something else for its grader, and runs the command."""
@@ -98,11 +91,8 @@ def find_environment(data: Any) -> ProblemEnvironment | None:
 class CommandAgent(LimitedAgent):
     """Runs a command for each episode, at most ``config.num_workers`` at once."""
 
-    def __init__(
-        self, command: CommandConfig, config: PoolConfig, directory: Path, sandbox: SandboxConfig | None = None
-    ) -> None:
+    def __init__(self, command: CommandConfig, config: PoolConfig, sandbox: SandboxConfig | None = None) -> None:
         self._command = command
-        self._directory = directory
         self._sandbox = sandbox or SandboxConfig()
         self._places = anyio.Semaphore(config.num_workers)
         logs = config.logs
@@ -115,10 +105,8 @@ class CommandAgent(LimitedAgent):
     async def open(
         cls, command: CommandConfig, config: PoolConfig | None = None, *, sandbox: SandboxConfig | None = None
     ) -> AsyncIterator[CommandAgent]:
-        """Open an agent; problems are written to a directory that is removed after the block."""
-        # Runs that were killed left 311 directories in an hour; the next process removes these.
-        with scratch_directory() as directory:
-            yield cls(command, config or PoolConfig(), directory, sandbox)
+        """Open an agent, whose boxes end with their episodes."""
+        yield cls(command, config or PoolConfig(), sandbox)
 
     @property
     def agent_name(self) -> str:
@@ -129,73 +117,11 @@ class CommandAgent(LimitedAgent):
     async def acquire(self) -> AsyncIterator[Agent]:
         """Wait until fewer than ``num_workers`` commands run."""
         async with self._places:
-            # Each place has a log and a file of its problem, which successive episodes share.
             log = self._logs.pop(0)
-            problem = self._directory / f"{id(log)}.json"
             try:
-                boxed = BoxedCommand(self._command, self._sandbox, name=self.agent_name, log=log)
-                # Files that are given or graded need a working directory of the episode, as a sandbox gives one.
-                if self._sandbox.is_isolated or self._command.grader or self._command.files:
-                    yield boxed
-                    return
-                yield _Invocation(self._command.command, name=self.agent_name, log=log, problem=problem, boxed=boxed)
+                yield BoxedCommand(self._command, self._sandbox, name=self.agent_name, log=log)
             finally:
                 self._logs.append(log)
-                problem.unlink(missing_ok=True)
-
-
-class _Invocation:
-    """The command, run once for one episode."""
-
-    def __init__(
-        self, command: tuple[CommandWord, ...], *, name: str, log: BoundedLog, problem: Path, boxed: BoxedCommand
-    ) -> None:
-        self._command = command
-        self._name = name
-        self._log = log
-        self._problem = problem
-        self._boxed = boxed
-
-    async def run(self, data: Any, **extra_kwargs: Any) -> float | dict[InteractionId, float]:
-        """Run one episode. Raises ``EpisodeError``; if it is cancelled, the process and its group are killed.
-
-        Returns an empty ``dict`` for a command that set its reward over HTTP.
-        """
-        if find_environment(data) is not None:
-            return await self._boxed.run(data, **extra_kwargs)
-        check_problem(data)
-        # Not on a thread: the page cache takes less time than handing over to one, and the process costs far more.
-        self._problem.write_text(json.dumps(data), encoding="utf-8")
-        if shutil.which(self._command[0]) is None:
-            raise EpisodeError(f"{self._name} cannot be started: there is no program {self._command[0]}.")
-        link = episode_environment(base_url=extra_kwargs["base_url"], api_key=extra_kwargs["api_key"])
-        with self._problem.open("rb") as stdin:
-            child = await Child.start(
-                lambda lifeline: ["/bin/sh", "-c", _GATE.format(lifeline), "sh", *self._command],
-                log=self._log,
-                environment=inherited_environment() | link | {"AREAL_PROBLEM": str(self._problem)},
-                stdin=stdin,
-                is_gated=True,
-            )
-        assert child.process.stdout is not None
-        last = _LastLine()
-
-        def write(chunk: bytes) -> None:
-            last.write(chunk)
-            self._log.write(chunk, is_last_words=False)
-
-        try:
-            async with anyio.create_task_group() as tasks:
-                tasks.start_soon(child.listen)
-                tasks.start_soon(read_all, child.process.stdout, write)
-                await child.wait_for_leader()
-                child.kill_rest()  # processes left running may hold stdout open
-                tasks.cancel_scope.deadline = anyio.current_time() + LAST_WORDS_SECONDS
-        finally:
-            await child.kill()
-        if child.process.returncode != 0:
-            raise EpisodeError(f"{self._name} failed. {child.describe_end()}")
-        return _parse_reward(last.text, name=self._name)
 
 
 class BoxedCommand:
@@ -221,8 +147,14 @@ class BoxedCommand:
                 return await environment.run(self, data, **link)
             problem = json.dumps(data).encode()
             if not self.command.grader:
+                # Without isolation, and without files that need a working directory of the episode, the command is a
+                # child process like those of a shell: it runs here, with the variables of the run.
+                is_plain = not (self.sandbox.is_isolated or self.command.files)
+                inherited, directory = (inherited_environment(), str(Path.cwd())) if is_plain else ({}, None)
                 async with self._box(extra_kwargs["base_url"]) as box:
-                    ended = await self.run_agent(box, problem, extra_kwargs["api_key"])
+                    ended = await self.run_agent(
+                        box, problem, extra_kwargs["api_key"], environment=inherited, directory=directory
+                    )
                 return _parse_reward(_last_line(ended.stdout), name=self._name)
             # By way of a directory of ours: the box of the grader sees nothing of the agent's but these files.
             with scratch_directory() as result:
@@ -263,6 +195,7 @@ class BoxedCommand:
         api_key: str,
         *,
         environment: Mapping[str, str] | None = None,
+        directory: str | None = None,
         timeout_seconds: float | None = None,
         is_graded: bool = False,
     ) -> Completed:
@@ -272,7 +205,12 @@ class BoxedCommand:
         assert box.proxy_url is not None
         link = episode_environment(base_url=box.proxy_url, api_key=api_key)
         ended = await self._run(
-            box, self.command.command, problem, {**(environment or {}), **link}, timeout_seconds=timeout_seconds
+            box,
+            self.command.command,
+            problem,
+            {**(environment or {}), **link},
+            directory=directory,
+            timeout_seconds=timeout_seconds,
         )
         if ended.is_successful:
             return ended
@@ -290,10 +228,12 @@ class BoxedCommand:
         problem: bytes,
         environment: dict[str, str],
         *,
+        directory: str | None = None,
         timeout_seconds: float | None = None,
     ) -> Completed:
         return await box.run(
             ["sh", "-c", _GIVE_PROBLEM, "sh", *command],
+            directory=directory,
             environment={**environment, "AREAL_PROBLEM": f"{box.work_directory}/.problem.json"},
             stdin=problem,
             timeout_seconds=timeout_seconds,
@@ -347,26 +287,8 @@ def _files_of(command: Sequence[str]) -> tuple[Path, ...]:
 
 
 def _last_line(output: bytes) -> str:
-    last = _LastLine()
-    last.write(output)
-    return last.text
-
-
-class _LastLine:
-    """Keeps the last nonempty line of a stream, and of a line without end only its last bytes."""
-
-    def __init__(self) -> None:
-        self._line = b""
-        self._rest = b""
-
-    def write(self, chunk: bytes) -> None:
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        self._rest = self._rest[-_MAX_LINE_BYTES:]
-        self._line = next((line for line in reversed(lines) if line.strip()), self._line)
-
-    @property
-    def text(self) -> str:
-        return (self._rest if self._rest.strip() else self._line).decode(errors="replace").strip()
+    lines = output.decode(errors="replace").splitlines()
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def _parse_reward(line: str, *, name: str) -> float | dict[InteractionId, float]:

@@ -108,13 +108,6 @@ class EpisodeEngine:
             self.generation, self.renderer, gconfig=self.gconfig, key=key, max_tokens=limit, limits=limits
         )
 
-    def on(self, generation: Ref[Generation]) -> EpisodeEngine:
-        """Return the same engine, under the same sample key, behind another ref."""
-        limits = self.budget.limits
-        return EpisodeEngine(
-            generation, self.renderer, gconfig=self.gconfig, key=self.key, max_tokens=self.max_tokens, limits=limits
-        )
-
     def next_client_key(self) -> SampleKey:
         """Return a new sample key for each client that an episode creates."""
         self._num_clients += 1

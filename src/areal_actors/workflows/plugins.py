@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractAsyncContextManager
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from attrs import frozen
 
@@ -38,8 +38,6 @@ class WorkflowPlugin(Protocol):
 @frozen(kw_only=True)
 class PluginWorkflow:
     """The agent of a plug-in, by its name in ``rollout.workflow``."""
-
-    type_name: ClassVar[str] = "plugin"
 
     plugins: Mapping[str, WorkflowPlugin] = plugin_settings(PluginGroup.WORKFLOWS)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import base64
 import json
 import pickle
-import signal
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -34,8 +33,6 @@ from areal_actors.workflows.processes import check_problem, inherited_environmen
 from areal_actors.workflows.rollout import resolve_agent
 
 _MAX_REPLY_BYTES = 16 * 1024 * 1024
-_MAX_STARTS = 3
-"""Number of times to start a process if each one is killed from outside while it starts."""
 
 _BOOT = (
     "import json, sys; lifeline, sys.path[:] = json.loads(sys.argv.pop()); "
@@ -136,17 +133,8 @@ class AgentPool(LimitedAgent):
             await idle.kill()
             self._remove(idle)
         log = self._logs.pop(0)
-        num_left = _MAX_STARTS
         try:
-            while True:
-                num_left -= 1
-                try:
-                    worker = await _Worker.start(self._agent, log, self._config.start_timeout_seconds, self._tasks)
-                    break
-                # Killed from outside, which does not indicate a fault of the agent: tried again.
-                except _KilledAtStart:
-                    if not num_left:
-                        raise
+            worker = await _Worker.start(self._agent, log, self._config.start_timeout_seconds, self._tasks)
         except BaseException:
             self._logs.append(log)
             raise
@@ -163,10 +151,6 @@ class AgentPool(LimitedAgent):
     def _remove(self, worker: _Worker) -> None:
         self._workers.discard(worker)
         self._logs.append(worker.log)
-
-
-class _KilledAtStart(WorkflowError):
-    """The process was killed before it was ready, which does not indicate a fault of the agent."""
 
 
 class _Worker:
@@ -204,8 +188,7 @@ class _Worker:
                 f"imported takes long. {log.output_tail}"
             ) from None
         except _GONE:
-            error = _KilledAtStart if child.process.returncode == -signal.SIGKILL else WorkflowError
-            raise error(f"The agent's process ended before it was ready. {child.describe_end()}") from None
+            raise WorkflowError(f"The agent's process ended before it was ready. {child.describe_end()}") from None
         if "ready" not in reply:
             await worker.kill()
             raise WorkflowError(f"The agent cannot be made in its process:\n{reply['failure'].strip()}")

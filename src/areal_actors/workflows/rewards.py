@@ -9,24 +9,13 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from functools import partial
-from itertools import count
 from typing import Any
 
 import anyio
-from anyio import BrokenWorkerProcess, CapacityLimiter, to_process
-from anyio.lowlevel import RunVar
+from anyio import BrokenWorkerProcess, to_process
 
 from areal_actors.errors import ConfigError, EpisodeError
-from areal_actors.lib.telemetry import get_logger
 from areal_actors.workflows.agents import describe_error
-
-_log = get_logger(__name__)
-
-_numbers = count()
-"""Numbers of the wrappers: anyio identifies variables of an event loop by name."""
-
-_NUM_ATTEMPTS = 2
-"""A worker that dies once may have been killed from outside; one that dies again is killed by the function it runs."""
 
 
 class AsyncRewardWrapper:
@@ -37,24 +26,19 @@ class AsyncRewardWrapper:
         reward_fn = AsyncRewardWrapper(score)
         reward = await reward_fn(prompt, answer, **data)
 
-    What the function prints is discarded.
+    All such functions share as many processes as there are cores. What the function prints is discarded.
     """
 
-    def __init__(
-        self, reward_fn: Callable[..., Any], *, timeout_seconds: float | None = 60.0, max_workers: int | None = None
-    ) -> None:
+    def __init__(self, reward_fn: Callable[..., Any], *, timeout_seconds: float | None = 60.0) -> None:
         """Wrap a function.
 
         Args:
             reward_fn: a function at the top level of a module, or another callable that can be pickled.
             timeout_seconds: limit of one call, including its wait for a worker; ``None`` waits without limit.
-            max_workers: processes for this function; without it, all such functions share as many as there are cores.
 
         Raises:
             ConfigError: it cannot be sent to a process, or a setting makes no sense.
         """
-        if max_workers is not None and max_workers < 1:
-            raise ConfigError(f"max_workers must be at least 1, not {max_workers}.")
         if timeout_seconds is not None and timeout_seconds <= 0:
             raise ConfigError(f"timeout_seconds must be positive, not {timeout_seconds:g}.")
         self._name = getattr(reward_fn, "__qualname__", type(reward_fn).__name__)
@@ -68,41 +52,28 @@ class AsyncRewardWrapper:
             ) from error
         self._function = reward_fn
         self._timeout_seconds = timeout_seconds
-        self._max_workers = max_workers
-        # A wrapper may be created outside of an event loop and used by several in turn, so each loop has its own
-        # limiter.
-        self._limiter: RunVar[CapacityLimiter] = RunVar(f"reward workers {next(_numbers)}")
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the result of the function. Cancelling kills the worker that runs it.
 
         Raises:
-            EpisodeError: the function raised, took too long, killed its worker twice, or its arguments or its result
+            EpisodeError: the function raised, took too long, killed its worker, or its arguments or its result
                 cannot be sent between processes.
         """
         call = partial(self._function, *args, **kwargs)
-        limiter = to_process.current_default_process_limiter()
-        if self._max_workers is not None:
-            try:
-                limiter = self._limiter.get()
-            except LookupError:
-                limiter = CapacityLimiter(self._max_workers)
-                self._limiter.set(limiter)
         with anyio.move_on_after(self._timeout_seconds):
-            for attempt in range(1, _NUM_ATTEMPTS + 1):
-                try:
-                    outcome, value = await to_process.run_sync(_run, call, cancellable=True, limiter=limiter)
-                except BrokenWorkerProcess:
-                    _log.warning("reward_worker_died", function=self._name, attempt=attempt)
-                except Exception as error:
-                    raise EpisodeError(
-                        f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
-                    ) from error
-                else:
-                    if outcome:
-                        return value
-                    raise EpisodeError(f"Reward function {self._name} raised {value}")
-            message = f"Reward function {self._name} killed its worker process {_NUM_ATTEMPTS} times."
+            try:
+                is_successful, value = await to_process.run_sync(_run, call, cancellable=True)
+            except BrokenWorkerProcess:
+                message = f"Reward function {self._name} killed its worker process, or something else did."
+            except Exception as error:
+                raise EpisodeError(
+                    f"The call of reward function {self._name} cannot be sent to a process: {describe_error(error)}"
+                ) from error
+            else:
+                if is_successful:
+                    return value
+                raise EpisodeError(f"Reward function {self._name} raised {value}")
             if getattr(self._function, "__module__", None) == "__main__":
                 # A worker imports the script to find the function, and would run all of it.
                 message += (

@@ -13,7 +13,6 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from contextlib import suppress
-from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
@@ -24,7 +23,6 @@ from attrs import evolve
 from areal_actors.cache import pad_together
 from areal_actors.cache.interactions import InteractionViews, InteractionWithTokenLogpReward
 from areal_actors.client import OpenAIProxyClient, create_agent_http_client
-from areal_actors.domain import Episode
 from areal_actors.errors import ActorStopped, ConfigError, EpisodeError, WorkflowError
 from areal_actors.kernel import Ref
 from areal_actors.lib.references import import_reference
@@ -112,32 +110,6 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         if are_interactions == {True}:
             return {name: interaction for result in valid for name, interaction in result.items()}
         return pad_together(valid)
-
-
-class MemberOutcome(StrEnum):
-    """Handling of a training group when one of its members fails. The other members run to their end in any case."""
-
-    DROP_MEMBER = "drop_member"
-    """The failed member is not trained; its siblings are."""
-    FAIL_GROUP = "fail_group"
-    """The whole group is not trained, and another problem takes its place."""
-    KEEP_PARTIAL = "keep_partial"
-    """The part that the member had completed is trained, with the rewards that it had until then.
-
-    A rollout workflow that raises has completed nothing.
-    """
-
-
-def fail_together(episodes: tuple[Episode, ...]) -> tuple[Episode, ...]:
-    """Return the episodes of a group. If one of them failed, all of them fail."""
-    first = next((e for e in episodes if e.failure is not None and not e.is_rejected), None)
-    if first is None:
-        return episodes
-    reason = f"Member {first.member} of its group failed: {first.failure}"
-    return tuple(
-        episode if episode.failure is not None else evolve(episode, trajectories=(), reward=0.0, failure=reason)
-        for episode in episodes
-    )
 
 
 def resolve_agent(

@@ -142,5 +142,5 @@ class _EpisodeRunner:
         except BaseException as error:
             if not is_failure(error):
                 raise
-            raise failure_of(self._agent, error) from error
+            raise failure_of(f"{type(self._agent).__name__}.run", error) from error
         return parse_result(result, agent=type(self._agent).__name__)

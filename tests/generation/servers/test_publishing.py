@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,10 @@ class Policy:
 
     def state_dict(self):
         return dict(self.model.state_dict())
+
+    @contextmanager
+    def gathered(self):
+        yield self.state_dict()
 
 
 @pytest.mark.parametrize("kind", KINDS)

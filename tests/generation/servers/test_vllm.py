@@ -235,15 +235,6 @@ async def test_unfit_server_is_refused(tmp_path, changes, advice: str) -> None:
 
 
 @pytest.mark.anyio
-async def test_tied_output_layer_on_cpu_is_refused(tmp_path) -> None:
-    """Tied to the embeddings, and on a CPU."""
-    (tmp_path / "config.json").write_text('{"tie_word_embeddings": true}')
-    async with connect(tmp_path) as (client, _):
-        with pytest.raises(EngineError, match="tie_word_embeddings"):
-            await VllmDialect().describe(client)
-
-
-@pytest.mark.anyio
 async def test_weights_are_checked_before_they_are_sent(tmp_path) -> None:
     """The real one would die of them."""
     for name, tensors in {

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 import anyio
 from attrs import field, frozen
 
-from areal_actors.kernel import Actor, Context, Down, Message, Ref
+from areal_actors.kernel import Actor, Context, Message
 
 
 class Life:
@@ -40,11 +40,6 @@ class Name(Message[Life, str]):
 @frozen(kw_only=True)
 class GoAway(Message[Life, None]):
     pass
-
-
-@frozen(kw_only=True)
-class Watch(Message[Life, None]):
-    ref: Ref[Life]
 
 
 class Recorder(Actor[Life]):
@@ -97,14 +92,3 @@ class Recorder(Actor[Life]):
     @GoAway.handler
     async def go_away(self, message: GoAway) -> None:
         self.context.stop()
-
-    @Watch.handler
-    async def watch(self, message: Watch) -> None:
-        self.context.watch(message.ref)
-
-
-class Watcher(Recorder):
-    @Down.handler
-    async def mourn(self, message: Down) -> None:
-        again = " restarting" if message.is_restarting else ""
-        self.events.append(f"{message.ref.name} {message.incarnation} {message.reason}{again} {message.error}")

@@ -10,7 +10,7 @@ import pytest
 from anyio import wait_all_tasks_blocked
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.kernel.life.recorder import Name, Recorder, Watcher, Work
+from tests.kernel.life.recorder import Name, Recorder, Work
 
 from areal_actors.errors import ConfigError
 from areal_actors.kernel import ActorState, ActorSystem, DownReason, Escalate, Restart, Stop
@@ -142,7 +142,11 @@ async def test_stop_ends_the_back_off_of_a_restart():
 
 async def test_restart_needs_a_factory_of_one_class():
     """An instance cannot be made afresh, and another class cannot take over a ref."""
-    kinds = iter((Recorder, Watcher))
+
+    class Other(Recorder):
+        pass
+
+    kinds = iter((Recorder, Other))
     async with ActorSystem.open() as system:
         with pytest.raises(ConfigError, match="spawn a factory"):
             await system.spawn(Recorder(), supervision=Restart())

@@ -26,7 +26,7 @@ from areal_actors_testing.remote import memory_pair
 pytestmark = pytest.mark.anyio
 
 SECRET = b"a secret that survives faults"
-LIMITS = Limits(window_messages=3, hello_seconds=5, cleanup_seconds=5)
+LIMITS = Limits(hello_seconds=5, cleanup_seconds=5)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

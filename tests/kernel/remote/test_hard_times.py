@@ -31,7 +31,7 @@ TABLE = [["desk", 1, [["Echoing", "Note", False], ["Echoing", "Echo", False]]]]
 
 async def welcome(stream: Any) -> None:
     """Introduce a node that exposes a desk, and send nothing more."""
-    own = greet(node="far", incarnation=1, limits=Limits(window_messages=1000))
+    own = greet(node="far", incarnation=1, limits=Limits())
     await receive_hello(stream, own, SECRET)
     await send_packet(stream, {"welcome": TABLE})
 
@@ -45,7 +45,7 @@ async def test_connection_close_does_not_wait_for_a_lost_peer():
             async def leave() -> None:
                 async with connect_stream(near, secret=SECRET, limits=Limits(cleanup_seconds=1000)) as peer:
                     for _ in range(100):
-                        await peer.ref(Echoing, "desk").tell(Note(text="x" * 100_000))
+                        peer.ref(Echoing, "desk").tell_nowait(Note(text="x" * 100_000))
 
             tasks.start_soon(leave)
             await welcome(far)

@@ -192,7 +192,7 @@ async def test_reconnect_reports_each_loss_to_watchers(tmp_path):
     async with opened(tmp_path) as world:
         async with world.line() as line:
             desk = line.ref(Echoing, "desk")
-            desk.life.watch(heard.append)
+            desk.watch(heard.append)
             for _ in range(2):
                 async with world.life("x"):
                     await desk.ask(WhoAreYou())
@@ -211,9 +211,9 @@ async def test_reconnect_reports_each_loss_to_watchers(tmp_path):
         ]
         assert all(down.ref is desk for down in heard)
         late: list[Down] = []
-        desk.life.watch(late.append)
+        desk.watch(late.append)
         assert heard[-1:] == late
-        assert line.ref(Echoing, "late").life.watch(late.append) is None
+        assert line.ref(Echoing, "late").watch(late.append) is None
         assert len(late) == 2
         with pytest.raises(Unreachable, match="the connection to 'worker' is closed"):
             await desk.ask(WhoAreYou())
@@ -266,27 +266,6 @@ async def test_reconnect_names_unknown_actors_and_messages(tmp_path):
         with pytest.raises(ConfigError, match="at least 16"):
             async with reconnecting(world.locate, secret=b"short"):
                 pass
-
-
-async def test_reconnect_exposes_actors_to_each_incarnation(tmp_path):
-    """From the start of the line, or later; a name is taken once."""
-    async with opened(tmp_path) as world:
-        near = {name: await world.system.spawn(Host(name)) for name in ("early", "late")}
-        async with world.line(node="controller", expose={"early": near["early"]}) as line:
-            for number in range(2):
-                address = f"unix:{tmp_path}/own/listener-{number}.sock"
-                async with listen(address, secret=SECRET, node="worker", incarnation=number + 1) as listener:
-                    world.address = address
-                    controller = await listener.wait_for("controller")
-                    await controller.wait_exposed("early")
-                    if not number:
-                        line.expose("late", near["late"])
-                        with pytest.raises(ConfigError, match="exposed as 'late' already"):
-                            line.expose("late", near["early"])
-                    await controller.wait_exposed("late")
-                    assert await controller.ref(Echoing, "late").ask(WhoAreYou()) == "late"
-                    assert await controller.ref(Echoing, "early").ask(WhoAreYou()) == "early"
-                    world.address = None
 
 
 async def test_wait_exposed_ends_with_the_connection(tmp_path):

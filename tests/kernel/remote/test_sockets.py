@@ -56,7 +56,7 @@ def fast_backend(name: str) -> tuple[str, dict[str, Any]]:
     return name, {"clock": MockClock(rate=SPEED)}
 
 
-LIMITS = Limits(window_messages=3, hello_seconds=40, heartbeat_seconds=15, silence_seconds=60)
+LIMITS = Limits(hello_seconds=40, heartbeat_seconds=15, silence_seconds=60)
 
 
 @pytest.fixture(params=["asyncio", "trio"])

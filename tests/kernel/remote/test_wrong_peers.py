@@ -162,20 +162,6 @@ async def test_wrong_peer_tensor_without_bytes_allocates_nothing(dtype, shape):
     assert torch.Size([3, 0]) == codec.decode(codec.encode([torch.empty(3, 0)]))[0].shape
 
 
-async def test_wrong_peer_telling_beyond_its_window_is_cut():
-    """Told messages that the mailbox has not admitted stay within the window."""
-    async with open_wrong_peer(Limits(window_messages=4)) as (peer, desk, actor):
-        with contextlib.suppress(anyio.BrokenResourceError):
-            for number in range(1, 20):
-                await peer.send(message(Kind.TELL, ["desk", "Echoing", "Note", {"text": "x"}, 0], id=number))
-        await peer.wait_cut()
-        actor.go.set()
-        await wait_all_tasks_blocked()
-
-        assert len(actor.seen) <= 6  # one handled, one queued, and the window
-        assert await desk.ask(Echo(value=5)) == 5
-
-
 async def test_wrong_peer_other_version_is_named_to_both():
     """The connecting side learns which versions there are, and not only that the connection was closed."""
     near, far = memory_pair()

@@ -7,7 +7,7 @@ from typing import assert_type
 
 from attrs import frozen
 
-from areal_actors.kernel import Actor, ActorSystem, Context, Down, Message, Ref, Restart, StreamMessage
+from areal_actors.kernel import Actor, ActorSystem, Context, Message, Ref, Restart, StreamMessage
 
 
 class Capacity: ...
@@ -56,9 +56,6 @@ class Granter(Actor[Capacity]):
     async def listen(self, message: Listen) -> AsyncIterator[str]:
         yield "heard"
 
-    @Down.handler
-    async def mourn(self, message: Down) -> None: ...
-
 
 async def use(system: ActorSystem, both: Ref[Capacity | Sessions], context: Context) -> None:
     ref = await system.spawn(Granter(limit=3), name="granter")
@@ -76,4 +73,4 @@ async def use(system: ActorSystem, both: Ref[Capacity | Sessions], context: Cont
     await narrower.tell(Grant())
     assert_type(await Granter(limit=1).grant(Grant()), Granted)
     context.tasks.start_soon(ref.tell, VersionAdvanced(version=2))
-    context.watch(ref)
+    ref.watch(print)

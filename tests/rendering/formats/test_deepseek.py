@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
-from areal_actors.domain import TextDelta
-from areal_actors.rendering.formats.deepseek import DeepSeek
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
-FENCED, BARE = DeepSeek(has_fences=True), DeepSeek(has_fences=False)
+FENCED, BARE = TOOL_FORMATS["deepseek-v3"], TOOL_FORMATS["deepseek-v3.1"]
 BEGIN, END = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 CALL, CALL_END, SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
 
@@ -62,28 +58,3 @@ def test_malformed_call_stays_text(body):
     text = f"so: {body} ok"
 
     assert (text, ()) == (parse(FENCED, text).content, parse(FENCED, text).tool_calls)
-
-
-def test_broken_call_does_not_hide_the_next_one():
-    """Its tags are text; the call that follows is found."""
-    answer = parse(BARE, f"{BEGIN}{CALL}oops{CALL_END}{CALL}a{SEP}{{}}{CALL_END}{END}")
-
-    assert (f"{BEGIN}{CALL}oops{CALL_END}", [("a", "{}")]) == (answer.content, named(answer))
-
-
-def test_closing_tag_within_a_string_closes_nothing():
-    """The call ends at the tag behind its JSON."""
-    body = json.dumps({"b": f'"{CALL_END}'}, ensure_ascii=False)
-
-    assert [("a", body)] == named(parse(BARE, f"{CALL}a{SEP}{body}{CALL_END}"))
-
-
-def test_deltas_are_emitted_as_soon_as_they_are_certain():
-    """Each call is said at its own closing tag."""
-    parser = FENCED.open_parser(lambda: "call_0", [TOOL])
-
-    assert (TextDelta(text="abc"),) == parser.feed("abc " + BEGIN[:5])
-    assert () == parser.feed(f"{BEGIN[5:]}{CALL}function{SEP}a\n```json\n{{}}\n```")
-    assert 2 == len(parser.feed(CALL_END))
-    assert () == parser.feed(END)
-    assert () == parser.finish()

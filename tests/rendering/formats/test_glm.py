@@ -8,7 +8,7 @@ import pytest
 from tests.rendering.formats.test_laws import parse, said
 
 from areal_actors.domain import Tool
-from areal_actors.rendering.formats.glm import Glm
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
 TOOL = Tool(
     name="get_weather",
@@ -35,7 +35,7 @@ Let me look.
 
 def read(text):
     """What an answer says."""
-    return parse(Glm(), text, tools=[TOOL])
+    return parse(TOOL_FORMATS["glm"], text, tools=[TOOL])
 
 
 def test_answer_of_the_family():
@@ -52,13 +52,6 @@ def test_later_models_leave_line_breaks_out():
     compact = "<tool_call>get_weather<arg_key>city</arg_key><arg_value>Paris</arg_value></tool_call>"
 
     assert [("get_weather", '{"city": "Paris"}')] == said(read(compact))
-
-
-def test_white_space_of_text_is_kept():
-    """Between the tags of a value everything is the value."""
-    text = "<tool_call>get_weather\n<arg_key> city </arg_key>\n<arg_value> a\n</arg_value>\n</tool_call>"
-
-    assert [("get_weather", '{"city": " a\\n"}')] == said(read(text))
 
 
 @pytest.mark.parametrize(

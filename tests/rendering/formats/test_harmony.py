@@ -7,11 +7,10 @@ from hypothesis import given
 from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import numbered, read, texts_and_pieces, visible
 
-from areal_actors.domain import ReasoningDelta, TextDelta, Tool, ToolCall
-from areal_actors.rendering.formats.harmony import HarmonyCalls, HarmonyChannels
-from areal_actors.rendering.parsers import join_deltas
+from areal_actors.domain import ReasoningDelta, TextDelta, ToolCall
+from areal_actors.rendering.formats.harmony import HARMONY_CALLS, HarmonyChannels
 
-CALLS, CHANNELS = HarmonyCalls(), HarmonyChannels()
+CALLS, CHANNELS = HARMONY_CALLS, HarmonyChannels()
 THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
 NEXT = "<|start|>assistant"
 FINAL = "<|channel|>final<|message|>"
@@ -102,14 +101,6 @@ def test_all_spellings_of_a_call(header, closing):
     assert (None, [("a", "{}")]) == (answer.content, [(call.name, call.arguments) for call in answer.tool_calls])
 
 
-def test_several_messages_of_a_kind():
-    """They are set apart by an empty line; several calls are several calls."""
-    answer = parse(f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}<|channel|>commentary<|message|>so<|end|>{NEXT}{FINAL}done")
-
-    assert ("hm\n\nhm", "so\n\ndone") == (answer.reasoning, answer.content)
-    assert 2 == len(parse(f"{TO_A}{{}}<|call|>{NEXT}{TO_A}{{}}<|call|>").tool_calls)
-
-
 def test_text_without_a_header_is_content():
     """Also what only begins like a header."""
     for text in ("hello", "to=you", " to=you", "to the point", "<|", "<|end|>", "\n"):
@@ -165,36 +156,3 @@ def test_deltas_are_emitted_as_soon_as_they_are_certain():
     assert (TextDelta(text="done"),) == parser.feed(f"end|>{NEXT}{FINAL}done")
     assert () == parser.feed(f"<|end|>{NEXT}{TO_A}{{}}")
     assert 2 == len(parser.feed("<|call|>"))
-
-
-def test_without_tools_a_call_is_text():
-    """No tool could answer it."""
-    parser = CHANNELS.open_parser(is_open=False)
-    answer = join_deltas([*parser.feed(f"{TO_A}{{}}<|call|>"), *parser.finish()])
-
-    assert f"{TO_A}{{}}<|call|>" == answer.content
-
-
-def test_grammars_are_written_as_answers_are():
-    """Perhaps a thought, then a call or the header of the final message."""
-    call = CALLS.constrain([Tool(name="a", parameters={"properties": {}})], is_parallel=True).parts[0]
-    thought, header = CHANNELS.constrain(is_open=False, has_calls=False).parts
-
-    assert (TO_A, FINAL) == (call.parts[0].text, header.text)
-    assert thought == CHANNELS.constrain(is_open=False, has_calls=True)
-    empty, thinking = thought.parts
-    assert ("", "<|channel|>analysis<|message|>", "<|end|><|start|>assistant") == (
-        empty.text,
-        thinking.parts[0].text,
-        thinking.parts[2].text,
-    )
-
-
-def test_family_is_recognised():
-    """By its channels; the prompt never opens the thinking."""
-    template = "<|start|>assistant<|channel|>final<|message|>"
-
-    assert CALLS.matches_template(template)
-    assert CHANNELS.matches_template(template)
-    assert not CALLS.matches_template("<|start|>")
-    assert not CHANNELS.is_opened_by("<|start|>assistant")

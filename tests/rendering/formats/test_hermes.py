@@ -8,15 +8,15 @@ import pytest
 from tests.rendering.conversations import TOOL
 
 from areal_actors.domain import TextDelta, ToolArgumentsDelta, ToolCallStarted
-from areal_actors.rendering.formats.hermes import Hermes
 from areal_actors.rendering.formats.json_calls import parse_call
+from areal_actors.rendering.formats.json_families import HERMES
 from areal_actors.rendering.parsers import join_deltas
 
 
 def parse(*pieces):
     """What the pieces of an answer say, calls numbered."""
     numbers = count()
-    parser = Hermes().open_parser(lambda: f"call_{next(numbers)}", [TOOL])
+    parser = HERMES.open_parser(lambda: f"call_{next(numbers)}", [TOOL])
     return join_deltas([delta for piece in pieces for delta in parser.feed(piece)] + list(parser.finish()))
 
 
@@ -39,13 +39,6 @@ def test_calls_and_the_text_around_them():
         answer.tool_calls[1].name,
         answer.tool_calls[1].arguments,
     )
-
-
-def test_call_alone_has_no_content():
-    """Neither empty text nor the line breaks around the tags."""
-    answer = parse('\n<tool_call>\n{"name": "a", "arguments": {}}\n</tool_call>\n')
-
-    assert (None, 1) == (answer.content, len(answer.tool_calls))
 
 
 @pytest.mark.parametrize(
@@ -105,16 +98,9 @@ def test_closing_tag_within_a_string_closes_nothing():
     assert ('<tool_call>{"name": "a</tool_call>', "b") == (broken.content, broken.tool_calls[0].name)
 
 
-def test_arguments_in_a_string_are_taken_out_of_it():
-    """Some models quote their JSON twice."""
-    answer = parse(call('{"name": "a", "arguments": "{\\"b\\": 1}"}'))
-
-    assert '{"b": 1}' == answer.tool_calls[0].arguments
-
-
 def test_deltas_are_emitted_as_soon_as_they_are_certain():
     """Text flows, a possible tag waits, and a call is said at its closing tag."""
-    parser = Hermes().open_parser(lambda: "call_0", [TOOL])
+    parser = HERMES.open_parser(lambda: "call_0", [TOOL])
 
     assert (TextDelta(text="abc"),) == parser.feed("abc <tool")
     assert (TextDelta(text=" <tools"),) == parser.feed("s")

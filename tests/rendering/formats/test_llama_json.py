@@ -6,9 +6,9 @@ import pytest
 from tests.rendering.formats.test_laws import parse, read, said
 
 from areal_actors.domain import TextDelta
-from areal_actors.rendering.formats.llama_json import LlamaJson
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
-LLAMA = LlamaJson()
+LLAMA = TOOL_FORMATS["llama-json"]
 
 
 @pytest.mark.parametrize(
@@ -85,18 +85,3 @@ def test_text_is_emitted_at_once():
     assert (TextDelta(text=" you"),) == parser.feed("you <|py")
     assert (TextDelta(text=" <|pyx"),) == parser.feed("x")
     assert [TextDelta(text="{"), TextDelta(text="x} is")] == read(LLAMA, "{x} is")
-
-
-def test_call_is_emitted_before_the_answer_ends():
-    """Nothing has to follow its last brace."""
-    parser = LLAMA.open_parser(lambda: "call_0", ())
-
-    assert () == parser.feed('{"name": "f", "parameters": {}')
-    assert 2 == len(parser.feed("}"))
-
-
-def test_one_call_is_enforced_at_most():
-    """The templates of the family refuse to show an answer with two calls."""
-    grammar = LLAMA.constrain([], is_parallel=True)
-
-    assert 1 == grammar.at_most

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from tests.rendering.conversations import TOOL
 from tests.rendering.formats.laws import parse
 
-from areal_actors.domain import TextDelta, ToolCall
-from areal_actors.rendering.formats.mistral import Mistral
+from areal_actors.domain import ToolCall
+from areal_actors.rendering.parsers import TOOL_FORMATS
 
-LIST, NAMED = Mistral(), Mistral(has_names=True)
+LIST, NAMED = TOOL_FORMATS["mistral"], TOOL_FORMATS["mistral-args"]
 
 
 def test_list_of_calls():
@@ -75,26 +74,7 @@ def test_malformed_call_stays_text(body):
     assert (text, ()) == (parse(LIST, text).content, parse(LIST, text).tool_calls)
 
 
-def test_broken_call_does_not_hide_the_next_one():
-    """A marker that leads nowhere is text; the call that follows is found."""
-    answer = parse(LIST, "[TOOL_CALLS] oops [TOOL_CALLS]a[ARGS]{}")
-
-    assert ("[TOOL_CALLS] oops", ("a",)) == (answer.content, tuple(call.name for call in answer.tool_calls))
-
-
 def test_odd_id_is_replaced():
     """Templates would refuse it."""
     assert "call_0" == parse(NAMED, "[TOOL_CALLS]a[CALL_ID]short[ARGS]{}").tool_calls[0].id
     assert "call_0" == parse(LIST, '[TOOL_CALLS][{"name": "a", "id": 7}]').tool_calls[0].id
-
-
-def test_deltas_are_emitted_as_soon_as_they_are_certain():
-    """Text flows, a possible marker waits, and what cannot become a call flows again."""
-    parser = LIST.open_parser(lambda: "call_0", [TOOL])
-
-    assert (TextDelta(text="abc"),) == parser.feed("abc [TOOL")
-    assert (TextDelta(text=" [TOOLS"),) == parser.feed("S")
-    assert () == parser.feed("[TOOL_CALLS]one")
-    assert "[TOOL_CALLS]one two" == "".join(delta.text for delta in parser.feed(" two"))
-    assert () == parser.feed('[TOOL_CALLS][{"name": "a"}')
-    assert 2 == len(parser.feed("]"))

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_actors.domain import ReasoningDelta, TextDelta
 from areal_actors.rendering.formats.think import ThinkTags
 from areal_actors.rendering.parsers import join_deltas
 
@@ -59,13 +58,3 @@ def test_parsing_does_not_depend_on_chunks(parts, is_open):
     text = "".join(parts)
 
     assert parse(text, is_open=is_open) == parse(*parts, is_open=is_open) == parse(*text, is_open=is_open)
-
-
-def test_deltas_are_emitted_as_soon_as_they_are_certain():
-    """Thoughts flow; what may be a tag or the line break before it waits."""
-    parser = ThinkTags().open_parser(is_open=False)
-
-    assert () == parser.feed("<thi")
-    assert (ReasoningDelta(text="a"),) == parser.feed("nk>\na\n</th")
-    assert (ReasoningDelta(text="\n</thx"),) == parser.feed("x")
-    assert (TextDelta(text="c"),) == parser.feed("</think>\n\nc")

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_actors.schedulers.base import Resources
-from areal_actors.schedulers.slurm import ApptainerConfig, GpuOption, PyxisConfig, SlurmConfig
+from areal_actors.schedulers.slurm import ContainerConfig, ContainerType, GpuOption, SlurmConfig
 from areal_actors.schedulers.slurm.script import JobRequest, create_arguments, render_script
 
 REQUEST = JobRequest(
@@ -71,8 +71,8 @@ def test_script_of_a_worker(name):
     """Compared with a file; in a container, the same step within it."""
     container = {
         "plain": None,
-        "pyxis": PyxisConfig(image="registry#org/image:1", mounts=("/data:/data",)),
-        "apptainer": ApptainerConfig(image="/images/a b.sif", mounts=("/data",)),
+        "pyxis": ContainerConfig(type=ContainerType.PYXIS, image="registry#org/image:1", mounts=("/data:/data",)),
+        "apptainer": ContainerConfig(type=ContainerType.APPTAINER, image="/images/a b.sif", mounts=("/data",)),
     }[name]
 
     assert (GOLDEN / f"{name}.sh").read_text() == render_script(REQUEST, evolve(SITE, container=container))
@@ -81,7 +81,9 @@ def test_script_of_a_worker(name):
 @pytest.mark.parametrize("name", ["gang", "gang-pyxis"])
 def test_script_of_a_gang(name):
     """All processes are tasks of one step, in a container or not."""
-    container = PyxisConfig(image="registry#org/image:1") if name == "gang-pyxis" else None
+    container = (
+        ContainerConfig(type=ContainerType.PYXIS, image="registry#org/image:1") if name == "gang-pyxis" else None
+    )
     gang = evolve(REQUEST, worker="trainer-0", num_tasks=4)
 
     assert (GOLDEN / f"{name}.sh").read_text() == render_script(
@@ -148,7 +150,7 @@ def test_no_path_can_become_a_command(tmp_path_factory, text):
     directory = tmp_path_factory.mktemp("text")
     # The working directory appears in a script within a container alone: it is an argument of apptainer there.
     request = evolve(REQUEST, python=Path(text), working_directory=Path(text), directory=directory)
-    script = render_script(request, SlurmConfig(container=ApptainerConfig(image="image")))
+    script = render_script(request, SlurmConfig(container=ContainerConfig(type=ContainerType.APPTAINER, image="image")))
     said = run_script(directory, script, srun='printf "%s\\0" "$@" >"$0.said"')
 
     words = (directory / "bin" / "srun.said").read_bytes().decode().split("\0")

@@ -189,7 +189,7 @@ async def open_school(
         yield School(stage, await stage.inference.system.spawn(actor, name="trainer"), policy, engine, checkpoints)
 
 
-async def test_a_run_trains_evaluates_and_saves(tmp_path: Path):
+async def test_run_trains_evaluates_and_saves(tmp_path: Path):
     """Two steps: evaluations before and after, one checkpoint at the end, and a record of each step."""
     async with open_school(tmp_path, held_out=2) as school:
         await school.deliver(0, 1, 2, 3)
@@ -220,7 +220,7 @@ async def test_weights_are_served_before_they_are_announced(tmp_path: Path):
     assert 2 == view.version
 
 
-async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
+async def test_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
     """Capacity advances only when they have loaded it, and the publication after that waits for them."""
     loading, loaded = anyio.Event(), anyio.Event()
 
@@ -246,7 +246,7 @@ async def test_the_next_step_begins_while_engines_load_a_copy(tmp_path: Path):
 
 
 @pytest.mark.parametrize("is_async", [False, True])
-async def test_the_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is_async):
+async def test_news_of_a_step_comes_before_its_checkpoint(tmp_path: Path, is_async):
     """A run that resumes from a checkpoint finds the record of its step: it was written first."""
     plan = evolve(PLAN, total_steps=3, checkpoint=CheckpointConfig(every_steps=2, keep=1, is_async=is_async))
     async with open_school(tmp_path, plan) as school:
@@ -286,7 +286,7 @@ async def test_a_stop_while_groups_are_awaited_makes_no_step(tmp_path: Path):
     assert DataPosition(next=2) == position
 
 
-async def test_a_stop_cuts_an_evaluation_short(tmp_path: Path):
+async def test_stop_cuts_an_evaluation_short(tmp_path: Path):
     """A stop does not wait for an evaluation; its episodes are aborted."""
     engine = LoadingEngine(is_gated=True)
     async with open_school(tmp_path, engine=engine, held_out=2) as school:
@@ -333,51 +333,6 @@ async def test_evaluations_come_as_often_as_planned_and_count_failures_as_zero(t
     assert [None, 0.75, 0.75] == [news.metrics["eval_reward"] for news in school.told(StepFinished)]
 
 
-async def test_the_next_step_trains_while_an_evaluation_runs(tmp_path: Path):
-    """Its weights are loaded after it, so that one version samples the whole evaluation; reports keep their order."""
-    engine = LoadingEngine(is_gated=True)
-    plan = evolve(PLAN, total_steps=3, evaluation=EvaluationConfig(every_steps=1, is_async=True))
-    async with open_school(tmp_path, plan, engine=engine, held_out=2) as school:
-        await school.deliver(*range(6))
-        seen = []
-        for _ in range(3):  # before the first step, after the first and after the second
-            while engine.statistics().waiting < 2 or school.policy.version == len(seen):
-                await anyio.wait_all_tasks_blocked()
-            seen.append((school.policy.version, engine.loads[-1][0], [news.step for news in school.told(StepFinished)]))
-            engine.release(2 * len(encode("42")))
-        engine.release(100)  # the last version is evaluated after the last step
-        summary = await school.training.ask(AwaitTraining())
-    steps = school.told(StepFinished)
-
-    assert [(1, 0, []), (2, 1, []), (3, 2, [1])] == seen
-    assert [0, 1, 2, 3] == [news.version for news in school.told(EvaluationFinished)]
-    assert [(1, 1.0), (2, 1.0), (3, 1.0)] == [(news.step, news.metrics["eval_reward"]) for news in steps]
-    assert summary.is_finished
-
-
-async def test_a_resumed_trainer_reports_the_step_whose_evaluation_was_running(tmp_path: Path):
-    """The checkpoint of the step was written meanwhile; the same weights are evaluated again."""
-    engine = LoadingEngine(is_gated=True)
-    plan = evolve(
-        PLAN, evaluation=EvaluationConfig(every_steps=1, is_async=True), checkpoint=CheckpointConfig(every_steps=1)
-    )
-    async with open_school(tmp_path, plan, engine=engine, held_out=2) as school:
-        await school.deliver(0, 1)
-        engine.release(2 * len(encode("42")))
-        while not find_checkpoints(tmp_path):
-            await anyio.wait_all_tasks_blocked()
-        assert [] == school.told(StepFinished)
-    policy = create_policy()
-    counters = policy.restore(tmp_path)
-    async with open_school(tmp_path, plan, policy=policy, counters=counters, held_out=2) as resumed:
-        await resumed.deliver(2, 3, version=1)
-        await resumed.training.ask(AwaitTraining())
-    steps = resumed.told(StepFinished)
-
-    assert [(1, 1.0), (2, 1.0)] == [(news.step, news.metrics["eval_reward"]) for news in steps]
-    assert 0.5 == steps[0].metrics["reward"]
-
-
 async def test_every_sampled_token_is_counted_in_one_step(tmp_path: Path):
     """Those of evaluations too: the speed is what the engine did, over all the time that it had."""
     plan = evolve(PLAN, evaluation=EvaluationConfig(every_steps=1))
@@ -390,7 +345,7 @@ async def test_every_sampled_token_is_counted_in_one_step(tmp_path: Path):
     assert all(metrics["tokens_per_second"] > 0 for metrics in steps)
 
 
-async def test_a_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_path: Path):
+async def test_resumed_trainer_goes_on_where_the_checkpoint_was_written(tmp_path: Path):
     """Version, position and moving average; the model was evaluated before, so there is no first evaluation."""
     async with open_school(tmp_path, evolve(PLAN, total_steps=1)) as school:
         await school.deliver(0, 1)

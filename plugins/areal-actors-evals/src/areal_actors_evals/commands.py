@@ -21,8 +21,8 @@ def verify(*, run_dir: Path, strict: bool, is_json: bool) -> None:
     """Check that the rows of RUN_DIR are the answers that the engine gave. Nothing is written.
 
     Rows are those that the run dumped (logging.row_dumps.every_steps), turns those in its journal. Each difference is
-    printed with its file, row, turn and token; the exit code is then 1. Turns and rows of earlier releases have no
-    digests and seals; they are counted.
+    printed with its file, row, turn and token; the exit code is then 1. Turns without a
+    digest and rows without a seal are counted.
 
     \b
     Examples:

@@ -26,7 +26,6 @@ from areal_actors.messages import (
     Accounts,
     AdmitUser,
     CreateKey,
-    HasKeys,
     IdentifyUser,
     ListKeys,
     RevokeKey,
@@ -110,11 +109,6 @@ class AccountKeeper(Actor[Accounts]):
         return self._book.describe(message.key, now)
 
     # --------------------------------------------------------------------------------------------------- using
-
-    @HasKeys.handler
-    async def has_keys(self, message: HasKeys) -> bool:  # noqa: ARG002 - the message says it all
-        """Return whether any key was ever issued."""
-        return self._book.has_keys
 
     @IdentifyUser.handler
     async def identify(self, message: IdentifyUser) -> IssuedKey:

@@ -291,11 +291,6 @@ class AccountBook:
         self._saved: Counter[tuple[str, int]] = Counter()
         self._unsaved: Counter[tuple[str, int]] = Counter()
 
-    @property
-    def has_keys(self) -> bool:
-        """Whether a key was ever issued."""
-        return bool(self._keys)
-
     def load(self, contents: Contents) -> None:
         """Replace users, keys and saved usage by the contents of the file.
 

@@ -8,6 +8,7 @@ from attrs import evolve, field, frozen
 from attrs.validators import ge, gt, le
 
 from areal_actors.config import RunConfig
+from areal_actors.lib.settings import constant
 from areal_actors_service.launcher import LauncherConfig
 
 
@@ -17,7 +18,7 @@ class UsersConfig:
 
     path: Path | None = None
     """The account file; keys.sqlite in fileroot if unset. It is created with the first key, on a local disk."""
-    save_seconds: float = field(default=1.0, validator=gt(0))
+    save_seconds: float = constant(1.0)
     """Interval at which token usage is written and the file is checked for changes made by the command line."""
 
 
@@ -43,11 +44,11 @@ class HostConfig:
     never."""
     make_room_seconds: float = field(default=60.0, validator=ge(0))
     """A service without requests for this long is stopped if another trial needs its place."""
-    start_timeout_seconds: float = field(default=120.0, validator=gt(0))
+    start_timeout_seconds: float = constant(120.0)
     """How long a request waits for its service to start before it is told to retry."""
-    max_start_seconds: float = field(default=600.0, validator=gt(0))
+    max_start_seconds: float = constant(600.0)
     """A service that does not listen after this long is stopped and started again."""
-    stop_timeout_seconds: float = field(default=120.0, validator=gt(0))
+    stop_timeout_seconds: float = constant(120.0)
     """How long a service may take to finish its step and to write its checkpoint, before it is killed."""
 
     @property

@@ -58,13 +58,9 @@ from areal_actors.messages import (
     EndSession,
     ForgetEpisodes,
     ForgetSession,
-    HideAnswer,
     Intake,
     LogNumbers,
-    NoteRefusal,
-    OpenEpisode,
     OpenSession,
-    RecordTurn,
     Serving,
     SessionClosed,
     SessionFinished,
@@ -73,7 +69,6 @@ from areal_actors.messages import (
     Sessions,
     SessionsView,
     SetReward,
-    StoredAnswer,
     StreamComplete,
     WatchSessions,
 )
@@ -144,7 +139,6 @@ class ScriptedSessions(Actor[Sessions]):
         self._script = script
         self._store = SessionStore(token_factory=lambda: secrets.token_urlsafe(16), settings=settings)
         self._interactions: dict[SessionId, dict[InteractionId, Interaction]] = {}
-        self._hidden: set[InteractionId] = set()
         self._num_answers = 0
         self._intake: Ref[Intake] | None = None
 
@@ -199,20 +193,7 @@ class ScriptedSessions(Actor[Sessions]):
     async def check(self, message: CheckCredential) -> SessionId:
         """Return the session that the credential belongs to."""
         credential = message.credential
-        find = self._store.for_reward if message.for_reward else self._store.for_completion
-        return find(credential, anyio.current_time(), is_capability=credential.is_capability).id
-
-    @NoteRefusal.handler
-    async def note_refusal(self, message: NoteRefusal) -> None:
-        """Ignore it: every request is answered anew here."""
-
-    @OpenEpisode.handler
-    async def open_episode(self, message: OpenEpisode) -> None:
-        """Return ``None``: episodes are not recorded here."""
-
-    @RecordTurn.handler
-    async def record_turn(self, message: RecordTurn) -> None:
-        """Ignore it, as ``ForgetEpisodes`` is ignored."""
+        return self._store.for_completion(credential, anyio.current_time()).id
 
     @ForgetEpisodes.handler
     async def forget_episodes(self, message: ForgetEpisodes) -> None:
@@ -221,48 +202,35 @@ class ScriptedSessions(Actor[Sessions]):
     @CountTokens.handler
     async def count_tokens(self, message: CountTokens) -> int:
         """Count one token per message, or per id of a raw prompt, as answers do."""
-        self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+        self._store.resolve(message.credential)
         return _num_prompt_tokens(message.request)
 
     @DescribeAnswer.handler
-    async def describe_answer(self, message: DescribeAnswer) -> StoredAnswer:
-        """Return an answer with the messages of its request."""
-        session = self._store.resolve(message.credential, is_capability=message.credential.is_capability)
+    async def describe_answer(self, message: DescribeAnswer) -> Interaction:
+        """Return an answer."""
+        session = self._store.resolve(message.credential)
         turn = self._interactions[session.id].get(message.interaction)
-        if turn is None or turn.id in self._hidden:
+        if turn is None:
             raise NotFound(f"Session {session.id} has no answer {message.interaction}.")
-        return StoredAnswer(interaction=turn, messages=turn.messages)
-
-    @HideAnswer.handler
-    async def hide_answer(self, message: HideAnswer) -> InteractionId:
-        """Hide an answer."""
-        stored = await self.describe_answer(
-            DescribeAnswer(credential=message.credential, interaction=message.interaction)
-        )
-        self._hidden.add(stored.interaction.id)
-        return stored.interaction.id
+        return turn
 
     @LogNumbers.handler
     async def log(self, message: LogNumbers) -> None:
         """Store named numbers with the session."""
-        session = self._store.for_log(
-            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
-        )
+        session = self._store.for_log(message.credential, anyio.current_time())
         session.tree.logged = merge_numbers(session.tree.logged, message.numbers)
 
     @SetReward.handler
     async def set_reward(self, message: SetReward) -> InteractionId:
         """Reward an interaction, or the last one."""
-        session = self._store.for_reward(
-            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
-        )
+        session = self._store.for_reward(message.credential, anyio.current_time())
         return self._reward(session, message.interaction, message.reward, is_outcome=message.is_outcome)
 
     @EndSession.handler
     async def end(self, message: EndSession) -> SessionClosed:
         """End a session."""
         credential = message.credential
-        session = self._store.resolve_control(credential, is_capability=credential.is_capability)
+        session = self._store.resolve_control(credential)
         if message.final_reward is not None:
             self._reward(session, None, message.final_reward, is_outcome=True)
         self._store.end(session.id, anyio.current_time())
@@ -281,7 +249,7 @@ class ScriptedSessions(Actor[Sessions]):
     async def describe_owner(self, message: DescribeOwner) -> SessionOwner:
         """Return the user who started a session."""
         credential = message.credential
-        session = self._store.resolve(credential, is_capability=credential.is_capability)
+        session = self._store.resolve(credential)
         return SessionOwner(session=session.id, user=session.user, user_key=session.user_key)
 
     @CollectSession.handler
@@ -301,9 +269,7 @@ class ScriptedSessions(Actor[Sessions]):
 
     def _admit(self, message: Complete | StreamComplete) -> Session:
         self.requests.append(message.request)
-        return self._store.for_completion(
-            message.credential, anyio.current_time(), is_capability=message.credential.is_capability
-        )
+        return self._store.for_completion(message.credential, anyio.current_time())
 
     def _names(self, request: CompletionRequest) -> list[InteractionId]:
         self._num_answers += 1

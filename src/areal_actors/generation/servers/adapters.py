@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 import httpx
 from attrs import define, field, frozen
@@ -33,36 +32,14 @@ class PublishedAdapter:
     path: Path
 
 
-@runtime_checkable
-class AdapterDialect(ServerDialect, Protocol):
-    """A kind of server that loads adapters while it runs. Its ``generate`` accepts the name of an adapter.
-
-    Every method raises ``EngineError`` if the server cannot be reached.
-    """
-
-    def explain_adapters(self, slots: AdapterSlots) -> str:
-        """Return how to start a server so that it loads such adapters."""
-        ...
-
-    async def list_adapters(self, client: httpx.AsyncClient) -> frozenset[str]:
-        """Return the names of the loaded adapters."""
-        ...
-
-    async def load_adapter(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
-        """Load an adapter. Raises ``ModelError`` if the server rejects it."""
-        ...
-
-    async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter that no request uses."""
-        ...
-
-
 @define(eq=False)
 class Adapters:
     """The adapters of the engines of one process on their servers. ``run`` is in the name of each."""
 
-    dialect: AdapterDialect
+    dialect: ServerDialect
     slots: AdapterSlots
+    options: Sequence[str]
+    """The options of a server that has room for them."""
     base: Path
     run: str
     used: Counter[str] = field(factory=Counter, init=False)
@@ -89,25 +66,40 @@ class Adapters:
 
         Raises ``EngineError`` if it cannot.
         """
-        if not facts.max_adapter_rank:
-            raise EngineError(
-                f"{client.base_url} was started without LoRA. {self.dialect.explain_adapters(self.slots)} Or publish "
-                "merged weights, which any server can load: trainer.lora.serving=merged."
-            )
         if facts.max_adapter_rank < self.slots.rank:
+            limit = (
+                f"takes adapters of rank {facts.max_adapter_rank} at most, and trainer.lora.rank is {self.slots.rank}"
+            )
             raise EngineError(
-                f"{client.base_url} takes adapters of rank {facts.max_adapter_rank} at most, and trainer.lora.rank is "
-                f"{self.slots.rank}. {self.dialect.explain_adapters(self.slots)}"
+                f"{client.base_url} {limit if facts.max_adapter_rank else 'was started without LoRA'}. Start it with "
+                f"{' '.join(self.options)}. Or publish merged weights, which any server can load: "
+                "trainer.lora.serving=merged."
             )
         _require_base(client, facts, self.base)
-        if adapter is not None and adapter.name not in await self.dialect.list_adapters(client):
-            await self.dialect.load_adapter(client, adapter)
+        if adapter is not None and adapter.name not in await self._list(client):
+            await self.load(client, adapter)
+
+    async def load(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
+        """Load an adapter. Raises ``ModelError`` if the server rejects it.
+
+        SGLang remembers the path of each name and may read it again, so neither is used for a second version.
+        """
+        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
+        await _post(client, f"{self.dialect.adapter_root}/load_lora_adapter", body)
 
     async def unload_unused(self, client: httpx.AsyncClient, used: Collection[str]) -> None:
         """Unload the adapters of this engine that are not ``used``."""
-        for name in await self.dialect.list_adapters(client):
+        for name in await self._list(client):
             if name.startswith(f"areal-{self.run}-") and name not in used:
-                await self.dialect.unload_adapter(client, name)
+                await _post(client, f"{self.dialect.adapter_root}/unload_lora_adapter", {"lora_name": name})
+
+    async def _list(self, client: httpx.AsyncClient) -> frozenset[str]:
+        """Return the names of models and adapters that the server lists."""
+        document = await get_document(client, "/v1/models", software=self.dialect.name)
+        try:
+            return frozenset(str(model["id"]) for model in document["data"])
+        except (KeyError, TypeError) as error:
+            raise EngineError(f"{client.base_url} does not list its models: {error!r}") from error
 
 
 def _require_base(client: httpx.AsyncClient, facts: ServerFacts, base: Path) -> None:
@@ -132,16 +124,7 @@ def _sizes(directory: Path) -> dict[str, int]:
     return {path.name: path.stat().st_size for path in directory.glob("*.safetensors")}
 
 
-async def list_models(client: httpx.AsyncClient, *, software: str) -> frozenset[str]:
-    """Return the names that ``/v1/models`` lists, which include those of adapters."""
-    document = await get_document(client, "/v1/models", software=software)
-    try:
-        return frozenset(str(model["id"]) for model in document["data"])
-    except (KeyError, TypeError) as error:
-        raise EngineError(f"{client.base_url} does not list its models as {software} does: {error!r}") from error
-
-
-async def post_adapter(client: httpx.AsyncClient, path: str, body: Mapping[str, str]) -> None:
+async def _post(client: httpx.AsyncClient, path: str, body: Mapping[str, str]) -> None:
     """Send a command about an adapter. Raises ``ModelError`` for a rejection, ``EngineError`` for other failures."""
     answer = await ask(client, "POST", path, body)
     document = answer.document if isinstance(answer.document, Mapping) else {}

@@ -111,6 +111,11 @@ class ServerDialect(Protocol):
         """Return ``sglang`` or ``vllm``."""
         ...
 
+    @property
+    def adapter_root(self) -> str | None:
+        """Return the path before ``/load_lora_adapter`` and ``/unload_lora_adapter``; ``None`` without such routes."""
+        ...
+
     async def describe(self, client: httpx.AsyncClient) -> ServerFacts:
         """Return the server's properties.
 

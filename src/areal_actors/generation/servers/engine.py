@@ -49,9 +49,10 @@ from areal_actors.errors import (
 )
 from areal_actors.generation.base import Decode, StopScanner, find_stop_ids, validate_request
 from areal_actors.generation.replicas import EngineSet, ReplicaSetConfig
-from areal_actors.generation.servers.adapters import AdapterDialect, Adapters
-from areal_actors.generation.servers.config import AdapterSlots, ServerConfig
+from areal_actors.generation.servers.adapters import Adapters
+from areal_actors.generation.servers.config import AdapterSlots, Backend, ServerConfig
 from areal_actors.generation.servers.dialect import Attribution, Delta, ServerDialect
+from areal_actors.generation.servers.launching import find_kind
 from areal_actors.generation.servers.publishing import Publisher, ServerAdmission, Weights
 from areal_actors.generation.servers.server import Server, ServerProcesses, open_server
 from areal_actors.lib.change_signal import ChangeSignal
@@ -304,7 +305,7 @@ class ServerEngine:
             # First, because servers have room for a few adapters only.
             await self._command(adapters.unload_unused(server.control, kept))
             if adapter is not None:
-                await self._command(adapters.dialect.load_adapter(server.control, adapter))
+                await self._command(adapters.load(server.control, adapter))
         except ModelError:
             if adapter is not None:
                 await self._command(adapters.unload_unused(server.control, kept - {adapter.name}))
@@ -561,12 +562,13 @@ async def open_server_engines(
     """
     loaded = None
     if adapters is not None:
-        if not isinstance(dialect, AdapterDialect):
+        if dialect.adapter_root is None:
             raise ConfigError(
                 f"trainer.lora.serving: {dialect.name} servers cannot load adapters here; set it to merged, or "
                 "serve with sglang or vllm"
             )
-        loaded = Adapters(dialect, adapters, model, uuid4().hex[:8])
+        options = find_kind(Backend(dialect.name)).describe_adapters(adapters)
+        loaded = Adapters(dialect, adapters, options, model, uuid4().hex[:8])
     publisher = Publisher(config.publish_directory or publish_directory, model)
     await to_thread.run_sync(publisher.remove_leftovers)
     try:

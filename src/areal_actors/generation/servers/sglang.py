@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 from attrs import define, field, frozen
@@ -20,7 +20,6 @@ from attrs import define, field, frozen
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, TopLogprob
 from areal_actors.errors import EngineError, ModelError
 from areal_actors.generation.lark import format_lark
-from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import (
     LOGITS_SETTINGS,
@@ -56,7 +55,7 @@ _PAUSES = {PauseMode.KEEP: "retract", PauseMode.WAIT: "retract", PauseMode.ABORT
 
 @frozen(kw_only=True)
 class SGLangDialect:
-    """Implements ``AdapterDialect`` for SGLang.
+    """Implements ``ServerDialect`` for SGLang.
 
     ``added_tokens`` maps texts of added tokens to ids, for grammars. Answers that no client streams arrive in events of
     ``stream_interval`` tokens. With ``routed_layers``, answers have the experts of each token.
@@ -65,6 +64,7 @@ class SGLangDialect:
     added_tokens: Mapping[str, int] = field(factory=dict)
     stream_interval: int = 1
     routed_layers: RoutedLayers | None = None
+    adapter_root: ClassVar[str] = ""
 
     @property
     def name(self) -> str:
@@ -186,30 +186,6 @@ class SGLangDialect:
         if answer.is_refusal or (isinstance(answer.document, Mapping) and not answer.is_error):
             raise ModelError(f"{client.base_url} refuses the weights in {path}: {answer.said} The old weights stay.")
         raise EngineError(describe_failure(client, "/update_weights_from_disk", answer))
-
-    def explain_adapters(self, slots: AdapterSlots) -> str:
-        """Return how to start a server; see ``AdapterDialect.explain_adapters``."""
-        modules = " ".join(slots.modules or ("all",))
-        return (
-            f"Start SGLang with --enable-lora --max-lora-rank {slots.rank} --lora-target-modules {modules} "
-            "--max-loras-per-batch 4."
-        )
-
-    async def list_adapters(self, client: httpx.AsyncClient) -> frozenset[str]:
-        """Return the names of adapters; see ``AdapterDialect.list_adapters``."""
-        return await list_models(client, software="SGLang")
-
-    async def load_adapter(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
-        """Load an adapter; see ``AdapterDialect.load_adapter``.
-
-        SGLang remembers the path of each name and may read it again, so neither is used for a second version.
-        """
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
-        await post_adapter(client, "/load_lora_adapter", body)
-
-    async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
-        await post_adapter(client, "/unload_lora_adapter", {"lora_name": name})
 
 
 # ---------------------------------------------------------------------------------------------------- reading

@@ -12,9 +12,9 @@ which a probe checks: the server's text of each token has to be the student's.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import anyio
 import httpx
@@ -56,22 +56,31 @@ class _Scored:
     texts: Sequence[str | None]
 
 
-class _Dialect(Protocol):
-    """A way to ask for the log-probabilities of a prompt. ``read`` returns ``None`` for an answer without them."""
+@frozen
+class _Way:
+    """A way to ask for the log-probabilities of a prompt: the path, the body and how to read an answer.
+
+    ``read`` returns ``None`` for an answer without them. ``has_model`` is false for a server that is told no name.
+    """
 
     path: str
+    settings: Mapping[str, object]
+    read: Callable[[Mapping[str, Any], list[int]], _Scored | None]
+    prompt: str = "prompt"
+    """The field of the token ids."""
+    has_model: bool = True
 
-    def write(self, ids: list[int], model: str | None) -> Mapping[str, Any]: ...
-
-    def read(self, document: Mapping[str, Any], ids: list[int]) -> _Scored | None: ...
+    def write(self, ids: list[int], model: str | None) -> Mapping[str, object]:
+        named = {"model": model} if self.has_model else {}
+        return {**named, self.prompt: ids, **self.settings}
 
 
 class ServedTeacher:
     """A client of a teacher, which scores up to ``max_concurrent`` sequences at a time. Made by ``open_teacher``."""
 
-    def __init__(self, client: httpx.AsyncClient, dialect: _Dialect, *, model: str | None, max_concurrent: int) -> None:
+    def __init__(self, client: httpx.AsyncClient, way: _Way, *, model: str | None, max_concurrent: int) -> None:
         self._client = client
-        self._dialect = dialect
+        self._way = way
         self._model = model
         self._limiter = anyio.CapacityLimiter(max_concurrent)
 
@@ -94,18 +103,18 @@ class ServedTeacher:
 
     async def _ask(self, token_ids: Ints) -> _Scored:
         ids, problem = token_ids.tolist(), ""
-        body = self._dialect.write(ids, self._model)
+        body = self._way.write(ids, self._model)
         for attempt in range(1, _NUM_TRIES + 1):
             problem = ""
             try:
-                answer = await ask(self._client, "POST", self._dialect.path, body)
+                answer = await ask(self._client, "POST", self._way.path, body)
             except EngineError as error:
                 problem = str(error)
             else:
-                found = None if answer.is_error else self._dialect.read(_document(answer), ids)
+                found = None if answer.is_error else self._way.read(_document(answer), ids)
                 if found is not None:
                     return found
-                problem = describe_failure(self._client, self._dialect.path, answer)
+                problem = describe_failure(self._client, self._way.path, answer)
                 if not (answer.status in _RETRIED or answer.status >= httpx.codes.INTERNAL_SERVER_ERROR):
                     raise EngineError(f"The teacher cannot score a row of {len(ids)} tokens: {problem}")
             if attempt < _NUM_TRIES:
@@ -137,12 +146,12 @@ async def open_teacher(
             models = [] if answer.is_error else _document(answer).get("data") or []
             model = next((entry["id"] for entry in models if isinstance(entry, Mapping) and "id" in entry), None)
         ids, problems = probes[0].token_ids.tolist(), []
-        for dialect in _DIALECTS:
-            answer = await ask(client, "POST", dialect.path, dialect.write(ids, model))
-            if not answer.is_error and dialect.read(_document(answer), ids) is not None:
+        for way in _WAYS:
+            answer = await ask(client, "POST", way.path, way.write(ids, model))
+            if not answer.is_error and way.read(_document(answer), ids) is not None:
                 break
             said = answer.said if answer.is_error else "no log-probabilities of the prompt"
-            problems.append(f"{dialect.path} answered {answer.status}: {said}")
+            problems.append(f"{way.path} answered {answer.status}: {said}")
         else:
             raise ConfigError(
                 f"distillation.teacher.url: {client.base_url} returns no log-probabilities of prompts that are token "
@@ -150,19 +159,19 @@ async def open_teacher(
                 "distillation.teacher.model."
             )
         for probe in probes:
-            await _check(client, dialect, probe, model)
-        yield ServedTeacher(client, dialect, model=model, max_concurrent=max_concurrent)
+            await _check(client, way, probe, model)
+        yield ServedTeacher(client, way, model=model, max_concurrent=max_concurrent)
 
 
-async def _check(client: httpx.AsyncClient, dialect: _Dialect, probe: Probe, model: str | None) -> None:
+async def _check(client: httpx.AsyncClient, way: _Way, probe: Probe, model: str | None) -> None:
     """Raise ``ConfigError`` if the server's text of any token is another one."""
     ids = probe.token_ids.tolist()
-    answer = await ask(client, "POST", dialect.path, dialect.write(ids, model))
-    found = None if answer.is_error else dialect.read(_document(answer), ids)
+    answer = await ask(client, "POST", way.path, way.write(ids, model))
+    found = None if answer.is_error else way.read(_document(answer), ids)
     if found is None:
         raise ConfigError(
             f"distillation.teacher.url: the server refuses token ids of the student, so that its tokenizer is another "
-            f"one: {describe_failure(client, dialect.path, answer)}"
+            f"one: {describe_failure(client, way.path, answer)}"
         )
     pairs = list(zip(ids[1:], probe.texts[1:], found.texts, strict=False))
     known = [(token_id, own, their) for token_id, own, their in pairs if their and _REPLACEMENT not in own + their]
@@ -188,57 +197,44 @@ def _choice(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], Mapping) else {}
 
 
-class _Vllm:
-    path = "v1/completions"
-
-    def write(self, ids: list[int], model: str | None) -> Mapping[str, Any]:
-        return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 1}
-
-    def read(self, document: Mapping[str, Any], ids: list[int]) -> _Scored | None:
-        entries = _choice(document).get("prompt_logprobs")
-        if not isinstance(entries, list):
-            return None
-        # Each entry has the most probable tokens as well, by id.
-        own = [(entry or {}).get(str(token_id)) or {} for entry, token_id in zip(entries, ids, strict=False)][1:]
-        return _Scored(
-            logprobs=[entry.get("logprob") for entry in own], texts=[entry.get("decoded_token") for entry in own]
-        )
+def _read_vllm(document: Mapping[str, Any], ids: list[int]) -> _Scored | None:
+    entries = _choice(document).get("prompt_logprobs")
+    if not isinstance(entries, list):
+        return None
+    # Each entry has the most probable tokens as well, by id.
+    own = [(entry or {}).get(str(token_id)) or {} for entry, token_id in zip(entries, ids, strict=False)][1:]
+    return _Scored(
+        logprobs=[entry.get("logprob") for entry in own], texts=[entry.get("decoded_token") for entry in own]
+    )
 
 
-class _SGLang:
-    path = "generate"
-
-    def write(self, ids: list[int], model: str | None) -> Mapping[str, Any]:  # noqa: ARG002 - it serves one model
-        return {
-            "input_ids": ids,
-            "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
-            "return_logprob": True,
-            "logprob_start_len": 0,
-            "return_text_in_logprobs": True,
-        }
-
-    def read(self, document: Mapping[str, Any], ids: list[int]) -> _Scored | None:
-        entries = (document.get("meta_info") or {}).get("input_token_logprobs")
-        if not isinstance(entries, list):
-            return None
-        own = entries[1 : len(ids)]
-        return _Scored(logprobs=[entry[0] for entry in own], texts=[entry[2] for entry in own])
+def _read_sglang(document: Mapping[str, Any], ids: list[int]) -> _Scored | None:
+    entries = (document.get("meta_info") or {}).get("input_token_logprobs")
+    if not isinstance(entries, list):
+        return None
+    own = entries[1 : len(ids)]
+    return _Scored(logprobs=[entry[0] for entry in own], texts=[entry[2] for entry in own])
 
 
-class _Echo:
-    path = "v1/completions"
-
-    def write(self, ids: list[int], model: str | None) -> Mapping[str, Any]:
-        return {"model": model, "prompt": ids, "max_tokens": 1, "temperature": 1.0, "echo": True, "logprobs": 1}
-
-    def read(self, document: Mapping[str, Any], ids: list[int]) -> _Scored | None:
-        found = _choice(document).get("logprobs")
-        # A server that ignores ``echo`` returns the log-probabilities of the one new token.
-        if not isinstance(found, Mapping) or len(found.get("token_logprobs") or ()) < len(ids):
-            return None
-        texts = found.get("tokens") or [None] * len(ids)
-        return _Scored(logprobs=found["token_logprobs"][1 : len(ids)], texts=texts[1 : len(ids)])
+def _read_echo(document: Mapping[str, Any], ids: list[int]) -> _Scored | None:
+    found = _choice(document).get("logprobs")
+    # A server that ignores ``echo`` returns the log-probabilities of the one new token.
+    if not isinstance(found, Mapping) or len(found.get("token_logprobs") or ()) < len(ids):
+        return None
+    texts = found.get("tokens") or [None] * len(ids)
+    return _Scored(logprobs=found["token_logprobs"][1 : len(ids)], texts=texts[1 : len(ids)])
 
 
+_SHORT = {"max_tokens": 1, "temperature": 1.0}
+_SGLANG = {
+    "sampling_params": {"max_new_tokens": 1, "temperature": 1.0},
+    "return_logprob": True,
+    "logprob_start_len": 0,
+    "return_text_in_logprobs": True,
+}
 # OpenAI's API has no log-probabilities of prompts except by ``echo``, which most servers lack, so it is tried last.
-_DIALECTS: tuple[_Dialect, ...] = (_Vllm(), _SGLang(), _Echo())
+_WAYS = (
+    _Way("v1/completions", _SHORT | {"prompt_logprobs": 1}, _read_vllm),
+    _Way("generate", _SGLANG, _read_sglang, prompt="input_ids", has_model=False),
+    _Way("v1/completions", _SHORT | {"echo": True, "logprobs": 1}, _read_echo),
+)

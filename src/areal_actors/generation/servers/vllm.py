@@ -16,19 +16,17 @@ These facts were measured against a server of version 0.32.0:
 * A directory that cannot be loaded crashes the whole server.
 
 On a CPU, vLLM keeps a packed copy of each matrix, and does not update that of an output layer that is tied to the
-embeddings: after an update, it would sample from new weights with an old output layer. Such a server is rejected.
+embeddings: after an update, it samples from new weights with an old output layer, and the trainer's capture gate fails.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import anyio
 import httpx
 from anyio import to_thread
 from attrs import field, frozen
@@ -36,7 +34,6 @@ from attrs import field, frozen
 from areal_actors.domain import EngineRequest, FinishReason, PauseMode, Sampling, TopLogprob
 from areal_actors.errors import EngineError, ModelError, UnsupportedParameter
 from areal_actors.generation.lark import format_lark
-from areal_actors.generation.servers.adapters import PublishedAdapter, list_models, post_adapter
 from areal_actors.generation.servers.config import AdapterSlots
 from areal_actors.generation.servers.dialect import (
     LOGITS_SETTINGS,
@@ -93,6 +90,7 @@ class VllmDialect:
 
     added_tokens: Mapping[str, int] = field(factory=dict)
     stream_interval: int = 1
+    adapter_root: ClassVar[str] = "/v1"
 
     @property
     def name(self) -> str:
@@ -116,7 +114,7 @@ class VllmDialect:
         try:
             config = info["vllm_config"]
             model = config["model_config"]
-            mode, device = model["logprobs_mode"], str(config["device_config"]["device"])
+            mode = model["logprobs_mode"]
             facts = ServerFacts(
                 software=f"vllm {version}",
                 model=str(model["model"]),
@@ -136,8 +134,6 @@ class VllmDialect:
                 f"{client.base_url} reports {mode}, which are not those of the distribution that it samples from; "
                 f"start vLLM with --logprobs-mode {LOGPROBS_MODE}."
             )
-        if device.startswith("cpu"):
-            await _check_untied(client, facts.model)
         return facts
 
     async def is_ready(self, client: httpx.AsyncClient) -> bool:
@@ -245,26 +241,6 @@ class VllmDialect:
         await post_command(client, "/reset_prefix_cache?reset_running_requests=true")
         await post_command(client, "/update_weight_version", {"new_version": version})
 
-    def explain_adapters(self, slots: AdapterSlots) -> str:
-        """Return how to start a server; see ``AdapterDialect.explain_adapters``."""
-        return (
-            f"Start vLLM with --enable-lora --max-lora-rank {slots.rank} (or the next rank that it supports) "
-            "--max-loras 2, and with VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment."
-        )
-
-    async def list_adapters(self, client: httpx.AsyncClient) -> frozenset[str]:
-        """Return the names of adapters; see ``AdapterDialect.list_adapters``."""
-        return await list_models(client, software="vLLM")
-
-    async def load_adapter(self, client: httpx.AsyncClient, adapter: PublishedAdapter) -> None:
-        """Load an adapter; see ``AdapterDialect.load_adapter``."""
-        body = {"lora_name": adapter.name, "lora_path": str(adapter.path)}
-        await post_adapter(client, "/v1/load_lora_adapter", body)
-
-    async def unload_adapter(self, client: httpx.AsyncClient, name: str) -> None:
-        """Unload an adapter; see ``AdapterDialect.unload_adapter``."""
-        await post_adapter(client, "/v1/unload_lora_adapter", {"lora_name": name})
-
 
 # ------------------------------------------------------------------------------------------------ who it is
 
@@ -278,22 +254,6 @@ async def _check_endpoints(client: httpx.AsyncClient) -> None:
             raise EngineError(f"{client.base_url} does not know {path}; start vLLM with {advice}.")
         if not answer.is_refusal:
             raise EngineError(f"{describe_failure(client, path, answer)}; it was to refuse an empty request.")
-
-
-async def _check_untied(client: httpx.AsyncClient, model: str) -> None:
-    """Reject a model with tied embeddings on a CPU; see the last paragraph of the module docstring.
-
-    A model whose files are not on this machine is not checked.
-    """
-    try:
-        config = json.loads(await anyio.Path(model, "config.json").read_text())
-    except (OSError, ValueError):
-        return
-    if isinstance(config, Mapping) and config.get("tie_word_embeddings"):
-        raise EngineError(
-            f"{client.base_url} runs {model} on a CPU, and its output layer is tied to its embeddings: vLLM would keep "
-            "the old output layer at every update. Train a model with tie_word_embeddings: false, or serve on a GPU."
-        )
 
 
 def _check_shapes(directory: Path, model: Path) -> None:

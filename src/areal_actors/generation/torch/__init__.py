@@ -8,8 +8,8 @@
     sampler.py     from logits to ids              config.py     settings
 
     On GPUs, for Llama-like models:
-    graphs.py      recorded steps, one ahead       operations.py  their operations in plain torch
-    kernels.py     the same in Triton
+    graphs.py      recorded steps, one ahead       operations.py  what they need of a layer
+    kernels.py     these operations in Triton
 """
 
 from __future__ import annotations

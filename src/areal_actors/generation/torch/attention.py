@@ -71,7 +71,8 @@ class DecodeLayout:
 class StepAttention:
     """Writes this step's keys and values, and attends. One per step; ``attend`` is called once per layer, in order.
 
-    ``is_padded`` reads the main parts of all rows in one masked product instead of by segments.
+    ``is_padded`` reads the segments of single rows in one masked product, also where that reads much more than they
+    have: more memory traffic, but far fewer kernels, which suits GPUs.
     """
 
     kv: KeyValues
@@ -79,7 +80,6 @@ class StepAttention:
     spans: Sequence[Span]
     is_padded: bool = False
     _tail_mask: torch.Tensor | None = field(default=None, init=False)
-    _main_mask: torch.Tensor | None = field(default=None, init=False)
     _division: tuple[Sequence[Segment], _RowSegments | None] | None = field(default=None, init=False)
 
     def attend(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
@@ -127,30 +127,19 @@ class StepAttention:
         group = q.shape[0] // num_kv_heads
         # [Hk, rows * group, D]: the queries of neighbouring rows are adjacent, so those of a segment are one slice.
         queries = (q * scale).view(num_kv_heads, group, *q.shape[1:]).transpose(1, 2).flatten(1, 2)
-        by_segments = rows.is_alone or not self.is_padded
-        # The last level is that of all rows together: their own segments, or their whole main parts.
-        join = _Join.create(queries, v, depth=2 + (rows.plan.depth if by_segments else 0))
-        if by_segments:
-            if self._division is None:
-                self._division = _divide(rows, queries.device)
-            segments, together = self._division
-            for segment in segments:
-                slot, at = rows.slots[segment.first], slice(segment.first * group, segment.last * group)
-                keys = layer.keys[slot, :, segment.start : segment.stop]
-                values = layer.values[slot, :, segment.start : segment.stop]
-                # Level 0 of the join is the row's own tail.
-                join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
-            if together is not None:
-                together.attend(layer, _by_row(queries, rows.num_live, group), join)
-        else:
-            # One masked product: more memory traffic than by segments, but far fewer kernels.
-            longest = max((s.stop for s in rows.plan.segments), default=0)
-            if self._main_mask is None:
-                self._main_mask = torch.arange(longest, device=queries.device)[None] >= rows.bases[:, None]
-            slots = torch.tensor(rows.slots, device=queries.device)
-            keys, values = layer.keys[:, :, :longest][slots], layer.values[:, :, :longest][slots]
-            own = _by_row(queries, rows.num_live, group)
-            _put_rows(join, 1, _attend_part(own, keys, values, self._main_mask[:, None, None]))
+        # The last level has the segments that are computed together.
+        join = _Join.create(queries, v, depth=2 + rows.plan.depth)
+        if self._division is None:
+            self._division = _divide(rows, queries.device, is_padded=self.is_padded)
+        segments, together = self._division
+        for segment in segments:
+            slot, at = rows.slots[segment.first], slice(segment.first * group, segment.last * group)
+            keys = layer.keys[slot, :, segment.start : segment.stop]
+            values = layer.values[slot, :, segment.start : segment.stop]
+            # Level 0 of the join is the row's own tail.
+            join.put(segment.level + 1, at, _attend_part(queries[:, at], keys, values))
+        if together is not None:
+            together.attend(layer, _by_row(queries, rows.num_live, group), join)
         self._attend_tails(layer, rows, queries, group, join)
         out = join.result().view(num_kv_heads, rows.num_rows, group, v.shape[2]).transpose(1, 2)
         return out.reshape(q.shape[0], rows.num_rows, v.shape[2])
@@ -178,7 +167,9 @@ class StepAttention:
         _put_rows(join, 0, _Part(part.output[rows.tails], part.mass[rows.tails], part.peak[rows.tails]))
 
 
-def _divide(rows: DecodeLayout, device: torch.device) -> tuple[Sequence[Segment], _RowSegments | None]:
+def _divide(
+    rows: DecodeLayout, device: torch.device, *, is_padded: bool
+) -> tuple[Sequence[Segment], _RowSegments | None]:
     """Return the segments to compute one by one, and those of single rows if one product of all slots is faster.
 
     32 rows of 30 layers are some 10,000 operations by segments, whose calls take several times as long as their
@@ -187,10 +178,12 @@ def _divide(rows: DecodeLayout, device: torch.device) -> tuple[Sequence[Segment]
     segments = rows.plan.segments
     # A row has one at most: its last.
     single = [segment for segment in segments if segment.last - segment.first == 1]
-    if rows.is_alone or len(single) < MIN_BATCHED_ROWS:
+    if rows.is_alone or len(single) < (1 if is_padded else MIN_BATCHED_ROWS):
         return segments, None
     together = _RowSegments.create(single, [rows.slots[segment.first] for segment in single], device)
-    if together.is_hidden.numel() > MAX_UNUSED * sum(segment.stop - segment.start for segment in single):
+    if not is_padded and together.is_hidden.numel() > MAX_UNUSED * sum(
+        segment.stop - segment.start for segment in single
+    ):
         return segments, None
     return [segment for segment in segments if segment.last - segment.first > 1], together
 

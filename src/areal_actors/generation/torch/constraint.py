@@ -9,9 +9,9 @@ for the library.
 from __future__ import annotations
 
 import re
-from collections import OrderedDict
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from functools import cache, lru_cache, partial
+from typing import TYPE_CHECKING
 
 import anyio
 import numpy as np
@@ -25,6 +25,7 @@ from areal_actors.generation.lark import format_lark
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
+    from tokenizers import Tokenizer
 
 _MAX_KEPT = 256
 """Maximum number of compiled grammars to keep.
@@ -101,11 +102,10 @@ class GrammarCompiler:
     loaded with the first grammar.
     """
 
-    def __init__(self, tokenizer: Any, *, vocab_size: int) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, *, vocab_size: int) -> None:
         self._vocab_size = vocab_size
-        self._library: _Library | None = None
-        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._load_library = cache(partial(_load_library, tokenizer, vocab_size))
+        self._compile = lru_cache(_MAX_KEPT)(_compile)
         # One at a time, so that concurrent requests for the same grammar wait for the first of them.
         self._limiter = anyio.CapacityLimiter(1)
 
@@ -116,34 +116,18 @@ class GrammarCompiler:
             InvalidRequest: the grammar is malformed (a broken schema or expression), or too large.
             UnsupportedParameter: the grammar cannot be enforced, or not with this tokenizer.
         """
-        if (library := self._library) is None:
-            async with self._limiter:
-                # Another request may have loaded it while this one waited for its turn.
-                if self._library is None:
-                    self._library = await to_thread.run_sync(_load_library, self._tokenizer, self._vocab_size)
-            library = self._library
+        return await to_thread.run_sync(self._create, grammar, stop_ids, limiter=self._limiter)
+
+    def _create(self, grammar: Grammar, stop_ids: frozenset[int]) -> Constraint:
+        library = self._load_library()
         text = format_lark(grammar, tokens=library.tokens)
         if len(text) > _MAX_LARK:
             raise InvalidRequest(f"The form of the answer takes {len(text)} characters to say; ask for a simpler one.")
-        matcher = self._find(text) or await self._compile(library, text)
-        return Constraint(matcher.deep_copy(), end_id=library.end_id, stop_ids=stop_ids, vocab_size=self._vocab_size)
-
-    def _find(self, text: str) -> LLMatcher | None:
-        if text in self._compiled:
-            self._compiled.move_to_end(text)
-        return self._compiled.get(text)
-
-    async def _compile(self, library: _Library, text: str) -> LLMatcher:
-        async with self._limiter:
-            found = self._find(text)
-            if found is None:
-                found = self._compiled[text] = await to_thread.run_sync(_compile, library.tokenizer, text)
-                if len(self._compiled) > _MAX_KEPT:
-                    self._compiled.popitem(last=False)
-        return found
+        matcher = self._compile(library.tokenizer, text).deep_copy()
+        return Constraint(matcher, end_id=library.end_id, stop_ids=stop_ids, vocab_size=self._vocab_size)
 
 
-def _load_library(tokenizer: Any, vocab_size: int) -> _Library:
+def _load_library(tokenizer: Tokenizer, vocab_size: int) -> _Library:
     from llguidance import LLTokenizer
 
     added = tokenizer.get_added_tokens_decoder()

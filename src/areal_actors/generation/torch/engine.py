@@ -21,30 +21,18 @@ import anyio.lowlevel
 import torch
 from attrs import define, evolve, field, frozen
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 
 from areal_actors.domain import Chunk, EngineInfo, EngineRequest, EngineStatistics, PauseMode, Snapshot
 from areal_actors.errors import ArealError, ConfigError, EngineError, InvalidRequest, ModelError, UnsupportedParameter
 from areal_actors.generation.base import Decode, find_stop_ids, validate_request
 from areal_actors.generation.torch.config import TorchEngineConfig
 from areal_actors.generation.torch.constraint import GrammarCompiler
-from areal_actors.generation.torch.forward import Forward, LlamaForward, create_forward
+from areal_actors.generation.torch.forward import Forward, LlamaForward, LlamaShape, create_forward
 from areal_actors.generation.torch.graphs import create_runner
 from areal_actors.generation.torch.known_models import find_shape, keep_shape, open_known
-from areal_actors.generation.torch.scheduler import Generation, Tokens
-from areal_actors.generation.torch.worker import (
-    Abort,
-    Close,
-    Command,
-    CreateRunner,
-    Delivery,
-    Load,
-    Pause,
-    Reply,
-    Report,
-    Resume,
-    Submit,
-    Worker,
-)
+from areal_actors.generation.torch.scheduler import Generation
+from areal_actors.generation.torch.worker import CreateRunner, Reply, Report, Worker
 from areal_actors.lib.precision import choose_dtype
 from areal_actors.lib.telemetry import quiet_transformers
 from areal_actors.lib.threads import NUM_CHECKS, describe_place
@@ -88,7 +76,7 @@ class TorchEngine:
         *,
         model: Any,
         decode: Decode | None = None,
-        tokenizer: Any = None,
+        tokenizer: Tokenizer | None = None,
         version: int = 0,
         create_runner: CreateRunner = create_runner,
     ) -> AsyncIterator[TorchEngine]:
@@ -104,17 +92,19 @@ class TorchEngine:
             ModelError: the model cannot be read, or cannot be run here.
         """
         config = config or TorchEngineConfig()
-        info = evolve(_describe(config, model), has_grammars=tokenizer is not None)
+        device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        known = find_shape(Path(model), device) if isinstance(model, str | Path) else None
+        info = evolve(_describe(config, model, device, known), has_grammars=tokenizer is not None)
         compiler = None if tokenizer is None else GrammarCompiler(tokenizer, vocab_size=info.vocab_size)
         engine = cls(config, info, decode, compiler)
         engine._version = version
-        await engine._start(model, create_runner)
+        await engine._start(model, known, create_runner)
         try:
             yield engine
         finally:
             await engine._close()
 
-    async def _start(self, model: Any, create_runner: CreateRunner) -> None:
+    async def _start(self, model: Any, known: LlamaShape | None, create_runner: CreateRunner) -> None:
         native: Any = anyio.lowlevel.current_token().native_token
         # The thread schedules a call on this event loop without waiting for it: asyncio has call_soon_threadsafe, trio
         # run_sync_soon.
@@ -123,10 +113,10 @@ class TorchEngine:
 
         def open_forward() -> Forward:
             directory = Path(model) if isinstance(model, str | Path) else None
-            if directory is not None and (shape := find_shape(directory, device)) is not None:
-                known = open_known(directory, shape, dtype=dtype, device=device)
-                if known is not None:
-                    return known
+            if directory is not None and known is not None:
+                opened = open_known(directory, known, dtype=dtype, device=device)
+                if opened is not None:
+                    return opened
             forward = create_forward(own_copy(model, dtype, device), max_length=self._info.context_length)
             if directory is not None and isinstance(forward, LlamaForward):
                 keep_shape(directory, device, forward.shape)
@@ -136,15 +126,15 @@ class TorchEngine:
             post(lambda: self._take(news))
 
         ready = anyio.Event()
-        opened = Reply(ready.set)
-        self._replies.add(opened)
+        started = Reply(ready)
+        self._replies.add(started)
         self._worker = Worker(
             self._config,
             open_forward=open_forward,
             create_runner=create_runner,
             context_length=self._info.context_length,
             report=report,
-            opened=opened,
+            opened=started,
             version=self._version,
         )
         thread = threading.Thread(target=self._worker.run, name="areal-torch-engine", daemon=True)
@@ -157,11 +147,11 @@ class TorchEngine:
         except BaseException:
             await self._close()
             raise
-        if opened.error is not None:
-            raise opened.error.__cause__ if isinstance(opened.error.__cause__, ArealError) else opened.error
+        if started.error is not None:
+            raise started.error.__cause__ if isinstance(started.error.__cause__, ArealError) else started.error
 
     async def _close(self) -> None:
-        self._worker.commands.put(Close())
+        self._worker.post(self._worker.close)
         with anyio.move_on_after(CLOSE_SECONDS, shield=True):
             await self._ended.wait()
         self._is_unwatched.set()
@@ -194,20 +184,20 @@ class TorchEngine:
         generation = Generation.create(
             request, context_length=self._info.context_length, decode=self._decode, constraint=constraint
         )
-        stream = self._streams[generation] = _Stream(generation)
+        stream = self._streams[generation] = _Stream()
         self._ids.add(request.id)
         try:
-            self._send(Submit(generation))
+            self._send(partial(self._worker.submit, generation))
             yield stream
         finally:
             del self._streams[generation]
             self._ids.discard(request.id)
             if not stream.is_over and self._gone is None:
-                self._send(Abort(generation=generation))
+                self._send(partial(self._worker.abort, request_id=request.id))
 
     async def abort(self, request_id: str) -> None:
         """End a generation with ``FinishReason.ABORT`` after delivering what was sampled. Unknown ids are ignored."""
-        self._send(Abort(request_id=request_id))
+        self._send(partial(self._worker.abort, request_id=request_id))
         await anyio.lowlevel.checkpoint()
 
     async def pause(self, mode: PauseMode = PauseMode.KEEP) -> None:
@@ -215,11 +205,11 @@ class TorchEngine:
 
         If it is cancelled, the engine remains pausing: call ``resume``.
         """
-        await self._ask(lambda reply: Pause(mode, reply))
+        await self._ask(partial(self._worker.pause, mode))
 
     async def resume(self) -> None:
         """Continue sampling."""
-        self._send(Resume())
+        self._send(self._worker.resume)
         await anyio.lowlevel.checkpoint()
 
     async def load(self, snapshot: Snapshot) -> None:
@@ -228,7 +218,7 @@ class TorchEngine:
         Keys and values of running generations are computed again with the new weights. If this call is cancelled, it
         still returns only after the load has ended, because ``snapshot.state`` is read until then.
         """
-        await self._ask(lambda reply: Load(snapshot, reply), shield=True)
+        await self._ask(partial(self._worker.load, snapshot), shield=True)
 
     def statistics(self) -> EngineStatistics:
         """Return the current counters without waiting."""
@@ -244,18 +234,17 @@ class TorchEngine:
 
     # ------------------------------------------------------------------------------------- to and fro
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: Callable[[], None]) -> None:
         if self._gone is not None:
             raise EngineError(str(self._gone)) from self._gone.__cause__
-        self._worker.commands.put(command)
+        self._worker.post(command)
 
-    async def _ask(self, create: Callable[[Reply], Command], *, shield: bool = False) -> None:
-        done = anyio.Event()
-        reply = Reply(done.set)
-        self._send(create(reply))
+    async def _ask(self, command: Callable[[Reply], None], *, shield: bool = False) -> None:
+        reply = Reply(anyio.Event())
+        self._send(partial(command, reply))
         self._replies.add(reply)
         with anyio.CancelScope(shield=shield):
-            await done.wait()
+            await reply.done.wait()
         if reply.error is not None:
             raise reply.error
 
@@ -265,12 +254,12 @@ class TorchEngine:
             return
         self._version = news.version
         self._statistics = news.statistics
-        for delivery in news.deliveries:
-            if (stream := self._streams.get(delivery.generation)) is not None:
-                stream.put(delivery)
+        for generation, chunk in news.chunks:
+            if (stream := self._streams.get(generation)) is not None:
+                stream.put(chunk)
         for reply in news.replies:
             self._replies.discard(reply)
-            reply.done()
+            reply.done.set()
         if news.is_last:
             self._end(news.failure)
 
@@ -281,16 +270,16 @@ class TorchEngine:
         what = "has been closed" if failure is None else f"failed: {type(failure).__name__}: {failure}"
         self._gone = EngineError(f"The torch engine {what}. Open a new one.")
         self._gone.__cause__ = failure
-        for generation, stream in self._streams.items():
-            stream.put(Delivery(generation, Tokens(), self._version, error=self._gone))
+        for stream in self._streams.values():
+            stream.put(self._gone)
         for reply in self._replies:
             reply.error = self._gone
-            reply.done()
+            reply.done.set()
         self._replies.clear()
         self._ended.set()
         self._is_unwatched.set()
 
-    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], Any]) -> None:
+    def _watch(self, thread: threading.Thread, limit: float, post: Callable[[Callable[[], None]], object]) -> None:
         """End the engine when a turn of ``thread`` takes longer than ``limit`` seconds. Runs on a thread.
 
         It counts how often it finds the same turn instead of comparing times: if the whole process was stopped for an
@@ -314,63 +303,39 @@ class TorchEngine:
 
 @define(eq=False)
 class _Stream:
-    """The chunks of one generation. Tokens of one version that arrived since the last read form one chunk."""
+    """The chunks of one generation, up to its last one or an error."""
 
-    generation: Generation
     is_over: bool = False
-    _pending: deque[Delivery] = field(factory=deque)
-    _last: Delivery | None = None
-    _num_chunks: int = 0
+    _pending: deque[Chunk | ArealError] = field(factory=deque)
     _news: anyio.Event = field(factory=anyio.Event)
 
-    def put(self, delivery: Delivery) -> None:
-        if self._last is not None:
-            return
-        if delivery.tokens.ids:
-            self._pending.append(delivery)
-        if delivery.finish is not None or delivery.error is not None:
-            self._last = delivery
+    def put(self, chunk: Chunk | ArealError) -> None:
+        self._pending.append(chunk)
         self._news.set()
 
     def __aiter__(self) -> _Stream:
         return self
 
     async def __anext__(self) -> Chunk:
-        if self.is_over or self._pending or self._last is not None:
+        if self.is_over or self._pending:
             await anyio.lowlevel.checkpoint()
         if self.is_over:
             raise StopAsyncIteration
-        while not self._pending and self._last is None:
+        while not self._pending:
             self._news = anyio.Event()
             await self._news.wait()
-        if not self._pending and self._last is not None and self._last.error is not None:
+        chunk = self._pending.popleft()
+        if isinstance(chunk, ArealError):
             self.is_over = True
             # A new object of the same kind: several generations may share the error.
-            raise type(self._last.error)(str(self._last.error)) from self._last.error.__cause__
-        tokens, first = Tokens(), self._pending[0] if self._pending else self._last
-        assert first is not None
-        while self._pending and self._pending[0].version == first.version:
-            tokens.extend(self._pending.popleft().tokens)
-        last = self._last if not self._pending else None
-        finish = None if last is None else last.finish
-        self.is_over = finish is not None
-        self._num_chunks += 1
-        return Chunk(
-            token_ids=tokens.ids,
-            logprobs=tokens.logprobs,
-            raw_logprobs=tokens.raw_logprobs,
-            version=first.version,
-            finish=finish,
-            top_logprobs=tuple(tokens.tops) if self.generation.sampling.top_logprobs else (),
-            num_cached_tokens=(self.generation.num_cached or 0) if self._num_chunks == 1 else 0,
-            routed_experts=None if last is None else last.experts,
-        )
+            raise type(chunk)(str(chunk)) from chunk.__cause__
+        self.is_over = chunk.finish is not None
+        return chunk
 
 
-def _describe(config: TorchEngineConfig, model: Any) -> EngineInfo:
-    device = config.device if config.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-    if isinstance(model, str | Path) and (shape := find_shape(Path(model), device)) is not None:
-        name, vocab_size, limit = str(model), shape.vocab_size, shape.context_length
+def _describe(config: TorchEngineConfig, model: Any, device: str, known: LlamaShape | None) -> EngineInfo:
+    if known is not None:
+        name, vocab_size, limit = str(model), known.vocab_size, known.context_length
     else:
         if isinstance(model, str | Path):
             from transformers import AutoConfig

@@ -107,7 +107,7 @@ def _choose_path(model: Any, max_length: int | None) -> Callable[[Any], Forward]
             return LlamaForward.of
         reason = f"the lean path's log-probabilities differ by {deviation:.2g}, of {TOLERANCE:g} allowed"
     # The lean path has fixed frequencies.
-    require_fixed_rotation(model, max_length=max_length)
+    require_fixed_rotation(model.config, max_length=max_length)
     deviation = _deviation(GenericForward(model), expected)
     # NaN is too large as well.
     if not deviation <= TOLERANCE:
@@ -264,14 +264,14 @@ class LlamaForward:
     @classmethod
     def of(cls, model: Any) -> LlamaForward:
         """Create the forward of a transformers model, and take its weights over."""
-        return cls(LlamaShape.of(model), dict(model.named_parameters()))
+        return cls(LlamaShape.of(model), model.get_parameter)
 
-    def __init__(self, shape: LlamaShape, weights: Mapping[str, torch.Tensor]) -> None:
-        """Create a forward of ``weights``, each of which is read once."""
+    def __init__(self, shape: LlamaShape, read: Callable[[str], torch.Tensor]) -> None:
+        """Create a forward of weights that ``read`` returns by their names; each is read once."""
         self.shape = shape
         self.head_dim, self.eps = shape.head_dim, shape.eps
         self.num_heads, self.num_kv_heads = shape.num_heads, shape.num_kv_heads
-        self._weights = weights
+        self._read = read
         self.parameters: dict[str, torch.Tensor] = {}
         self.aliases: Mapping[str, str] = {}
         self.embed = self._keep("model.embed_tokens.weight")
@@ -283,8 +283,8 @@ class LlamaForward:
             self.aliases = {"lm_head.weight": "model.embed_tokens.weight"}
         else:
             self.head = self._keep("lm_head.weight")
-        # Those of the model are in two matrices each by now, and can be freed.
-        self._weights = {}
+        # The weights of the model are in matrices of their own by now, and can be freed.
+        del self._read
 
     def rotary(self, like: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosines and sines [..., head_dim] of int64 ``positions`` [...], in the dtype of ``like``."""
@@ -294,12 +294,12 @@ class LlamaForward:
         return (both.cos() * scaling).to(like.dtype), (both.sin() * scaling).to(like.dtype)
 
     def _keep(self, name: str) -> torch.Tensor:
-        self.parameters[name] = self._weights[name].detach()
+        self.parameters[name] = self._read(name).detach()
         return self.parameters[name]
 
     def _join(self, prefix: str, names: tuple[str, ...], kind: str) -> torch.Tensor:
         """Concatenate several parameters into one matrix; each name's parameter becomes a view of it."""
-        parts = [self._weights[f"{prefix}{name}.{kind}"].detach() for name in names]
+        parts = [self._read(f"{prefix}{name}.{kind}").detach() for name in names]
         joined = torch.cat(parts)
         views = torch.split(joined, [len(part) for part in parts])
         self.parameters.update({f"{prefix}{name}.{kind}": view for name, view in zip(names, views, strict=True)})

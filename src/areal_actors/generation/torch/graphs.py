@@ -31,7 +31,6 @@ from areal_actors.generation.torch.operations import (
     Operations,
     SlotCache,
     SpanLayout,
-    TorchOperations,
 )
 from areal_actors.generation.torch.sampler import Sample, sample_neutral, start_sampling, to_device
 from areal_actors.generation.torch.scheduler import Admission, Generation, Prefill
@@ -61,7 +60,13 @@ def create_runner(forward: Forward, config: TorchEngineConfig, *, context_length
             remedy="use an inference server",
         )
         return StepRunner(forward, config)
-    runner = GraphRunner(forward, config, context_length=context_length)
+    try:
+        # Here, because Triton is installed only with torch for GPUs.
+        from areal_actors.generation.torch.kernels import TritonOperations
+    except ImportError:
+        _log.warning("triton_missing", effect="kernels are launched one by one, which is several times slower")
+        return StepRunner(forward, config)
+    runner = GraphRunner(forward, config, context_length=context_length, operations=TritonOperations())
     limit = TOLERANCE if forward.embed.dtype is torch.float32 else _ROUNDING
     if not (deviation := runner.deviation(forward)) <= limit:
         _log.warning("cuda_graphs_inexact", mean_deviation=float(f"{deviation:.2g}"), limit=limit)
@@ -100,19 +105,12 @@ class GraphRunner:
 
     is_ahead = True
 
-    def __init__(self, forward: LlamaForward, config: TorchEngineConfig, *, context_length: int) -> None:
+    def __init__(
+        self, forward: LlamaForward, config: TorchEngineConfig, *, context_length: int, operations: Operations
+    ) -> None:
         self._device = forward.embed.device
         self._is_deterministic = config.deterministic
         num_slots = config.max_concurrent
-        operations: Operations = TorchOperations()
-        if self._device.type == "cuda":
-            try:
-                # Here, because Triton is installed only with torch for GPUs.
-                from areal_actors.generation.torch.kernels import TritonOperations
-            except ImportError:
-                _log.warning("triton_missing", effect="the embedded engine decodes without its kernels, and slower")
-            else:
-                operations = TritonOperations()
         self._decoder = SlotDecoder(forward, operations, num_slots=num_slots, max_length=context_length)
         self._last_ids = torch.zeros(num_slots + 1, dtype=torch.int64, device=self._device)
         self._logits = torch.zeros((num_slots, self._decoder.vocab_size), device=self._device)
@@ -208,7 +206,7 @@ class GraphRunner:
                     wanted.append(offset - 1)
             computed = self._decoder.prefill(np.concatenate(ids), spans, wanted)
         if starting := [*ready, *done]:
-            stored = [g.slot.logits for g in ready if g.slot is not None]
+            stored = [g.slot.logits for g in ready if g.slot is not None and g.slot.logits is not None]
             logits = torch.cat((torch.stack(stored), computed)) if stored else computed
             samples += self._sample(logits, starting, [g.uniform() for g in starting])
         # Copies, because a row would keep all others in memory.

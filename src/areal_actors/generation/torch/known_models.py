@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -23,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from attrs import asdict, frozen
+from attrs import asdict
 from safetensors import SafetensorError, safe_open
 
 from areal_actors.generation.torch.forward import LlamaForward, LlamaShape
@@ -35,19 +34,17 @@ _SOURCES = ("forward.py", "attention.py", "known_models.py")
 """The files whose code the outcome depends on."""
 
 
+_NOT_KNOWN = (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError)
+"""What files that are damaged, or those of another kind of model, raise: transformers then reads or refuses them."""
+
+
 def find_shape(model: Path, device: str) -> LlamaShape | None:
     """Return the shape of the model in the directory ``model``, if the lean path computes it on ``device``."""
-    try:
-        path = _path(model, device)
-        if path is None:
-            return None
-        content, digest = path.read_text(encoding="utf-8").splitlines()
-        if digest != _digest(path, content):
-            return None  # a file that was damaged, or is that of another model
-        found = json.loads(content)
-        return LlamaShape(**found | {"frequencies": tuple(found["frequencies"])})
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError):
-        return None
+    with suppress(*_NOT_KNOWN):
+        if (path := _path(model, device)) is not None:
+            found = json.loads(path.read_text(encoding="utf-8"))
+            return LlamaShape(**found | {"frequencies": tuple(found["frequencies"])})
+    return None
 
 
 def keep_shape(model: Path, device: str, shape: LlamaShape) -> None:
@@ -55,52 +52,29 @@ def keep_shape(model: Path, device: str, shape: LlamaShape) -> None:
 
     A cache that cannot be written is left as it is: the next engine tries the model again.
     """
-    with suppress(OSError, ValueError, KeyError, AttributeError, SafetensorError):
-        path = _path(model, device)
-        if path is None:
-            return
-        path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps(asdict(shape))
-        atomic_write(path, f"{content}\n{_digest(path, content)}\n")
+    with suppress(*_NOT_KNOWN):
+        if (path := _path(model, device)) is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, json.dumps(asdict(shape)))
 
 
 def open_known(model: Path, shape: LlamaShape, *, dtype: torch.dtype, device: str) -> LlamaForward | None:
     """Return the forward of the model in the directory ``model``, read from its files.
 
-    Returns ``None`` if they are not simply its weights by their names. transformers then reads or refuses them.
+    Returns ``None`` if they are not simply its weights by their names.
     """
-    try:
-        weights = _StoredWeights(_open_files(model), dtype, device)
-        if {*shape.weights()} != {*weights}:
-            return None
-        return LlamaForward(shape, weights)
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError):
-        return None
 
-
-@frozen(eq=False)
-class _StoredWeights(Mapping[str, torch.Tensor]):
-    """The tensors in ``files``, by name: the file that each is in. Each is read when it is asked for."""
-
-    files: Mapping[str, Any]
-    dtype: torch.dtype
-    device: str
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        tensor: torch.Tensor = self.files[name].get_tensor(name)
+    def read(name: str) -> torch.Tensor:
+        tensor: torch.Tensor = files[name].get_tensor(name)
         if not tensor.is_floating_point():
             raise ValueError(f"{name} has integers")
-        return tensor.to(device=self.device, dtype=self.dtype)
+        return tensor.to(device=device, dtype=dtype)
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.files)
-
-    def __len__(self) -> int:
-        return len(self.files)
-
-
-def _digest(path: Path, content: str) -> str:
-    return sha256(f"{path.name}\n{content}".encode()).hexdigest()
+    with suppress(*_NOT_KNOWN):
+        files = _open_files(model)
+        if {*shape.weights()} == {*files}:
+            return LlamaForward(shape, read)
+    return None
 
 
 def _open_files(model: Path) -> dict[str, Any]:

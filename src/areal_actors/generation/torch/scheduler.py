@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -24,17 +24,23 @@ from areal_actors.generation.torch.attention import common_prefix
 from areal_actors.generation.torch.sampler import has_penalties, is_neutral
 
 if TYPE_CHECKING:
+    import torch
+
     from areal_actors.generation.torch.constraint import Constraint
 
 
 @define(eq=False)
 class Tokens:
-    """Sampled tokens with their log-probabilities and alternatives, as the engine's thread passes them to consumers."""
+    """Sampled tokens that have not been delivered, with their log-probabilities and alternatives.
+
+    ``num_cached`` tokens of the prompt came from the prefix cache, if this was not reported before.
+    """
 
     ids: list[int] = field(factory=list)
     logprobs: list[float] = field(factory=list)
     raw_logprobs: list[float] = field(factory=list)
     tops: list[tuple[TopLogprob, ...]] = field(factory=list)
+    num_cached: int = 0
 
     def add(self, token_id: int, logprob: float, raw_logprob: float, top: tuple[TopLogprob, ...]) -> None:
         """Append a token."""
@@ -42,13 +48,6 @@ class Tokens:
         self.logprobs.append(logprob)
         self.raw_logprobs.append(raw_logprob)
         self.tops.append(top)
-
-    def extend(self, other: Tokens) -> None:
-        """Append other tokens."""
-        self.ids += other.ids
-        self.logprobs += other.logprobs
-        self.raw_logprobs += other.raw_logprobs
-        self.tops += other.tops
 
 
 def create_uniforms(key: SampleKey) -> Callable[[], float]:
@@ -194,9 +193,6 @@ class Generation:
 MIN_WAIT_GAIN = 16
 """Waiting for another prefill must save this many tokens; fewer are computed faster than waited for."""
 
-NUM_HEAD_TOKENS = 256
-"""Prompts are compared with all slots at once over this many tokens, and further only with those that agree so far."""
-
 _NO_TOKENS = np.empty(0, np.int32)
 
 
@@ -214,7 +210,7 @@ class Slot:
     ready: int = 0
     owner: Generation | None = None
     used: int = 0
-    logits: Any = None
+    logits: torch.Tensor | None = None
     experts: ExpertLog | None = None
 
 
@@ -256,8 +252,6 @@ class Scheduler:
         self.prefill_chunk = prefill_chunk
         self._deterministic = deterministic
         self._clock = 0
-        # The first tokens of each slot; -1, which is not a token, is in the rest.
-        self._heads = np.full((num_slots, NUM_HEAD_TOKENS), -1, dtype=np.int32)
 
     @property
     def running(self) -> list[Generation]:
@@ -299,7 +293,7 @@ class Scheduler:
             generation.slot, generation.base = slot, generation.length
             # Count once: generations are admitted again after the weights changed.
             if generation.num_cached is None:
-                generation.num_cached = min(num_cached, generation.num_prompt)
+                generation.num_cached = generation.outbox.num_cached = min(num_cached, generation.num_prompt)
             (self.decoding if logits is not None else self.prefilling).append(generation)
             self.waiting.remove(generation)
             admissions.append(Admission(generation, slot, source, num_cached))
@@ -310,14 +304,8 @@ class Scheduler:
         context = generation.context
         best: Slot | None = None
         best_ready, best_coming = 0, 0
-        head = np.full(NUM_HEAD_TOKENS, -2, dtype=np.int32)
-        head[: len(context)] = context[:NUM_HEAD_TOKENS]
-        lengths = (self._heads != head).argmax(1)
-        # Only slots that begin with the same token can share a prefix.
-        for index in np.flatnonzero(self._heads[:, 0] == head[0]).tolist():
-            slot = self.slots[index]
-            # argmax is 0 for equal heads, too.
-            common = int(lengths[index]) or common_prefix(context, slot.tokens)
+        for slot in self.slots:
+            common = common_prefix(context, slot.tokens)
             if self._deterministic and not (common == len(context) == len(slot.tokens)):
                 continue
             ready = min(common, slot.ready)
@@ -333,11 +321,8 @@ class Scheduler:
         is_all = best_coming == len(context)  # for an equal prompt, the next token's logits will be cached, too
         return best, best_ready, gain >= MIN_WAIT_GAIN or (is_all and gain > 0)
 
-    def _fill(self, slot: Slot, tokens: Ints, ready: int, logits: Any = None) -> None:
+    def _fill(self, slot: Slot, tokens: Ints, ready: int, logits: torch.Tensor | None = None) -> None:
         slot.tokens, slot.ready, slot.logits = tokens, ready, logits
-        head = self._heads[slot.index]
-        head.fill(-1)
-        head[: len(tokens)] = tokens[:NUM_HEAD_TOKENS]
 
     def plan_prefills(self) -> list[Prefill]:
         """Return the prompt tokens to compute in this step: at most ``prefill_chunk``, first come, first served."""
@@ -353,7 +338,7 @@ class Scheduler:
                 break
         return plan
 
-    def complete_prefill(self, prefill: Prefill, logits: Any = None) -> None:
+    def complete_prefill(self, prefill: Prefill, logits: torch.Tensor | None = None) -> None:
         """Record that the keys and values of a prefill are computed.
 
         ``logits`` follow its last token if it was the last part of the prompt.

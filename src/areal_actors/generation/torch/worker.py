@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
+import anyio
 import numpy as np
 import torch
 from attrs import define, evolve, field, frozen
 
-from areal_actors.domain import EngineStatistics, Experts, FinishReason, PauseMode, Snapshot
+from areal_actors.domain import Chunk, EngineStatistics, FinishReason, PauseMode, Snapshot
 from areal_actors.errors import ArealError, EngineError, ModelError, UnsupportedParameter
 from areal_actors.generation.torch.attention import (
     DecodeLayout,
@@ -54,77 +55,24 @@ SWITCH_SECONDS = 5e-4
 """How long another thread may keep the interpreter's lock from this one, on a GPU."""
 
 
-@frozen(eq=False)
-class Submit:
-    """Begin a generation."""
-
-    generation: Generation
-
-
-@frozen(eq=False)
-class Abort:
-    """End the generation with the given id, or the given generation."""
-
-    request_id: str | None = None
-    generation: Generation | None = None
-
-
-@frozen(eq=False)
-class Pause:
-    """Stop sampling; ``reply`` once nothing is sampled any more."""
-
-    mode: PauseMode
-    reply: Reply
-
-
-@frozen(eq=False)
-class Resume:
-    """Continue sampling."""
-
-
-@frozen(eq=False)
-class Load:
-    """Replace the weights."""
-
-    snapshot: Snapshot
-    reply: Reply
-
-
-@frozen(eq=False)
-class Close:
-    """End the thread; running generations are aborted."""
-
-
-Command = Submit | Abort | Pause | Resume | Load | Close
-
-
 @define(eq=False)
 class Reply:
-    """The result of a command; ``done`` is called on the event loop after ``error`` has been set."""
+    """The result of a command; ``done`` is set on the event loop after ``error`` has been."""
 
-    done: Callable[[], None]
+    done: anyio.Event
     error: Exception | None = None
-
-
-@frozen(eq=False)
-class Delivery:
-    """Tokens of one generation, all under one version of the weights."""
-
-    generation: Generation
-    tokens: Tokens
-    version: int
-    finish: FinishReason | None = None
-    error: Exception | None = None
-    experts: Experts | None = None
 
 
 @define(eq=False)
 class Report:
-    """Everything that the event loop must know after one turn of the thread's loop."""
+    """Everything that the event loop must know after one turn of the thread's loop.
+
+    ``chunks`` belong to a generation each; one that fails gets its error instead.
+    """
 
     version: int
     statistics: EngineStatistics
-    deliveries: list[Delivery] = field(factory=list)
+    chunks: list[tuple[Generation, Chunk | ArealError]] = field(factory=list)
     replies: list[Reply] = field(factory=list)
     failure: BaseException | None = None
     is_last: bool = False
@@ -132,21 +80,13 @@ class Report:
     @property
     def is_news(self) -> bool:
         """Return whether a task may be waiting for the report."""
-        return bool(self.deliveries or self.replies or self.is_last)
-
-
-@frozen(eq=False)
-class _Launched:
-    """A step whose results have not been read, and the version of the weights that compute it."""
-
-    step: Step
-    version: int
+        return bool(self.chunks or self.replies or self.is_last)
 
 
 class Worker:
     """Runs in one thread from ``run`` to its end.
 
-    Other threads only put into ``commands``, and read ``num_turns`` and ``is_idle``.
+    Other threads only call ``post``, and read ``num_turns`` and ``is_idle``.
     """
 
     def __init__(
@@ -160,11 +100,11 @@ class Worker:
         opened: Reply,
         version: int,
     ) -> None:
-        self.commands: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self.num_turns = 0
         """Turns of the loop that have begun."""
         self.is_idle = True
         """Whether the thread waits for a command, or has not begun its first turn."""
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._config = config
         self._open_forward = open_forward
         self._create_runner = create_runner
@@ -183,13 +123,13 @@ class Worker:
         # Generations with tokens to deliver, and when that is due.
         self._undelivered: dict[Generation, None] = {}
         self._due = 0.0
-        self._launched: _Launched | None = None
-        self._pause: Pause | None = None
+        self._launched: Step | None = None
+        self._pause: tuple[PauseMode, Reply] | None = None
         self._is_paused = False
         self._is_closing = False
 
     def run(self) -> None:
-        """Run the thread until ``Close`` arrives or a step fails."""
+        """Run the thread until ``close`` is called or a step fails."""
         try:
             if self._config.num_threads is not None:
                 torch.set_num_threads(self._config.num_threads)
@@ -218,9 +158,9 @@ class Worker:
         self.is_idle = must_wait
         with suppress(queue.Empty):
             while True:
-                command = self.commands.get(block=must_wait)
+                command = self._commands.get(block=must_wait)
                 must_wait = self.is_idle = False
-                self._handle(command)
+                command()
         self._settle_pause()
         if self._can_step():
             started = time.perf_counter()
@@ -242,50 +182,37 @@ class Worker:
 
     # ------------------------------------------------------------------------------------------ commands
 
-    def _handle(self, command: Command) -> None:
-        if isinstance(command, Pause | Load | Close):
-            # Tokens of the old weights, or from before the pause, are delivered first.
-            self._collect()
-            self._deliver_all()
-        match command:
-            case Submit(generation):
-                self._generations[generation] = None
-                self._scheduler.add(generation)
-            case Abort(request_id, generation):
-                self._abort(each for each in self._generations if each is generation or each.request.id == request_id)
-            case Pause(mode):
-                if mode is PauseMode.ABORT:
-                    self._abort([*self._scheduler.running, *(g for g in self._scheduler.waiting if len(g.output))])
-                # A pause that was still waiting is answered, and the new one replaces it.
-                self._end_pause()
-                self._pause = command
-            case Resume():
-                self._is_paused = False
-                self._end_pause()
-            case Load(snapshot, reply):
-                self._load(snapshot, reply)
-            case Close():
-                self._is_closing = True
-                self._abort(self._generations)
+    def post(self, command: Callable[[], None]) -> None:
+        """Call one of the following methods between two turns. Any thread may call this."""
+        self._commands.put(command)
 
-    def _abort(self, generations: Iterable[Generation]) -> None:
-        for generation in list(generations):
-            self._finish(generation, FinishReason.ABORT)
+    def submit(self, generation: Generation) -> None:
+        """Begin a generation."""
+        self._generations[generation] = None
+        self._scheduler.add(generation)
 
-    def _settle_pause(self) -> None:
-        """Complete a pause once nothing may continue; in mode KEEP, at once."""
-        if self._pause is None:
-            return
-        if self._pause.mode is not PauseMode.WAIT or not self._can_step():
-            self._is_paused = True
-            self._end_pause()
+    def abort(self, *, request_id: str) -> None:
+        """End the generation with this id; unknown ids are ignored."""
+        self._abort(each for each in self._generations if each.request.id == request_id)
 
-    def _end_pause(self) -> None:
-        if self._pause is not None:
-            self._outgoing.replies.append(self._pause.reply)
-            self._pause = None
+    def pause(self, mode: PauseMode, reply: Reply) -> None:
+        """Stop sampling; ``reply`` once nothing is sampled any more."""
+        self._deliver_all()
+        if mode is PauseMode.ABORT:
+            self._abort([*self._scheduler.running, *(g for g in self._scheduler.waiting if len(g.output))])
+        # A pause that was still waiting is answered, and the new one replaces it.
+        self._end_pause()
+        self._pause = mode, reply
 
-    def _load(self, snapshot: Snapshot, reply: Reply) -> None:
+    def resume(self) -> None:
+        """Continue sampling."""
+        self._is_paused = False
+        self._end_pause()
+
+    def load(self, snapshot: Snapshot, reply: Reply) -> None:
+        """Replace the weights."""
+        # Tokens of the old weights are delivered first.
+        self._deliver_all()
         try:
             # The snapshot's tensors may still be computed on another stream, and may change as soon as this returns.
             self._synchronize()
@@ -301,6 +228,29 @@ class Worker:
             self._scheduler.forget_all()
         self._outgoing.replies.append(reply)
 
+    def close(self) -> None:
+        """End the thread; running generations are aborted."""
+        self._deliver_all()
+        self._is_closing = True
+        self._abort(self._generations)
+
+    def _abort(self, generations: Iterable[Generation]) -> None:
+        for generation in list(generations):
+            self._finish(generation, FinishReason.ABORT)
+
+    def _settle_pause(self) -> None:
+        """Complete a pause once nothing may continue; in mode KEEP, at once."""
+        if self._pause is None:
+            return
+        if self._pause[0] is not PauseMode.WAIT or not self._can_step():
+            self._is_paused = True
+            self._end_pause()
+
+    def _end_pause(self) -> None:
+        if self._pause is not None:
+            self._outgoing.replies.append(self._pause[1])
+            self._pause = None
+
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -310,7 +260,7 @@ class Worker:
     def _step(self) -> None:
         """Launch a step, then read the results of the one before it, or of the same one if nothing runs ahead."""
         # The distribution of these rows depends on a token that is still on the device.
-        if self._launched is not None and any(g.needs_output for g in self._launched.step.order):
+        if self._launched is not None and any(g.needs_output for g in self._launched.order):
             self._collect()
         admissions = self._scheduler.admit(may_start=self._may_start)
         for admission in admissions:
@@ -333,11 +283,10 @@ class Worker:
             prompt_logits = iter(step.prompt_logits)
             for prefill in prefills:
                 self._scheduler.complete_prefill(prefill, next(prompt_logits) if prefill.is_last else None)
-            launched = _Launched(step, self._version)
             if self._steps.is_ahead:
-                self._launched = launched
+                self._launched = step
             else:
-                self._read(launched)
+                self._read(step)
         if previous is not None:
             self._read(previous)
 
@@ -347,10 +296,10 @@ class Worker:
         if launched is not None:
             self._read(launched)
 
-    def _read(self, launched: _Launched) -> None:
-        generations = iter(launched.step.order)
+    def _read(self, step: Step) -> None:
+        generations = iter(step.order)
         num_sampled = 0
-        for sample in launched.step.samples:
+        for sample in step.samples:
             draw = sample.read()
             for token_id, logprob, raw_logprob, top, is_finite in zip(
                 draw.token_ids, draw.logprobs, draw.raw_logprobs, draw.top, draw.is_finite, strict=True
@@ -361,7 +310,7 @@ class Worker:
                     # The request had ended before this token was sampled, or was aborted.
                     continue
                 if not is_finite:
-                    self._finish(generation, None, self._explain(generation, launched.version))
+                    self._fail(generation, self._explain(generation))
                     continue
                 num_sampled += 1
                 generation.append(token_id)
@@ -374,39 +323,58 @@ class Worker:
                     self._undelivered[generation] = None
         self._count(sampled_tokens=num_sampled)
 
-    def _explain(self, generation: Generation, version: int) -> ArealError:
+    def _explain(self, generation: Generation) -> ArealError:
         """Return an error that explains why no token could be sampled."""
         if generation.constraint is not None and not generation.constraint.allowed().any():
             # The request's fault, which a client should not repeat: some forms turn out too large as they are followed.
             reason = generation.constraint.failure
             return UnsupportedParameter(f"Answers cannot be constrained to this form: {reason}.")
         return EngineError(
-            f"Generation {generation.request.id}: the model's logits are not finite under version {version}; the "
-            "weights have diverged. Load sound weights."
+            f"Generation {generation.request.id}: the model's logits are not finite under version "
+            f"{self._version}; the weights have diverged. Load sound weights."
         )
 
-    def _finish(self, generation: Generation, reason: FinishReason | None, error: Exception | None = None) -> None:
+    def _finish(self, generation: Generation, reason: FinishReason) -> None:
+        if self._release(generation):
+            self._count(aborted=int(reason is FinishReason.ABORT))
+            self._deliver(generation, reason)
+
+    def _fail(self, generation: Generation, error: ArealError) -> None:
+        if self._release(generation):
+            if generation.outbox.ids:
+                self._deliver(generation)
+            self._outgoing.chunks.append((generation, error))
+
+    def _release(self, generation: Generation) -> bool:
+        """Release the slot of a generation; return whether it had one, or waited for one."""
         if generation not in self._generations:
-            return
+            return False
         del self._generations[generation]
-        num_ready = self._steps.release(generation)
-        self._scheduler.release(generation, num_ready=num_ready)
-        self._count(aborted=int(reason is FinishReason.ABORT))
-        self._deliver(generation, reason, error)
+        self._scheduler.release(generation, num_ready=self._steps.release(generation))
+        return True
 
     # -------------------------------------------------------------------------------------------- reports
 
-    def _deliver(
-        self, generation: Generation, finish: FinishReason | None = None, error: Exception | None = None
-    ) -> None:
+    def _deliver(self, generation: Generation, finish: FinishReason | None = None) -> None:
         tokens, generation.outbox = generation.outbox, Tokens()
         self._undelivered.pop(generation, None)
         # A copy: the log has room for the longest output, and remains with the slot.
         known = None if finish is None else generation.experts.read(generation.length - 1)
-        experts = None if known is None else known.copy()
-        self._outgoing.deliveries.append(Delivery(generation, tokens, self._version, finish, error, experts))
+        chunk = Chunk(
+            token_ids=tokens.ids,
+            logprobs=tokens.logprobs,
+            raw_logprobs=tokens.raw_logprobs,
+            version=self._version,
+            finish=finish,
+            top_logprobs=tuple(tokens.tops) if generation.sampling.top_logprobs else (),
+            num_cached_tokens=tokens.num_cached,
+            routed_experts=None if known is None else known.copy(),
+        )
+        self._outgoing.chunks.append((generation, chunk))
 
     def _deliver_all(self) -> None:
+        """Read the results of the step that runs, and deliver all tokens that have been sampled."""
+        self._collect()
         for generation in list(self._undelivered):
             self._deliver(generation)
 
@@ -415,8 +383,9 @@ class Worker:
         self._statistics = evolve(old, **{name: getattr(old, name) + more for name, more in increments.items()})
 
     def _flush(self) -> None:
-        if self._undelivered and (not self._can_step() or time.monotonic() >= self._due):
-            self._deliver_all()
+        if not self._can_step() or time.monotonic() >= self._due:
+            for generation in list(self._undelivered):
+                self._deliver(generation)
         report = self._outgoing
         if report.is_news:
             report.version = self._version
@@ -567,14 +536,15 @@ class StepRunner:
         if decoding and tuple(decoding) != self._planned:
             self._planned = tuple(decoding)
             mains = [g.tokens[: g.base] for g in decoding]
-            self._plan = plan_alone(mains) if self._config.deterministic else plan_sharing(mains)
+            is_alone = self._config.deterministic or self._is_padded
+            self._plan = plan_alone(mains) if is_alone else plan_sharing(mains)
         order = [self._planned[i] for i in self._plan.order] if decoding else []
         groups = [(order, prefills)]
         if self._config.deterministic:
             # Separate batches: a row must not depend on the prompts in its batch.
             groups = [(order, ()), ([], prefills)]
         parts = [self._compute(rows, spans) for rows, spans in groups if rows or spans]
-        stored = [g.slot.logits for g in ready if g.slot is not None]
+        stored = [g.slot.logits for g in ready if g.slot is not None and g.slot.logits is not None]
         at = len(order)
         order = [*order, *ready, *(p.generation for p in prefills if p.is_last)]
         if stored:

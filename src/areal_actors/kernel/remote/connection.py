@@ -107,19 +107,22 @@ class Connection:
             await anyio.aclose_forcefully(self._stream)
 
     async def _read(self) -> None:
-        assert self._owner is not None, "started with an owner"
         reader = FrameReader(self._receive, self.limits.max_message_bytes)
         try:
             while True:
-                frame = await reader.read()
-                if frame.kind is Kind.BYE:
-                    self.cut("the other side has closed the connection")
-                elif self.cause is None and frame.kind is not Kind.PING:
-                    self._owner.on_frame(frame)
+                # Without a local variable, which would keep the message alive until the next one arrives.
+                self._on_frame(await reader.read())
         except ProtocolError as error:
             self.cut(f"the other side broke the protocol: {error}")
         except LOST as error:
             self.cut(_describe_loss(error))
+
+    def _on_frame(self, frame: Frame) -> None:
+        assert self._owner is not None, "started with an owner"
+        if frame.kind is Kind.BYE:
+            self.cut("the other side has closed the connection")
+        elif self.cause is None and frame.kind is not Kind.PING:
+            self._owner.on_frame(frame)
 
     async def _receive(self) -> bytes:
         data = await self._stream.receive()
@@ -131,8 +134,9 @@ class Connection:
             while True:
                 while self._queue:
                     self._is_writing = True
-                    for data in self._take():
-                        await self._stream.send(data)  # type: ignore[arg-type]  # every stream here takes any buffer
+                    parts = self._take()
+                    while parts:
+                        await self._stream.send(parts.pop(0))  # type: ignore[arg-type]  # streams take any buffer
                 self._is_writing = False
                 self._written.notify()
                 self._arrival = self.loop.new_signal()

@@ -39,9 +39,6 @@ class Limits:
     it.
     """
 
-    window_messages: int = field(default=256, validator=_POSITIVE)
-    """Told messages per actor that may be on their way to its mailbox; the other side waits before it sends more."""
-
     heartbeat_seconds: float = field(default=5.0, validator=_POSITIVE)
     """Interval of heartbeats; infinity sends none."""
 

@@ -49,7 +49,6 @@ class Hello:
     node: str
     incarnation: int
     nonce: str
-    window_messages: int
     wire: int
     max_message_bytes: int = DEFAULT_MESSAGE_BYTES
     package: str = __version__
@@ -74,7 +73,6 @@ def greet(*, node: str, incarnation: int, limits: Limits) -> Hello:
         node=node,
         incarnation=incarnation,
         nonce=secrets.token_hex(32),
-        window_messages=limits.window_messages,
         wire=_VERSION,
         max_message_bytes=limits.max_message_bytes,
     )

@@ -4,15 +4,14 @@ After the handshake both sides are equal: each may ask the actors that the other
 one incarnation of one node. When it is cut, all pending calls end as ``Unreachable``, watchers are notified, and
 nothing is retried: a new connection is a new peer, and frames of the old one cannot reach it.
 
-A remote ref differs from a local one in three ways. A message is encoded when it is sent, so that values that cannot be
-encoded are refused at once. ``tell`` returns when the message is within the window of the other side, and does not
-report what happens to it afterwards. A deadlock across processes is not detected; use deadlines there.
+A remote ref differs from a local one in two ways. A message is encoded when it is sent, so that values that cannot be
+encoded are refused at once. A deadlock across processes is not detected; use deadlines there.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from types import NoneType
@@ -36,7 +35,7 @@ from areal_actors.errors import (
 from areal_actors.kernel.asks import Ask, StreamCall
 from areal_actors.kernel.failure import error_from_data, error_to_data
 from areal_actors.kernel.message import Address, AnyMessage, Handler, Message, StreamMessage, protocol_of, reply_of
-from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Life, Ref, Watched
+from areal_actors.kernel.ref import ActorState, ActorStatistics, Down, DownReason, Ref, Watched
 from areal_actors.kernel.remote.codec import Codec
 from areal_actors.kernel.remote.connection import Connection
 from areal_actors.kernel.remote.frames import Buffer, Frame, Kind, Limits, Outgoing
@@ -61,9 +60,12 @@ Names = tuple[str, str, bool]
 # ----------------------------------------------------------------------------------------------------------------------
 # The asking side
 #
-# A ``Call`` is one message; it ends exactly once. Asks wait for their reply, and a stream for its items, so that their
-# number is bounded by their askers. Told messages are acknowledged when the mailbox has admitted them; a sender waits
-# while too many are on their way.
+# A ``Call`` is one message; it ends exactly once. An ask waits for its reply, a stream for its items, and a tell until
+# the mailbox has admitted the message, so that the number of calls is bounded by their senders.
+
+
+MAX_UNADMITTED = 256
+"""Told messages that a ref sends without waiting (``tell_nowait``) before the mailbox has admitted them."""
 
 
 class Call:
@@ -128,12 +130,8 @@ class Call:
             if self.kind is Kind.STREAM:
                 # Leaving its block waits for the end of the handler.
                 return
-        self.close()
-        self.finish(error=ActorStopped("the asker left"))
-
-    def close(self) -> None:
-        """Drop a late answer to the call."""
         self.peer.forget(self)
+        self.finish(error=ActorStopped("the asker left"))
 
     def make_room(self) -> None:
         """Report taken items in quarters of the buffer."""
@@ -168,22 +166,15 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         """The node's present incarnation."""
         self.where = f"actor {name!r} on {node!r}"
         self.messages: frozenset[Names] = frozenset()
-        self.num_told = self.num_handled = self.num_failed = self.num_cancelled = self.num_running = 0
+        self.num_handled = self.num_failed = self.num_cancelled = self.num_running = self.num_told = 0
         self._name, self._node, self._limits, self._source = name, node, limits, source
         self._loop = running_loop()
         self._incarnation, self._state = 1, ActorState.STARTING
-        self._num_waiting = 0
-        self._acknowledged = ChangeSignal()
 
     @property
     def address(self) -> Address:
         """The address of the actor, with its present incarnation as far as is known here."""
         return Address(node=self._node, name=self._name, incarnation=self._incarnation)
-
-    @property
-    def life(self) -> Life:
-        """This ref itself, which reports the end of each incarnation and each loss of the connection."""
-        return self
 
     async def ask(self, message: Message[P_contra, R], *, timeout: float | None = None) -> R:  # noqa: ASYNC109
         """Send ``message`` and wait for its reply; see ``Ref.ask``.
@@ -191,25 +182,10 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         ``timeout`` includes the wait for the connection.
         """
         calls: list[Call] = []
-
-        async def ask(peer: Peer) -> Any:
-            call = self._create(peer, Kind.ASK, message)
-            calls[:] = [call]
-            self._send(call, self._loop.effective_deadline())
-            try:
-                await call.signal.wait()
-                if call.is_overdue:
-                    # A scope of the caller with the same deadline must expire first.
-                    await checkpoint()
-            except BaseException:
-                call.cancel()
-                raise
-            return call.claim()
-
         if timeout is None:
-            return await self._retry(ask)
+            return await self._call(Kind.ASK, message, calls)  # type: ignore[no-any-return]
         with self._loop.new_scope(deadline=self._loop.now() + timeout):
-            return await self._retry(ask)
+            return await self._call(Kind.ASK, message, calls)  # type: ignore[no-any-return]
         name = type(message).__name__
         if not calls and self._source is not None:
             raise DeadlineExceeded(
@@ -223,19 +199,27 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         )
 
     async def tell(self, message: Message[P_contra, Any]) -> None:
-        """Send ``message``; waits while too many are on their way to the mailbox. See ``Ref.tell``."""
+        """Send ``message`` and wait until the mailbox has admitted it; see ``Ref.tell``."""
+        await self._call(Kind.TELL, message, [])
 
-        async def tell(peer: Peer) -> None:
-            call = self._create(peer, Kind.TELL, message)
-            while self._is_full(peer):
-                self._num_waiting += 1
-                try:
-                    await self._acknowledged.wait()
-                finally:
-                    self._num_waiting -= 1
-            self._send(call)
+    async def _call(self, kind: Kind, message: Message[Any, Any], calls: list[Call]) -> Any:
+        """Send ``message`` and wait for its end; ``calls`` gets the call, once there is one."""
 
-        await self._retry(tell)
+        async def act(peer: Peer) -> Any:
+            call = self._create(peer, kind, message)
+            calls[:] = [call]
+            self._send(call, self._loop.effective_deadline())
+            try:
+                await call.signal.wait()
+                if call.is_overdue:
+                    # A scope of the caller with the same deadline must expire first.
+                    await checkpoint()
+            except BaseException:
+                call.cancel()
+                raise
+            return call.claim()
+
+        return await self._retry(act)
 
     def tell_nowait(self, message: Message[P_contra, Any]) -> None:
         """Send ``message`` without waiting; see ``Ref.tell_nowait``."""
@@ -244,11 +228,8 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
             cause = "" if self._source is None else self._source.cause
             raise Unreachable(f"{type(message).__name__} to {self.where} was not sent: {cause}", sent=False)
         call = self._create(peer, Kind.TELL, message)
-        if self._is_full(peer):
-            raise MailboxFull(
-                f"{self.where} takes no more messages now: {self.num_told} are on their way; "
-                "use 'await tell' to wait, or let it listen with a larger window"
-            )
+        if self.num_told >= MAX_UNADMITTED:
+            raise MailboxFull(f"{self.where} has not admitted {self.num_told} messages; use 'await tell' to wait")
         self._send(call)
 
     def stream(self, message: StreamMessage[P_contra, Item], *, buffer_size: int = 16) -> Stream[Item]:
@@ -274,9 +255,7 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
             name=self._name,
             state=self._state,
             incarnation=self._incarnation,
-            num_waiting_senders=self._num_waiting,
             num_running=self.num_running,
-            mailbox_size=0 if self.peer is None else self.peer.other.window_messages,
             num_handled=self.num_handled,
             num_failed=self.num_failed,
             num_cancelled=self.num_cancelled,
@@ -288,20 +267,22 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
         """Return whether the actor handles messages of ``protocol``."""
         return any(spoken == protocol.__name__ for spoken, _, _ in self.messages)
 
-    def acknowledge(self) -> None:
-        """Note that the mailbox has admitted a told message, and let a waiting sender continue."""
-        self.num_told -= 1
-        self._acknowledged.notify()
+    def count(self, call: Call, change: int) -> None:
+        """Count a call that begins (1) or has ended (-1)."""
+        if call.kind is Kind.TELL:
+            self.num_told += change
+        else:
+            self.num_running += change
 
     def go_up(self, peer: Peer, incarnation: int, messages: frozenset[Names]) -> None:
         """Refer to the actor that ``peer`` exposes under this name."""
         if self.peer is not peer:
-            self.peer, self.num_told, self.num_running = peer, 0, 0
+            self.peer, self.num_running, self.num_told = peer, 0, 0
         self._incarnation, self.messages = incarnation, messages
         self._state, self.final_down = ActorState.RUNNING, None
 
     def go_down(self, reason: DownReason, incarnation: int, error: str | None, *, is_restarting: bool) -> None:
-        """Record that an incarnation has ended, as far as this side knows, and notify watchers and waiting senders."""
+        """Record that an incarnation has ended, as far as this side knows, and notify watchers."""
         if self.final_down is not None:
             return
         down = Down(ref=self, incarnation=incarnation, reason=reason, error=error, is_restarting=is_restarting)
@@ -313,7 +294,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
             if self._source is None or self._source.is_closed:
                 self.final_down = down
         self.report(down)
-        self._acknowledged.notify()
 
     def lose(self, cause: str) -> None:
         """Record that the connection is lost."""
@@ -336,11 +316,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
                 # A message that may have been received must not be sent twice: delivery is at most once.
                 if error.sent or self._source is None:
                     raise
-
-    def _is_full(self, peer: Peer) -> bool:
-        """Return whether a told message has to wait, because too many are on their way."""
-        is_up = peer.is_connected and self._state is ActorState.RUNNING
-        return is_up and self.num_told >= peer.other.window_messages
 
     def _create(self, peer: Peer, kind: Kind, message: AnyMessage[Any], extra: int = 0) -> Call:
         """Return a call for ``message``, encoded but not yet sent.
@@ -367,7 +342,6 @@ class RemoteRef(Watched, Ref[P_contra], Generic[P_contra]):
             raise ActorStopped(f"{self.where} takes no more messages ({self._state}); {call.name} was not sent")
         call.outgoing.seconds = max(deadline - self._loop.now(), 0.0)
         call.peer.send(call)
-        self.num_told += call.kind is Kind.TELL
 
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -412,7 +386,7 @@ def expose(name: str, ref: Ref[Any]) -> Exposed:
     messages: dict[tuple[str, str], tuple[type[AnyMessage[Any]], Handler]] = {}
     for message, handler in ref.cell.handlers.items():
         protocol = protocol_of(message)
-        if protocol is None or message is Down:
+        if protocol is None:
             continue
         names = (protocol.__name__, message.__name__)
         if names in messages:
@@ -440,7 +414,6 @@ class Server:
         self._exposed = exposed
         self._running: dict[int, Ask] = {}
         self._watches: list[tuple[Exposed, Callable[[Down], object]]] = []
-        self._num_unadmitted: Counter[str] = Counter()
         self._last_id = 0
         for one in exposed.values():
             self._watch(one)
@@ -465,16 +438,10 @@ class Server:
             raise ProtocolError(f"request {frame.id} came after {self._last_id}; it was delivered once already")
         self._last_id = frame.id
         name, *words = self._peer.words(frame, str, str, str, object, int)  # actor, protocol, message, body and buffer
-        if frame.kind is Kind.TELL and self._num_unadmitted[name] >= self._peer.limits.window_messages:
-            raise ProtocolError(f"more messages are on their way to actor {name!r} than the window has room for")
         try:
             self._accept(frame, self._find(name), *words)
         except ArealError as error:
-            if frame.kind is Kind.TELL:
-                _log.warning("message_lost", actor=name, node=self._peer.node, reason=str(error))
-                self._peer.connection.send(Outgoing(Kind.END, frame.id))
-            else:
-                self._fail(frame.id, name, error)
+            self._fail(frame.id, name, error)
 
     def on_cancel(self, call: int) -> None:
         """Cancel a call whose asker has left."""
@@ -528,8 +495,7 @@ class Server:
         cls, handler = known
         value = self._peer.codec.from_data(body, cls, cls.__name__)
         if frame.kind is Kind.TELL:
-            self._num_unadmitted[name] += 1
-            ref.queue_tell(value, partial(self._note_told, frame.id, name, cls.__name__))
+            ref.queue_tell(value, partial(self._end_tell, frame.id, ref, value))
             return
         deadline = ref.cell.loop.now() + frame.seconds
         if frame.kind is Kind.STREAM:
@@ -544,12 +510,11 @@ class Server:
             del self._running[frame.id]
             raise
 
-    def _note_told(self, call: int, name: str, message: str, admitted: bool) -> None:  # noqa: FBT001 - a callback
-        self._num_unadmitted[name] -= 1
-        self._peer.connection.send(Outgoing(Kind.END, call))
-        if not admitted:
-            reason = "the actor has ended"
-            _log.warning("message_lost", actor=name, node=self._peer.node, message=message, reason=reason)
+    def _end_tell(self, call: int, ref: LocalRef[Any], message: object, admitted: bool) -> None:  # noqa: FBT001 - a callback
+        if admitted:
+            self._peer.connection.send(Outgoing(Kind.END, call))
+        else:
+            self._fail(call, ref.name, ref.stopped(message))
 
     def _watch(self, exposed: Exposed) -> None:
         """Notify the other side of each end of the actor."""
@@ -682,14 +647,6 @@ class Peer:
             self._refs[ref.name] = ref
             ref.go_up(self, known.address.incarnation, known.messages)
 
-    def expose(self, name: str, ref: Ref[Any]) -> None:
-        """Make an actor of this process reachable over this connection, whichever side opened the connection.
-
-        Raises:
-            ConfigError: a running actor has the name, or the actor does not run in this process.
-        """
-        self.add(expose(name, ref))
-
     async def wait_closed(self) -> str:
         """Wait until the connection is closed, and return the cause."""
         await self.connection.closed.wait()
@@ -713,13 +670,13 @@ class Peer:
         call.outgoing.id = self._next_id
         self._pending[self._next_id] = call
         self._next_id += 1
-        call.ref.num_running += call.kind is not Kind.TELL
+        call.ref.count(call, 1)
         self.connection.send(call.outgoing)
 
     def forget(self, call: Call) -> None:
         """Remove a call whose asker has left; a late answer to it is dropped."""
         if self._pending.pop(call.outgoing.id, None) is not None:
-            call.ref.num_running -= 1
+            call.ref.count(call, -1)
 
     def encode_reply(self, message: type[AnyMessage[Any]], reply: Any) -> list[Buffer]:
         """Return a reply to ``message`` (for a stream, an item) as parts.
@@ -801,11 +758,8 @@ class Peer:
             self._on_item(call, frame)
             return
         del self._pending[frame.id]
-        if call.kind is Kind.TELL:
-            call.ref.acknowledge()
-            return
-        call.ref.num_handled += 1
-        call.ref.num_running -= 1
+        call.ref.num_handled += call.kind is not Kind.TELL
+        call.ref.count(call, -1)
         if frame.kind is Kind.REPLY:
             (data,) = self.words(frame, object)
             try:

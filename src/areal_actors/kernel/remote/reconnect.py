@@ -16,7 +16,7 @@ received is never sent again.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from random import Random
 from typing import Any, TypeVar
@@ -60,7 +60,6 @@ class ReconnectingConnection:
         self.is_closed = False
         self._open_peer = open_peer
         self._newest = ("", 0)
-        self._exposed: dict[str, Ref[Any]] = {}
         self._refs: dict[str, RemoteRef[Any]] = {}
         self._change = ChangeSignal()
         self._random = Random(name)  # noqa: S311 - not for security: spreads the reconnects of connections that broke together
@@ -122,16 +121,6 @@ class ReconnectingConnection:
                 known = ", ".join(sorted(peer.exposed)) or "none"
                 raise ActorStopped(f"node {self.name!r} exposes no actor {name!r}; it exposes {known}")
 
-    def expose(self, name: str, ref: Ref[Any]) -> None:
-        """Make an actor of this process reachable to the node, now and after each reconnect.
-
-        Raises:
-            ConfigError: a running actor has the name, or the actor does not run in this process.
-        """
-        if self.peer is not None:
-            self.peer.expose(name, ref)
-        self._exposed[name] = ref
-
     def close(self) -> None:
         """Stop reconnecting and notify waiters and watchers. Called when the block is left."""
         if self.is_closed:
@@ -173,9 +162,6 @@ class ReconnectingConnection:
     async def _stay(self, peer: Peer) -> None:
         """Use ``peer`` until its connection is lost, or this one is closed."""
         try:
-            # Expose before announcing the connection, so that waiters find everything in place.
-            for name, ref in self._exposed.items():
-                peer.expose(name, ref)
             self.peer, self._newest = peer, (peer.node, peer.incarnation)
             self._change.notify()
             while peer.is_connected and not self.is_closed:
@@ -200,7 +186,6 @@ async def reconnecting(
     target: str = "",
     node: str = "",
     incarnation: int = 1,
-    expose: Mapping[str, Ref[Any]] | None = None,
     limits: Limits | None = None,
 ) -> AsyncIterator[ReconnectingConnection]:
     """Keep a connection to the node that ``locate`` finds, for the duration of the block.
@@ -214,7 +199,6 @@ async def reconnecting(
         node: the name of this side; two connections of one name to one node replace each other instead of both being
             connected.
         incarnation: the incarnation of this side.
-        expose: actors of this process that the node may reach, by name; see ``ReconnectingConnection.expose``.
         limits: limits of each connection, and the delays before reconnecting.
 
     Raises:
@@ -233,8 +217,6 @@ async def reconnecting(
             yield peer
 
     connection = ReconnectingConnection(target or f"via-{name}", dial, limits)
-    for exposed, ref in (expose or {}).items():
-        connection.expose(exposed, ref)
     async with open_tasks() as tasks:
         tasks.start_soon(connection.keep, name=f"connection to {connection.name}")
         try:

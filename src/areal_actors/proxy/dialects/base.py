@@ -1,18 +1,18 @@
-"""The interface of a dialect: one vendor's format of requests, answers, streams and errors.
+"""A dialect: one vendor's format of requests, answers, streams and errors.
 
-``app`` answers requests of any dialect; ``chat`` is OpenAI's chat completions. Dialects are pure: they convert
-between JSON objects and domain values, do no I/O and know nothing of HTTP. The end of this module has what the answers
-of several dialects share.
+``app`` answers requests of any dialect. Dialects are pure: they convert between JSON objects and domain values, do no
+I/O and know nothing of HTTP. The end of this module has what the answers of several dialects share.
 """
 
 from __future__ import annotations
 
 import codecs
 import time
+from abc import ABC, abstractmethod
 from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
-from typing import Any, ClassVar, Protocol, Self, TypeGuard, TypeVar, cast
+from typing import Any, ClassVar, Protocol, Self
 
 from attrs import evolve, field, frozen
 
@@ -22,15 +22,13 @@ from areal_actors.domain import (
     Chunk,
     Completion,
     CompletionRequest,
-    ReasoningDelta,
-    SampledTokens,
+    FinishReason,
     StreamItem,
-    TextDelta,
-    ToolArgumentsDelta,
 )
 from areal_actors.errors import InvalidRequest, Unavailable
 from areal_actors.lib.json_prefix import JsonPrefix
-from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, Schema, one_object
+from areal_actors.proxy.dialects.client_tools import CallForm
+from areal_actors.proxy.dialects.fields import DEFAULT_MAX_TOKENS, FieldTable, JsonObject, create_sampling
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import KEEP_ALIVE
 
@@ -57,20 +55,6 @@ def split_begun(messages: tuple[ChatMessage, ...]) -> tuple[tuple[ChatMessage, .
     return messages[:-1], begun if begun.content else None
 
 
-class Parsed(Protocol):
-    """A parsed request."""
-
-    @property
-    def request(self) -> CompletionRequest:
-        """The completion to sample."""
-        ...
-
-    @property
-    def is_stream(self) -> bool:
-        """Whether the client wants the answer streamed while it is sampled."""
-        ...
-
-
 class AnswerStream(Protocol):
     """The formatter of one streamed answer: items in, server-sent events out (zero, one or several per item)."""
 
@@ -87,88 +71,38 @@ class AnswerStream(Protocol):
         ...
 
 
-P = TypeVar("P", bound=Parsed)
+@frozen(kw_only=True)
+class Parsed:
+    """A parsed request: the completion to sample, and how to format the answer."""
 
-
-class Dialect(Protocol[P]):
-    """One vendor's API format."""
-
-    @property
-    def keep_alive(self) -> bytes:
-        """What is sent to the client of a silent stream."""
-        ...
-
-    def parse(self, body: Mapping[str, Any], *, tag: str | None) -> P:
-        """Parse the body of a request. Raises only ``RequestError``."""
-        ...
-
-    def format_answers(self, parsed: P, answers: Sequence[Answer]) -> Any:
-        """Return the JSON document of a finished request, which has one answer per choice."""
-        ...
-
-    def open_stream(self, parsed: P) -> AnswerStream:
-        """Return the formatter of a streamed answer."""
-        ...
-
-    def decoding_with(self, token_bytes: TokenBytes) -> Self:
-        """Return a copy of the dialect for a model with another tokenizer."""
-        ...
-
-    def format_failure(self, failure: Failure) -> Any:
-        """Return the JSON document of a failed request."""
-        ...
-
-
-def join_items(items: Iterable[StreamItem]) -> list[StreamItem]:
-    """Return the items of a stream with deltas joined that continue each other.
-
-    Tokens that were sampled between them come before the joined delta, as they come before the delta with their text.
-    """
-    joined: list[StreamItem] = []
-    place, texts = -1, [""]  # of the delta that may be continued
-    for item in items:
-        if isinstance(item, SampledTokens):
-            joined.append(item)
-            continue
-        if place >= 0 and _continues(item, joined[place]):
-            joined.append(joined.pop(place))
-            texts.append(item.text)
-        else:
-            _join_texts(joined, place, texts)
-            joined.append(item)
-            texts = [getattr(item, "text", "")]
-        place = len(joined) - 1
-    _join_texts(joined, place, texts)
-    return joined
-
-
-def _join_texts(items: list[StreamItem], place: int, texts: Sequence[str]) -> None:
-    if len(texts) > 1:
-        items[place] = evolve(cast("TextDelta", items[place]), text="".join(texts))
-
-
-def _continues(later: StreamItem, earlier: StreamItem) -> TypeGuard[TextDelta | ReasoningDelta | ToolArgumentsDelta]:
-    if isinstance(later, ToolArgumentsDelta):
-        return isinstance(earlier, ToolArgumentsDelta) and (earlier.index, earlier.choice) == (
-            later.index,
-            later.choice,
-        )
-    is_same = isinstance(later, TextDelta | ReasoningDelta) and type(earlier) is type(later)
-    return is_same and cast("TextDelta", earlier).choice == cast("TextDelta", later).choice
-
-
-# ---------------------------------------------------------------------------------- common to several dialects
+    request: CompletionRequest
+    model: str | None = None
+    """The name that the client sent."""
+    is_stream: bool = False
+    """Whether the client wants the answer streamed while it is sampled."""
+    has_logprobs: bool = False
+    include_usage: bool = False
+    """Whether a stream of chunks ends with token counts."""
+    forms: Mapping[str, CallForm] = field(factory=dict)
+    """How calls are written that are not written as those of functions, by the name that the model knows."""
+    echo: JsonObject = field(factory=dict)
+    """The parameters that an answer of Responses repeats."""
 
 
 @frozen(kw_only=True)
-class BaseDialect:
-    """The settings of all dialects, and OpenAI's errors.
+class Dialect(ABC):
+    """One vendor's API format. Its class variables are its row in the routing table and in the OpenAPI document.
 
     ``token_bytes`` converts token ids for ``logprobs`` and counts; without it, ids are shown as numbers. ``model`` is
     the model name in an answer if the client named none. ``inert`` names further parameters to accept and ignore.
-    ``honours_store`` says whether ``store: false`` keeps an answer from being trained.
+    ``default_max_tokens`` limits the new tokens if the client does not. ``honours_store`` says whether ``store: false``
+    keeps an answer from being trained.
     """
 
+    operation: ClassVar[str]
+    """The end of its path, behind ``/v1``."""
+    summary: ClassVar[str]
+    fields: ClassVar[FieldTable]
     keep_alive: ClassVar[bytes] = KEEP_ALIVE
     """What is sent to the client of a silent stream."""
 
@@ -179,18 +113,69 @@ class BaseDialect:
     honours_store: bool = True
     clock: Callable[[], float] = field(default=time.time)
 
+    @abstractmethod
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """Parse the body of a request. ``tag`` is the agent that asks, if a header names it.
+
+        Raises:
+            UnsupportedParameter: a parameter that cannot be honoured.
+            InvalidRequest: an invalid value; ``param`` names the field.
+        """
+
+    @abstractmethod
+    def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the JSON document of a finished request, which has one answer per choice.
+
+        Raises:
+            Unavailable: the engine aborted an answer.
+        """
+
+    @abstractmethod
+    def open_stream(self, parsed: Parsed) -> AnswerStream:
+        """Return the formatter of a streamed answer."""
+
     def decoding_with(self, token_bytes: TokenBytes) -> Self:
         """Return a copy of the dialect for a model with another tokenizer."""
         return evolve(self, token_bytes=token_bytes)
 
-    def format_failure(self, failure: Failure) -> dict[str, Any]:
-        """Return OpenAI's error body."""
+    def format_failure(self, failure: Failure) -> dict[str, object]:
+        """Return the JSON document of a failed request; by default, OpenAI's."""
         return format_openai_failure(failure)
 
+    def create_request(
+        self,
+        values: JsonObject,
+        *,
+        tag: str | None,
+        max_new_tokens: int | None,
+        has_logprobs: bool = False,
+        top_logprobs: int = 0,
+    ) -> CompletionRequest:
+        """Return a request of the fields that all dialects have alike. The caller adds the conversation."""
+        metadata = values["metadata"]
+        return CompletionRequest(
+            messages=(),
+            sampling=create_sampling(
+                values, max_new_tokens=max_new_tokens or self.default_max_tokens, top_logprobs=top_logprobs
+            ),
+            seed=values["seed"],
+            store=values["store"] or not self.honours_store,
+            metadata=metadata,
+            tag=tag or metadata.get("agent"),
+            streams_tokens=has_logprobs and values["stream"],
+        )
 
-def create_abort_error() -> Unavailable:
-    """Return the error for an answer whose generation the engine aborted."""
-    return Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+
+def is_cut(answer: Answer) -> bool:
+    """Return whether the answer ended because it reached its maximum length.
+
+    Raises:
+        Unavailable: the engine aborted it.
+    """
+    # The engine's own finish reason never reaches a client: several clients stop silently on an unknown one.
+    if answer.completion.finish is FinishReason.ABORT:
+        raise Unavailable("The generation was aborted before it was complete; the request may be repeated.")
+    return answer.completion.finish is FinishReason.LENGTH
 
 
 def has_cut_call(answer: Answer) -> bool:
@@ -258,24 +243,3 @@ def count_reasoning(answer: Answer, token_bytes: TokenBytes | None) -> int:
             return 0
         end = begin + len(thought)
     return bisect_left(list(accumulate(map(len, pieces))), end) + 1
-
-
-TEXT_SCHEMA: Schema = {"type": "string"}
-MAYBE_TEXT_SCHEMA: Schema = {"type": ["string", "null"]}
-OBJECT_SCHEMA: Schema = {"type": ["object", "null"]}
-COUNT_SCHEMA: Schema = {"type": "integer", "minimum": 0}
-FINISH_SCHEMA: Schema = {"enum": ["stop", "length", "tool_calls"]}
-USAGE_SCHEMA = one_object(
-    {
-        "prompt_tokens": COUNT_SCHEMA,
-        "completion_tokens": COUNT_SCHEMA,
-        "total_tokens": COUNT_SCHEMA,
-        "prompt_tokens_details": one_object({"cached_tokens": COUNT_SCHEMA}),
-        "completion_tokens_details": one_object({"reasoning_tokens": COUNT_SCHEMA}),
-    }
-)
-ENVELOPE_SCHEMA: Mapping[str, Schema] = {
-    "id": {"type": "string", "minLength": 1},
-    "created": {"type": "integer"},
-    "model": TEXT_SCHEMA,
-}

@@ -45,7 +45,7 @@ class UnsupportedBlocks:
     """
 
     images: BlockPolicy | None = None
-    """Images. The placeholder names media type, width and height, or the URL."""
+    """Images. The placeholder names the media type or the URL."""
     files: BlockPolicy | None = None
     """Files, documents and audio. The placeholder names media type and file name."""
     tool_references: BlockPolicy = constant(BlockPolicy.PLACEHOLDER)
@@ -222,33 +222,29 @@ def _decode(media: Any, data: Any) -> str | None:
 
 
 def _describe_image(block: Mapping[str, Any], where: str) -> str:
-    """Return the placeholder of an image: media type and size, or the URL.
+    """Return the placeholder of an image: media type or URL.
 
     Raises:
         InvalidRequest: the block has neither data, URL nor file, or one of the wrong type.
     """
-    media = data = url = None
     if block["type"] == "image":
         source = _read_source(block.get("source"), f"{where}.source")
-        media, data, url = source.get("media_type"), source.get("data"), source.get("url")
+        media, url = source.get("media_type"), source.get("url")
     elif block.get("image_url") is not None or block.get("file_id") is None:
         # Chat completions have the URL in an object, Responses as text; clients of either send both forms.
-        url, field = block.get("image_url"), f"{where}.image_url"
+        media, url, field = None, block.get("image_url"), f"{where}.image_url"
         if isinstance(url, dict):
             url, field = url.get("url"), f"{field}.url"
         if not isinstance(url, str) or not url:
             raise wrong(field, "the URL of an image", url)
-    elif not isinstance(block["file_id"], str):
+    elif isinstance(block["file_id"], str):
+        media = url = None
+    else:
         raise wrong(f"{where}.file_id", "the id of a file", block["file_id"])
     if url is not None and url.startswith("data:"):
         # A data URL carries the type and the data.
-        head, _, data = url.partition(",")
-        media, url = head.removeprefix("data:").partition(";")[0], None
-    said = [_shorten(media) if media else "image"]
-    if data and (size := _png_size(data)):
-        said.append(f"{size[0]}x{size[1]} pixels")
-    if url is not None:
-        said.append(_shorten(url))
+        media, url = url.removeprefix("data:").partition(",")[0].partition(";")[0], None
+    said = [_shorten(text) for text in (media or "image", url) if text]
     return f"[{', '.join(said)}: an image, which this model cannot see]"
 
 
@@ -267,14 +263,3 @@ def _read_source(source: Any, where: str) -> Mapping[str, str]:
 
 def _shorten(text: str) -> str:
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
-
-
-def _png_size(data: str) -> tuple[int, int] | None:
-    """Return width and height from the header of a PNG, which its first 24 bytes hold."""
-    try:
-        head = b64decode(data[:32])
-    except ValueError:
-        return None
-    if not head.startswith(b"\x89PNG") or len(head) < 24:  # noqa: PLR2004 - the length of the header
-        return None
-    return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")

@@ -11,6 +11,7 @@ whether it can be answered without them.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -20,8 +21,16 @@ from attrs import field, frozen
 
 from areal_actors.domain import Tool, ToolCall
 from areal_actors.errors import UnsupportedParameter
-from areal_actors.lib.exact_json import dump_json, load_json
-from areal_actors.proxy.dialects.fields import Schema, one_object, shown, without_nulls, wrong
+from areal_actors.lib.exact_json import dump_json, load_json, replace_surrogates
+from areal_actors.proxy.dialects.fields import (
+    JsonObject,
+    Schema,
+    optional_text,
+    required_text,
+    shown,
+    without_nulls,
+    wrong,
+)
 
 _TEXT: Schema = {"type": "string"}
 _COUNT: Schema = {"type": "integer"}
@@ -29,8 +38,12 @@ _COUNTS: Schema = {"type": "array", "items": _COUNT}
 _TEXTS: Schema = {"type": "array", "items": _TEXT}
 
 
-def _function(properties: Mapping[str, Schema], *optional: str) -> Schema:
-    return one_object(properties, *optional, additionalProperties=False)
+def _text(description: str) -> Schema:
+    return {"type": "string", "description": description}
+
+
+def _function(properties: Mapping[str, Schema], *required: str) -> Schema:
+    return {"type": "object", "properties": properties, "required": [*required], "additionalProperties": False}
 
 
 def _words(*words: str) -> Schema:
@@ -54,24 +67,22 @@ class TypedTool:
     parameters: Schema
     item: str = ""
     key: str = ""
-    defaults: Mapping[str, Any] = field(factory=dict)
-    constants: Mapping[str, Any] = field(factory=dict)
+    defaults: JsonObject = field(factory=dict)
+    constants: JsonObject = field(factory=dict)
 
-    def create_function(self, raw: Mapping[str, Any], where: str) -> Tool:
+    def create_function(self, raw: JsonObject, where: str) -> Tool:
         """Return the function for the model. The client may choose its name and say the size of its screen.
 
         Raises:
             InvalidRequest: the name is no text.
         """
-        name, description = raw.get("name"), self.description
-        if not isinstance(name, str | None):
-            raise wrong(f"{where}.name", "a string", name)
+        name, description = optional_text(raw, "name", where), self.description
         size = [raw.get(f"display_{side}_px", raw.get(f"display_{side}")) for side in ("width", "height")]
         if None not in size:
             description += f" The screen has {shown(size[0])} by {shown(size[1])} pixels."
         return Tool(name=name or self.name, description=description, parameters=self.parameters)
 
-    def format_call(self, arguments: str) -> Mapping[str, Any] | None:
+    def format_call(self, arguments: str) -> JsonObject | None:
         """Return the fields of a call, or ``None`` for arguments that do not fit the tool."""
         try:
             value = load_json(arguments.encode())
@@ -82,7 +93,7 @@ class TypedTool:
         value = {**self.defaults, **value}
         return {**self.constants, **({self.key: value} if self.key else value)}
 
-    def read_call(self, raw: Mapping[str, Any], call_id: str, where: str) -> ToolCall:
+    def read_call(self, raw: JsonObject, call_id: str, where: str) -> ToolCall:
         """Return the call that an item of this type holds. Raises ``InvalidRequest``."""
         value = raw.get(self.key) if self.key else {name: raw.get(name) for name in self.parameters["properties"]}
         if not isinstance(value, dict):
@@ -130,69 +141,64 @@ def _fits(value: Any, schema: Schema) -> bool:
             return isinstance(value, int) and not isinstance(value, bool)
 
 
-_EDITED = "for str_replace: the text to replace, which must occur exactly once"
-_VIEWED = {"type": "array", "items": _COUNT, "description": "for view: the first and the last line; -1 is the end"}
+_EDITS: Mapping[str, Schema] = {
+    "path": _text("the path of the file or the directory"),
+    "file_text": _text("for create: the content of the file"),
+    "old_str": _text("for str_replace: the text to replace, which must occur exactly once"),
+    "new_str": _text("for str_replace: the text in its place"),
+    "insert_line": {**_COUNT, "description": "for insert: the line after which to insert; 0 is the start"},
+    "insert_text": _text("for insert: the text to insert"),
+    "view_range": {**_COUNTS, "description": "for view: the first and the last line; -1 is the end"},
+}
+_COMMANDS = ("view", "create", "str_replace", "insert")
 
 
-def _create_editor(*commands: str, inserted: str = "insert_text") -> TypedTool:
-    """Return a text editor with further ``commands``; the text to insert is the argument ``inserted``."""
-    edited: dict[str, Schema] = {
-        "file_text": {**_TEXT, "description": "for create: the content of the file"},
-        "old_str": {**_TEXT, "description": _EDITED},
-        "new_str": {**_TEXT, "description": "for str_replace: the text in its place"},
-        "insert_line": {**_COUNT, "description": "for insert: the line after which to insert; 0 is the start"},
-        "view_range": _VIEWED,
-    }
-    name = "str_replace_editor" if "undo_edit" in commands else "str_replace_based_edit_tool"
-    of_insert = "for str_replace: the text in its place; for insert: the text to insert"
-    edited[inserted] = {**_TEXT, "description": of_insert if inserted in edited else "for insert: the text to insert"}
-    properties = {
-        "command": _words("view", "create", "str_replace", "insert", *commands),
-        "path": {**_TEXT, "description": "the path of the file or the directory"},
-        **edited,
-    }
-    return TypedTool(name=name, description="View, create and edit files.", parameters=_function(properties, *edited))
+def _create_editor(name: str, *commands: str) -> TypedTool:
+    """Return an editor of an earlier date, which inserts ``new_str`` and has further ``commands``."""
+    edits = {**_EDITS, "new_str": _text("for str_replace: the text in its place; for insert: the text to insert")}
+    del edits["insert_text"]
+    properties = {"command": _words(*_COMMANDS, *commands), **edits}
+    return TypedTool(name=name, description=_EDITOR, parameters=_function(properties, "command", "path"))
 
 
+_EDITOR = "View, create and edit files."
+_USE = "Use the mouse and the keyboard of a computer, and take screenshots."
+_EDITOR_WITH_UNDO = _create_editor("str_replace_editor", "undo_edit")
 ANTHROPIC_TOOLS: Mapping[str, TypedTool] = {
     "bash": TypedTool(
         name="bash",
         description="Run commands in a bash shell that keeps its state between calls.",
         parameters=_function(
             {
-                "command": {**_TEXT, "description": "the command to run; required unless the shell is restarted"},
+                "command": _text("the command to run; required unless the shell is restarted"),
                 "restart": {"type": "boolean", "description": "true restarts the shell"},
-            },
-            "command",
-            "restart",
+            }
         ),
     ),
-    "text_editor": _create_editor(),
-    **dict.fromkeys(("text_editor_20241022", "text_editor_20250124"), _create_editor("undo_edit", inserted="new_str")),
-    **dict.fromkeys(("text_editor_20250429",), _create_editor(inserted="new_str")),
+    "text_editor": TypedTool(
+        name="str_replace_based_edit_tool",
+        description=_EDITOR,
+        parameters=_function({"command": _words(*_COMMANDS), **_EDITS}, "command", "path"),
+    ),
+    "text_editor_20241022": _EDITOR_WITH_UNDO,
+    "text_editor_20250124": _EDITOR_WITH_UNDO,
+    "text_editor_20250429": _create_editor("str_replace_based_edit_tool"),
     "memory": TypedTool(
         name="memory",
         description="Read and write files below /memories, which last longer than the conversation.",
         parameters=_function(
             {
-                "command": _words("view", "create", "str_replace", "insert", "delete", "rename"),
-                "path": {**_TEXT, "description": "the path of the file or the directory; rename has two others"},
-                "file_text": {**_TEXT, "description": "for create: the content of the file"},
-                "old_str": {**_TEXT, "description": _EDITED},
-                "new_str": {**_TEXT, "description": "for str_replace: the text in its place"},
-                "insert_line": {**_COUNT, "description": "for insert: the line after which to insert; 0 is the start"},
-                "insert_text": {**_TEXT, "description": "for insert: the text to insert"},
-                "view_range": _VIEWED,
-                "old_path": {**_TEXT, "description": "for rename: the present path"},
-                "new_path": {**_TEXT, "description": "for rename: the new path"},
+                "command": _words(*_COMMANDS, "delete", "rename"),
+                **_EDITS,
+                "old_path": _text("for rename: the present path"),
+                "new_path": _text("for rename: the new path"),
             },
-            *("path", "file_text", "old_str", "new_str", "insert_line", "insert_text", "view_range"),
-            *("old_path", "new_path"),
+            "command",
         ),
     ),
     "computer": TypedTool(
         name="computer",
-        description="Use the mouse and the keyboard of a computer, and take screenshots.",
+        description=_USE,
         parameters=_function(
             {
                 "action": _words(
@@ -202,36 +208,33 @@ ANTHROPIC_TOOLS: Mapping[str, TypedTool] = {
                 ),
                 "coordinate": {**_COUNTS, "description": "x and y in pixels from the top left corner"},
                 "start_coordinate": {**_COUNTS, "description": "for left_click_drag: where it begins"},
-                "text": {**_TEXT, "description": "the text to type, or the keys to press"},
+                "text": _text("the text to type, or the keys to press"),
                 "scroll_direction": _words("up", "down", "left", "right"),
                 "scroll_amount": _COUNT,
                 "duration": {**_COUNT, "description": "for wait and hold_key: seconds"},
                 "region": {**_COUNTS, "description": "for zoom: the corners x0, y0, x1, y1"},
             },
-            *("coordinate", "start_coordinate", "text", "scroll_direction", "scroll_amount", "duration", "region"),
+            "action",
         ),
     ),
 }
 """By type, or by the type without its date: ``bash_20250124`` is ``bash``."""
 
-_MOVED = {"type": "array", "items": _function({"x": _COUNT, "y": _COUNT})}
+_PLACES = {"type": "array", "items": _function({"x": _COUNT, "y": _COUNT}, "x", "y")}
 _ACTION = _function(
     {
-        "type": _words(
-            *("click", "double_click", "drag", "keypress", "move", "screenshot", "scroll", "type", "wait"),
-        ),
+        "type": _words("click", "double_click", "drag", "keypress", "move", "screenshot", "scroll", "type", "wait"),
         "x": _COUNT,
         "y": _COUNT,
         "button": _words("left", "right", "wheel", "back", "forward"),
         "keys": _TEXTS,
-        "path": {**_MOVED, "description": "for drag: the places in their order"},
+        "path": {**_PLACES, "description": "for drag: the places in their order"},
         "scroll_x": _COUNT,
         "scroll_y": _COUNT,
-        "text": {**_TEXT, "description": "for type: the text to type"},
+        "text": _text("for type: the text to type"),
     },
-    *("x", "y", "button", "keys", "path", "scroll_x", "scroll_y", "text"),
+    "type",
 )
-_USE = "Use the mouse and the keyboard of a computer, and take screenshots."
 _UNCHECKED = {"pending_safety_checks": ()}
 OPENAI_TOOLS: Mapping[str, TypedTool] = {
     "local_shell": TypedTool(
@@ -242,10 +245,10 @@ OPENAI_TOOLS: Mapping[str, TypedTool] = {
                 "command": {**_TEXTS, "description": "the program and its arguments"},
                 "env": {"type": "object", "additionalProperties": _TEXT, "description": "environment variables"},
                 "timeout_ms": _COUNT,
-                "user": {**_TEXT, "description": "the user who runs it"},
+                "user": _text("the user who runs it"),
                 "working_directory": _TEXT,
             },
-            *("env", "timeout_ms", "user", "working_directory"),
+            "command",
         ),
         item="local_shell_call",
         key="action",
@@ -260,7 +263,7 @@ OPENAI_TOOLS: Mapping[str, TypedTool] = {
                 "timeout_ms": _COUNT,
                 "max_output_length": {**_COUNT, "description": "characters of the output to return"},
             },
-            *("timeout_ms", "max_output_length"),
+            "commands",
         ),
         item="shell_call",
         key="action",
@@ -272,13 +275,12 @@ OPENAI_TOOLS: Mapping[str, TypedTool] = {
             {
                 "type": _words("create_file", "update_file", "delete_file"),
                 "path": _TEXT,
-                "diff": {
-                    **_TEXT,
-                    "description": "the change in the V4A format: lines that begin with '+', '-' or a blank, after "
-                    "'@@' and a line that tells the place; a new file has lines with '+' only",
-                },
+                "diff": _text(
+                    "the change in the V4A format: lines that begin with '+', '-' or a blank, after '@@' and a line "
+                    "that tells the place; a new file has lines with '+' only"
+                ),
             },
-            "diff",
+            *("type", "path"),
         ),
         item="apply_patch_call",
         key="operation",
@@ -286,7 +288,7 @@ OPENAI_TOOLS: Mapping[str, TypedTool] = {
     "computer": TypedTool(
         name="computer",
         description=_USE,
-        parameters=_function({"actions": {"type": "array", "items": _ACTION}}),
+        parameters=_function({"actions": {"type": "array", "items": _ACTION}}, "actions"),
         item="computer_call",
         constants=_UNCHECKED,
     ),
@@ -310,7 +312,7 @@ _SERVER_TOOLS = re.compile(
 )
 
 
-def find_typed_tool(tools: Mapping[str, TypedTool], raw: Mapping[str, Any]) -> TypedTool | None:
+def find_typed_tool(tools: Mapping[str, TypedTool], raw: JsonObject) -> TypedTool | None:
     """Return the row of a tool that the client runs, or ``None`` if its type has none."""
     kind = raw.get("type")
     if not isinstance(kind, str) or _is_hosted(raw):
@@ -319,7 +321,7 @@ def find_typed_tool(tools: Mapping[str, TypedTool], raw: Mapping[str, Any]) -> T
     return tools.get(kind) or (None if dated is None else tools.get(dated[1]))
 
 
-def _is_hosted(raw: Mapping[str, Any]) -> bool:
+def _is_hosted(raw: JsonObject) -> bool:
     # A shell runs in a container of OpenAI's unless its environment is the client's.
     environment = raw.get("environment")
     return raw.get("type") == "shell" and isinstance(environment, dict) and environment.get("type") != "local"
@@ -330,7 +332,7 @@ def _is_server_tool(raw: Any) -> bool:
     return isinstance(kind, str) and (_SERVER_TOOLS.fullmatch(kind) is not None or _is_hosted(raw))
 
 
-def with_additional_tools(body: Mapping[str, Any]) -> Mapping[str, Any]:
+def with_additional_tools(body: JsonObject) -> JsonObject:
     """Return ``body`` with the tools that items of its input offer among its ``tools``.
 
     Codex offers all tools so under the newest names of OpenAI's models. Of two tools of one name, the later one counts.
@@ -354,7 +356,7 @@ def is_offer(raw: Any) -> bool:
     return isinstance(raw, dict) and raw.get("type") == "additional_tools" and isinstance(raw.get("tools"), list)
 
 
-def without_server_tools(body: Mapping[str, Any], *, drop: bool | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def without_server_tools(body: JsonObject, *, drop: bool | None) -> tuple[JsonObject, tuple[str, ...]]:
     """Return ``body`` without the tools that the vendor's servers would run, and the types of those left out.
 
     By default they are left out if tools that the client runs remain: agents offer all that a vendor has, and the model
@@ -371,7 +373,7 @@ def without_server_tools(body: Mapping[str, Any], *, drop: bool | None) -> tuple
     return {**body, "tools": kept}, tuple(dict.fromkeys(left_out))
 
 
-def refuse_tool(raw: Mapping[str, Any], where: str, known: str) -> UnsupportedParameter:
+def refuse_tool(raw: JsonObject, where: str, known: str) -> UnsupportedParameter:
     """Return the error for a tool that cannot be offered; ``known`` says which ones can."""
     kind = shown(raw.get("type"))
     if _is_server_tool(raw):
@@ -384,25 +386,21 @@ def refuse_tool(raw: Mapping[str, Any], where: str, known: str) -> UnsupportedPa
 
 # ---------------------------------------------------------------------------------------------------- freeform tools
 
-_INPUT = _function({"input": {**_TEXT, "description": "the whole input of the tool, as plain text"}})
+_INPUT = _function({"input": _text("the whole input of the tool, as plain text")}, "input")
 _SYNTAXES = {"lark": "Lark grammar", "regex": "regular expression"}
 
 
-def parse_custom_tool(raw: Mapping[str, Any], where: str) -> Tool:
+def parse_custom_tool(raw: JsonObject, where: str) -> Tool:
     """Return a freeform tool as a function with one text. Its format is described to the model, and not enforced.
 
     Raises:
         InvalidRequest: an invalid value; the error names it.
     """
-    name, said, form = raw.get("name"), raw.get("description"), raw.get("format") or {"type": "text"}
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
-    if not isinstance(said, str | None):
-        raise wrong(f"{where}.description", "a string", said)
+    name, description = required_text(raw, "name", where), optional_text(raw, "description", where) or ""
+    form = raw.get("format") or {"type": "text"}
     kind = form.get("type") if isinstance(form, dict) else None
     if kind not in ("text", "grammar"):
         raise wrong(f"{where}.format", "of type text or grammar", form)
-    description = said or ""
     if kind == "grammar":
         # Chat completions have an object for it.
         grammar: Any = form.get("grammar", form)
@@ -419,117 +417,26 @@ def format_freeform(text: str) -> str:
     return dump_json({"input": text}).decode()
 
 
+# The input ends at a quote that nothing follows but the end of the object.
+_FREEFORM = re.compile(r'\s*\{\s*"input"\s*:\s*"((?:\\.|[^\\])*?(?:\\\Z)?)(?:"\s*(?:\}\s*)?)?', re.DOTALL)
+_ESCAPE = re.compile(r"\\u[dD][89abAB]\w\w\\u[dD]\w{3}|\\u\w{4}|\\.", re.DOTALL)
+
+
 def read_freeform(arguments: str) -> str | None:
-    """Return the input of a call of a freeform tool, or ``None`` for arguments of another form."""
-    reader = FreeformInput()
-    text = reader.feed(arguments) + reader.finish()
-    return text if reader.is_freeform else None
-
-
-_GRAMMAR: Schema = one_object({"syntax": {"enum": [*_SYNTAXES]}, "definition": _TEXT})
-CUSTOM_TOOL: Schema = one_object(
-    {
-        "name": {"type": "string", "minLength": 1},
-        "description": {"type": ["string", "null"]},
-        "format": {
-            "anyOf": [
-                {"type": "null"},
-                one_object({"type": {"const": "text"}}),
-                {**_GRAMMAR, "properties": {**_GRAMMAR["properties"], "type": {"const": "grammar"}}}
-                | {"required": ["type", "syntax", "definition"], "not": {"required": ["grammar"]}},
-                one_object({"type": {"const": "grammar"}, "grammar": _GRAMMAR}),
-            ]
-        },
-    },
-    "description",
-    "format",
-)
-"""The schema of a freeform tool."""
-_HEAD = re.compile(r'\s*\{\s*"input"\s*:\s*"')
-_OPENING = '{"input":"'
-_END = re.compile(r'"\s*(\}\s*)?')
-_TOKEN = re.compile(
-    r'[^"\\]+|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|\\u[0-9a-fA-F]{4}|\\[^u]', re.DOTALL
-)
-_MAX_ESCAPE = 12
-_ESCAPES = {"\\": "\\", "/": "/", '"': '"', "b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
-
-
-class FreeformInput:
-    """Reads the text of ``input`` from a JSON object that arrives in pieces.
+    """Return the input of a call of a freeform tool, or ``None`` for arguments of another form.
 
     Nothing that the model wrote is lost: a quote that is not the last one belongs to the text, and so does an escape
     that JSON does not know. The text of arguments that break off ends there.
     """
-
-    def __init__(self) -> None:
-        self.is_freeform: bool | None = None
-        """Whether the arguments have this form; ``None`` until that is known."""
-        self._rest = ""
-
-    def feed(self, piece: str) -> str:
-        """Return the text that is certain after this piece."""
-        self._rest += piece
-        if self.is_freeform is None:
-            head = _HEAD.match(self._rest)
-            if head is not None:
-                self.is_freeform, self._rest = True, self._rest[head.end() :]
-            elif not _OPENING.startswith("".join(self._rest.split())):
-                self.is_freeform = False
-        return self._read(is_whole=False) if self.is_freeform else ""
-
-    def finish(self) -> str:
-        """Return the rest of the text, when nothing more arrives."""
-        self.is_freeform = bool(self.is_freeform)
-        return self._read(is_whole=True) if self.is_freeform else ""
-
-    def _read(self, *, is_whole: bool) -> str:
-        texts: list[str] = []
-        place, rest = 0, self._rest
-        while place < len(rest):
-            token = _TOKEN.match(rest, place)
-            if token is None and rest[place] == '"':
-                # The end, if nothing follows it that an end cannot have.
-                end = _END.match(rest, place)
-                if end is not None and end.end() == len(rest):
-                    place = len(rest) if is_whole else place
-                    break
-                texts.append('"')
-                place += 1
-                continue
-            # A piece may end within an escape, or between the halves of a pair.
-            is_escape = token is None or (token[0].startswith("\\u") and len(token[0]) < _MAX_ESCAPE)
-            if is_escape and not is_whole and len(rest) - place < _MAX_ESCAPE and _may_continue(rest[place:]):
-                break
-            if token is None:
-                texts.append(rest[place])
-                place += 1
-                continue
-            texts.append(_unescape(token[0]))
-            place = token.end()
-        self._rest = rest[place:]
-        return "".join(texts)
+    found = _FREEFORM.fullmatch(arguments)
+    return None if found is None else _ESCAPE.sub(_unescape, found[1])
 
 
-_PARTIAL = re.compile(r"\\(u[0-9a-fA-F]{0,3})?|\\u[dD][89abAB][0-9a-fA-F]{2}(\\(u([dD]([c-fC-F][0-9a-fA-F]?)?)?)?)?")
-
-
-def _may_continue(text: str) -> bool:
-    """Return whether ``text`` is the beginning of a longer escape."""
-    return _PARTIAL.fullmatch(text) is not None
-
-
-def _unescape(token: str) -> str:
-    if not token.startswith("\\"):
-        return token
-    if len(token) == 2:  # noqa: PLR2004 - a backslash and a letter
-        return _ESCAPES.get(token[1], token)
-    if len(token) == _MAX_ESCAPE:
-        high, low = (int(half, base=16) for half in token.split("\\u")[1:])
-        return chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
-    code = int(token.removeprefix("\\u"), base=16)
-    # Half of a pair is no character, and UTF-8 cannot encode it.
-    return "\ufffd" if 0xD800 <= code <= 0xDFFF else chr(code)  # noqa: PLR2004 - the surrogates
+def _unescape(escape: re.Match[str]) -> str:
+    try:
+        return replace_surrogates(json.loads(f'"{escape[0]}"'))
+    except ValueError:
+        return escape[0]
 
 
 # ------------------------------------------------------------------------------------------------------ what is offered

@@ -3,56 +3,35 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Chunk,
     Completion,
-    CompletionRequest,
     SampledTokens,
     StreamItem,
     TextDelta,
 )
 from areal_actors.errors import UnsupportedParameter
-from areal_actors.proxy.dialects.base import (
-    ENVELOPE_SCHEMA,
-    FINISH_SCHEMA,
-    OBJECT_SCHEMA,
-    TEXT_SCHEMA,
-    USAGE_SCHEMA,
-    BaseDialect,
-    TokenBytes,
-    format_logprobs,
-)
-from areal_actors.proxy.dialects.chat.answer import CHOICE_SCHEMA, OpenAIStream, format_finish, format_usage
-from areal_actors.proxy.dialects.chat.request import ParsedChat
+from areal_actors.proxy.dialects.base import Dialect, Parsed, TokenBytes, format_logprobs
+from areal_actors.proxy.dialects.chat.answer import OpenAIStream, format_choices, format_finish
 from areal_actors.proxy.dialects.fields import (
+    ALL_ROUTES,
     FLAG,
     MAX_TOKENS,
-    METADATA,
-    MODEL,
-    NUM_CHOICES,
-    REQUEST_INFORMATION,
-    SAMPLING,
-    SESSION_ID,
-    STOP,
-    STORE,
-    STREAM,
-    STREAM_OPTIONS,
+    OPENAI,
+    OPENAI_CHUNKS,
     FieldTable,
+    JsonObject,
     Kind,
-    Schema,
-    create_sampling,
     honoured,
     integer,
     is_token_id,
-    list_of,
-    one_object,
     read,
     refused,
     wrong,
@@ -61,7 +40,6 @@ from areal_actors.proxy.sse import format_event
 
 ID_PREFIX = "cmpl-"
 _DEFAULT_MAX_TOKENS = 16
-_ONE_BY_ONE = "tokens are sampled one by one"
 _NO_GRAMMAR = "the form of chat completions can be held, that of raw text not"
 
 
@@ -92,7 +70,11 @@ COMPLETIONS_FIELDS = FieldTable(
                 {
                     "anyOf": [
                         {"type": "string", "minLength": 1},
-                        list_of({"type": "integer", "minimum": 0, "maximum": MAX_TOKENS}, minItems=1),
+                        {
+                            "type": "array",
+                            "items": {"type": "integer", "minimum": 0, "maximum": MAX_TOKENS},
+                            "minItems": 1,
+                        },
                     ]
                 },
                 _read_prompt,
@@ -101,41 +83,24 @@ COMPLETIONS_FIELDS = FieldTable(
             "a string, or token ids; several prompts are refused: send a request for each",
             is_required=True,
         ),
-        MODEL,
+        *ALL_ROUTES,
+        *OPENAI,
+        *OPENAI_CHUNKS,
         honoured(
             "max_tokens",
             integer(1, MAX_TOKENS),
             "16 without it, as OpenAI has it; bounded by the context length",
             default=_DEFAULT_MAX_TOKENS,
         ),
-        NUM_CHOICES,
-        *SAMPLING,
-        STOP,
         honoured(
             "logprobs",
             integer(0, 5),
             "0 to 5 alternatives for each token that was sampled, end token included; "
             "in a stream, for the tokens of each chunk",
         ),
-        STREAM,
-        STREAM_OPTIONS,
-        STORE,
-        METADATA,
-        SESSION_ID,
-        *REQUEST_INFORMATION,
-        refused("echo", "the prompt is not repeated", False),
         refused("suffix", "text is continued, not filled in", ""),
-        refused("best_of", "use n, and choose", 1),
-        refused("use_beam_search", _ONE_BY_ONE, False),
-        refused("length_penalty", "belongs to beam search", 1, 1.0),
-        refused("ignore_eos", "the model decides when its text ends", False),
-        refused("min_tokens", "the model decides when its text ends", 0),
         refused("add_special_tokens", "texts begin as the tokenizer begins them; send ids for anything else", True),
-        refused("skip_special_tokens", "what is special never reaches the text", True),
-        refused("include_stop_str_in_output", "the text ends before the stop string", False),
         refused("truncate_prompt_tokens", "the prompt is read as it is sent"),
-        refused("prompt_logprobs", "only sampled tokens are captured", 0),
-        refused("return_token_ids", "export the session to read its tokens", False),
         refused("response_format", _NO_GRAMMAR),
         refused("structured_outputs", _NO_GRAMMAR),
         refused("guided_json", _NO_GRAMMAR),
@@ -146,89 +111,52 @@ COMPLETIONS_FIELDS = FieldTable(
 )
 
 
-def parse_completions_request(
-    body: Mapping[str, Any], *, tag: str | None = None, inert: Collection[str] = ()
-) -> ParsedChat:
-    """Parse the body of a request; ``tag`` and ``inert`` are those of ``parse_chat_request``.
-
-    Raises:
-        UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: an invalid value; ``param`` names the field.
-    """
-    values = COMPLETIONS_FIELDS.read(body, inert=inert)
-    prompt, num_tops, metadata = values["prompt"], values["logprobs"], values["metadata"]
-    request = CompletionRequest(
-        messages=(),
-        prompt=prompt if isinstance(prompt, str) else None,
-        prompt_ids=() if isinstance(prompt, str) else prompt,
-        sampling=create_sampling(
-            values, max_new_tokens=values["max_tokens"], stop=values["stop"], top_logprobs=num_tops or 0
-        ),
-        num_choices=values["n"],
-        seed=values["seed"],
-        store=values["store"],
-        metadata=metadata,
-        tag=tag or metadata.get("agent"),
-        id_prefix=ID_PREFIX,
-        streams_tokens=num_tops is not None and values["stream"],
-    )
-    return ParsedChat(
-        request=request,
-        model=values["model"],
-        is_stream=values["stream"],
-        include_usage=read(values["stream_options"], "include_usage", FLAG, default=False),
-        has_logprobs=num_tops is not None,
-    )
-
-
-# ------------------------------------------------------------------------------------------------------- answers
-
-
 @frozen(kw_only=True)
-class CompletionsDialect(BaseDialect):
+class CompletionsDialect(Dialect):
     """The dialect of plain completions."""
 
-    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
-        """Parse a request body; see ``parse_completions_request``."""
-        return parse_completions_request(body, tag=tag, inert=self.inert)
+    operation: ClassVar[str] = "completions"
+    summary: ClassVar[str] = "OpenAI's plain completions"
+    fields: ClassVar[FieldTable] = COMPLETIONS_FIELDS
 
-    def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Format the finished answers; see ``format_completions``."""
-        return format_completions(
-            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """Parse a request body."""
+        values = COMPLETIONS_FIELDS.read(body, inert=self.inert)
+        prompt, num_tops = values["prompt"], values["logprobs"]
+        request = self.create_request(
+            values,
+            tag=tag,
+            max_new_tokens=values["max_tokens"],
+            has_logprobs=num_tops is not None,
+            top_logprobs=num_tops or 0,
+        )
+        return Parsed(
+            request=evolve(
+                request,
+                prompt=prompt if isinstance(prompt, str) else None,
+                prompt_ids=() if isinstance(prompt, str) else prompt,
+                num_choices=values["n"],
+                id_prefix=ID_PREFIX,
+            ),
+            model=values["model"],
+            is_stream=values["stream"],
+            include_usage=read(values["stream_options"], "include_usage", FLAG, default=False),
+            has_logprobs=num_tops is not None,
         )
 
-    def open_stream(self, parsed: ParsedChat) -> CompletionsStream:
+    def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a ``text_completion`` object; see ``format_choices``."""
+        contents = []
+        for answer in answers:
+            logprobs = None
+            if parsed.has_logprobs:
+                logprobs = _format_logprobs(answer.completion, self.token_bytes, _Offsets())
+            contents.append({"text": answer.message.content or "", "logprobs": logprobs})
+        return format_choices(self, parsed, answers, "text_completion", contents)
+
+    def open_stream(self, parsed: Parsed) -> CompletionsStream:
         """Return the formatter of one streamed answer."""
-        return CompletionsStream(
-            parsed, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
-        )
-
-
-def format_completions(
-    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, token_bytes: TokenBytes | None = None
-) -> dict[str, Any]:
-    """Return a ``text_completion`` object, whose id is that of the first choice's interaction.
-
-    If there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
-
-    Raises:
-        Unavailable: the engine aborted a choice.
-    """
-    choices = []
-    for index, answer in enumerate(answers):
-        logprobs = _format_logprobs(answer.completion, token_bytes, _Offsets()) if parsed.has_logprobs else None
-        text, finish = answer.message.content or "", format_finish(answer)
-        choice = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
-        choices.append(choice | {"interaction_id": answer.interaction} if len(answers) > 1 else choice)
-    return {
-        "id": answers[0].interaction,
-        "object": "text_completion",
-        "created": created,
-        "model": model,
-        "choices": choices,
-        "usage": format_usage(answers, token_bytes),
-    }
+        return CompletionsStream(self, parsed)
 
 
 class CompletionsStream(OpenAIStream):
@@ -239,8 +167,8 @@ class CompletionsStream(OpenAIStream):
 
     kind = "text_completion"
 
-    def __init__(self, parsed: ParsedChat, *, created: int, model: str, token_bytes: TokenBytes | None = None) -> None:
-        super().__init__(parsed, created=created, model=model, token_bytes=token_bytes)
+    def __init__(self, dialect: Dialect, parsed: Parsed) -> None:
+        super().__init__(dialect, parsed)
         self._unsent: dict[str, Any] | None = None
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the field."""
         self._offsets = _Offsets()
@@ -323,23 +251,3 @@ def _name(entry: Mapping[str, Any]) -> str:
         return text
     # As OpenAI's endpoint writes them. Their texts would be equal, and each has an entry of its own.
     return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
-
-
-ANSWERS: Mapping[str, Schema] = {
-    "TextCompletion": one_object(
-        {
-            **ENVELOPE_SCHEMA,
-            "object": {"const": "text_completion"},
-            "choices": list_of(
-                one_object(
-                    {**CHOICE_SCHEMA, "text": TEXT_SCHEMA, "logprobs": OBJECT_SCHEMA, "finish_reason": FINISH_SCHEMA},
-                    "interaction_id",
-                ),
-                minItems=1,
-            ),
-            "usage": USAGE_SCHEMA,
-        },
-        additionalProperties=False,
-    )
-}
-"""Schemas of answers, by the names that the OpenAPI document gives them."""

@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, Generic, TypeVar, overload
 
 import orjson
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from areal_actors.domain import Sampling
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
@@ -32,7 +32,9 @@ from areal_actors.lib.shown_values import show_value
 
 T = TypeVar("T")
 D = TypeVar("D")
-Schema = Mapping[str, Any]
+JsonObject = Mapping[str, Any]
+"""An object of a client's JSON; its values are checked where they are read."""
+Schema = JsonObject
 
 DEFAULT_MAX_TOKENS = 512
 MAX_TOKENS = 2**31 - 1
@@ -140,20 +142,14 @@ class FieldTable:
 
     operation: str
     fields: tuple[Field, ...]
-    _by_name: Mapping[str, Field] = field(init=False, repr=False, eq=False)
-    _kinds: Mapping[str, Kind[Any]] = field(init=False, repr=False, eq=False)
-    _defaults: Mapping[str, Any] = field(init=False, repr=False, eq=False)
-    _required: tuple[Field, ...] = field(init=False, repr=False, eq=False)
+    _by_name: Mapping[str, Field] = field(
+        init=False,
+        repr=False,
+        eq=False,
+        default=Factory(lambda self: {each.name: each for each in self.fields}, takes_self=True),
+    )
 
-    def __attrs_post_init__(self) -> None:
-        """Index the fields by name."""
-        honoured = {each.name: each for each in self.fields if each.kind is not None}
-        object.__setattr__(self, "_by_name", {each.name: each for each in self.fields})
-        object.__setattr__(self, "_kinds", {name: each.kind for name, each in honoured.items()})
-        object.__setattr__(self, "_defaults", {name: each.default for name, each in honoured.items()})
-        object.__setattr__(self, "_required", tuple(each for each in self.fields if each.is_required))
-
-    def read(self, body: Mapping[str, Any], *, inert: Collection[str] = ()) -> dict[str, Any]:
+    def read(self, body: JsonObject, *, inert: Collection[str] = ()) -> dict[str, Any]:
         """Return the value of every honoured field, or its default.
 
         ``null`` and empty lists and objects have no effect and are accepted under any name. ``inert`` are further names
@@ -163,17 +159,16 @@ class FieldTable:
             UnsupportedParameter: a field that cannot be honoured; the error names it and the reason.
             InvalidRequest: a value that does not fit; ``param`` names the field.
         """
-        values = dict(self._defaults)
+        values = {each.name: each.default for each in self.fields if each.kind is not None}
         for name, value in body.items():
             if value is None:
                 continue
-            kind = self._kinds.get(name)
-            if kind is not None:
-                values[name] = kind.read(value if kind.is_raw else without_nulls(value), name)
+            found = self._by_name.get(name)
+            if found is not None and found.kind is not None:
+                values[name] = found.kind.read(value if found.kind.is_raw else without_nulls(value), name)
                 continue
             if name in inert or without_nulls(value) in ([], {}):
                 continue
-            found = self._by_name.get(name)
             if found is None:
                 raise unknown(name, self._by_name, self.operation)
             # ``True`` equals 1 in Python, but ``"n": true`` is not ``"n": 1``.
@@ -182,8 +177,8 @@ class FieldTable:
             )
             if found.support is Support.REFUSED and not is_neutral:
                 raise UnsupportedParameter(f"{name} is not supported: {found.note}.", param=name)
-        for each in self._required:
-            if body.get(each.name) is None and each.kind is not None:
+        for each in self.fields:
+            if each.is_required and body.get(each.name) is None and each.kind is not None:
                 # Raises an error that names the type that is missing.
                 each.kind.read(None, each.name)
         return values
@@ -204,7 +199,7 @@ class FieldTable:
         return {
             "type": "object",
             "properties": {each.name: each.schema for each in self.fields},
-            "required": [each.name for each in self._required],
+            "required": [each.name for each in self.fields if each.is_required],
             "additionalProperties": {"anyOf": list(NO_EFFECT)},
         }
 
@@ -227,14 +222,14 @@ def without_nulls(value: Any) -> Any:
 
 
 @overload
-def read(body: Mapping[str, Any], name: str, kind: Kind[T]) -> T | None: ...
+def read(body: JsonObject, name: str, kind: Kind[T]) -> T | None: ...
 
 
 @overload
-def read(body: Mapping[str, Any], name: str, kind: Kind[T], default: D) -> T | D: ...
+def read(body: JsonObject, name: str, kind: Kind[T], default: D) -> T | D: ...
 
 
-def read(body: Mapping[str, Any], name: str, kind: Kind[T], default: D | None = None) -> T | D | None:
+def read(body: JsonObject, name: str, kind: Kind[T], default: D | None = None) -> T | D | None:
     """Return the value of one field of ``body``, or ``default`` if it is absent. Raises ``InvalidRequest``."""
     value = body.get(name)
     return default if value is None else kind.read(value, name)
@@ -322,50 +317,42 @@ def _read_logit_bias(value: Any, name: str) -> tuple[tuple[int, float], ...]:
     return tuple(sorted(pairs))
 
 
-def list_of(items: Schema, **more: Any) -> Schema:
-    """Return the schema of an array."""
-    return {"type": "array", "items": items, **more}
+def required_text(raw: JsonObject, name: str, where: str) -> str:
+    """Return a text that must be there. Raises ``InvalidRequest``."""
+    value = raw.get(name)
+    if not isinstance(value, str) or not value:
+        raise wrong(f"{where}.{name}", "a string that is not empty", value)
+    return value
 
 
-def one_object(properties: Mapping[str, Schema], *optional: str, **more: Any) -> Schema:
-    """Return the schema of an object with all of ``properties``, of which ``optional`` ones may be missing."""
-    required = [name for name in properties if name not in optional]
-    return {"type": "object", "properties": properties, "required": required, **more}
+def optional_text(raw: JsonObject, name: str, where: str) -> str | None:
+    """Return a text that may be missing; an empty one is as good as none. Raises ``InvalidRequest``."""
+    value = raw.get(name)
+    if value is not None and not isinstance(value, str):
+        raise wrong(f"{where}.{name}", "a string", value)
+    return value or None
 
 
-NAME: Schema = {"type": "string", "minLength": 1}
-MAYBE_TEXT: Schema = {"type": ["string", "null"]}
+def objects_of(value: object, where: str) -> list[tuple[dict[str, Any], str]]:
+    """Return the objects in a list, each with its place for error messages. Raises ``InvalidRequest``."""
+    found: list[tuple[dict[str, Any], str]] = []
+    for index, raw in enumerate(read_instance(list, "a list", value, where)):
+        at = f"{where}[{index}]"
+        found.append((read_instance(dict, "an object", raw, at), at))
+    return found
 
 
-def contents(parts: Mapping[str, str], *more: Schema) -> Schema:
-    """Return the schema of a text, or a list of ``parts``: their types, and the keys of their texts."""
-    described = [one_object({"type": {"const": kind}, key: {"type": "string"}}) for kind, key in parts.items()]
-    return {"anyOf": [{"type": "string"}, list_of({"anyOf": [*more, *described]})]}
+def turns_of(*roles: str) -> Schema:
+    """Return the schema of a conversation. It has what all messages have: their contents depend on their types."""
+    turn = {"type": "object", "properties": {"role": {"enum": list(roles)}}, "required": ["role"]}
+    return {"type": "array", "items": turn, "minItems": 1}
 
 
-def described_tool(key: str, *required: str) -> Schema:
-    """Return the schema of a function, whose parameters are under ``key``; ``required`` are needed besides its name."""
-    optional = [name for name in ("description", key, "strict") if name not in required]
-    return one_object(
-        {
-            "name": NAME,
-            "description": MAYBE_TEXT,
-            key: {"type": "object" if key in required else ["object", "null"]},
-            "strict": {"type": ["boolean", "null"]},
-        },
-        *optional,
-    )
-
-
-def typed(kind: str, properties: Mapping[str, Schema], *optional: str) -> Schema:
-    """Return the schema of an object of one type."""
-    return one_object({"type": {"const": kind}, **properties}, *optional)
-
-
+OBJECTS: Schema = {"type": ["array", "null"], "items": {"type": "object"}}
 FLAG = Kind({"type": ["boolean", "null"]}, partial(read_instance, bool, "true or false"))
 TEXT = Kind({"type": ["string", "null"], "minLength": 1}, _read_text)
 ANY_TEXT: Kind[Any] = Kind({"type": ["string", "null"]}, lambda value, _: value)
-OBJECT: Kind[Mapping[str, Any]] = Kind({"type": ["object", "null"]}, _read_object)
+OBJECT: Kind[JsonObject] = Kind({"type": ["object", "null"]}, _read_object)
 TEXTS = Kind({"type": ["object", "null"], "additionalProperties": {"type": ["string", "null"]}}, _read_texts)
 _STOPS: Schema = {"items": {"type": "string", "minLength": 1}, "maxItems": 16}
 _BIAS = number(-100, 100)
@@ -381,7 +368,12 @@ STOP = honoured(
     "up to 16 strings; the text ends before the first of them; not searched in the thinking",
     default=(),
 )
-STOP_SEQUENCES: Kind[tuple[str, ...]] = Kind({"type": ["array", "null"], **_STOPS}, _read_stop)
+STOP_SEQUENCES = honoured(
+    "stop_sequences",
+    Kind({"type": ["array", "null"], **_STOPS}, _read_stop),
+    "up to 16 strings; the text ends before the first of them, which stop_sequence names; not searched in the thinking",
+    default=(),
+)
 NUM_CHOICES = honoured("n", integer(1, 128), "1 to 128 answers, remembered as siblings", default=1)
 STREAM_OPTIONS = honoured(
     "stream_options",
@@ -392,7 +384,12 @@ STREAM_OPTIONS = honoured(
 METADATA = honoured(
     "metadata", TEXTS, "kept with the interaction; agent names the agent of a multi-agent episode", default={}
 )
-STORE = honoured("store", FLAG, "false: answered, and not trained", default=True)
+STORE = honoured(
+    "store",
+    FLAG,
+    "false: answered, and not trained; ignored where proxy.honour_store is false for the route",
+    default=True,
+)
 CHAT_TEMPLATE_KWARGS = honoured(
     "chat_template_kwargs",
     Kind(OBJECT.schema, _read_object, is_raw=True),
@@ -433,17 +430,9 @@ SAMPLING = (
     honoured("seed", integer(-(2**63), 2**63 - 1), "equal requests with equal seeds and weights sample equal tokens"),
 )
 """The fields that ``create_sampling`` uses, and the seed."""
-REQUEST_INFORMATION = (
-    inert("user", "sessions identify who asks"),
-    inert("service_tier", "there is one"),
-    inert("priority", "requests are served in order of arrival"),
-    inert("cache_salt", "prefixes are cached without it"),
-    inert("request_id", "answers have ids of their own"),
-)
-"""Fields of OpenAI's, vLLM's and SGLang's routes that cannot change an answer here."""
 
 
-def _read_effort(value: Any, name: str) -> Mapping[str, Any]:
+def _read_effort(value: Any, name: str) -> JsonObject:
     if not isinstance(value, str) or value not in _EFFORTS:
         raise wrong(name, f"one of {', '.join(_EFFORTS)}", value)
     return _EFFORTS[value]
@@ -451,7 +440,7 @@ def _read_effort(value: Any, name: str) -> Mapping[str, Any]:
 
 THINKING_SWITCH = "enable_thinking"
 """The option with which the chat templates of several model families turn thinking on and off."""
-_EFFORTS: Mapping[str, Mapping[str, Any]] = {
+_EFFORTS: Mapping[str, JsonObject] = {
     "none": {THINKING_SWITCH: False},
     # Templates that have levels (gpt-oss) know these three; vendors' further levels are the nearest of them.
     **{level: {"reasoning_effort": "low"} for level in ("minimal", "low")},
@@ -460,7 +449,7 @@ _EFFORTS: Mapping[str, Mapping[str, Any]] = {
 }
 EFFORT = Kind({"enum": [*_EFFORTS, None]}, _read_effort)
 """How much a model should think, as options of its chat template. A template without such an option ignores them."""
-_THINKING: Mapping[str, Mapping[str, Any]] = {
+_THINKING: Mapping[str, JsonObject] = {
     "enabled": {THINKING_SWITCH: True},
     "disabled": {THINKING_SWITCH: False},
     "adaptive": {},
@@ -468,21 +457,21 @@ _THINKING: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def _read_thinking(value: Any, name: str) -> Mapping[str, Any]:
+def _read_thinking(value: Any, name: str) -> JsonObject:
     kind = _read_object(value, name).get("type", "adaptive")
     if not isinstance(kind, str) or kind not in _THINKING:
         raise wrong(f"{name}.type", "enabled, disabled or adaptive", kind)
     return _THINKING[kind]
 
 
-def _read_reasoning(value: Any, name: str) -> Mapping[str, Any]:
+def _read_reasoning(value: Any, name: str) -> JsonObject:
     reasoning = _read_object(value, name)
     is_enabled = read(reasoning, "enabled", FLAG)
     effort = read(reasoning, "effort", EFFORT, {})
     return effort if is_enabled is None else {**effort, THINKING_SWITCH: is_enabled}
 
 
-def _read_switch(value: Any, name: str) -> Mapping[str, Any]:
+def _read_switch(value: Any, name: str) -> JsonObject:
     return {THINKING_SWITCH: FLAG.read(value, name)}
 
 
@@ -515,13 +504,13 @@ ENABLE_THINKING = honoured(
 """The fields by which vendors and servers ask for more or less thinking; each is read as options of a chat template."""
 
 
-def thinking_options(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def thinking_options(values: JsonObject) -> JsonObject:
     """Return the options of the chat template in all of these fields. The most particular field takes precedence."""
     fields = (REASONING_EFFORT, REASONING, THINKING, ENABLE_THINKING, CHAT_TEMPLATE_KWARGS)
     return {name: each for field in fields for name, each in (values.get(field.name) or {}).items()}
 
 
-GATEWAY = (
+_GATEWAY = (
     inert("provider", "no other provider is asked"),
     inert("models", "the session's policy answers"),
     inert("route", "the session's policy answers"),
@@ -530,9 +519,42 @@ GATEWAY = (
 """Fields with which clients of OpenRouter choose among providers."""
 
 
-def create_sampling(
-    values: Mapping[str, Any], *, max_new_tokens: int, stop: tuple[str, ...], top_logprobs: int = 0
-) -> Sampling:
+ALL_ROUTES = (MODEL, STREAM, STORE, METADATA, SESSION_ID, *SAMPLING)
+"""The fields of every route."""
+CONVERSATIONS = (CHAT_TEMPLATE_KWARGS, THINKING, ENABLE_THINKING, *_GATEWAY)
+"""The fields of the routes that answer conversations."""
+OPENAI = (
+    STOP,
+    inert("user", "sessions identify who asks"),
+    inert("service_tier", "there is one"),
+    inert("priority", "requests are served in order of arrival"),
+    inert("cache_salt", "prefixes are cached without it"),
+    inert("request_id", "answers have ids of their own"),
+)
+"""The fields of OpenAI's routes, and of vLLM's and SGLang's."""
+OPENAI_CONVERSATIONS = (
+    *(inert(f"prompt_cache_{name}", "prefixes are cached without it") for name in ("key", "options", "retention")),
+    inert("safety_identifier", "sessions identify who asks"),
+    refused("moderation", "nothing is moderated here"),
+)
+OPENAI_CHUNKS = (
+    NUM_CHOICES,
+    STREAM_OPTIONS,
+    refused("best_of", "use n, and choose", 1),
+    refused("use_beam_search", "tokens are sampled one by one", False),
+    refused("length_penalty", "belongs to beam search", 1, 1.0),
+    refused("ignore_eos", "the model decides when its answer ends", False),
+    refused("min_tokens", "the model decides when its answer ends", 0),
+    refused("echo", "the prompt is not repeated", False),
+    refused("include_stop_str_in_output", "the text ends before the stop string", False),
+    refused("skip_special_tokens", "what is special never reaches the text", True),
+    refused("prompt_logprobs", "only sampled tokens are captured", 0),
+    refused("return_token_ids", "export the session to read its tokens", False),
+)
+"""The fields of chat completions and plain completions, whose streams are chunks with choices."""
+
+
+def create_sampling(values: JsonObject, *, max_new_tokens: int, top_logprobs: int = 0) -> Sampling:
     """Return the sampling parameters: those that a dialect names differently, and ``SAMPLING`` among ``values``."""
     # The smallest nucleus is the most probable token. Engines refuse a ``top_p`` of 0, which OpenAI's endpoint accepts.
     is_smallest = values["top_p"] == 0
@@ -543,7 +565,7 @@ def create_sampling(
         top_k=1 if is_smallest else max(values["top_k"], 0),
         min_p=values["min_p"],
         max_new_tokens=max_new_tokens,
-        stop=stop,
+        stop=values.get("stop") or values.get("stop_sequences") or (),
         stop_token_ids=values["stop_token_ids"],
         frequency_penalty=values["frequency_penalty"],
         presence_penalty=values["presence_penalty"],

@@ -8,7 +8,7 @@ the model writes around a call, and the engine how a grammar is enforced.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from attrs import frozen
@@ -16,7 +16,18 @@ from attrs import frozen
 from areal_actors.domain import Exactly, Grammar, JsonText, MatchingRegex, OneOf, Tool, ToolChoice
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.proxy.dialects.client_tools import OPENAI_TOOLS
-from areal_actors.proxy.dialects.fields import OBJECT, Field, Kind, honoured, parse_json, shown, wrong
+from areal_actors.proxy.dialects.fields import (
+    OBJECT,
+    Field,
+    JsonObject,
+    Kind,
+    honoured,
+    optional_text,
+    parse_json,
+    required_text,
+    shown,
+    wrong,
+)
 
 _MAX_CHOICES = 4096
 _NAMED = ("function", "tool", "custom")
@@ -66,7 +77,7 @@ def parse_response_format(value: Any, param: str = "response_format") -> Grammar
     return JsonText(schema=_schema(schema, f"{where}.schema"), is_strict=bool(strict))
 
 
-def _schema(value: Any, param: str) -> Mapping[str, Any]:
+def _schema(value: Any, param: str) -> JsonObject:
     """Return a JSON schema that was given as an object or as its text."""
     if isinstance(value, str):
         value = parse_json(value.encode(), param, param=param)
@@ -119,41 +130,23 @@ _STRUCTURED: Mapping[str, Callable[[Any, str], Grammar]] = {
     "choice": _parse_choice,
 }
 
+_JSON = Kind({"type": ["object", "string", "null"]}, _parse_guided_json, is_raw=True)
+_REGEX = Kind({"type": ["string", "null"]}, _parse_regex)
+_CHOICE = Kind(
+    {"type": ["array", "null"], "items": {"type": "string", "minLength": 1}, "minItems": 1, "maxItems": _MAX_CHOICES},
+    _parse_choice,
+)
 EXTENSIONS: tuple[Field, ...] = (
-    honoured(
-        "guided_json",
-        Kind({"type": ["object", "string", "null"]}, _parse_guided_json, is_raw=True),
-        "a schema or its text; vLLM's name of response_format",
-    ),
-    honoured(
-        "guided_regex",
-        Kind({"type": ["string", "null"]}, _parse_regex),
-        "without look-around and back-references",
-    ),
-    honoured(
-        "guided_choice",
-        Kind(
-            {
-                "type": ["array", "null"],
-                "items": {"type": "string", "minLength": 1},
-                "minItems": 1,
-                "maxItems": _MAX_CHOICES,
-            },
-            _parse_choice,
-        ),
-        "the texts of which the answer is one",
-    ),
+    honoured("guided_json", _JSON, "a schema or its text; vLLM's name of response_format"),
+    honoured("guided_regex", _REGEX, "without look-around and back-references"),
+    honoured("guided_choice", _CHOICE, "the texts of which the answer is one"),
     honoured(
         "structured_outputs",
         Kind(OBJECT.schema, _parse_structured_outputs),
         "one of json, json_object, regex and choice",
     ),
-    honoured(
-        "json_schema",
-        Kind({"type": ["object", "string", "null"]}, _parse_guided_json, is_raw=True),
-        "SGLang's name of guided_json",
-    ),
-    honoured("regex", Kind({"type": ["string", "null"]}, _parse_regex), "SGLang's name of guided_regex"),
+    honoured("json_schema", _JSON, "SGLang's name of guided_json"),
+    honoured("regex", _REGEX, "SGLang's name of guided_regex"),
 )
 """Fields that vLLM and SGLang add to OpenAI's. Fields that no grammar here can express are refused by name."""
 
@@ -161,18 +154,14 @@ EXTENSIONS: tuple[Field, ...] = (
 # ------------------------------------------------------------------------------------------------------------ tools
 
 
-def parse_tool(function: Mapping[str, Any], where: str, *, schema: str, needs_schema: bool = False) -> Tool:
+def parse_tool(function: JsonObject, where: str, *, schema: str, needs_schema: bool = False) -> Tool:
     """Return the function that ``function`` describes; ``schema`` is the vendor's name for its parameters.
 
     Raises:
         InvalidRequest: an invalid value; the error names it.
     """
-    name, description = function.get("name"), function.get("description")
+    name, description = required_text(function, "name", where), optional_text(function, "description", where)
     parameters, strict = function.get(schema), function.get("strict")
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
-    if not isinstance(description, str | None):
-        raise wrong(f"{where}.description", "a string", description)
     if not isinstance(parameters, dict) and (needs_schema or parameters is not None):
         raise wrong(f"{where}.{schema}", "a JSON schema", parameters)
     if not isinstance(strict, bool | None):
@@ -180,25 +169,12 @@ def parse_tool(function: Mapping[str, Any], where: str, *, schema: str, needs_sc
     return Tool(name=name, description=description or "", parameters=parameters or {}, is_strict=bool(strict))
 
 
-def parse_tool_list(value: Any, param: str, parse: Callable[[dict[str, Any], str], Tool]) -> tuple[Tool, ...]:
-    """Parse the offered functions, each by ``parse``, which gets the object and its place for messages.
-
-    Raises:
-        InvalidRequest: no list of objects, or two functions of one name; and what ``parse`` raises.
-    """
-    if value is None:
-        return ()
-    if not isinstance(value, list):
-        raise wrong(param, "a list", value)
-    tools: list[Tool] = []
-    for index, raw in enumerate(value):
-        where = f"{param}[{index}]"
-        if not isinstance(raw, dict):
-            raise wrong(where, "an object", raw)
-        tools.append(parse(raw, where))
-    if len({tool.name for tool in tools}) < len(tools):
+def require_distinct(tools: Iterable[Tool]) -> tuple[Tool, ...]:
+    """Return the offered functions. Raises ``InvalidRequest`` if two of them have one name."""
+    offered = tuple(tools)
+    if len({tool.name for tool in offered}) < len(offered):
         raise InvalidRequest("tools has two functions of one name; the model could not tell them apart.", param="tools")
-    return tuple(tools)
+    return offered
 
 
 TOOL_CHOICE: Kind[Any] = Kind({"type": ["string", "object", "null"]}, lambda value, _: value)

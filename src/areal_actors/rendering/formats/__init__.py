@@ -1,4 +1,4 @@
-"""Families of models, one per module: the syntax of their tools and calls, and of their reasoning.
+"""Syntax of tools, calls and reasoning: ``json_families`` and ``tagged`` are tables of families, others have a module.
 
-``rendering/parsers.py`` defines the protocol of a format, and lists the formats by name.
+``base`` defines what a format is, ``rendering/parsers.py`` lists the formats by name.
 """

@@ -9,7 +9,7 @@
 
 (without the line breaks). ``analysis`` is reasoning, ``commentary`` and ``final`` are content; consecutive messages of
 one kind are separated by an empty line. A message to a function is a call; ``HarmonyChannels`` normalises it to one
-spelling, and ``HarmonyCalls`` reads it. Everything else (other recipients, other channels, broken headers) stays
+spelling, and ``HARMONY_CALLS`` reads it. Everything else (other recipients, other channels, broken headers) stays
 content.
 
 The parsers read text, as all parsers here do, so that they work with any tokenizer. The vendor's library reads the ids
@@ -32,12 +32,12 @@ from areal_actors.domain import (
     ReasoningDelta,
     TextDelta,
     Tool,
-    ToolCall,
 )
-from areal_actors.rendering.formats.json_calls import decode_object, grammar_of_arguments, read_object
+from areal_actors.rendering.formats.base import ReasoningFormat, StateParser
+from areal_actors.rendering.formats.json_calls import decode_object, read_object
+from areal_actors.rendering.formats.json_families import JsonFormat
 from areal_actors.rendering.formats.reading import (
     Call,
-    CallParser,
     CallSyntax,
     NoCall,
     Reading,
@@ -58,50 +58,8 @@ _MAX_HEADER = 200
 """Limit in characters; longer text is not a header."""
 
 
-def _matches_template(template: str) -> bool:
-    return _CHANNEL in template and _MESSAGE in template
-
-
-class HarmonyCalls:
-    """The calls of functions in Harmony's format."""
-
-    markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL)
-
-    def matches_template(self, template: str) -> bool:
-        """Return whether the template has channels."""
-        return _matches_template(template)
-
-    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """Return a parser for the output of ``HarmonyChannels``.
-
-        ``tools`` is ignored, because JSON needs no schema to be read.
-        """
-        return CallParser(_SYNTAX, call_ids)
-
-    def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:  # noqa: ARG002 - one call ends the turn
-        """Return the grammar of one call, with arguments that match the tool's schema."""
-        openings = (f"{_CHANNEL}commentary to=functions.{t.name} {_CONSTRAIN}json{_MESSAGE}" for t in tools)
-        calls = (
-            InOrder(parts=(Exactly(text=opening), grammar_of_arguments(tool)))
-            for opening, tool in zip(openings, tools, strict=True)
-        )
-        return OneOf(parts=tuple(calls))
-
-    def format_tools(self, tools: Sequence[Tool]) -> str:
-        """Return the tools as a namespace of functions, with their schemas."""
-        lines = "\n".join(
-            f"// {tool.description}\ntype {tool.name} = (_: {dict(tool.parameters)}) => any;" for tool in tools
-        )
-        return f"# Tools\n\n## functions\n\nnamespace functions {{\n{lines}\n}}"
-
-    def format_call(self, call: ToolCall) -> str:
-        """Return a message to the function."""
-        return f"{_CHANNEL}commentary to=functions.{call.name} {_CONSTRAIN}json{_MESSAGE}{call.arguments}{_CALL}"
-
-    def format_result(self, content: str) -> str:
-        """Return the content of the function's message, unchanged."""
-        return content
-
+_SIGNS = (_CHANNEL, _MESSAGE)
+"""Texts in every template of the family."""
 
 _WORD = re.compile(r"\w*")
 _NAME = re.compile(r"[^\s<]*")
@@ -124,21 +82,36 @@ def _read_call(source: Source) -> Reading[tuple[Call, ...]]:
     return (Call(name=name, arguments=arguments),)
 
 
-_SYNTAX = CallSyntax(anywhere={_CHANNEL: _read_call})
+def _describe(tools: Sequence[Tool]) -> str:
+    return "\n".join(
+        f"// {tool.description}\ntype {tool.name} = (_: {dict(tool.parameters)}) => any;" for tool in tools
+    )
+
+
+HARMONY_CALLS = JsonFormat(
+    markers=(_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END, _CALL),
+    signs=_SIGNS,
+    result_tags=("", ""),
+    syntax=CallSyntax(anywhere={_CHANNEL: _read_call}),
+    before=f"{_CHANNEL}commentary to=functions.NAME {_CONSTRAIN}json{_MESSAGE}",
+    last=_CALL,
+    # A call ends the turn.
+    has_parallel_calls=False,
+    instructions="# Tools\n\n## functions\n\nnamespace functions {\nTOOLS\n}",
+    describe=_describe,
+)
+"""Calls in the output of ``HarmonyChannels``."""
 
 
 # ------------------------------------------------------------------------------------------------------- channels
 
 
-class HarmonyChannels:
+class HarmonyChannels(ReasoningFormat):
     """Reasoning, content and calls, distinguished by their channels."""
 
     markers = (_START, _CHANNEL, _CONSTRAIN, _MESSAGE, _END)
     stops = (_RETURN, _CALL)
-
-    def matches_template(self, template: str) -> bool:
-        """Return whether the template has channels."""
-        return _matches_template(template)
+    signs = _SIGNS
 
     def is_opened_by(self, prompt: str) -> bool:  # noqa: ARG002 - the answer names its channel itself
         """Return ``False``: the model itself writes the header of its reasoning."""
@@ -167,37 +140,22 @@ _BODY_END = re.compile("|".join(map(re.escape, _BODY_ENDS)))
 _FUNCTIONS = "functions."
 
 
-class _ChannelParser:
-    """A state machine that alternates between headers and bodies.
-
-    A state is a method that reads on, and returns whether there may be more to read.
-    """
+class _ChannelParser(StateParser):
+    """Alternates between headers and bodies."""
 
     def __init__(self) -> None:
-        self._buffer = ""
-        self._deltas: list[Delta] = []
+        super().__init__()
         self._say_content = partial(self._say_as, TextDelta)
         self._say_thought = partial(self._say_as, ReasoningDelta)
         self._say: Callable[[str], None] = self._say_content
         self._spoken: dict[type[Delta], str] = {}
-        self._state: Callable[[], bool] = self._read_header
+        self._state = self._read_header
 
-    def feed(self, text: str) -> tuple[Delta, ...]:
-        self._buffer += text
-        while self._state():
-            pass
-        return self._take()
-
-    def finish(self) -> tuple[Delta, ...]:
+    def _end(self) -> None:
         if self._state == self._read_header:
             self._say_content(self._buffer)
         else:
             self._say(self._buffer)
-        return self._take()
-
-    def _take(self) -> tuple[Delta, ...]:
-        deltas, self._deltas = tuple(self._deltas), []
-        return deltas
 
     def _read_header(self) -> bool:
         """Determine the kind of the next message; text without a header is content."""

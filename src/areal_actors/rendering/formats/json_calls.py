@@ -12,10 +12,9 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
-from areal_actors.domain import Grammar, JsonText, OneOf, Repeated, Tool
+from areal_actors.domain import JsonText, Tool
 from areal_actors.lib.json_prefix import MAX_DEPTH, MAX_DIGITS, mend_surrogates
 from areal_actors.rendering.formats.reading import ARGUMENT_KEYS, Call, NoCall, Reading, Source, check_name
 
@@ -118,7 +117,7 @@ def _parse_int(text: str) -> int:
 _JSON = json.JSONDecoder(parse_constant=_parse_finite, parse_float=_parse_finite, parse_int=_parse_int)
 
 
-def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
+def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> object:
     """Return the value of strict JSON. Raises ``NoCall`` for any other text and for deep nesting.
 
     An object is accepted if and only if ``JsonPrefix`` finds it complete, so that a call which is read while it is
@@ -138,7 +137,7 @@ def decode_json(text: str, *, max_depth: int = MAX_DEPTH) -> Any:
     raise NoCall
 
 
-def decode_object(text: str, *, max_depth: int = MAX_DEPTH) -> dict[str, Any]:
+def decode_object(text: str, *, max_depth: int = MAX_DEPTH) -> dict[str, object]:
     """Return the value of ``text`` if it is a JSON object. Raises ``NoCall`` otherwise."""
     value = decode_json(text, max_depth=max_depth)
     if not isinstance(value, dict):
@@ -155,7 +154,7 @@ def is_json(text: str) -> bool:
     return True
 
 
-def encode_arguments(values: Mapping[str, Any]) -> str:
+def encode_arguments(values: Mapping[str, object]) -> str:
     """Return the JSON text of arguments that were not written as JSON.
 
     The text of fewer arguments is a beginning of the text of more, so that arguments can be emitted one by one.
@@ -167,14 +166,3 @@ def encode_arguments(values: Mapping[str, Any]) -> str:
 def grammar_of_arguments(tool: Tool) -> JsonText:
     """Return the grammar of the arguments of ``tool`` as one JSON object that matches its schema."""
     return JsonText(schema={"type": "object", **tool.parameters}, is_strict=tool.is_strict)
-
-
-def grammar_of_calls(parts: Iterable[Grammar], *, is_parallel: bool, separator: str = "\n") -> Grammar:
-    """Return the grammar of one of ``parts``, or of several of them with ``separator`` between them."""
-    return Repeated(part=OneOf(parts=tuple(parts)), at_most=None if is_parallel else 1, separator=separator)
-
-
-def format_signatures(tools: Sequence[Tool]) -> str:
-    """Return the tools as one JSON object per line."""
-    signatures = ({"name": t.name, "description": t.description, "parameters": t.parameters} for t in tools)
-    return "\n".join(json.dumps(signature, ensure_ascii=False) for signature in signatures)

@@ -8,20 +8,18 @@ numbers, constants, lists and dictionaries; nothing is evaluated. Names that Pyt
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import unicodedata
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from areal_actors.domain import Exactly, Grammar, InOrder, OneOf, Repeated, Tool, ToolCall
 from areal_actors.lib.json_prefix import MAX_DEPTH
-from areal_actors.rendering.formats.json_calls import encode_arguments, format_signatures, grammar_of_calls
+from areal_actors.rendering.formats.base import ToolFormat, format_signatures, grammar_of_calls
+from areal_actors.rendering.formats.json_calls import encode_arguments
 from areal_actors.rendering.formats.reading import (
     Call,
-    CallParser,
     CallSyntax,
     NoCall,
     Reading,
@@ -30,7 +28,7 @@ from areal_actors.rendering.formats.reading import (
     check_name,
     drop,
 )
-from areal_actors.rendering.formats.schemas import Parameter, parameters_of, values_of
+from areal_actors.rendering.formats.tagged import Parameter, parameters_of, values_of
 
 _TAGS = {"<|python_start|>": "<|python_end|>", "<|tool_call_start|>": "<|tool_call_end|>"}
 _SIGNS = ("(params_name1=", "<|tool_call_start|>", "<|tool_list_start|>")
@@ -40,13 +38,14 @@ _NUMBER = re.compile(r"[+-]?(?:(?P<whole>0|[1-9]\d*)|\d+\.\d*|\.\d+)(?P<exponent
 _CONSTANTS = {"True": True, "False": False, "None": None, "true": True, "false": False, "null": None}
 
 
-class Pythonic:
+class Pythonic(ToolFormat):
     """The pythonic format.
 
     Calls are emitted when the list is complete: one invalid element makes the whole list content.
     """
 
     markers = (*_TAGS, *_TAGS.values())
+    result_tags = None
 
     def matches_template(self, template: str) -> bool:
         """Return whether the template shows such a list, or has the tags of LFM2.
@@ -55,9 +54,9 @@ class Pythonic:
         """
         return any(sign in template for sign in _SIGNS)
 
-    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:  # noqa: ARG002
-        """Return a parser for one answer. ``tools`` is ignored, because literals have types."""
-        return CallParser(_SYNTAX, call_ids)
+    def syntax_for(self, tools: Sequence[Tool]) -> CallSyntax:  # noqa: ARG002 - literals have types
+        """See ``ToolFormat.syntax_for``."""
+        return _SYNTAX
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
         """Return the grammar of a list of calls, with arguments in the order of the schema, required ones first."""
@@ -79,10 +78,6 @@ class Pythonic:
         others = {key: value for key, value in values.items() if not _is_word(key)}
         written = [*named, f"**{others!r}"] if others else named
         return f"[{call.name}({', '.join(written)})]"
-
-    def format_result(self, content: str) -> str:
-        """Return the result as the family's templates show it."""
-        return json.dumps({"output": content}, ensure_ascii=False)
 
 
 def _is_word(text: str) -> bool:
@@ -159,7 +154,7 @@ def _read_call(source: Source) -> Reading[Call]:
     return Call(name=name, arguments=encode_arguments(_unite(arguments)))
 
 
-def _read_argument(source: Source) -> Reading[dict[str, Any]]:
+def _read_argument(source: Source) -> Reading[dict[str, object]]:
     if (yield from source.expect("**")):
         values = yield from _read_value(source, 0)
         if not isinstance(values, dict):
@@ -170,7 +165,7 @@ def _read_argument(source: Source) -> Reading[dict[str, Any]]:
     return {key: (yield from _read_value(source, 0))}
 
 
-def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _unite(parts: Sequence[dict[str, object]]) -> dict[str, object]:
     """Merge dictionaries. Raises ``NoCall`` if a key occurs twice."""
     united = {key: value for part in parts for key, value in part.items()}
     if len(united) < sum(map(len, parts)):
@@ -178,7 +173,7 @@ def _unite(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return united
 
 
-def _read_value(source: Source, depth: int) -> Reading[Any]:
+def _read_value(source: Source, depth: int) -> Reading[object]:
     # Every level is a nested generator, so the depth of hostile input is bounded.
     if depth > MAX_DEPTH:
         raise NoCall
@@ -193,7 +188,7 @@ def _read_value(source: Source, depth: int) -> Reading[Any]:
     return (yield from _read_string(source, opening))
 
 
-def _read_pair(source: Source, depth: int) -> Reading[dict[str, Any]]:
+def _read_pair(source: Source, depth: int) -> Reading[dict[str, object]]:
     key = yield from _read_value(source, depth)
     if not isinstance(key, str):
         raise NoCall
@@ -201,7 +196,7 @@ def _read_pair(source: Source, depth: int) -> Reading[dict[str, Any]]:
     return {key: (yield from _read_value(source, depth))}
 
 
-def _parse_word(word: str) -> Any:
+def _parse_word(word: str) -> object:
     if word in _CONSTANTS:
         return _CONSTANTS[word]
     found = _NUMBER.fullmatch(word)

@@ -7,39 +7,29 @@ answer are content.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from attrs import frozen
 
-from areal_actors.domain import Delta, Exactly, FreeText, Grammar, InOrder, OneOf, ReasoningDelta, TextDelta
+from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, OneOf, ReasoningDelta, TextDelta
+from areal_actors.rendering.formats.base import ReasoningFormat, StateParser
 from areal_actors.rendering.formats.reading import num_held_back
 
 
 @frozen(kw_only=True)
-class ThinkTags:
+class ThinkTags(ReasoningFormat):
     """The format of Qwen3, DeepSeek-R1 and many others; with other tags, that of Mistral."""
 
-    opening: str = "<think>"
-    closing: str = "</think>"
-    stops = ()
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """Both tags."""
-        return (self.opening, self.closing)
-
-    def matches_template(self, template: str) -> bool:
-        """Return whether the template mentions the closing tag."""
-        return self.closing in template
+    markers: tuple[str, str] = ("<think>", "</think>")
+    signs: tuple[str, ...] = ("</think>",)
 
     def is_opened_by(self, prompt: str) -> bool:
         """Return whether the prompt ends with the opening tag."""
-        return prompt.rstrip().endswith(self.opening)
+        return prompt.rstrip().endswith(self.markers[0])
 
     def constrain(self, *, is_open: bool, has_calls: bool) -> Grammar:  # noqa: ARG002 - all answers are alike
         """Return the grammar of reasoning, closed and separated as in the family's templates."""
-        rest = (FreeText(excluding=(self.closing,)), Exactly(text=f"{self.closing}\n\n"))
-        thought = InOrder(parts=rest if is_open else (Exactly(text=self.opening), *rest))
+        opening, closing = self.markers
+        rest = (FreeText(excluding=(closing,)), Exactly(text=f"{closing}\n\n"))
+        thought = InOrder(parts=rest if is_open else (Exactly(text=opening), *rest))
         return thought if is_open else OneOf(parts=(Exactly(text=""), thought))
 
     def open_parser(self, *, is_open: bool) -> _ThinkParser:
@@ -47,32 +37,18 @@ class ThinkTags:
         return _ThinkParser(self, is_open=is_open)
 
 
-class _ThinkParser:
-    """A state machine. A state is a method that reads on, and returns whether there may be more to read."""
-
+class _ThinkParser(StateParser):
     def __init__(self, tags: ThinkTags, *, is_open: bool) -> None:
         self._open, self._close = tags.markers
-        self._buffer = ""
+        super().__init__()
         self._has_thought = False
-        self._deltas: list[Delta] = []
-        self._state: Callable[[], bool] = self._think if is_open else self._begin
+        self._state = self._think if is_open else self._begin
 
-    def feed(self, text: str) -> tuple[Delta, ...]:
-        self._buffer += text
-        while self._state():
-            pass
-        return self._take()
-
-    def finish(self) -> tuple[Delta, ...]:
+    def _end(self) -> None:
         if self._state == self._think:
             self._say_thought(self._buffer.rstrip("\n"))
         elif self._state == self._begin:
             self._say_content(self._buffer)
-        return self._take()
-
-    def _take(self) -> tuple[Delta, ...]:
-        deltas, self._deltas = tuple(self._deltas), []
-        return deltas
 
     def _begin(self) -> bool:
         text = self._buffer.lstrip()

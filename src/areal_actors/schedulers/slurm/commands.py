@@ -2,7 +2,7 @@
 
 ``queue`` parses their output. While slurmctld does not answer, sbatch waits for seconds and squeue for a quarter of a
 minute; while munge hangs, both wait indefinitely. Therefore every call has a time limit. A submission that times out is
-``Unconfirmed``, neither accepted nor rejected; the scheduler looks for the job by its name before it submits again.
+neither accepted nor rejected; the scheduler looks for the job by its name before it submits again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from areal_actors.errors import SchedulerError
 from areal_actors.lib.telemetry import get_logger
 from areal_actors.schedulers.slurm.queue import (
     QUEUE_FORMAT,
-    JobReport,
+    ExitStatus,
     JobRow,
     parse_job,
     parse_queue,
@@ -57,25 +57,8 @@ def clean_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name in _KEPT or not _FOREIGN.fullmatch(name)}
 
 
-@frozen(kw_only=True)
-class Submitted:
-    """Slurm has accepted the job."""
-
-    job: int
-
-
-@frozen(kw_only=True)
-class Refused:
+class JobRefused(SchedulerError):
     """Slurm has answered, and rejects the job."""
-
-    why: str
-
-
-@frozen(kw_only=True)
-class Unconfirmed:
-    """It is unknown whether Slurm has accepted the job."""
-
-    why: str
 
 
 @frozen(kw_only=True)
@@ -107,21 +90,23 @@ class SlurmCommands:
 
     async def submit(
         self, arguments: Sequence[str], script: str, *, environment: Mapping[str, str] | None = None
-    ) -> Submitted | Refused | Unconfirmed:
-        """Submit a job. Its environment is that of this object, cleaned, with the variables of ``environment``.
+    ) -> int:
+        """Submit a job, and return its number.
 
-        Never raises: a command that fails or times out gives ``Unconfirmed``.
+        Its environment is that of this object, cleaned, with the variables of ``environment``.
+
+        Raises:
+            JobRefused: Slurm rejects the job.
+            SchedulerError: it is unknown whether Slurm has accepted the job.
         """
-        try:
-            answer = await self._run("sbatch", *arguments, text=script, environment=environment or {})
-        except SchedulerError as error:
-            return Unconfirmed(why=str(error))
+        answer = await self._run("sbatch", *arguments, text=script, environment=environment or {})
         job = parse_submitted(answer.output) if answer.status == 0 else None
         if job is not None:
-            return Submitted(job=job)
+            return job
         why = answer.errors or answer.output or f"sbatch ended with status {answer.status} and said nothing"
         # Success without a job number is doubtful as well: there may be a job.
-        return Unconfirmed(why=why) if answer.status == 0 or _UNSURE.search(why) else Refused(why=why)
+        is_unsure = answer.status == 0 or _UNSURE.search(why) is not None
+        raise SchedulerError(why) if is_unsure else JobRefused(why)
 
     async def test(self, arguments: Sequence[str], script: str) -> str:
         """Return what Slurm says about a job that it does not keep: when and where it would start.
@@ -189,7 +174,7 @@ class SlurmCommands:
         """Send SIGTERM to the steps of a running job, without cancelling it."""
         await self._ask("scancel", "--signal=TERM", str(job), fine=_INVALID_JOB)
 
-    async def describe(self, job: int) -> JobReport | None:
+    async def describe(self, job: int) -> ExitStatus | None:
         """Return what slurmctld knows about a job, or ``None`` if it knows no such job."""
         return parse_job(await self._ask("scontrol", "show", "job", "--oneliner", str(job), fine=_INVALID_JOB))
 
@@ -199,14 +184,6 @@ class SlurmCommands:
         # end. The two clocks count whole seconds, so the job would fail before it starts.
         # When requeued jobs started at once on the same node, half of them failed with "Job credential revoked".
         await self._ask("scontrol", "update", f"JobId={job}", f"StartTime=now+{_CLEAR_SECONDS}")
-
-    async def release(self, job: int) -> Refused | None:
-        """Release a held job; one that is not held is ignored. Returns ``Refused`` if the cluster does not allow it."""
-        answer = await self._run("scontrol", "release", str(job))
-        why = answer.errors or answer.output
-        if answer.status != 0 and _UNSURE.search(why):
-            raise SchedulerError(f"scontrol failed with status {answer.status}: {why}")
-        return Refused(why=why) if answer.status != 0 and _INVALID_JOB not in why else None
 
     async def _ask(self, command: str, *arguments: str, fine: str = "\0") -> str:
         answer = await self._run(command, *arguments)

@@ -74,7 +74,6 @@ class SlurmPlacement:
         self._stopping = anyio.Lock()
         self._is_unwanted = False
         self._num_hurried = 0
-        self._num_released = 0
         self._given_up = ""
         self._is_uncertain = False
 
@@ -150,15 +149,15 @@ class SlurmPlacement:
         elif row is None:
             await self._look_for(self._view, now=now)
         elif row.is_held_back and not self._is_unwanted:
-            await self._release(self._view)
-        elif row.reason == "BeginTime":
-            # A failed launch may never be seen as running, so each release counts as a restart as well.
-            num_put_back = self._view.num_restarts + self._num_released
-            if num_put_back > self._num_hurried:
-                # Slurm refuses this while it still cleans up the job's previous run; then the next listing tries again.
-                await self._commands.start_soon(self._view.job)
-                self._num_hurried = num_put_back
-                _log.info("job_requeued", job=self._view.job, worker=self.spec.name)
+            self._given_up = f"Slurm held it ({row.reason}), and it was given up"
+            # An administrator may release the job later. The stop mark keeps it from starting then.
+            await to_thread.run_sync(self._files.mark_stopped, self.name)
+            await self._commands.cancel(row.job)
+        elif row.reason == "BeginTime" and self._view.num_restarts > self._num_hurried:
+            # Slurm refuses this while it still cleans up the job's previous run; then the next listing tries again.
+            await self._commands.start_soon(self._view.job)
+            self._num_hurried = self._view.num_restarts
+            _log.info("job_requeued", job=self._view.job, worker=self.spec.name)
 
     async def _look_for(self, view: JobView, *, now: float) -> None:
         """Decide whether a job that is missing from the queue has ended.
@@ -173,25 +172,6 @@ class SlurmPlacement:
         if left is not None or report is not None or is_lost:
             await self._close(evolve(view, state=report.state if report else "LOST" if left is None else "ENDED"))
 
-    async def _release(self, view: JobView) -> None:
-        """Release a job that Slurm holds, because Slurm itself never does.
-
-        If the cluster refuses, or has held the job ``max_requeues`` times, cancel it, so that the run places its worker
-        again.
-        """
-        why = f"it was released {self._num_released} times already"
-        if self._num_released < self._config.max_requeues:
-            refusal = await self._commands.release(view.job)
-            if refusal is None:
-                self._num_released += 1
-                _log.warning("held_job_released", job=view.job, worker=self.spec.name, reason=view.reason)
-                return
-            why = refusal.why
-        self._given_up = f"Slurm held it ({view.reason}), and it was given up: {why}"
-        # An administrator may release the job later. The stop mark keeps it from starting then.
-        await to_thread.run_sync(self._files.mark_stopped, self.name)
-        await self._commands.cancel(view.job)
-
     async def _close(self, view: JobView) -> None:
         """Determine how the job ended, and record it."""
         report = None
@@ -200,11 +180,11 @@ class SlurmPlacement:
         left = await to_thread.run_sync(self._files.read_exit, self.name, view.job)
         code = None
         # The script's record is that of an earlier run if the cluster has started the job again since.
-        if left is not None and left.restarts >= (report.exit.restarts if report else view.num_restarts):
+        if left is not None and left.restarts >= (report.restarts if report else view.num_restarts):
             code = left.code
         # A job that did not complete has no exit code 0, whatever Slurm reports.
-        elif report is not None and (report.exit.code != 0 or view.state == "COMPLETED"):
-            code = report.exit.code
+        elif report is not None and (report.code != 0 or view.state == "COMPLETED"):
+            code = report.code
         how = f"ended as {view.state or 'LOST'}" + (f" on {view.nodes}" if view.nodes else "")
         if code is not None:
             how += f", by signal {-code}" if code < 0 else f", with status {code}"

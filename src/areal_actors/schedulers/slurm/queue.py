@@ -17,8 +17,8 @@ from attrs import evolve, frozen
 
 from areal_actors.schedulers.base import PlacementState, PlacementStatus
 
-QUEUE_FORMAT = "%i|%j|%T|%N|%S|%e|%L|%r"
-"""Job, name, state, nodes, start, end, time left, reason. The reason comes last because it may contain separators."""
+QUEUE_FORMAT = "%i|%j|%T|%N|%r"
+"""Job, name, state, nodes, reason. The reason comes last because it may contain separators."""
 
 _NUM_COLUMNS = QUEUE_FORMAT.count("|") + 1
 
@@ -60,9 +60,6 @@ class JobRow:
     name: str
     state: str
     nodes: str = ""
-    start: str = ""
-    end: str = ""
-    time_left: str = ""
     reason: str = ""
 
     @property
@@ -72,7 +69,7 @@ class JobRow:
 
     @property
     def is_held_back(self) -> bool:
-        """Return whether Slurm holds the job after a failed launch; it then waits until it is released."""
+        """Return whether Slurm holds the job after a failed launch; Slurm itself never releases it."""
         return self.phase is JobPhase.WAITING and self.reason.replace("_", " ").lower().startswith(_HELD)
 
 
@@ -80,8 +77,8 @@ def parse_queue(text: str) -> tuple[JobRow, ...]:
     """Parse the output of ``squeue -h -o QUEUE_FORMAT``. Lines in another format are skipped."""
     rows = ([column.strip() for column in line.split("|", _NUM_COLUMNS - 1)] for line in text.splitlines())
     return tuple(
-        JobRow(job=int(job), name=name, state=state, nodes=nodes, start=start, end=end, time_left=left, reason=reason)
-        for job, name, state, nodes, start, end, left, reason in (row for row in rows if len(row) == _NUM_COLUMNS)
+        JobRow(job=int(job), name=name, state=state, nodes=nodes, reason=reason)
+        for job, name, state, nodes, reason in (row for row in rows if len(row) == _NUM_COLUMNS)
         if re.fullmatch(r"[0-9]{1,18}", job)
     )
 
@@ -95,20 +92,14 @@ def parse_submitted(text: str) -> int | None:
 
 @frozen(kw_only=True)
 class ExitStatus:
-    """How a job ended. ``code`` is negative for a signal; ``restarts`` is the number of restarts before this run."""
+    """How a job ended, according to its script or, with a ``state``, to slurmctld.
+
+    ``code`` is negative for a signal; ``restarts`` is the number of restarts before this run.
+    """
 
     code: int
     restarts: int = 0
-    node: str = ""
-
-
-@frozen(kw_only=True)
-class JobReport:
-    """The state of a job as reported by slurmctld."""
-
-    state: str
-    exit: ExitStatus
-    reason: str = ""
+    state: str = ""
 
     @property
     def phase(self) -> JobPhase:
@@ -116,23 +107,22 @@ class JobReport:
         return phase_of_state(self.state)
 
 
-def parse_job(text: str) -> JobReport | None:
+def parse_job(text: str) -> ExitStatus | None:
     """Parse ``scontrol show job --oneliner``. Returns ``None`` for other text.
 
     Its ``ExitCode`` has the form status:signal.
     """
     # Match only at the start of a word, because names of jobs may contain the same text.
-    found = dict(re.findall(r"(?<!\S)(JobState|ExitCode|Restarts|BatchHost|Reason)=(\S*)", text))
+    found = dict(re.findall(r"(?<!\S)(JobState|ExitCode|Restarts)=(\S*)", text))
     code = re.fullmatch(r"([0-9]{1,9}):([0-9]{1,9})", found.get("ExitCode", ""))
     if code is None or "JobState" not in found:
         return None
     restarts = found.get("Restarts", "")
-    status = ExitStatus(
+    return ExitStatus(
         code=-int(code[2]) if int(code[2]) else _signed(int(code[1])),
         restarts=int(restarts) if re.fullmatch(r"[0-9]{1,9}", restarts) else 0,
-        node=found.get("BatchHost", ""),
+        state=found["JobState"],
     )
-    return JobReport(state=found["JobState"], exit=status, reason=found.get("Reason", ""))
 
 
 def parse_exit_record(text: str, *, restarts: int = 0) -> ExitStatus | None:
@@ -140,7 +130,7 @@ def parse_exit_record(text: str, *, restarts: int = 0) -> ExitStatus | None:
     words = text.split()
     if not words or not re.fullmatch(r"[0-9]{1,3}", words[0]):
         return None
-    return ExitStatus(code=_signed(int(words[0])), restarts=restarts, node=words[2] if len(words) > 2 else "")  # noqa: PLR2004
+    return ExitStatus(code=_signed(int(words[0])), restarts=restarts)
 
 
 def _signed(status: int) -> int:

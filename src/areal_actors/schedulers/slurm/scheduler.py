@@ -11,7 +11,7 @@ import os
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,10 +27,8 @@ from areal_actors.schedulers.base import WorkerSpec
 from areal_actors.schedulers.bootstrap import Bootstrap
 from areal_actors.schedulers.slurm.commands import (
     RETRY_SECONDS,
-    Refused,
+    JobRefused,
     SlurmCommands,
-    Submitted,
-    Unconfirmed,
 )
 from areal_actors.schedulers.slurm.files import JobRecord, SlurmFiles
 from areal_actors.schedulers.slurm.placement import SlurmPlacement
@@ -58,11 +56,10 @@ class SlurmScheduler:
         files: SlurmFiles,
         logs: Path,
         commands: SlurmCommands,
-        jitter: Callable[[], float],
         module: str,
     ) -> None:
         self._config, self._files, self._logs, self._commands = config, files, logs, commands
-        self._jitter, self._module = jitter, module
+        self._module = module
         self._run = secrets.token_hex(_RUN_BYTES)
         self._placements: dict[str, SlurmPlacement] = {}
         self._left: set[str] = set()
@@ -77,7 +74,6 @@ class SlurmScheduler:
         directory: Path,
         logs: Path | None = None,
         environment: Mapping[str, str] | None = None,
-        jitter: Callable[[], float] = random.random,
         module: str = "areal_actors.worker",
     ) -> AsyncIterator[SlurmScheduler]:
         """Open the scheduler as the only controller of a run directory while the block lasts.
@@ -88,7 +84,6 @@ class SlurmScheduler:
             logs: directory for the output of the jobs; by default ``logs/workers`` in the run directory.
             environment: environment of the jobs, from which Slurm's variables are removed; by default that of this
                 process.
-            jitter: returns a number from 0 to 1 that spreads the polls of many controllers over time.
             module: the module that a worker's interpreter runs.
 
         Raises:
@@ -107,7 +102,7 @@ class SlurmScheduler:
         # Absolute, because nodes open it.
         logs = Path(await anyio.Path(logs or files.path.parent / "logs" / "workers").absolute())
         await to_thread.run_sync(partial(logs.mkdir, parents=True, exist_ok=True))
-        self = cls(config, files=files, logs=logs, commands=commands, jitter=jitter, module=module)
+        self = cls(config, files=files, logs=logs, commands=commands, module=module)
         # Lock first: only the jobs of a controller that is gone may be ended.
         with files.hold():
             await cancel_records(files, commands, timeout_seconds=config.cancel_timeout_seconds)
@@ -191,37 +186,39 @@ class SlurmScheduler:
         arguments = create_arguments(request, self._config)
         deadline = anyio.current_time() + self._config.submit_timeout_seconds
         while True:
-            environment = placement.spec.environment
-            outcome = await self._commands.submit(arguments, script, environment=environment)
-            if isinstance(outcome, Unconfirmed):
-                _log.warning("submission_in_doubt", job_name=request.name, reason=outcome.why)
-                placement.mark_uncertain(outcome.why)
-                outcome = await self._find(request.name, deadline) or outcome
-            if isinstance(outcome, Submitted):
-                await placement.begin(outcome.job)
-                _log.info("job_submitted", worker=placement.spec.name, job=outcome.job)
-                return
-            if isinstance(outcome, Refused):
-                await placement.refuse(outcome.why)
+            try:
+                job = await self._commands.submit(arguments, script, environment=placement.spec.environment)
+            except JobRefused as refused:
+                await placement.refuse(str(refused))
                 num_nodes, per_node = request.shape(self._config)
                 needs = request.resources.times(per_node)
                 memory = f", {needs.memory_mib} MiB" if needs.memory_mib else ""
                 where = "on one node" if num_nodes == 1 else f"on each of {num_nodes} nodes"
                 raise SchedulerError(
-                    f"the cluster refuses {placement.spec.name}: {outcome.why} It asked for {needs.cpus} CPUs, "
+                    f"the cluster refuses {placement.spec.name}: {refused} It asked for {needs.cpus} CPUs, "
                     f"{needs.gpus} GPUs{memory} {where}; `sinfo -o '%P %c %m %G %l'` shows what there is. Change the "
                     "resources of its role, or partition, account, extra_arguments in scheduler.slurm."
-                )
-            if anyio.current_time() >= deadline:
-                raise SchedulerError(f"{placement.spec.name} could not be submitted: {outcome.why}")
+                ) from None
+            except SchedulerError as error:
+                _log.warning("submission_in_doubt", job_name=request.name, reason=str(error))
+                placement.mark_uncertain(str(error))
+                found = await self._find(request.name, deadline)
+                if found is None and anyio.current_time() < deadline:
+                    continue
+                if found is None:
+                    raise SchedulerError(f"{placement.spec.name} could not be submitted: {error}") from error
+                job = found
+            await placement.begin(job)
+            _log.info("job_submitted", worker=placement.spec.name, job=job)
+            return
 
-    async def _find(self, name: str, deadline: float) -> Submitted | None:
+    async def _find(self, name: str, deadline: float) -> int | None:
         """Return the job with this name once the queue can be read, or ``None`` if there is none or time is up."""
         with suppress(SchedulerError):
             for _ in range(_NUM_LOOKS):
                 if rows := await self._commands.wait_for_jobs((name,), deadline=deadline):
                     # Several jobs may exist if a submission was repeated; ``refresh`` ends the others.
-                    return Submitted(job=max(row.job for row in rows))
+                    return max(row.job for row in rows)
                 await anyio.sleep(RETRY_SECONDS)
         return None
 
@@ -230,7 +227,7 @@ class SlurmScheduler:
     async def _watch(self) -> None:
         while True:
             # 25 % of jitter in both directions: many controllers must not poll at the same moment.
-            await anyio.sleep(self._config.poll_seconds * (0.75 + self._jitter() / 2))
+            await anyio.sleep(self._config.poll_seconds * random.uniform(0.75, 1.25))  # noqa: S311 - jitter
             await self.refresh()
 
     async def refresh(self) -> None:
@@ -273,7 +270,6 @@ async def cancel_records(
     commands: SlurmCommands,
     *,
     timeout_seconds: float,
-    records: Sequence[JobRecord] | None = None,
 ) -> tuple[JobRecord, ...]:
     """End every job of ``files`` that is not known to have ended, and return their records, closed. Safe to repeat.
 
@@ -281,14 +277,11 @@ async def cancel_records(
         files: the files of the run.
         commands: the cluster.
         timeout_seconds: how long the jobs may take to end.
-        records: end only these.
 
     Raises:
         SchedulerError: some jobs still exist, or the cluster does not answer.
     """
-    if records is None:
-        records = await to_thread.run_sync(files.read_records)
-    records = [one for one in records if one.ended is None]
+    records = [one for one in await to_thread.run_sync(files.read_records) if one.ended is None]
     for record in records:
         # Before any cancellation: a job that starts meanwhile, or asks for a requeue, must see the mark.
         await to_thread.run_sync(files.mark_stopped, record.name)

@@ -19,7 +19,7 @@ from attrs import field, frozen
 from attrs.validators import matches_re
 
 from areal_actors.schedulers.base import RUN_AGAIN, WORKER_NAME, Resources
-from areal_actors.schedulers.slurm.settings import ApptainerConfig, GpuOption, PyxisConfig, SlurmConfig
+from areal_actors.schedulers.slurm.settings import ContainerType, GpuOption, SlurmConfig
 
 _GANG_WAIT_SECONDS = 30
 """Seconds after the end of a gang's first process at which the remaining processes are killed."""
@@ -175,7 +175,7 @@ def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
     python = request.python or Path("python3" if config.container else sys.executable)
     command = [str(python), "-m", "areal_actors.schedulers.preflight", str(config.preflight_seconds), request.module]
     needed = sorted({request.directory.parent, request.working_directory})
-    if isinstance(config.container, PyxisConfig):
+    if config.container is not None and config.container.type is ContainerType.PYXIS:
         mounts = [*(f"{path}:{path}" for path in needed), *config.container.mounts]
         options += _quoted(
             [
@@ -186,7 +186,7 @@ def _step(request: JobRequest, config: SlurmConfig) -> list[str]:
                 "--container-env=AREAL_BOOTSTRAP",
             ]
         )
-    elif isinstance(config.container, ApptainerConfig):
+    elif config.container is not None:
         binds = [word for mount in (*map(str, needed), *config.container.mounts) for word in ("--bind", mount)]
         graphics = ["--nv"] if request.resources.gpus else []
         where = ["--pwd", str(request.working_directory)]

@@ -63,24 +63,24 @@ class GpuOption(StrEnum):
     """GPUs are not requested: nodes are allocated whole, and the worker uses those that it finds."""
 
 
+class ContainerType(StrEnum):
+    """The program that runs containers."""
+
+    PYXIS = "pyxis"
+    """enroot, with the options that the pyxis plugin adds to srun."""
+    APPTAINER = "apptainer"
+    """It must be in the PATH of the nodes."""
+
+
 @frozen(kw_only=True)
-class PyxisConfig:
-    """Workers in an enroot container, with the options that the pyxis plugin adds to srun."""
+class ContainerConfig:
+    """The container in which workers run; the interpreter and this package are then those of the image."""
 
+    type: ContainerType
     image: str = field(validator=_is_line)
-    """The image, in the format of ``--container-image``."""
+    """The image: for pyxis in the format of --container-image, for apptainer a file or an address."""
     mounts: tuple[str, ...] = field(default=(), validator=_lines)
-    """Additional ``SOURCE:TARGET[:FLAGS]``; the run directory and the working directory are always mounted."""
-
-
-@frozen(kw_only=True)
-class ApptainerConfig:
-    """Workers in an Apptainer container; apptainer must be in the PATH of the nodes."""
-
-    image: str = field(validator=_is_line)
-    """File or address of the image."""
-    mounts: tuple[str, ...] = field(default=(), validator=_lines)
-    """Additional ``SOURCE[:TARGET[:OPTIONS]]``; the run directory and the working directory are always mounted."""
+    """Additional SOURCE:TARGET[:FLAGS]; the run directory and the working directory are always mounted."""
 
 
 @frozen(kw_only=True)
@@ -100,8 +100,7 @@ class SlurmConfig:
     gpu_option: GpuOption = GpuOption.GPUS_PER_NODE
     ranks_per_node: int | None = field(default=None, validator=optional(ge(1)))
     """Number of processes of a training gang (trainer.gang) that share a node; null: all of them."""
-    container: PyxisConfig | ApptainerConfig | None = None
-    """The container in which workers run; the interpreter and this package are then those of the image."""
+    container: ContainerConfig | None = None
     setup: tuple[str, ...] = field(default=(), validator=_lines)
     """Lines of bash to run before the worker, such as ``module load cuda``. Not for secrets."""
     extra_arguments: tuple[str, ...] = field(default=(), validator=deep_iterable(_is_allowed))

@@ -19,8 +19,9 @@ from starlette.applications import Starlette
 
 from areal_actors.cache.session import SHARD_NAME, shard_of
 from areal_actors.proxy.access import read_key
+from areal_actors.proxy.dialects.fields import parse_object
 from areal_actors.proxy.exchange import Exchange, Traffic
-from areal_actors.proxy.forwarding import Backend, EveryPath, forward, names_in, segments_of
+from areal_actors.proxy.forwarding import Backend, EveryPath, forward, segments_of
 
 
 def _check_backends(_: Any, attribute: Attribute[Any], value: Mapping[str, str]) -> None:
@@ -118,7 +119,7 @@ class _Entry(EveryPath):
                 await self._report_health(exchange)
         else:
             # The proxy of the session that the request names, else the proxies that may serve it, in order.
-            key, home = read_key(exchange.headers), self._targets.home(*names_in(exchange, body))
+            key, home = read_key(exchange.headers), self._targets.home(*_names_in(exchange, body))
             if home is not None:
                 backends: tuple[Backend, ...] = (home,)
             elif key is None or segments_of(exchange)[-1:] == ["start_session"]:
@@ -153,3 +154,13 @@ class _Entry(EveryPath):
         is_ready = "ok" in statuses.values()
         document = {"status": "ok" if is_ready else "unavailable", "proxies": dict(sorted(statuses.items()))}
         await exchange.send_json(200 if is_ready else 503, document)
+
+
+def _names_in(exchange: Exchange, body: bytes) -> Iterator[str]:
+    """Return what may name a session in a request, in the order in which it counts: path, query, key and body."""
+    yield from segments_of(exchange)
+    yield exchange.query.get("session_id", "")
+    yield read_key(exchange.headers) or ""
+    if b'"session_id"' in body:
+        named = parse_object(body).get("session_id")
+        yield named if isinstance(named, str) else ""

@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from attrs import define, field, frozen
+from attrs import frozen
 
 from areal_actors.domain import (
     Answer,
     AnswerStarted,
     Delta,
-    FinishReason,
     InteractionId,
     ReasoningDelta,
     SampledTokens,
@@ -26,66 +25,40 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.proxy.dialects.base import (
-    COUNT_SCHEMA,
-    ENVELOPE_SCHEMA,
-    FINISH_SCHEMA,
-    MAYBE_TEXT_SCHEMA,
-    OBJECT_SCHEMA,
-    TEXT_SCHEMA,
-    USAGE_SCHEMA,
-    BaseDialect,
+    Dialect,
+    Parsed,
     TokenBytes,
     count_reasoning,
-    create_abort_error,
     format_logprobs,
     has_cut_call,
+    is_cut,
 )
-from areal_actors.proxy.dialects.chat.request import ParsedChat, parse_chat_request
-from areal_actors.proxy.dialects.client_tools import CallForm, FreeformInput, read_freeform
-from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
+from areal_actors.proxy.dialects.chat.request import CHAT_FIELDS, parse_chat_request
+from areal_actors.proxy.dialects.client_tools import CallForm, read_freeform
+from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
 from areal_actors.proxy.failures import Failure, format_openai_failure
 from areal_actors.proxy.sse import DONE, format_event
 
 
 @frozen(kw_only=True)
-class ChatDialect(BaseDialect):
-    """The chat completions dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training."""
+class ChatDialect(Dialect):
+    """The chat completions dialect."""
 
-    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedChat:
-        """Read a request body; see ``parse_chat_request``."""
-        return parse_chat_request(
-            body,
-            tag=tag,
-            default_max_tokens=self.default_max_tokens,
-            inert=self.inert,
-            honours_store=self.honours_store,
+    operation: ClassVar[str] = "chat/completions"
+    summary: ClassVar[str] = "OpenAI's chat completions; streamed as ChatCompletionChunk events"
+    fields: ClassVar[FieldTable] = CHAT_FIELDS
+
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """Parse a request body."""
+        return parse_chat_request(self, body, tag)
+
+    def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a ``chat.completion`` object; see ``format_choices``."""
+        return format_choices(
+            self, parsed, answers, "chat.completion", [self._format(parsed, each) for each in answers]
         )
 
-    def format_answers(self, parsed: ParsedChat, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Format the finished answers; see ``format_chat_answer``."""
-        return format_chat_answer(
-            parsed, answers, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
-        )
-
-    def open_stream(self, parsed: ParsedChat) -> ChatStream:
-        """Return the formatter of one streamed answer."""
-        return ChatStream(
-            parsed, created=int(self.clock()), model=parsed.model or self.model, token_bytes=self.token_bytes
-        )
-
-
-def format_chat_answer(
-    parsed: ParsedChat, answers: Sequence[Answer], *, created: int, model: str, token_bytes: TokenBytes | None = None
-) -> dict[str, Any]:
-    """Return a ``chat.completion`` object, whose id is that of the first choice's interaction.
-
-    If there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
-
-    Raises:
-        Unavailable: the engine aborted a choice.
-    """
-    choices = []
-    for index, answer in enumerate(answers):
+    def _format(self, parsed: Parsed, answer: Answer) -> dict[str, Any]:
         calls = answer.message.tool_calls
         content = answer.message.content or (None if calls else "")
         message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
@@ -95,23 +68,35 @@ def format_chat_answer(
             message["tool_calls"] = [_format_call(call, parsed.forms) for call in calls]
         logprobs = None
         if parsed.has_logprobs:
-            logprobs = {"content": format_logprobs(answer.completion, token_bytes), "refusal": None}
-        choice = {
-            "index": index,
-            "message": message,
-            "logprobs": logprobs,
-            "finish_reason": format_finish(answer),
-        }
-        if len(answers) > 1:
-            choice["interaction_id"] = answer.interaction
-        choices.append(choice)
+            logprobs = {"content": format_logprobs(answer.completion, self.token_bytes), "refusal": None}
+        return {"message": message, "logprobs": logprobs}
+
+    def open_stream(self, parsed: Parsed) -> ChatStream:
+        """Return the formatter of one streamed answer."""
+        return ChatStream(self, parsed)
+
+
+def format_choices(
+    dialect: Dialect, parsed: Parsed, answers: Sequence[Answer], kind: str, contents: Sequence[JsonObject]
+) -> dict[str, Any]:
+    """Return an object of ``kind`` with a choice of each of ``contents``; its id is that of the first interaction.
+
+    If there are several choices, each also carries its own ``interaction_id``, by which it can be rewarded.
+
+    Raises:
+        Unavailable: the engine aborted a choice.
+    """
+    choices = []
+    for index, (answer, content) in enumerate(zip(answers, contents, strict=True)):
+        choice = {"index": index, **content, "finish_reason": format_finish(answer)}
+        choices.append(choice | {"interaction_id": answer.interaction} if len(answers) > 1 else choice)
     return {
         "id": answers[0].interaction,
-        "object": "chat.completion",
-        "created": created,
-        "model": model,
+        "object": kind,
+        "created": int(dialect.clock()),
+        "model": parsed.model or dialect.model,
         "choices": choices,
-        "usage": format_usage(answers, token_bytes),
+        "usage": format_usage(answers, dialect.token_bytes),
     }
 
 
@@ -133,9 +118,10 @@ class OpenAIStream:
 
     kind: ClassVar[str]
 
-    def __init__(self, parsed: ParsedChat, *, created: int, model: str, token_bytes: TokenBytes | None = None) -> None:
+    def __init__(self, dialect: Dialect, parsed: Parsed) -> None:
         self._parsed = parsed
-        self._token_bytes = token_bytes
+        self._token_bytes = dialect.token_bytes
+        created, model = int(dialect.clock()), parsed.model or dialect.model
         self._envelope: dict[str, Any] = {"id": "", "object": self.kind, "created": created, "model": model}
         if parsed.include_usage:
             # As OpenAI has it: null in all chunks but the last.
@@ -161,55 +147,25 @@ class OpenAIStream:
         return format_event(format_openai_failure(failure))
 
 
-@define
-class _CustomCall:
-    """The call of a freeform tool in a stream. It is the call of a function if its arguments have another form."""
-
-    id: str
-    name: str
-    reader: FreeformInput = field(factory=FreeformInput)
-    unsent: str = ""
-    """Arguments that wait until their form is known."""
-    is_sent: bool = False
-
-    def feed(self, text: str) -> dict[str, Any] | None:
-        """Return what a chunk says of the call after more arguments, or ``None`` if there is nothing yet."""
-        self.unsent += text
-        more = self.reader.feed(text)
-        return None if self.reader.is_freeform is None else self._format(more)
-
-    def finish(self) -> dict[str, Any] | None:
-        """Return what is left when no more arguments arrive."""
-        return self._format(self.reader.finish())
-
-    def _format(self, more: str) -> dict[str, Any] | None:
-        named = {} if self.is_sent else {"name": self.name}
-        kind, key = ("custom", "input") if self.reader.is_freeform else ("function", "arguments")
-        value, self.unsent = (more if self.reader.is_freeform else self.unsent), ""
-        if self.is_sent:
-            return {kind: {key: value}} if value else None
-        self.is_sent = True
-        return {"id": self.id, "type": kind, kind: {**named, key: value}}
-
-
 class ChatStream(OpenAIStream):
     """The ``chat.completion.chunk`` events of one request.
 
     The first chunk of a choice carries the role. It is held back until the first delta, which shows whether the answer
     starts with text: ``content`` is ``""`` before text and ``null`` before tool calls, as in OpenAI's streams. If
     log-probabilities were requested, a chunk carries those of all tokens since the chunk before. The call of a freeform
-    tool is sent once its arguments show their form.
+    tool is sent when it is complete, because its form depends on its arguments.
     """
 
     kind = "chat.completion.chunk"
 
-    def __init__(self, parsed: ParsedChat, *, created: int, model: str, token_bytes: TokenBytes | None = None) -> None:
-        super().__init__(parsed, created=created, model=model, token_bytes=token_bytes)
+    def __init__(self, dialect: Dialect, parsed: Parsed) -> None:
+        super().__init__(dialect, parsed)
         self._headless: set[int] = set()
         self._unsent: list[dict[str, Any]] = []
         """Log-probabilities that wait for a chunk. Choices are streamed one after another, so they share the list."""
-        self._custom: dict[int, _CustomCall] = {}
-        """The calls of freeform tools in the present choice, by their index."""
+        self._held: ToolCallStarted | None = None
+        """The call of a freeform tool whose arguments are arriving."""
+        self._arguments: list[str] = []
 
     def feed(self, item: StreamItem) -> bytes:
         """Return the events of one item."""
@@ -231,7 +187,7 @@ class ChatStream(OpenAIStream):
             if self._parsed.request.num_choices > 1:
                 extra["interaction_id"] = item.interaction
             # An answer without deltas still needs the chunk with the role.
-            head = self._end_calls(index) + self._head(index, has_text=True)
+            head = self._release() + self._head(index, has_text=True)
             if self._parsed.has_logprobs:
                 # The answer has every token: those of a repeated answer, which has no ``SampledTokens``, as well.
                 content = format_logprobs(item.completion, self._token_bytes, start=self._num_sent)
@@ -241,20 +197,19 @@ class ChatStream(OpenAIStream):
 
     def _send(self, item: Delta) -> bytes:
         """Return the chunk of a delta, with the log-probabilities that are waiting."""
+        if self._held is not None and isinstance(item, ToolArgumentsDelta) and item.index == self._held.index:
+            self._arguments.append(item.text)
+            return b""
+        released = self._release()
         match item:
             case ToolCallStarted(name=name) if name in self._parsed.forms:
-                self._custom[item.index] = _CustomCall(id=item.id, name=name)
-                return b""
-            case ToolArgumentsDelta() if item.index in self._custom:
-                found = self._custom[item.index].feed(item.text)
-                if found is None:
-                    return b""
-                delta: dict[str, Any] = {"tool_calls": [{"index": item.index, **found}]}
+                self._held, self._arguments = item, []
+                return released
             case ReasoningDelta(text=""):
                 # An empty delta must not send the first chunk: what follows decides between ``""`` and ``null``.
-                return b""
+                return released
             case TextDelta():
-                delta = {"content": item.text}
+                delta: dict[str, Any] = {"content": item.text}
             case ReasoningDelta():
                 delta = _format_reasoning(item.text)
             case ToolCallStarted():
@@ -262,16 +217,16 @@ class ChatStream(OpenAIStream):
                 delta = {"tool_calls": [{"index": item.index, "id": item.id, "type": "function", "function": function}]}
             case ToolArgumentsDelta():  # pragma: no branch - there are no others
                 delta = {"tool_calls": [{"index": item.index, "function": {"arguments": item.text}}]}
-        return self._delta(item.choice, delta, has_text=isinstance(item, TextDelta))
+        return released + self._delta(item.choice, delta, has_text=isinstance(item, TextDelta))
 
-    def _end_calls(self, choice: int) -> bytes:
-        """Return the chunks of calls of freeform tools that wait for the end of their arguments."""
-        events = b""
-        for index, call in self._custom.items():
-            if (found := call.finish()) is not None:
-                events += self._delta(choice, {"tool_calls": [{"index": index, **found}]}, has_text=False)
-        self._custom = {}
-        return events
+    def _release(self) -> bytes:
+        """Return the chunk of a freeform tool's call, whose arguments have all arrived."""
+        if self._held is None:
+            return b""
+        held, self._held = self._held, None
+        call = ToolCall(id=held.id, name=held.name, arguments="".join(self._arguments))
+        formatted = {"index": held.index, **_format_call(call, self._parsed.forms)}
+        return self._delta(held.choice, {"tool_calls": [formatted]}, has_text=False)
 
     def _delta(self, choice: int, delta: dict[str, Any], *, has_text: bool) -> bytes:
         head = self._head(choice, has_text=has_text)
@@ -299,11 +254,7 @@ def format_finish(answer: Answer) -> str:
     Raises:
         Unavailable: the engine aborted the generation.
     """
-    # The engine's own finish reason never reaches a client: several clients stop silently on an unknown one.
-    finish = answer.completion.finish
-    if finish is FinishReason.ABORT:
-        raise create_abort_error()
-    if finish is FinishReason.LENGTH:
+    if is_cut(answer):
         return "length"
     # Agents run the calls of ``tool_calls``; arguments that a stop string cut off could pass for whole ones.
     return "tool_calls" if answer.message.tool_calls and not has_cut_call(answer) else "stop"
@@ -320,104 +271,3 @@ def format_usage(answers: Sequence[Answer], token_bytes: TokenBytes | None) -> d
         "prompt_tokens_details": {"cached_tokens": answers[0].usage.cached_tokens if answers else 0},
         "completion_tokens_details": {"reasoning_tokens": sum(count_reasoning(a, token_bytes) for a in answers)},
     }
-
-
-# ------------------------------------------------------------------------------------------------------- schemas
-
-_TOOL_CALL: Schema = {
-    "anyOf": [
-        one_object(
-            {
-                "id": {"type": "string", "minLength": 1},
-                "type": {"const": kind},
-                kind: one_object({"name": TEXT_SCHEMA, key: TEXT_SCHEMA}, additionalProperties=False),
-            },
-            additionalProperties=False,
-        )
-        for kind, key in (("function", "arguments"), ("custom", "input"))
-    ]
-}
-_MESSAGE = one_object(
-    {
-        "role": {"const": "assistant"},
-        "content": MAYBE_TEXT_SCHEMA,
-        "refusal": {"type": "null"},
-        "reasoning_content": TEXT_SCHEMA,
-        "reasoning": TEXT_SCHEMA,
-        "tool_calls": list_of(_TOOL_CALL, minItems=1),
-    },
-    "reasoning_content",
-    "reasoning",
-    "tool_calls",
-    additionalProperties=False,
-)
-_TOKEN: Mapping[str, Schema] = {
-    "token": TEXT_SCHEMA,
-    "logprob": {"type": "number"},
-    "bytes": {"type": ["array", "null"]},
-}
-_LOGPROBS: Schema = {
-    "anyOf": [
-        {"type": "null"},
-        one_object(
-            {
-                "content": list_of(one_object({**_TOKEN, "top_logprobs": list_of(one_object(_TOKEN))})),
-                "refusal": {"type": "null"},
-            }
-        ),
-    ]
-}
-CHOICE_SCHEMA: Mapping[str, Schema] = {"index": COUNT_SCHEMA, "interaction_id": TEXT_SCHEMA, "logprobs": _LOGPROBS}
-_DELTA: Mapping[str, Schema] = {
-    "role": {"const": "assistant"},
-    "content": MAYBE_TEXT_SCHEMA,
-    "reasoning_content": TEXT_SCHEMA,
-    "reasoning": TEXT_SCHEMA,
-    "tool_calls": list_of(
-        one_object(
-            {
-                "index": COUNT_SCHEMA,
-                "id": TEXT_SCHEMA,
-                "type": TEXT_SCHEMA,
-                "function": OBJECT_SCHEMA,
-                "custom": OBJECT_SCHEMA,
-            },
-            *("id", "type", "function", "custom"),
-        )
-    ),
-}
-ANSWERS: Mapping[str, Schema] = {
-    "ChatCompletion": one_object(
-        {
-            **ENVELOPE_SCHEMA,
-            "object": {"const": "chat.completion"},
-            "choices": list_of(
-                one_object({**CHOICE_SCHEMA, "message": _MESSAGE, "finish_reason": FINISH_SCHEMA}, "interaction_id"),
-                minItems=1,
-            ),
-            "usage": USAGE_SCHEMA,
-        },
-        additionalProperties=False,
-    ),
-    "ChatCompletionChunk": one_object(
-        {
-            **ENVELOPE_SCHEMA,
-            "object": {"const": "chat.completion.chunk"},
-            "choices": list_of(
-                one_object(
-                    {
-                        **CHOICE_SCHEMA,
-                        "delta": one_object(_DELTA, *_DELTA, additionalProperties=False),
-                        "finish_reason": {"anyOf": [{"type": "null"}, FINISH_SCHEMA]},
-                    },
-                    "interaction_id",
-                    "logprobs",
-                )
-            ),
-            "usage": {"anyOf": [{"type": "null"}, USAGE_SCHEMA]},
-        },
-        "usage",
-        additionalProperties=False,
-    ),
-}
-"""Schemas of answers, by the names that the OpenAPI document gives them."""

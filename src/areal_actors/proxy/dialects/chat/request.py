@@ -9,17 +9,16 @@ The Responses API joins content parts and describes functions in nearly the same
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from attrs import field, frozen
+from attrs import evolve
 
-from areal_actors.domain import ChatMessage, CompletionRequest, Grammar, Tool, ToolCall
+from areal_actors.domain import ChatMessage, Grammar, Tool, ToolCall
 from areal_actors.errors import InvalidRequest, UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json
-from areal_actors.proxy.dialects.base import split_begun
+from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun
 from areal_actors.proxy.dialects.client_tools import (
-    CUSTOM_TOOL,
     CallForm,
     Offer,
     format_freeform,
@@ -27,59 +26,45 @@ from areal_actors.proxy.dialects.client_tools import (
     refuse_tool,
 )
 from areal_actors.proxy.dialects.fields import (
-    CHAT_TEMPLATE_KWARGS,
-    DEFAULT_MAX_TOKENS,
-    ENABLE_THINKING,
+    ALL_ROUTES,
+    CONVERSATIONS,
     FLAG,
-    GATEWAY,
     MAX_TOKENS,
-    MAYBE_TEXT,
-    METADATA,
-    MODEL,
-    NAME,
-    NUM_CHOICES,
     OBJECT,
+    OBJECTS,
+    OPENAI,
+    OPENAI_CHUNKS,
+    OPENAI_CONVERSATIONS,
     REASONING,
     REASONING_EFFORT,
-    REQUEST_INFORMATION,
-    SAMPLING,
-    SESSION_ID,
-    STOP,
-    STORE,
-    STREAM,
-    STREAM_OPTIONS,
-    THINKING,
     FieldTable,
+    JsonObject,
     Kind,
-    Schema,
-    contents,
-    create_sampling,
-    described_tool,
     honoured,
     inert,
     integer,
-    list_of,
-    one_object,
+    objects_of,
+    optional_text,
     read,
     refused,
+    required_text,
     shown,
     thinking_options,
-    typed,
+    turns_of,
     wrong,
 )
 from areal_actors.proxy.dialects.structured import (
     EXTENSIONS,
     RESPONSE_FORMAT,
     TOOL_CHOICE,
-    ToolSelection,
     parse_tool,
     parse_tool_choice,
-    parse_tool_list,
+    require_distinct,
 )
 
 # ----------------------------------------------------------------------------------------------------- messages
 
-_ROLES = frozenset({"system", "developer", "user", "assistant", "tool"})
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
 
@@ -99,7 +84,7 @@ def _parse_message(raw: Any, where: str) -> ChatMessage:
     if not isinstance(raw, dict):
         raise wrong(where, "an object", raw)
     role = raw.get("role")
-    if not isinstance(role, str) or role not in _ROLES:
+    if role not in _ROLES:
         raise wrong(f"{where}.role", "system, developer, user, assistant or tool", role)
     content = raw.get("content")
     if content is not None and not isinstance(content, str):
@@ -150,23 +135,19 @@ def parse_freeform_call(raw: Any, where: str, call_id: str) -> ToolCall:
     """Return the call of a freeform tool, whose ``input`` is a text. Raises ``InvalidRequest``."""
     if not isinstance(raw, dict):
         raise wrong(where, "an object", raw)
-    name, text = raw.get("name"), raw.get("input")
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
+    name, text = required_text(raw, "name", where), raw.get("input")
     if not isinstance(text, str):
         raise wrong(f"{where}.input", "a text", text)
     return ToolCall(id=call_id, name=name, arguments=format_freeform(text))
 
 
-def parse_call(function: Mapping[str, Any], where: str, call_id: str) -> ToolCall:
+def parse_call(function: JsonObject, where: str, call_id: str) -> ToolCall:
     """Return the call of the function that ``function`` names; ``arguments`` are a JSON text or an object.
 
     Raises:
         InvalidRequest: an invalid value; the error names it.
     """
-    name, arguments = function.get("name"), function.get("arguments")
-    if not isinstance(name, str) or not name:
-        raise wrong(f"{where}.name", "a string that is not empty", name)
+    name, arguments = required_text(function, "name", where), function.get("arguments")
     if isinstance(arguments, dict):
         arguments = dump_json(arguments).decode()
     if not isinstance(arguments, str | None):
@@ -199,14 +180,6 @@ def join_parts(parts: Any, where: str, kinds: Mapping[str, str]) -> str:
     return "\n".join(texts)
 
 
-def optional_text(raw: Mapping[str, Any], name: str, where: str) -> str | None:
-    """Return a text that may be missing; an empty one is as good as none. Raises ``InvalidRequest``."""
-    value = raw.get(name)
-    if value is not None and not isinstance(value, str):
-        raise wrong(f"{where}.{name}", "a string", value)
-    return value or None
-
-
 def parse_tools(value: Any, param: str = "tools") -> Offer:
     """Parse the offered functions and freeform tools.
 
@@ -215,88 +188,26 @@ def parse_tools(value: Any, param: str = "tools") -> Offer:
         UnsupportedParameter: a tool of another type.
     """
     forms: dict[str, CallForm] = {}
-
-    def parse(raw: dict[str, Any], where: str) -> Tool:
+    tools: list[Tool] = []
+    for raw, at in objects_of([] if value is None else value, param):
         kind = "function" if raw.get("type") is None else raw["type"]
         if kind not in ("function", "custom"):
-            raise refuse_tool(raw, where, "functions and custom tools")
-        described, where = raw.get(kind), f"{where}.{kind}"
+            raise refuse_tool(raw, at, "functions and custom tools")
+        described, where = raw.get(kind), f"{at}.{kind}"
         if not isinstance(described, dict):
             raise wrong(where, "an object", described)
         if kind == "function":
-            return parse_tool(described, where, schema="parameters")
-        tool = parse_custom_tool(described, where)
-        forms[tool.name] = CallForm(name=tool.name, is_freeform=True)
-        return tool
-
-    tools = parse_tool_list(value, param, parse)
-    return Offer(tools=tools, forms=forms)
+            tools.append(parse_tool(described, where, schema="parameters"))
+        else:
+            tools.append(parse_custom_tool(described, where))
+            forms[tools[-1].name] = CallForm(name=tools[-1].name, is_freeform=True)
+    return Offer(tools=require_distinct(tools), forms=forms)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
 
 _NO_EBNF = "use response_format, guided_json, guided_regex or guided_choice"
-_TEXTS = contents(_TEXT_PARTS, {"type": "string"})
-_MAYBE_TEXTS: Schema = {"anyOf": [{"type": "null"}, _TEXTS]}
-_CALL: Schema = {
-    "anyOf": [
-        one_object(
-            {
-                "id": MAYBE_TEXT,
-                "type": {"enum": ["function", None]},
-                "function": one_object(
-                    {"name": NAME, "arguments": {"type": ["string", "object", "null"]}}, "arguments"
-                ),
-            },
-            *("id", "type"),
-        ),
-        typed("custom", {"id": MAYBE_TEXT, "custom": one_object({"name": NAME, "input": {"type": "string"}})}, "id"),
-    ]
-}
-_MESSAGES = Kind(
-    list_of(
-        {
-            "anyOf": [
-                one_object(
-                    {"role": {"enum": ["system", "developer", "user"]}, "content": _TEXTS, "name": MAYBE_TEXT}, "name"
-                ),
-                one_object(
-                    {
-                        "role": {"const": "tool"},
-                        "content": _MAYBE_TEXTS,
-                        "tool_call_id": MAYBE_TEXT,
-                        "name": MAYBE_TEXT,
-                    },
-                    *("content", "tool_call_id", "name"),
-                ),
-                one_object(
-                    {
-                        "role": {"const": "assistant"},
-                        "content": _MAYBE_TEXTS,
-                        "tool_calls": {"type": ["array", "null"], "items": _CALL},
-                        "reasoning_content": MAYBE_TEXT,
-                        "reasoning": MAYBE_TEXT,
-                        "name": MAYBE_TEXT,
-                        "function_call": {"type": "null"},
-                    },
-                    *("content", "tool_calls", "reasoning_content", "reasoning", "name", "function_call"),
-                ),
-            ]
-        },
-        minItems=1,
-    ),
-    parse_messages,
-    is_raw=True,
-)
-_FUNCTION = one_object({"type": {"enum": ["function", None]}, "function": described_tool("parameters")}, "type")
-TOOLS = Kind(
-    {
-        "type": ["array", "null"],
-        "items": {"anyOf": [_FUNCTION, typed("custom", {"custom": CUSTOM_TOOL})]},
-    },
-    parse_tools,
-)
-
+_MESSAGES = Kind(turns_of(*_ROLES), parse_messages, is_raw=True)
 CHAT_FIELDS = FieldTable(
     "chat completions",
     (
@@ -306,16 +217,17 @@ CHAT_FIELDS = FieldTable(
             "content parts of type text are joined by newlines; images, audio and files as unsupported_blocks says",
             is_required=True,
         ),
-        MODEL,
         honoured("max_tokens", integer(1, MAX_TOKENS), "512 without it; bounded by the context length"),
         honoured(
             "max_completion_tokens",
             integer(1, MAX_TOKENS),
             "the newer name of max_tokens; both may be given if they agree",
         ),
-        NUM_CHOICES,
-        *SAMPLING,
-        STOP,
+        *ALL_ROUTES,
+        *CONVERSATIONS,
+        *OPENAI,
+        *OPENAI_CONVERSATIONS,
+        *OPENAI_CHUNKS,
         honoured(
             "logprobs",
             FLAG,
@@ -325,7 +237,7 @@ CHAT_FIELDS = FieldTable(
         honoured("top_logprobs", integer(0, 20), "0 to 20, with logprobs", default=0),
         honoured(
             "tools",
-            TOOLS,
+            Kind(OBJECTS, parse_tools),
             "functions, and custom tools, whose format is described to the model; with strict, a call that tool_choice "
             "demands satisfies all of the schema or is refused",
             default=Offer(),
@@ -347,41 +259,20 @@ CHAT_FIELDS = FieldTable(
             "text, json_object and json_schema, enforced; with tools, the answer is a call or matches",
         ),
         *EXTENSIONS,
-        STREAM,
-        STREAM_OPTIONS,
-        STORE,
-        METADATA,
-        CHAT_TEMPLATE_KWARGS,
         REASONING_EFFORT,
         REASONING,
-        THINKING,
-        ENABLE_THINKING,
         honoured("usage", OBJECT, "OpenRouter's name: include as include_usage of stream_options", default={}),
-        SESSION_ID,
-        *REQUEST_INFORMATION,
-        *GATEWAY,
-        inert("safety_identifier", "sessions identify who asks"),
         inert("prediction", "would save time only"),
         inert("verbosity", "a hint that no chat template takes; ask for it in the prompt"),
-        inert("prompt_cache_key", "prefixes are cached without it"),
-        inert("prompt_cache_options", "prefixes are cached without it"),
-        inert("prompt_cache_retention", "prefixes are cached without it"),
         refused("audio", "this model writes text only"),
         refused("modalities", "this model writes text only", ["text"]),
         refused("function_call", "deprecated; use tool_choice", "auto", "none"),
         refused("functions", "deprecated; use tools"),
-        refused("moderation", "nothing is moderated here"),
         refused("web_search_options", "the model sees the messages only"),
-        refused("best_of", "use n, and choose", 1),
-        refused("use_beam_search", "tokens are sampled one by one", False),
-        refused("length_penalty", "belongs to beam search", 1, 1.0),
         refused("include_reasoning", "thinking was sampled, and is always sent", True),
         refused("separate_reasoning", "thinking has a field of its own", True),
         refused("stream_reasoning", "thinking is streamed as it is sampled", True),
-        refused("ignore_eos", "the model decides when its turn ends", False),
-        refused("min_tokens", "the model decides when its turn ends", 0),
         refused("bad_words", "use logit_bias"),
-        refused("echo", "the prompt is not repeated", False),
         honoured(
             "continue_final_message",
             FLAG,
@@ -389,12 +280,8 @@ CHAT_FIELDS = FieldTable(
             default=False,
         ),
         honoured("add_generation_prompt", FLAG, "the opposite of continue_final_message, if given", default=None),
-        refused("include_stop_str_in_output", "the text ends before the stop string", False),
-        refused("skip_special_tokens", "what is special never reaches the text", True),
         refused("chat_template", "the model's own template is what it is trained with"),
         refused("documents", "put them into the messages"),
-        refused("prompt_logprobs", "only sampled tokens are captured", 0),
-        refused("return_token_ids", "export the session to read its tokens", False),
         refused("guided_grammar", _NO_EBNF),
         refused("ebnf", _NO_EBNF),
     ),
@@ -404,44 +291,9 @@ CHAT_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-@frozen(kw_only=True)
-class ParsedChat:
-    """A parsed chat completion request: the ``CompletionRequest`` to sample, and how to format the answer.
-
-    ``model`` is the name that the client sent, or ``None``.
-    """
-
-    request: CompletionRequest
-    forms: Mapping[str, CallForm] = field(factory=dict)
-    """How calls are written that are not written as those of functions, by the name that the model knows."""
-    model: str | None = None
-    is_stream: bool = False
-    include_usage: bool = False
-    has_logprobs: bool = False
-
-
-def parse_chat_request(
-    body: Mapping[str, Any],
-    *,
-    tag: str | None = None,
-    default_max_tokens: int = DEFAULT_MAX_TOKENS,
-    inert: Collection[str] = (),
-    honours_store: bool = True,
-) -> ParsedChat:
-    """Parse the body of a request.
-
-    Args:
-        body: the JSON object.
-        tag: the agent that asks, if a header names it; otherwise ``metadata.agent`` is used.
-        default_max_tokens: the limit of new tokens if the client sets none.
-        inert: names of further parameters to accept and ignore.
-        honours_store: whether ``store: false`` keeps the answer from training.
-
-    Raises:
-        UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: an invalid value; ``param`` names the field.
-    """
-    values = CHAT_FIELDS.read(body, inert=inert)
+def parse_chat_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+    """Parse the body of a request; see ``Dialect.parse``."""
+    values = CHAT_FIELDS.read(body, inert=dialect.inert)
     has_logprobs, top_logprobs = values["logprobs"], values["top_logprobs"]
     if top_logprobs and not has_logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true.", param="top_logprobs")
@@ -452,34 +304,23 @@ def parse_chat_request(
             param="max_completion_tokens",
         )
     offer: Offer = values["tools"]
-    selection = ToolSelection()
-    if offer.tools or values["tool_choice"] is not None:
-        selection = parse_tool_choice(values["tool_choice"], offer.tools)
-    metadata = values["metadata"]
+    selection = parse_tool_choice(values["tool_choice"], offer.tools)
     messages, begun = _split_messages(values)
-    request = CompletionRequest(
-        messages=messages,
-        begun=begun,
-        tools=selection.tools,
-        tool_choice=selection.choice,
-        parallel_tool_calls=values["parallel_tool_calls"],
-        response_format=_select_format(values),
-        sampling=create_sampling(
-            values,
-            max_new_tokens=new or old or default_max_tokens,
-            stop=values["stop"],
-            top_logprobs=top_logprobs,
-        ),
-        num_choices=values["n"],
-        seed=values["seed"],
-        store=values["store"] or not honours_store,
-        template_kwargs=thinking_options(values),
-        metadata=metadata,
-        tag=tag or metadata.get("agent"),
-        streams_tokens=has_logprobs and values["stream"],
+    request = dialect.create_request(
+        values, tag=tag, max_new_tokens=new or old, has_logprobs=has_logprobs, top_logprobs=top_logprobs
     )
-    return ParsedChat(
-        request=request,
+    return Parsed(
+        request=evolve(
+            request,
+            messages=messages,
+            begun=begun,
+            tools=selection.tools,
+            tool_choice=selection.choice,
+            parallel_tool_calls=values["parallel_tool_calls"],
+            response_format=_select_format(values),
+            num_choices=values["n"],
+            template_kwargs=thinking_options(values),
+        ),
         forms=offer.forms,
         model=values["model"],
         is_stream=values["stream"],
@@ -489,7 +330,7 @@ def parse_chat_request(
     )
 
 
-def _split_messages(values: Mapping[str, Any]) -> tuple[tuple[ChatMessage, ...], ChatMessage | None]:
+def _split_messages(values: JsonObject) -> tuple[tuple[ChatMessage, ...], ChatMessage | None]:
     """Return the messages to be answered, and the beginning of the answer if the last one is to be continued."""
     messages, is_continued = values["messages"], values["continue_final_message"]
     if values["add_generation_prompt"] is not None and values["add_generation_prompt"] == is_continued:
@@ -507,7 +348,7 @@ def _split_messages(values: Mapping[str, Any]) -> tuple[tuple[ChatMessage, ...],
     return messages, begun
 
 
-def _select_format(values: Mapping[str, Any]) -> Grammar | None:
+def _select_format(values: JsonObject) -> Grammar | None:
     """Return the required output format, from OpenAI's ``response_format`` or from other servers' fields."""
     form = values["response_format"]
     extensions = {each.name: values[each.name] for each in EXTENSIONS if values[each.name] is not None}

@@ -6,7 +6,7 @@ block after the call, while an unstreamed answer has a single text.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from attrs import frozen
@@ -16,7 +16,6 @@ from areal_actors.domain import (
     Answer,
     AnswerStarted,
     ChatMessage,
-    FinishReason,
     ReasoningDelta,
     SampledTokens,
     StreamItem,
@@ -27,18 +26,16 @@ from areal_actors.domain import (
 from areal_actors.lib.exact_json import dump_json
 from areal_actors.lib.json_prefix import JsonPrefix
 from areal_actors.proxy.dialects.base import (
-    COUNT_SCHEMA,
-    MAYBE_TEXT_SCHEMA,
-    TEXT_SCHEMA,
-    BaseDialect,
+    Dialect,
+    Parsed,
     TokenBytes,
     count_reasoning,
-    create_abort_error,
     has_cut_call,
+    is_cut,
 )
-from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
+from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
 from areal_actors.proxy.dialects.messages.request import (
-    ParsedMessages,
+    MESSAGES_FIELDS,
     format_input,
     parse_anthropic_request,
     sign_thought,
@@ -53,43 +50,38 @@ _THINKING, _TEXT, _TOOL_USE = "thinking", "text", "tool_use"
 
 
 @frozen(kw_only=True)
-class MessagesDialect(BaseDialect):
+class MessagesDialect(Dialect):
     """The Messages dialect."""
 
+    operation: ClassVar[str] = "messages"
+    summary: ClassVar[str] = "Anthropic's messages"
+    fields: ClassVar[FieldTable] = MESSAGES_FIELDS
     keep_alive: ClassVar[bytes] = PING
 
-    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedMessages:
-        """Parse a request body; see ``parse_anthropic_request``."""
-        return parse_anthropic_request(body, tag=tag, default_max_tokens=self.default_max_tokens, inert=self.inert)
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """Parse a request body."""
+        return parse_anthropic_request(self, body, tag)
 
-    def format_answers(self, parsed: ParsedMessages, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Format the one answer; see ``format_anthropic_answer``."""
-        return format_anthropic_answer(answers[0], model=parsed.model or self.model, token_bytes=self.token_bytes)
+    def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return a ``message`` object of the one answer, whose id is that of the interaction."""
+        (answer,) = answers
+        return {
+            "id": answer.interaction,
+            "type": "message",
+            "role": "assistant",
+            "model": parsed.model or self.model,
+            "content": format_blocks(answer.message),
+            **_format_end(answer),
+            "usage": _format_usage_of(answer, self.token_bytes),
+        }
 
-    def open_stream(self, parsed: ParsedMessages) -> MessageStream:
+    def open_stream(self, parsed: Parsed) -> MessageStream:
         """Return the formatter of one streamed answer."""
         return MessageStream(model=parsed.model or self.model, token_bytes=self.token_bytes)
 
-    def format_failure(self, failure: Failure) -> dict[str, Any]:
+    def format_failure(self, failure: Failure) -> dict[str, object]:
         """Return Anthropic's error body."""
         return format_anthropic_failure(failure)
-
-
-def format_anthropic_answer(answer: Answer, *, model: str, token_bytes: TokenBytes | None = None) -> dict[str, Any]:
-    """Return a ``message`` object, whose id is that of the interaction.
-
-    Raises:
-        Unavailable: the engine aborted it.
-    """
-    return {
-        "id": answer.interaction,
-        "type": "message",
-        "role": "assistant",
-        "model": model,
-        "content": format_blocks(answer.message),
-        **_format_end(answer),
-        "usage": _format_usage_of(answer, token_bytes),
-    }
 
 
 def format_blocks(message: ChatMessage) -> list[dict[str, Any]]:
@@ -112,16 +104,13 @@ def _format_end(answer: Answer) -> dict[str, Any]:
     Raises:
         Unavailable: the engine aborted it.
     """
-    finish = answer.completion.finish
-    if finish is FinishReason.ABORT:
-        raise create_abort_error()
+    was_cut = is_cut(answer)
     # Agents run tools on ``tool_use`` only; a call that a limit or a stop string cut off must not be run.
-    if answer.message.tool_calls and finish is FinishReason.STOP and not has_cut_call(answer):
+    if answer.message.tool_calls and not was_cut and not has_cut_call(answer):
         return {"stop_reason": "tool_use", "stop_sequence": None}
     if answer.stop_sequence is not None:
         return {"stop_reason": "stop_sequence", "stop_sequence": answer.stop_sequence}
-    is_cut = finish is FinishReason.LENGTH
-    return {"stop_reason": "max_tokens" if is_cut else "end_turn", "stop_sequence": None}
+    return {"stop_reason": "max_tokens" if was_cut else "end_turn", "stop_sequence": None}
 
 
 def _format_usage_of(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, Any]:
@@ -251,48 +240,3 @@ class MessageStream:
 
 def _event(kind: str, **fields: Any) -> bytes:
     return format_named_event(kind, {"type": kind, **fields})
-
-
-_BLOCK: Schema = {
-    "anyOf": [
-        one_object({"type": {"const": "text"}, "text": TEXT_SCHEMA}),
-        one_object({"type": {"const": "thinking"}, "thinking": TEXT_SCHEMA, "signature": TEXT_SCHEMA}),
-        one_object(
-            {"type": {"const": "tool_use"}, "id": TEXT_SCHEMA, "name": TEXT_SCHEMA, "input": {"type": "object"}}
-        ),
-    ]
-}
-_USAGE = one_object(
-    {
-        "input_tokens": COUNT_SCHEMA,
-        "cache_creation_input_tokens": COUNT_SCHEMA,
-        "cache_read_input_tokens": COUNT_SCHEMA,
-        "output_tokens": COUNT_SCHEMA,
-        "output_tokens_details": one_object({"thinking_tokens": COUNT_SCHEMA}),
-    }
-)
-ANSWERS: Mapping[str, Schema] = {
-    "Message": one_object(
-        {
-            "id": {"type": "string", "minLength": 1},
-            "type": {"const": "message"},
-            "role": {"const": "assistant"},
-            "model": TEXT_SCHEMA,
-            "content": list_of(_BLOCK, minItems=1),
-            "stop_reason": {"enum": ["end_turn", "max_tokens", "stop_sequence", "tool_use"]},
-            "stop_sequence": MAYBE_TEXT_SCHEMA,
-            "usage": _USAGE,
-        }
-    ),
-    "TokenCount": one_object({"input_tokens": COUNT_SCHEMA}),
-    "AnthropicError": one_object(
-        {
-            "type": {"const": "error"},
-            "error": one_object(
-                {"type": TEXT_SCHEMA, "message": TEXT_SCHEMA, "code": MAYBE_TEXT_SCHEMA, "param": MAYBE_TEXT_SCHEMA}
-            ),
-            "request_id": MAYBE_TEXT_SCHEMA,
-        }
-    ),
-}
-"""Schemas of answers, by the names that the OpenAPI document gives them."""

@@ -11,57 +11,44 @@ client composed are joined by newlines, as the parts of a chat message are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
 
-from attrs import frozen
+from attrs import evolve
 
-from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, CompletionRequest, InteractionId, Tool, ToolCall
-from areal_actors.errors import InvalidRequest, UnsupportedParameter
+from areal_actors.domain import UNPARSED_ARGUMENTS, ChatMessage, Tool, ToolCall
+from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
 from areal_actors.lib.exact_json import dump_json, load_json
 from areal_actors.lib.json_prefix import JsonPrefix
-from areal_actors.proxy.dialects.base import split_begun
+from areal_actors.proxy.dialects.base import Dialect, Parsed, split_begun
 from areal_actors.proxy.dialects.client_tools import ANTHROPIC_TOOLS, find_typed_tool, refuse_tool
 from areal_actors.proxy.dialects.fields import (
-    CHAT_TEMPLATE_KWARGS,
-    DEFAULT_MAX_TOKENS,
+    ALL_ROUTES,
+    CONVERSATIONS,
     EFFORT,
-    ENABLE_THINKING,
     FLAG,
-    GATEWAY,
     MAX_TOKENS,
-    MAYBE_TEXT,
-    MODEL,
-    NAME,
     OBJECT,
+    OBJECTS,
     REASONING,
     REASONING_EFFORT,
-    SAMPLING,
-    SESSION_ID,
     STOP_SEQUENCES,
-    STORE,
-    STREAM,
     TEXT,
-    TEXTS,
-    THINKING,
     FieldTable,
+    JsonObject,
     Kind,
-    Schema,
-    contents,
-    create_sampling,
-    described_tool,
     honoured,
     inert,
     integer,
-    list_of,
-    one_object,
+    objects_of,
     read,
     refused,
+    required_text,
     shown,
     thinking_options,
-    typed,
+    turns_of,
     wrong,
 )
 from areal_actors.proxy.dialects.structured import (
@@ -69,7 +56,7 @@ from areal_actors.proxy.dialects.structured import (
     parse_response_format,
     parse_tool,
     parse_tool_choice,
-    parse_tool_list,
+    require_distinct,
 )
 
 ID_PREFIX = "msg_"
@@ -164,10 +151,9 @@ def _parse_turn(raw: Any, where: str) -> Iterator[ChatMessage]:
             yield ChatMessage(role="user", content="\n".join(texts))
 
 
-def _parse_result(block: Mapping[str, Any], where: str) -> ChatMessage:
-    call_id, content, is_error = block.get("tool_use_id"), block.get("content"), block.get("is_error")
-    if not isinstance(call_id, str) or not call_id:
-        raise wrong(f"{where}.tool_use_id", "a string that is not empty", call_id)
+def _parse_result(block: JsonObject, where: str) -> ChatMessage:
+    call_id, content = required_text(block, "tool_use_id", where), block.get("content")
+    is_error = block.get("is_error")
     if not isinstance(is_error, bool | None):
         raise wrong(f"{where}.is_error", "true or false", is_error)
     if not isinstance(content, str):
@@ -188,9 +174,7 @@ def _parse_answer(content: Any, where: str) -> ChatMessage:
     for block, at in _blocks(content, where):
         match block.get("type"):
             case "tool_use":
-                call_id, name = block.get("id"), _string(block, "name", at)
-                if not name:
-                    raise wrong(f"{at}.name", "a string that is not empty", name)
+                call_id, name = block.get("id"), required_text(block, "name", at)
                 text = _read_input(block.get("input"), f"{at}.input")
                 calls.append(ToolCall(id=call_id if isinstance(call_id, str) else "", name=name, arguments=text))
             case "thinking":
@@ -220,7 +204,7 @@ def _read_input(value: Any, where: str) -> str:
     return unparsed if isinstance(unparsed, str) else dump_json(value).decode()
 
 
-def _blocks(value: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
+def _blocks(value: Any, where: str) -> Iterator[tuple[JsonObject, str]]:
     """Yield the blocks of a content list, each with its path for error messages."""
     if not isinstance(value, list):
         raise wrong(where, "a string or a list of blocks", value)
@@ -231,7 +215,7 @@ def _blocks(value: Any, where: str) -> Iterator[tuple[Mapping[str, Any], str]]:
         yield block, at
 
 
-def _text_of(block: Mapping[str, Any], where: str) -> str:
+def _text_of(block: JsonObject, where: str) -> str:
     kind = block.get("type")
     if not isinstance(kind, str):
         raise wrong(f"{where}.type", "the type of a block", kind)
@@ -240,7 +224,7 @@ def _text_of(block: Mapping[str, Any], where: str) -> str:
     return _string(block, "text", where)
 
 
-def _string(block: Mapping[str, Any], name: str, where: str) -> str:
+def _string(block: JsonObject, name: str, where: str) -> str:
     value = block.get(name)
     if not isinstance(value, str):
         raise wrong(f"{where}.{name}", "a string", value)
@@ -257,95 +241,60 @@ def parse_anthropic_tools(value: Any, param: str = "tools") -> tuple[Tool, ...]:
         InvalidRequest: a tool is malformed; the error names its index and the problem.
         UnsupportedParameter: a tool that Anthropic's servers run, or of an unknown type.
     """
-
-    def parse(raw: dict[str, Any], where: str) -> Tool:
+    tools: list[Tool] = []
+    for raw, where in objects_of([] if value is None else value, param):
         typed = find_typed_tool(ANTHROPIC_TOOLS, raw)
         if typed is not None:
-            return typed.create_function(raw, where)
-        if raw.get("type") not in (None, "custom"):
+            tools.append(typed.create_function(raw, where))
+        elif raw.get("type") not in (None, "custom"):
             raise refuse_tool(raw, where, "custom tools, bash, text_editor, memory and computer")
-        return parse_tool(raw, where, schema="input_schema", needs_schema=True)
-
-    return parse_tool_list(value, param, parse)
+        else:
+            tools.append(parse_tool(raw, where, schema="input_schema", needs_schema=True))
+    return require_distinct(tools)
 
 
 # ------------------------------------------------------------------------------------------------------- fields
 
-_UNDATED = ("bash", "text_editor", "memory", "computer")
 _UNEDITED = "the history is read as it is sent"
 
 
-def _parse_thread(value: Any, name: str) -> tuple[bool, InteractionId | None]:
-    """Return whether the server holds the conversation, and the answer that the messages follow."""
+def _parse_thread(value: Any, name: str) -> None:
+    """Ignore that a thread begins. Raises ``PreviousNotFound`` if it continues: clients then send the history."""
     thread = OBJECT.read(value, name)
     match thread.get("type"):
         case "create":
-            return True, None
+            return
         case "continue":
             previous = TEXT.read(thread.get("previous_message_id"), f"{name}.previous_message_id")
-            return True, InteractionId(previous)
+            raise PreviousNotFound(previous)
         case kind:
             raise wrong(f"{name}.type", "create or continue", kind)
 
 
-_TEXTS = contents({"text": "text"})
-_RESULT = typed(
-    "tool_result",
-    {
-        "tool_use_id": NAME,
-        "content": {"anyOf": [{"type": "null"}, _TEXTS]},
-        "is_error": {"type": ["boolean", "null"]},
-    },
-    *("content", "is_error"),
-)
-_ANSWERED = (
-    typed("tool_use", {"id": MAYBE_TEXT, "name": NAME, "input": {"type": "object"}}, "id"),
-    typed("thinking", {"thinking": {"type": "string"}, "signature": MAYBE_TEXT}, "signature"),
-    typed("redacted_thinking", {}),
-)
-_TURN: Schema = {
-    "anyOf": [
-        one_object({"role": {"const": "system"}, "content": _TEXTS}),
-        one_object({"role": {"const": "user"}, "content": contents({"text": "text"}, _RESULT)}),
-        one_object({"role": {"const": "assistant"}, "content": contents({"text": "text"}, *_ANSWERED)}),
-    ]
-}
-_CUSTOM = described_tool("input_schema", "input_schema")
-_TOOL: Schema = {
-    "anyOf": [
-        {**_CUSTOM, "properties": {**_CUSTOM["properties"], "type": {"enum": ["custom", None]}}},
-        one_object({"type": {"type": "string", "pattern": rf"^({'|'.join(_UNDATED)})_[0-9]{{8}}$"}, "name": NAME}),
-    ]
-}
+_INSTRUCTIONS = Kind({"type": ["string", "array", "null"], "items": {"type": "object"}}, _parse_instructions)
 MESSAGES_FIELDS = FieldTable(
     "messages",
     (
         honoured(
             "messages",
-            Kind(list_of(_TURN, minItems=1), _parse_turns, is_raw=True),
+            Kind(turns_of("system", "user", "assistant"), _parse_turns, is_raw=True),
             "text, tool_use, tool_result and thinking blocks, and role system anywhere; images and documents "
             "as unsupported_blocks says",
             is_required=True,
         ),
         honoured(
             "system",
-            Kind({"anyOf": [{"type": "null"}, _TEXTS]}, _parse_instructions),
+            _INSTRUCTIONS,
             "a string or text blocks, joined by newlines; Claude Code's billing line is left out",
             default=(),
         ),
-        MODEL,
         honoured("max_tokens", integer(1, MAX_TOKENS), "512 without it; bounded by the context length"),
-        *SAMPLING,
-        honoured(
-            "stop_sequences",
-            STOP_SEQUENCES,
-            "up to 16 strings; the text ends before the first of them, which stop_sequence names; not searched in the "
-            "thinking",
-            default=(),
-        ),
+        *ALL_ROUTES,
+        *CONVERSATIONS,
+        STOP_SEQUENCES,
         honoured(
             "tools",
-            Kind({"type": ["array", "null"], "items": _TOOL}, parse_anthropic_tools),
+            Kind(OBJECTS, parse_anthropic_tools),
             "custom tools, and bash, text_editor, memory and computer of any date; those of Anthropic's servers as "
             "unsupported_blocks says; defer_loading is ignored",
             default=(),
@@ -355,8 +304,6 @@ MESSAGES_FIELDS = FieldTable(
             TOOL_CHOICE,
             "auto, none, any and tool; disable_parallel_tool_use: only the first call counts",
         ),
-        THINKING,
-        ENABLE_THINKING,
         REASONING_EFFORT,
         REASONING,
         honoured(
@@ -368,17 +315,6 @@ MESSAGES_FIELDS = FieldTable(
         honoured(
             "output_format", Kind(OBJECT.schema, lambda value, _: value), "the older name of output_config.format"
         ),
-        STREAM,
-        honoured(
-            "metadata",
-            TEXTS,
-            "strings, kept with the interaction; agent names the agent of a multi-agent episode",
-            default={},
-        ),
-        STORE,
-        CHAT_TEMPLATE_KWARGS,
-        SESSION_ID,
-        *GATEWAY,
         inert("cache_control", "prefixes are cached without it; here, and in every block"),
         inert("context_management", _UNEDITED),
         inert("service_tier", "there is one"),
@@ -396,19 +332,8 @@ MESSAGES_FIELDS = FieldTable(
         refused("compaction", _UNEDITED),
         honoured(
             "thread",
-            Kind(
-                {
-                    "anyOf": [
-                        {"type": "null"},
-                        typed("create", {}),
-                        typed("continue", {"previous_message_id": NAME}),
-                    ]
-                },
-                _parse_thread,
-            ),
-            "create: the answer's id continues the conversation; continue: messages follow previous_message_id, "
-            "with the system prompt and tools of the thread",
-            default=(False, None),
+            Kind({"type": ["object", "null"], "properties": {"type": {"enum": ["create", "continue"]}}}, _parse_thread),
+            "create is ignored; continue is refused as thread_not_found, and SDKs then send the history",
         ),
     ),
 )
@@ -417,36 +342,16 @@ MESSAGES_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-@frozen(kw_only=True)
-class ParsedMessages:
-    """A parsed Messages request. ``model`` is the name that the client sent, or ``None``."""
-
-    request: CompletionRequest
-    model: str | None = None
-    is_stream: bool = False
-
-
-def parse_anthropic_request(
-    body: Mapping[str, Any],
-    *,
-    tag: str | None = None,
-    default_max_tokens: int = DEFAULT_MAX_TOKENS,
-    inert: Collection[str] = (),
-) -> ParsedMessages:
-    """Parse the body of a request. The arguments are those of ``parse_chat_request``.
+def parse_anthropic_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+    """Parse the body of a request; see ``Dialect.parse``.
 
     ``max_tokens`` may be missing although Anthropic requires it, because requests to count tokens are parsed here as
     well.
-
-    Raises:
-        UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: an invalid value; ``param`` names the field.
     """
-    values = MESSAGES_FIELDS.read(body, inert=inert)
-    choice, metadata = values["tool_choice"], values["metadata"]
+    values = MESSAGES_FIELDS.read(body, inert=dialect.inert)
+    choice = values["tool_choice"]
     selection = parse_tool_choice(choice, values["tools"])
     is_single = isinstance(choice, dict) and read(choice, "disable_parallel_tool_use", FLAG, default=False)
-    is_held, previous = values["thread"]
     newer, older = values["output_config"].get("format"), values["output_format"]
     if newer is not None and older is not None and newer != older:
         raise InvalidRequest(
@@ -455,25 +360,15 @@ def parse_anthropic_request(
         )
     effort = read(values["output_config"], "effort", EFFORT, {})
     messages, begun = split_begun((*values["system"], *values["messages"]))
-    request = CompletionRequest(
+    request = evolve(
+        dialect.create_request(values, tag=tag, max_new_tokens=values["max_tokens"]),
         messages=messages,
         begun=begun,
-        # The system prompt belongs to the thread, so the history that a turn continues is stored without it.
-        has_instructions=is_held and bool(values["system"]),
-        previous=previous,
-        is_thread=is_held,
         tools=selection.tools,
         tool_choice=selection.choice,
         parallel_tool_calls=not is_single,
         response_format=parse_response_format(older if newer is None else newer, "output_config.format"),
-        sampling=create_sampling(
-            values, max_new_tokens=values["max_tokens"] or default_max_tokens, stop=values["stop_sequences"]
-        ),
-        seed=values["seed"],
-        store=values["store"],
         template_kwargs={**effort, **thinking_options(values)},
-        metadata=metadata,
-        tag=tag or metadata.get("agent"),
         id_prefix=ID_PREFIX,
     )
-    return ParsedMessages(request=request, model=values["model"], is_stream=values["stream"])
+    return Parsed(request=request, model=values["model"], is_stream=values["stream"])

@@ -5,8 +5,8 @@ Every key that the SDK's model requires is present, including those that only st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from attrs import define, frozen
 
@@ -16,7 +16,6 @@ from areal_actors.domain import (
     Chunk,
     Completion,
     Delta,
-    FinishReason,
     InteractionId,
     ReasoningDelta,
     SampledTokens,
@@ -26,19 +25,17 @@ from areal_actors.domain import (
     ToolCallStarted,
 )
 from areal_actors.proxy.dialects.base import (
-    COUNT_SCHEMA,
-    OBJECT_SCHEMA,
-    TEXT_SCHEMA,
-    BaseDialect,
+    Dialect,
+    Parsed,
     TokenBytes,
     count_reasoning,
-    create_abort_error,
     format_logprobs,
     has_cut_call,
+    is_cut,
 )
-from areal_actors.proxy.dialects.client_tools import CallForm, FreeformInput, format_freeform, read_freeform
-from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
-from areal_actors.proxy.dialects.responses.request import ParsedResponse, format_item_id, parse_response_request
+from areal_actors.proxy.dialects.client_tools import CallForm, read_freeform
+from areal_actors.proxy.dialects.fields import FieldTable, JsonObject
+from areal_actors.proxy.dialects.responses.request import RESPONSES_FIELDS, format_item_id, parse_response_request
 from areal_actors.proxy.failures import Failure
 from areal_actors.proxy.sse import format_named_event
 
@@ -47,97 +44,25 @@ _TOO_MANY = 429
 
 
 @frozen(kw_only=True)
-class ResponsesDialect(BaseDialect):
-    """The Responses dialect. ``honours_store`` says whether ``store: false`` keeps an answer from training."""
+class ResponsesDialect(Dialect):
+    """The Responses dialect."""
 
-    def parse(self, body: Mapping[str, Any], *, tag: str | None = None) -> ParsedResponse:
-        """Parse a request body; see ``parse_response_request``."""
-        return parse_response_request(
-            body,
-            tag=tag,
-            default_max_tokens=self.default_max_tokens,
-            inert=self.inert,
-            honours_store=self.honours_store,
-        )
+    operation: ClassVar[str] = "responses"
+    summary: ClassVar[str] = "OpenAI's Responses; streamed as its events"
+    fields: ClassVar[FieldTable] = RESPONSES_FIELDS
 
-    def format_answers(self, parsed: ParsedResponse, answers: Sequence[Answer]) -> dict[str, Any]:
-        """Return the ``response`` object of the one answer, whose id is that of the interaction.
+    def parse(self, body: JsonObject, *, tag: str | None = None) -> Parsed:
+        """Parse a request body."""
+        return parse_response_request(self, body, tag)
 
-        Raises:
-            Unavailable: the engine aborted it.
-        """
+    def format_answers(self, parsed: Parsed, answers: Sequence[Answer]) -> dict[str, Any]:
+        """Return the ``response`` object of the one answer: the one at the end of a stream without deltas."""
         (answer,) = answers
-        output = format_output(
-            answer, has_logprobs=parsed.has_logprobs, token_bytes=self.token_bytes, forms=parsed.forms
-        )
-        return self._envelope(parsed).end(answer, output, completed=int(self.clock()))
+        return ResponseStream(self, parsed, answer.interaction).end(answer)
 
-    def open_stream(self, parsed: ParsedResponse) -> ResponseStream:
+    def open_stream(self, parsed: Parsed) -> ResponseStream:
         """Return the formatter of one streamed answer."""
-        return ResponseStream(self._envelope(parsed), clock=self.clock)
-
-    def _envelope(self, parsed: ParsedResponse) -> _Envelope:
-        model = parsed.model or self.model
-        return _Envelope(parsed=parsed, created=int(self.clock()), model=model, token_bytes=self.token_bytes)
-
-
-@frozen(kw_only=True)
-class _Envelope:
-    """A response without its output, from the request to its end. ``created`` is in seconds since 1970."""
-
-    parsed: ParsedResponse
-    created: int
-    model: str
-    token_bytes: TokenBytes | None = None
-
-    def begin(self, interaction: InteractionId) -> dict[str, Any]:
-        """Return the response as it is while the answer is in progress."""
-        return self._format(interaction, "in_progress", [])
-
-    def end(self, answer: Answer, output: list[dict[str, Any]], *, completed: int) -> dict[str, Any]:
-        """Return the finished response; its status is ``incomplete`` if the limit of new tokens cut the answer."""
-        cut = _is_cut(answer)
-        formatted = self._format(answer.interaction, "incomplete" if cut else "completed", output)
-        formatted["incomplete_details"] = {"reason": "max_output_tokens"} if cut else None
-        formatted["completed_at"] = None if cut else completed
-        formatted["usage"] = format_usage(answer, self.token_bytes)
-        return formatted
-
-    def fail(self, interaction: InteractionId, output: list[dict[str, Any]], failure: Failure) -> dict[str, Any]:
-        """Return the failed response."""
-        formatted = self._format(interaction, "failed", output)
-        # One of the few error codes that a response object may have.
-        code = "invalid_prompt" if failure.status in _REFUSED else "server_error"
-        code = "rate_limit_exceeded" if failure.status == _TOO_MANY else code
-        formatted["error"] = {"code": code, "message": failure.message}
-        return formatted
-
-    def _format(self, interaction: InteractionId, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": interaction,
-            "object": "response",
-            "created_at": self.created,
-            "status": status,
-            "completed_at": None,
-            "error": None,
-            "incomplete_details": None,
-            "model": self.model,
-            "output": output,
-            "usage": None,
-            **self.parsed.echo,
-        }
-
-
-def _is_cut(answer: Answer) -> bool:
-    """Return whether the answer ended because it reached its maximum length.
-
-    Raises:
-        Unavailable: the engine aborted it.
-    """
-    finish = answer.completion.finish
-    if finish is FinishReason.ABORT:
-        raise create_abort_error()
-    return finish is FinishReason.LENGTH
+        return ResponseStream(self, parsed)
 
 
 def format_usage(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, Any]:
@@ -153,33 +78,6 @@ def format_usage(answer: Answer, token_bytes: TokenBytes | None) -> dict[str, An
 
 
 # ------------------------------------------------------------------------------------------------- output items
-
-
-def format_output(
-    answer: Answer,
-    *,
-    has_logprobs: bool,
-    token_bytes: TokenBytes | None,
-    forms: Mapping[str, CallForm] | None = None,
-) -> list[dict[str, Any]]:
-    """Return the items of a whole answer: reasoning, a message, calls. An empty answer becomes an empty message.
-
-    ``forms`` has the tools whose calls are not written as those of functions.
-    """
-    message, interaction = answer.message, answer.interaction
-    items: list[dict[str, Any]] = []
-    if message.reasoning:
-        items.append(_format_reasoning(format_item_id("rs", 0, interaction), message.reasoning))
-    if message.content or not message.tool_calls:
-        logprobs = _format_output_logprobs(answer.completion, token_bytes) if has_logprobs else []
-        items.append(_format_text(format_item_id("msg", 0, interaction), message.content or "", logprobs))
-    for index, call in enumerate(message.tool_calls):
-        item_id = format_item_id("fc", index, interaction)
-        form = (forms or {}).get(call.name) or CallForm(name=call.name)
-        items.append(_format_call(item_id, form, call_id=call.id, arguments=call.arguments))
-    if _is_cut(answer) or has_cut_call(answer):
-        items[-1]["status"] = "incomplete"
-    return items
 
 
 def _format_reasoning(item_id: str, text: str | None, status: str = "completed") -> dict[str, Any]:
@@ -244,27 +142,20 @@ class _Item:
     form: CallForm | None = None
     is_open: bool = True
     done: dict[str, Any] | None = None
-    freeform: FreeformInput | None = None
-    """Reads the arguments of a freeform tool."""
-    is_held: bool = False
-    """Whether nothing was sent, because the form of the call depends on its arguments."""
 
-    def format(self, text: str | None, status: str, logprobs: list[dict[str, Any]]) -> dict[str, Any]:
+    @property
+    def is_held(self) -> bool:
+        """Whether nothing is sent before the end, because the form of the call depends on its arguments."""
+        return self.form is not None and (self.form.is_freeform or self.form.typed is not None)
+
+    def format(self, text: str | None, status: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
         """Return the item as it is sent to the client."""
         if self.kind == "rs":
             return _format_reasoning(self.id, text, status)
         if self.kind == "msg":
             return _format_text(self.id, text, logprobs, status)
         assert self.form is not None
-        form, arguments = self.form, text or ""
-        if text is None and self.freeform is not None:
-            # The beginning of a call, whose arguments are known to have this form, or not to have it.
-            form, arguments = (form, format_freeform("")) if self.freeform.is_freeform else (_as_function(form), "")
-        return _format_call(self.id, form, call_id=self.call_id, arguments=arguments, status=status)
-
-
-def _as_function(form: CallForm) -> CallForm:
-    return CallForm(name=form.name, namespace=form.namespace)
+        return _format_call(self.id, self.form, call_id=self.call_id, arguments=text or "", status=status)
 
 
 class ResponseStream:
@@ -274,17 +165,19 @@ class ResponseStream:
     reasoning that resumes later is a new item, and ``parse_input`` joins the items again when they are sent back. If
     log-probabilities were requested, a delta of text carries those of all tokens since the delta of text before. The
     message then stays open until the end, because it has those of the whole answer. Parts of the final answer that no
-    delta had are streamed before the end, and nothing that was sent is retracted. The call of a freeform tool is sent
-    once its arguments show their form, that of another tool that is no function when it is complete.
+    delta had are streamed before the end, and nothing that was sent is retracted. The call of a tool that is no
+    function is sent when it is complete.
     """
 
-    def __init__(self, envelope: _Envelope, *, clock: Callable[[], float]) -> None:
-        self._envelope = envelope
-        self._clock = clock
-        self._interaction: InteractionId | None = None
+    def __init__(self, dialect: Dialect, parsed: Parsed, interaction: InteractionId | None = None) -> None:
+        self._dialect = dialect
+        self._parsed = parsed
+        self._created = int(dialect.clock())
+        """Seconds since 1970."""
+        self._interaction = interaction
         self._items: list[_Item] = []
         self._calls: dict[int, _Item] = {}
-        self._events: list[bytes] = []
+        self._events: list[tuple[str, dict[str, Any]]] = []
         self._num_events = 0
         self._unsent: list[dict[str, Any]] = []
         """Log-probabilities that wait for a delta of text."""
@@ -295,13 +188,14 @@ class ResponseStream:
         """Return the events of one item."""
         if isinstance(item, AnswerStarted):
             self._interaction = item.interaction
-            response = self._envelope.begin(item.interaction)
+            response = self._format("in_progress", [])
             self._emit("response.created", response=response)
             self._emit("response.in_progress", response=response)
         elif isinstance(item, Answer):
-            self._end(item)
+            response = self.end(item)
+            self._emit(f"response.{response['status']}", response=response)
         elif isinstance(item, SampledTokens):
-            self._unsent += _format_output_logprobs(item.chunk, self._envelope.token_bytes, num_earlier=self._num_seen)
+            self._unsent += _format_output_logprobs(item.chunk, self._dialect.token_bytes, num_earlier=self._num_seen)
             self._num_seen += len(item.chunk.token_ids)
         else:
             self._grow(item)
@@ -314,8 +208,13 @@ class ResponseStream:
     def fail(self, failure: Failure) -> bytes:
         """Return a ``response.failed`` event, then an event that OpenAI's SDKs raise as an ``APIError``."""
         if self._interaction is not None:
-            output = [item.done or item.format(item.text, "incomplete", []) for item in self._items]
-            self._emit("response.failed", response=self._envelope.fail(self._interaction, output, failure))
+            output = [item.done or item.format(item.text, "incomplete") for item in self._items]
+            # One of the few error codes that a response object may have.
+            code = "invalid_prompt" if failure.status in _REFUSED else "server_error"
+            code = "rate_limit_exceeded" if failure.status == _TOO_MANY else code
+            response = self._format("failed", output)
+            response["error"] = {"code": code, "message": failure.message}
+            self._emit("response.failed", response=response)
         error = {"type": failure.type, "code": failure.code, "message": failure.message, "param": failure.param}
         self._emit("error", **{**error, "error": error})
         return self._take()
@@ -323,18 +222,38 @@ class ResponseStream:
     def _emit(self, event: str, **fields: Any) -> None:
         payload = {**fields, "type": event, "sequence_number": self._num_events}
         self._num_events += 1
-        self._events.append(format_named_event(event, payload))
+        self._events.append((event, payload))
 
     def _take(self) -> bytes:
-        events, self._events = b"".join(self._events), []
-        return events
+        events, self._events = self._events, []
+        return b"".join(format_named_event(event, payload) for event, payload in events)
 
     # --------------------------------------------------------------------------------------- the whole response
 
-    def _end(self, answer: Answer) -> None:
-        cut = _is_cut(answer)
+    def _format(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._interaction,
+            "object": "response",
+            "created_at": self._created,
+            "status": status,
+            "completed_at": None,
+            "error": None,
+            "incomplete_details": None,
+            "model": self._parsed.model or self._dialect.model,
+            "output": output,
+            "usage": None,
+            **self._parsed.echo,
+        }
+
+    def end(self, answer: Answer) -> dict[str, Any]:
+        """End all items; return the finished response. It is ``incomplete`` if the limit of tokens cut the answer.
+
+        Raises:
+            Unavailable: the engine aborted the answer.
+        """
+        was_cut = is_cut(answer)
         # A response that a stop string ends is complete, as a text is, but not the call in which the stop string was.
-        last_status = "incomplete" if cut or has_cut_call(answer) else "completed"
+        last_status = "incomplete" if was_cut or has_cut_call(answer) else "completed"
         # Parts of the answer that no delta had. The whole text of a repeated answer is one, because it has no deltas.
         message = answer.message
         self._grow(ReasoningDelta(text=_missing(self._streamed_text("rs"), message.reasoning)))
@@ -345,14 +264,17 @@ class ResponseStream:
             self._grow(ToolArgumentsDelta(index=index, text=_missing(self._calls[index].text, call.arguments)))
         if not self._calls and not self._streamed_text("msg"):
             self._open("msg")
-        has_logprobs, token_bytes = self._envelope.parsed.has_logprobs, self._envelope.token_bytes
-        logprobs = _format_output_logprobs(answer.completion, token_bytes) if has_logprobs else []
+        token_bytes = self._dialect.token_bytes
+        logprobs = _format_output_logprobs(answer.completion, token_bytes) if self._parsed.has_logprobs else []
         for item in self._items:
             is_last = item is self._items[-1]
             self._close(item, status=last_status if is_last else "completed", logprobs=logprobs)
         output = [item.done for item in self._items if item.done is not None]
-        response = self._envelope.end(answer, output, completed=int(self._clock()))
-        self._emit("response.incomplete" if cut else "response.completed", response=response)
+        response = self._format("incomplete" if was_cut else "completed", output)
+        response["incomplete_details"] = {"reason": "max_output_tokens"} if was_cut else None
+        response["completed_at"] = None if was_cut else int(self._dialect.clock())
+        response["usage"] = format_usage(answer, token_bytes)
+        return response
 
     def _streamed_text(self, kind: str) -> str:
         return "".join(item.text for item in self._items if item.kind == kind)
@@ -361,7 +283,7 @@ class ResponseStream:
 
     def _grow(self, delta: Delta) -> None:
         if isinstance(delta, ToolCallStarted):
-            form = self._envelope.parsed.forms.get(delta.name) or CallForm(name=delta.name)
+            form = self._parsed.forms.get(delta.name) or CallForm(name=delta.name)
             self._calls[delta.index] = self._open("fc", call_id=delta.id, form=form)
         elif not delta.text:
             return
@@ -379,49 +301,25 @@ class ResponseStream:
     def _open(self, kind: str, *, call_id: str = "", form: CallForm | None = None) -> _Item:
         for item in self._items:
             # A message waits for its log-probabilities, which arrive only with the finished answer.
-            if item.kind != "msg" or not self._envelope.parsed.has_logprobs:
+            if item.kind != "msg" or not self._parsed.has_logprobs:
                 self._close(item)
         assert self._interaction is not None
         number = sum(item.kind == kind for item in self._items)
         item_id = format_item_id(kind, number, self._interaction)
         item = _Item(kind, item_id, len(self._items), call_id=call_id, form=form)
         self._items.append(item)
-        if form is not None and (form.is_freeform or form.typed is not None):
-            item.freeform = FreeformInput() if form.is_freeform else None
-            item.is_held = True
+        if item.is_held:
             return item
-        self._emit_added(item)
+        self._emit("response.output_item.added", output_index=item.position, item=item.format(None, "in_progress"))
         if kind != "fc":
-            self._emit_inside(item, "content_part.added", part=_part(item.format("", "in_progress", [])))
+            self._emit_inside(item, "content_part.added", part=_part(item.format("", "in_progress")))
         return item
 
-    def _emit_added(self, item: _Item, text: str | None = None) -> None:
-        item.is_held = False
-        self._emit("response.output_item.added", output_index=item.position, item=item.format(text, "in_progress", []))
-
     def _add_arguments(self, item: _Item, text: str) -> None:
-        if not item.is_open:
-            return
-        item.text += text
-        if item.form is not None and item.form.typed is not None:
-            return
-        if item.freeform is None:
-            self._emit_inside(item, "function_call_arguments.delta", delta=text)
-            return
-        more = item.freeform.feed(text)
-        if item.freeform.is_freeform is not None:
-            self._emit_freeform(item, more, text)
-
-    def _emit_freeform(self, item: _Item, more: str, text: str) -> None:
-        """Send a delta of a freeform tool's call: ``more`` of its input, or ``text`` if its arguments have none."""
-        was_held = item.is_held
-        if was_held:
-            self._emit_added(item)
-        assert item.freeform is not None
-        event = "custom_tool_call_input" if item.freeform.is_freeform else "function_call_arguments"
-        delta = more if item.freeform.is_freeform else item.text if was_held else text
-        if delta:
-            self._emit_inside(item, f"{event}.delta", delta=delta)
+        if item.is_open:
+            item.text += text
+            if not item.is_held:
+                self._emit_inside(item, "function_call_arguments.delta", delta=text)
 
     def _add(self, item: _Item, event: str, text: str) -> None:
         if item.is_open:
@@ -431,12 +329,12 @@ class ResponseStream:
                 fields["logprobs"], self._unsent = self._unsent, []
             self._emit_inside(item, f"{event}.delta", **fields)
 
-    def _close(self, item: _Item, *, status: str = "completed", logprobs: list[dict[str, Any]] | None = None) -> None:
+    def _close(self, item: _Item, *, status: str = "completed", logprobs: Sequence[dict[str, Any]] = ()) -> None:
         """Send the events that mark an item as done, unless they were sent before."""
         if not item.is_open:
             return
         item.is_open = False
-        item.done = item.format(item.text, status, logprobs or [])
+        item.done = item.format(item.text, status, logprobs)
         if item.kind == "fc":
             self._end_call(item, item.done)
         else:
@@ -448,19 +346,18 @@ class ResponseStream:
         self._emit("response.output_item.done", output_index=item.position, item=item.done)
 
     def _end_call(self, item: _Item, done: Mapping[str, Any]) -> None:
-        if item.freeform is not None:
-            self._emit_freeform(item, item.freeform.finish(), "")
-        elif item.is_held and done["type"] != "function_call":
-            self._emit_added(item, item.text)
-            return
-        elif item.is_held:
-            item.form = _as_function(item.form or CallForm(name=""))
-            self._emit_added(item)
-            self._emit_inside(item, "function_call_arguments.delta", delta=item.text)
-        if done["type"] == "custom_tool_call":
-            self._emit_inside(item, "custom_tool_call_input.done", input=done["input"])
-        else:
-            self._emit_inside(item, "function_call_arguments.done", name=done["name"], arguments=done["arguments"])
+        is_custom = done["type"] == "custom_tool_call"
+        event, key = ("custom_tool_call_input", "input") if is_custom else ("function_call_arguments", "arguments")
+        if item.is_held:
+            begun = {**done, "status": "in_progress", **({key: ""} if key in done else {})}
+            self._emit("response.output_item.added", output_index=item.position, item=begun)
+            if key not in done:
+                # The call of a typed tool, which has no events of its own.
+                return
+            if done[key]:
+                self._emit_inside(item, f"{event}.delta", delta=done[key])
+        named = {} if is_custom else {"name": done["name"]}
+        self._emit_inside(item, f"{event}.done", **named, **{key: done[key]})
 
     def _emit_inside(self, item: _Item, event: str, **fields: Any) -> None:
         """Send an event within an item; a text is always the first and only content part of its item."""
@@ -478,63 +375,3 @@ def _part(formatted: dict[str, Any]) -> dict[str, Any]:
 def _missing(streamed: str, whole: str | None) -> str:
     """Return the rest of ``whole`` after ``streamed``; empty if ``streamed`` is not a prefix of it."""
     return whole[len(streamed) :] if whole and whole.startswith(streamed) else ""
-
-
-# ------------------------------------------------------------------------------------------------------- schemas
-
-_ITEM: Schema = {
-    "anyOf": [
-        one_object(
-            {
-                "id": TEXT_SCHEMA,
-                "type": {"const": "message"},
-                "role": {"const": "assistant"},
-                "status": TEXT_SCHEMA,
-                "content": list_of(
-                    one_object({"type": {"const": "output_text"}, "text": TEXT_SCHEMA, "annotations": list_of({})})
-                ),
-            }
-        ),
-        one_object(
-            {
-                "id": TEXT_SCHEMA,
-                "type": {"const": "function_call"},
-                "status": TEXT_SCHEMA,
-                "call_id": TEXT_SCHEMA,
-                "name": TEXT_SCHEMA,
-                "arguments": TEXT_SCHEMA,
-            }
-        ),
-        one_object({"id": TEXT_SCHEMA, "type": {"const": "reasoning"}, "summary": list_of({}), "content": list_of({})}),
-    ]
-}
-_USAGE = one_object(
-    {
-        "input_tokens": COUNT_SCHEMA,
-        "input_tokens_details": one_object({"cached_tokens": COUNT_SCHEMA}),
-        "output_tokens": COUNT_SCHEMA,
-        "output_tokens_details": one_object({"reasoning_tokens": COUNT_SCHEMA}),
-        "total_tokens": COUNT_SCHEMA,
-    }
-)
-ANSWERS: Mapping[str, Schema] = {
-    "Response": one_object(
-        {
-            "id": {"type": "string", "minLength": 1},
-            "object": {"const": "response"},
-            "created_at": COUNT_SCHEMA,
-            "completed_at": {"type": ["integer", "null"]},
-            "status": {"enum": ["completed", "incomplete"]},
-            "error": {"type": "null"},
-            "incomplete_details": OBJECT_SCHEMA,
-            "model": TEXT_SCHEMA,
-            "output": list_of(_ITEM, minItems=1),
-            "usage": _USAGE,
-            "tools": list_of({"type": "object"}),
-            "tool_choice": {"type": ["string", "object"]},
-            "parallel_tool_calls": {"type": "boolean"},
-        }
-    ),
-    "InputTokens": one_object({"object": {"const": "response.input_tokens"}, "input_tokens": COUNT_SCHEMA}),
-}
-"""Schemas of answers, by the names that the OpenAPI document gives them."""

@@ -9,11 +9,10 @@ emptied. Summaries of reasoning are ignored: a model is trained on the reasoning
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any
 
-from attrs import define, evolve, field, frozen
+from attrs import define, evolve, field
 
 from areal_actors.domain import (
     ChatMessage,
@@ -25,10 +24,10 @@ from areal_actors.domain import (
     ToolChoice,
 )
 from areal_actors.errors import InvalidRequest, PreviousNotFound, UnsupportedParameter
-from areal_actors.proxy.dialects.chat.request import join_parts, optional_text, parse_call, parse_freeform_call
+from areal_actors.proxy.dialects.base import Dialect, Parsed
+from areal_actors.proxy.dialects.chat.request import join_parts, parse_call, parse_freeform_call
 from areal_actors.proxy.dialects.client_tools import (
     CALL_ITEMS,
-    CUSTOM_TOOL,
     OPENAI_TOOLS,
     CallForm,
     Offer,
@@ -39,42 +38,30 @@ from areal_actors.proxy.dialects.client_tools import (
     with_additional_tools,
 )
 from areal_actors.proxy.dialects.fields import (
-    CHAT_TEMPLATE_KWARGS,
-    DEFAULT_MAX_TOKENS,
+    ALL_ROUTES,
+    CONVERSATIONS,
     EFFORT,
-    ENABLE_THINKING,
     FLAG,
-    GATEWAY,
     MAX_TOKENS,
-    MAYBE_TEXT,
-    MODEL,
-    NAME,
     OBJECT,
-    REQUEST_INFORMATION,
-    SAMPLING,
-    SESSION_ID,
-    STOP,
-    STREAM,
+    OBJECTS,
+    OPENAI,
+    OPENAI_CONVERSATIONS,
     TEXT,
-    TEXTS,
-    THINKING,
     FieldTable,
+    JsonObject,
     Kind,
-    Schema,
-    contents,
-    create_sampling,
-    described_tool,
     honoured,
     inert,
     integer,
-    list_of,
-    one_object,
+    objects_of,
+    optional_text,
     read,
     read_instance,
     refused,
+    required_text,
     shown,
     thinking_options,
-    typed,
     without_nulls,
     wrong,
 )
@@ -84,7 +71,7 @@ from areal_actors.proxy.dialects.structured import (
     parse_response_format,
     parse_tool,
     parse_tool_choice,
-    parse_tool_list,
+    require_distinct,
 )
 
 _LOGPROBS = "message.output_text.logprobs"
@@ -164,7 +151,7 @@ class _Conversation:
         self.close_turn()
         self.messages.append(message)
 
-    def open_turn(self, kind: str, raw: Mapping[str, Any]) -> _Turn:
+    def open_turn(self, kind: str, raw: JsonObject) -> _Turn:
         """Return the answer that an item belongs to; start a new one if necessary."""
         found = ITEM_ID.fullmatch(raw["id"]) if isinstance(raw.get("id"), str) else None
         origin = found[1] if found else None
@@ -231,14 +218,14 @@ def _read_content(value: Any, where: str) -> str:
     return value if isinstance(value, str) else join_parts(value, where, _PARTS)
 
 
-def _read_result(raw: Mapping[str, Any], where: str) -> ChatMessage:
+def _read_result(raw: JsonObject, where: str) -> ChatMessage:
     # A result of local_shell names its call by ``id`` in the SDK's types.
     named = "id" if raw.get("call_id") is None and raw["type"] == "local_shell_call_output" else "call_id"
     call_id = optional_text(raw, named, where)
     return ChatMessage(role="tool", content=_read_output(raw, f"{where}.output"), tool_call_id=call_id)
 
 
-def _read_output(raw: Mapping[str, Any], where: str) -> str:
+def _read_output(raw: JsonObject, where: str) -> str:
     output = raw.get("output")
     match raw["type"]:
         case "shell_call_output" if isinstance(output, list):
@@ -266,10 +253,8 @@ def _read_shell_output(raw: Any, where: str) -> str:
     return "\n".join(text.removesuffix("\n") for text in texts if text)
 
 
-def _read_call(raw: Mapping[str, Any], where: str) -> ToolCall:
-    call_id, namespace = raw.get("call_id"), raw.get("namespace")
-    if not isinstance(call_id, str) or not call_id:
-        raise wrong(f"{where}.call_id", "a string that is not empty", call_id)
+def _read_call(raw: JsonObject, where: str) -> ToolCall:
+    call_id, namespace = required_text(raw, "call_id", where), raw.get("namespace")
     if raw["type"] in CALL_ITEMS:
         return _read_typed_call(raw, where, call_id)
     parse = parse_freeform_call if raw["type"] == "custom_tool_call" else parse_call
@@ -277,7 +262,7 @@ def _read_call(raw: Mapping[str, Any], where: str) -> ToolCall:
     return evolve(call, name=_join_name(namespace, call.name)) if isinstance(namespace, str) and namespace else call
 
 
-def _read_typed_call(raw: Mapping[str, Any], where: str, call_id: str) -> ToolCall:
+def _read_typed_call(raw: JsonObject, where: str, call_id: str) -> ToolCall:
     rows = [tool for tool in OPENAI_TOOLS.values() if tool.item == raw["type"]]
     # Both computer tools have calls of one type.
     row = next((tool for tool in rows if tool.key and raw.get(tool.key) is not None), rows[0])
@@ -295,39 +280,22 @@ def _parse_instructions(value: Any, name: str) -> tuple[ChatMessage, ...]:
 
 def _parse_offer(value: Any, name: str) -> Offer:
     """Return the functions that are offered, those of namespaces under joined names."""
-    if not isinstance(value, list):
-        raise wrong(name, "a list", value)
-    flat: list[Any] = []
-    namespaces: list[str | None] = []
-    places: list[str] = []
-    for index, raw in enumerate(value):
-        if not isinstance(raw, dict) or raw.get("type") != "namespace":
-            flat.append(raw)
-            namespaces.append(None)
-            places.append(f"{name}[{index}]")
-            continue
-        namespace = TEXT.read(raw.get("name"), f"{name}[{index}].name")
-        inner: Any = raw.get("tools")
-        if not isinstance(inner, list):
-            raise wrong(f"{name}[{index}].tools", "a list", inner)
-        flat += inner
-        namespaces += [namespace] * len(inner)
-        places += [f"{name}[{index}].tools[{number}]" for number in range(len(inner))]
     forms: dict[str, CallForm] = {}
-    known = iter(zip(namespaces, places, strict=True))
-
-    def parse(raw: dict[str, Any], _: str) -> Tool:
-        namespace, where = next(known)
-        tool, form = _parse_tool(raw, where)
-        if namespace is not None:
-            form = evolve(form, namespace=namespace)
-            tool = evolve(tool, name=_join_name(namespace, tool.name))
-        if form != CallForm(name=tool.name):
-            forms[tool.name] = form
-        return tool
-
-    tools = parse_tool_list(flat, name, parse)
-    return Offer(tools=tools, forms=forms)
+    tools: list[Tool] = []
+    for each, place in objects_of(value, name):
+        namespace, offered = None, [(each, place)]
+        if each.get("type") == "namespace":
+            namespace = required_text(each, "name", place)
+            offered = objects_of(each.get("tools"), f"{place}.tools")
+        for raw, where in offered:
+            tool, form = _parse_tool(raw, where)
+            if namespace is not None:
+                form = evolve(form, namespace=namespace)
+                tool = evolve(tool, name=_join_name(namespace, tool.name))
+            if form != CallForm(name=tool.name):
+                forms[tool.name] = form
+            tools.append(tool)
+    return Offer(tools=require_distinct(tools), forms=forms)
 
 
 def _parse_tool(raw: dict[str, Any], where: str) -> tuple[Tool, CallForm]:
@@ -360,83 +328,12 @@ def _parse_previous(value: Any, name: str) -> InteractionId:
     return InteractionId(previous)
 
 
-_TEXTS = contents(_PARTS, {"type": "string"})
-_CALLED: Mapping[str, Schema] = {"call_id": NAME, "id": MAYBE_TEXT}
-_ITEM: Schema = {
-    "anyOf": [
-        one_object(
-            {
-                "type": {"enum": ["message", None]},
-                "role": {"enum": ["system", "developer", "user", "assistant"]},
-                "content": _TEXTS,
-                "id": MAYBE_TEXT,
-            },
-            *("type", "id"),
-        ),
-        typed(
-            "reasoning",
-            {
-                "content": {"anyOf": [{"type": "null"}, contents({"reasoning_text": "text"})["anyOf"][1]]},
-                "id": MAYBE_TEXT,
-            },
-            *("content", "id"),
-        ),
-        typed(
-            "function_call",
-            {**_CALLED, "name": NAME, "arguments": {"type": ["string", "null"]}, "namespace": MAYBE_TEXT},
-            *("id", "arguments", "namespace"),
-        ),
-        typed(
-            "custom_tool_call",
-            {**_CALLED, "name": NAME, "input": {"type": "string"}, "namespace": MAYBE_TEXT},
-            *("id", "namespace"),
-        ),
-        *(
-            typed(
-                tool.item,
-                {**_CALLED, **({tool.key: tool.parameters} if tool.key else tool.parameters["properties"])},
-                "id",
-            )
-            for tool in OPENAI_TOOLS.values()
-        ),
-        *(
-            typed(kind, {"call_id": MAYBE_TEXT, "output": _TEXTS}, "call_id")
-            for kind in (
-                "function_call_output",
-                "custom_tool_call_output",
-                "local_shell_call_output",
-                "shell_call_output",
-            )
-        ),
-        typed(
-            "apply_patch_call_output",
-            {"call_id": MAYBE_TEXT, "status": MAYBE_TEXT, "output": MAYBE_TEXT},
-            "call_id",
-            "output",
-        ),
-    ]
-}
-_FUNCTION = described_tool("parameters")
-_OFFERED: tuple[Schema, ...] = (
-    {**_FUNCTION, "properties": {**_FUNCTION["properties"], "type": {"enum": ["function", None]}}},
-    {
-        **CUSTOM_TOOL,
-        "properties": {**CUSTOM_TOOL["properties"], "type": {"const": "custom"}},
-        "required": ["type", "name"],
-    },
-    one_object(
-        {"type": {"enum": [*OPENAI_TOOLS]}, "name": {"type": "null"}, "environment": {"type": "null"}},
-        "name",
-        "environment",
-    ),
-)
-_TOOL: Schema = {"anyOf": [*_OFFERED, typed("namespace", {"name": NAME, "tools": list_of({"anyOf": [*_OFFERED]})})]}
 RESPONSES_FIELDS = FieldTable(
     "responses",
     (
         honoured(
             "input",
-            Kind({"anyOf": [{"type": "string"}, list_of(_ITEM, minItems=1)]}, parse_input, is_raw=True),
+            Kind({"type": ["string", "array"], "items": {"type": "object"}, "minItems": 1}, parse_input, is_raw=True),
             "a text, or items: messages, reasoning, calls of tools that can be offered, and their results; images and "
             "files as unsupported_blocks says; an item_reference names an item of an answer of the session",
             is_required=True,
@@ -452,14 +349,15 @@ RESPONSES_FIELDS = FieldTable(
             Kind({**TEXT.schema, "pattern": f"^{RESPONSE_PREFIX}"}, _parse_previous),
             "follows an answer of the same session: its history, without its instructions",
         ),
-        MODEL,
         honoured(
             "max_output_tokens",
             integer(1, MAX_TOKENS),
             "512 without it; bounded by the context length; thinking counts",
         ),
-        *SAMPLING,
-        STOP,
+        *ALL_ROUTES,
+        *CONVERSATIONS,
+        *OPENAI,
+        *OPENAI_CONVERSATIONS,
         honoured(
             "include",
             Kind({"type": ["array", "null"], "items": {"type": "string"}}, partial(read_instance, list, "a list")),
@@ -470,7 +368,7 @@ RESPONSES_FIELDS = FieldTable(
         honoured("top_logprobs", integer(0, 20), "0 to 20; asks for logprobs, too", default=0),
         honoured(
             "tools",
-            Kind({"type": ["array", "null"], "items": _TOOL}, _parse_offer),
+            Kind(OBJECTS, _parse_offer),
             "functions and custom tools, also in namespaces, local_shell, shell, apply_patch, computer and "
             "computer_use_preview; those of OpenAI's servers as unsupported_blocks says",
             default=Offer(),
@@ -489,29 +387,9 @@ RESPONSES_FIELDS = FieldTable(
             "effort as reasoning_effort of chat completions; summary and context are ignored",
             default={},
         ),
-        STREAM,
-        honoured(
-            "store",
-            FLAG,
-            "false is a habit of clients, and ignored unless proxy.honour_store.responses is true",
-            default=True,
-        ),
-        honoured(
-            "metadata", TEXTS, "repeated in the answer; agent names the agent of a multi-agent episode", default={}
-        ),
-        THINKING,
-        ENABLE_THINKING,
-        CHAT_TEMPLATE_KWARGS,
-        SESSION_ID,
-        *REQUEST_INFORMATION,
-        *GATEWAY,
         inert("stream_options", "nothing needs obfuscation here"),
         inert("truncation", "nothing is ever dropped: a conversation that is too long is refused"),
         inert("max_tool_calls", "counts calls of OpenAI's own tools"),
-        inert("safety_identifier", "sessions identify who asks"),
-        inert("prompt_cache_key", "prefixes are cached without it"),
-        inert("prompt_cache_options", "prefixes are cached without it"),
-        inert("prompt_cache_retention", "prefixes are cached without it"),
         inert("client_metadata", "identifies the client"),
         inert("access_programs", "every client of a session has access"),
         inert("image", "there are no images to compress"),
@@ -519,7 +397,6 @@ RESPONSES_FIELDS = FieldTable(
         refused("conversation", "a session remembers its conversations; send previous_response_id"),
         refused("context_management", "nothing is compacted; send what the model shall read"),
         refused("prompt", "there are no stored prompts; send instructions and input"),
-        refused("moderation", "nothing is moderated here"),
         refused("n", "an answer is one; ask again", 1),
         refused("max_tokens", "use max_output_tokens"),
         refused("messages", "use input"),
@@ -533,68 +410,34 @@ RESPONSES_FIELDS = FieldTable(
 # ------------------------------------------------------------------------------------------------------ requests
 
 
-@frozen(kw_only=True)
-class ParsedResponse:
-    """A parsed Responses request: the ``CompletionRequest`` to sample, and ``echo``, which the answer repeats.
-
-    ``model`` is the name that the client sent, or ``None``.
-    """
-
-    request: CompletionRequest
-    echo: Mapping[str, Any]
-    forms: Mapping[str, CallForm] = field(factory=dict)
-    """How calls are written that are not written as those of functions, by the name that the model knows."""
-    model: str | None = None
-    is_stream: bool = False
-    has_logprobs: bool = False
-
-
-def parse_response_request(
-    body: Mapping[str, Any],
-    *,
-    tag: str | None = None,
-    default_max_tokens: int = DEFAULT_MAX_TOKENS,
-    inert: Collection[str] = (),
-    honours_store: bool = True,
-) -> ParsedResponse:
-    """Parse the body of a request. The arguments are those of ``parse_chat_request``.
-
-    Raises:
-        UnsupportedParameter: a parameter that cannot be honoured.
-        InvalidRequest: an invalid value; ``param`` names the field.
-    """
+def parse_response_request(dialect: Dialect, body: JsonObject, tag: str | None) -> Parsed:
+    """Parse the body of a request; see ``Dialect.parse``."""
     body = with_additional_tools(body)
-    values = RESPONSES_FIELDS.read(body, inert=inert)
+    values = RESPONSES_FIELDS.read(body, inert=dialect.inert)
     offer: Offer = values["tools"]
     selection = parse_tool_choice(values["tool_choice"], offer.tools)
-    instructions, metadata = values["instructions"], values["metadata"]
-    reasoning = values["reasoning"]
-    effort = {} if reasoning.get("effort") is None else EFFORT.read(reasoning["effort"], "reasoning.effort")
-    form = parse_response_format(values["text"].get("format"), "text.format")
-    has_logprobs = _LOGPROBS in values["include"] or values["top_logprobs"] > 0
-    request = CompletionRequest(
+    instructions, top_logprobs = values["instructions"], values["top_logprobs"]
+    effort = read(values["reasoning"], "effort", EFFORT, {})
+    has_logprobs = _LOGPROBS in values["include"] or top_logprobs > 0
+    request = evolve(
+        dialect.create_request(
+            values,
+            tag=tag,
+            max_new_tokens=values["max_output_tokens"],
+            has_logprobs=has_logprobs,
+            top_logprobs=top_logprobs,
+        ),
         messages=(*instructions, *values["input"]),
         has_instructions=bool(instructions),
         previous=values["previous_response_id"],
         tools=selection.tools,
         tool_choice=selection.choice,
         parallel_tool_calls=values["parallel_tool_calls"],
-        response_format=form,
-        sampling=create_sampling(
-            values,
-            max_new_tokens=values["max_output_tokens"] or default_max_tokens,
-            stop=values["stop"],
-            top_logprobs=values["top_logprobs"],
-        ),
-        seed=values["seed"],
-        store=values["store"] or not honours_store,
+        response_format=parse_response_format(values["text"].get("format"), "text.format"),
         template_kwargs={**effort, **thinking_options({**values, "reasoning": None})},
-        metadata=metadata,
-        tag=tag or metadata.get("agent"),
         id_prefix=RESPONSE_PREFIX,
-        streams_tokens=has_logprobs and values["stream"],
     )
-    return ParsedResponse(
+    return Parsed(
         request=request,
         echo=_echo(body, values, request, selection),
         forms=offer.forms,
@@ -606,7 +449,7 @@ def parse_response_request(
 
 _TEXTS_OF_CLIENTS = ("prompt_cache_key", "safety_identifier", "user")
 """Fields without an effect that an answer repeats."""
-ECHO: Mapping[str, Any] = {
+ECHO: JsonObject = {
     "background": False,
     "frequency_penalty": 0.0,
     "instructions": None,
@@ -633,48 +476,32 @@ ECHO: Mapping[str, Any] = {
 """What an answer repeats of a request that says nothing. Strict clients require every key in every answer."""
 
 
-def _echo(
-    body: Mapping[str, Any], values: Mapping[str, Any], request: CompletionRequest, selection: ToolSelection
-) -> Mapping[str, Any]:
+def _echo(body: JsonObject, values: JsonObject, request: CompletionRequest, selection: ToolSelection) -> JsonObject:
     """Return the parameters that the answer repeats, in the SDK's own types."""
-    sampling, summary = request.sampling, values["reasoning"].get("summary")
+    summary = values["reasoning"].get("summary")
     asked = read(values["text"], "format", OBJECT, {})
     form: dict[str, Any] = {"type": asked.get("type", "text")}
     if form["type"] == "json_schema" and isinstance(grammar := request.response_format, JsonText):
         name = asked.get("json_schema", asked).get("name")
-        form |= {
-            "name": name if isinstance(name, str) else "answer",
-            "schema": grammar.schema,
-            "strict": grammar.is_strict,
-        }
-    asked_for = {name: body.get(name) for name in _TEXTS_OF_CLIENTS}
+        name = name if isinstance(name, str) else "answer"
+        form |= {"name": name, "schema": grammar.schema, "strict": grammar.is_strict}
+    of_client = {name: body.get(name) for name in _TEXTS_OF_CLIENTS}
     return {
         **ECHO,
-        **{name: text for name, text in asked_for.items() if isinstance(text, str)},
-        "frequency_penalty": sampling.frequency_penalty,
-        "presence_penalty": sampling.presence_penalty,
+        **{name: values[name] for name in ECHO if name in values and name not in _TEXTS_OF_CLIENTS},
+        **{name: text for name, text in of_client.items() if isinstance(text, str)},
         "instructions": body.get("instructions"),
-        "max_output_tokens": values["max_output_tokens"],
-        "metadata": dict(request.metadata),
-        "parallel_tool_calls": request.parallel_tool_calls,
-        "previous_response_id": request.previous,
         "reasoning": {
             "effort": values["reasoning"].get("effort"),
             "summary": summary if summary in _SUMMARIES else None,
         },
         "store": request.store,
-        "temperature": sampling.temperature,
-        "text": {
-            "format": form,
-            "verbosity": values["text"].get("verbosity") or "medium",
-        },
+        "text": {"format": form, "verbosity": values["text"].get("verbosity") or "medium"},
         **_echo_tools(body, selection),
-        "top_logprobs": sampling.top_logprobs,
-        "top_p": values["top_p"],
     }
 
 
-def _echo_tools(body: Mapping[str, Any], selection: ToolSelection) -> Mapping[str, Any]:
+def _echo_tools(body: JsonObject, selection: ToolSelection) -> JsonObject:
     """Return the tools as they were offered, with every key that the SDK's types have, and the choice among them."""
     choice, tools = without_nulls(body.get("tool_choice")), []
     if isinstance(choice, dict) and choice.get("type") == "allowed_tools":

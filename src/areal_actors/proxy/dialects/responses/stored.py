@@ -6,16 +6,14 @@ body before that is parsed, so that a history of references and one of items are
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-from areal_actors.domain import Answer, FinishReason, InteractionId, Usage
+from areal_actors.domain import Answer, CompletionRequest, Interaction, InteractionId, Usage
 from areal_actors.errors import InvalidRequest, NotFound
-from areal_actors.messages import StoredAnswer
-from areal_actors.proxy.dialects.base import MAYBE_TEXT_SCHEMA, TEXT_SCHEMA, TokenBytes
-from areal_actors.proxy.dialects.fields import Schema, list_of, one_object
-from areal_actors.proxy.dialects.responses.answer import format_output, format_usage
-from areal_actors.proxy.dialects.responses.request import ECHO, ITEM_ID, RESPONSE_PREFIX, format_item_id, is_reference
+from areal_actors.proxy.dialects.base import Parsed, TokenBytes
+from areal_actors.proxy.dialects.responses.answer import ResponsesDialect
+from areal_actors.proxy.dialects.responses.request import ECHO, ITEM_ID, RESPONSE_PREFIX, is_reference
 
 
 def find_references(body: Mapping[str, Any]) -> frozenset[InteractionId]:
@@ -26,14 +24,13 @@ def find_references(body: Mapping[str, Any]) -> frozenset[InteractionId]:
     return frozenset(InteractionId(f"{RESPONSE_PREFIX}{match[1]}") for match in matches if match is not None)
 
 
-def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, StoredAnswer]) -> Mapping[str, Any]:
+def replace_references(body: Mapping[str, Any], answers: Mapping[InteractionId, Interaction]) -> Mapping[str, Any]:
     """Return ``body`` with items in the place of references to them.
 
     Raises:
         InvalidRequest: an id that is not that of an item of ``answers``.
     """
-    outputs = (format_output(_answer(each), has_logprobs=False, token_bytes=None) for each in answers.values())
-    items = {item["id"]: item for output in outputs for item in output}
+    items = {item["id"]: item for each in answers.values() for item in format_stored_response(each)["output"]}
     replaced: list[Any] = []
     for index, raw in enumerate(body["input"]):
         if not is_reference(raw):
@@ -59,96 +56,18 @@ _SAMPLING = ("temperature", "top_p")
 
 
 def format_stored_response(
-    stored: StoredAnswer, *, model: str, token_bytes: TokenBytes | None = None
+    turn: Interaction, *, model: str = "policy", token_bytes: TokenBytes | None = None
 ) -> dict[str, Any]:
     """Return the ``response`` object. What is not stored has its default: the time is 0, and there are no tools."""
-    turn, answer = stored.interaction, _answer(stored)
-    sampling = turn.sampling
-    is_cut = answer.completion.finish is FinishReason.LENGTH
-    return {
-        "id": turn.id,
-        "object": "response",
-        "created_at": 0,
-        "status": "incomplete" if is_cut else "completed",
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
-        "model": model,
-        "output": format_output(answer, has_logprobs=False, token_bytes=None),
-        "usage": format_usage(answer, token_bytes),
-        **ECHO,
-        "previous_response_id": turn.parent,
-        "store": turn.is_stored,
-        **({} if sampling is None else {name: getattr(sampling, name) for name in _SAMPLING}),
-    }
+    sampling = {} if turn.sampling is None else {name: getattr(turn.sampling, name) for name in _SAMPLING}
+    echo = {**ECHO, "previous_response_id": turn.parent, "store": turn.is_stored, **sampling}
+    dialect = ResponsesDialect(model=model, token_bytes=token_bytes, clock=lambda: 0.0)
+    parsed = Parsed(request=CompletionRequest(messages=()), echo=echo)
+    return dialect.format_answers(parsed, [_answer(turn)]) | {"completed_at": None}
 
 
-def _answer(stored: StoredAnswer) -> Answer:
-    turn = stored.interaction
+def _answer(turn: Interaction) -> Answer:
     if turn.output is None or turn.completion is None:
         raise NotFound(f"Response {turn.id} has no answer.")
     usage = Usage(prompt_tokens=turn.num_prompt_tokens, completion_tokens=len(turn.completion.token_ids))
     return Answer(interaction=turn.id, message=turn.output, completion=turn.completion, usage=usage)
-
-
-def format_input_items(stored: StoredAnswer) -> list[dict[str, Any]]:
-    """Return the items of the request that was answered, in their order. Their ids are made up."""
-    tail = InteractionId(f"in-{stored.interaction.id.removeprefix(RESPONSE_PREFIX)}")
-    items: list[dict[str, Any]] = []
-    for message in stored.messages:
-        text, call_id, state = message.content or "", message.tool_call_id or "", {"status": "completed"}
-        if message.role == "tool":
-            items.append({"type": "function_call_output", "call_id": call_id, "output": text, **state})
-            continue
-        if message.reasoning:
-            content = [{"type": "reasoning_text", "text": message.reasoning}]
-            items.append({"type": "reasoning", "summary": [], "content": content, **state})
-        if text or not message.tool_calls:
-            part: dict[str, Any] = {"type": "input_text", "text": text}
-            if message.role == "assistant":
-                part = {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-            items.append({"type": "message", "role": message.role, "content": [part], **state})
-        for call in message.tool_calls:
-            named = {"call_id": call.id, "name": call.name, "arguments": call.arguments}
-            items.append({"type": "function_call", **named, **state})
-    return [{"id": format_item_id("in", index, tail), **item} for index, item in enumerate(items)]
-
-
-STORED_ANSWERS: Mapping[str, Schema] = {
-    "ResponseItems": one_object(
-        {
-            "object": {"const": "list"},
-            "data": list_of({"type": "object", "required": ["id", "type"]}),
-            "first_id": MAYBE_TEXT_SCHEMA,
-            "last_id": MAYBE_TEXT_SCHEMA,
-            "has_more": {"type": "boolean"},
-        },
-        additionalProperties=False,
-    ),
-    "ResponseDeleted": one_object(
-        {"id": TEXT_SCHEMA, "object": {"const": "response"}, "deleted": {"const": True}}, additionalProperties=False
-    ),
-}
-"""Schemas of answers, by the names that the OpenAPI document gives them."""
-
-
-def page_of(items: Sequence[Mapping[str, Any]], *, order: str, after: str | None, limit: int) -> dict[str, Any]:
-    """Return a page of ``items``, which are in ascending order: up to ``limit`` beyond the item ``after``.
-
-    Raises:
-        InvalidRequest: there is no such item.
-    """
-    ordered = list(items) if order == "asc" else list(items)[::-1]
-    if after is not None:
-        ids = [item["id"] for item in ordered]
-        if after not in ids:
-            raise InvalidRequest(f"after names no item of this response: {after!r}.", param="after")
-        ordered = ordered[ids.index(after) + 1 :]
-    page = ordered[:limit]
-    return {
-        "object": "list",
-        "data": page,
-        "first_id": page[0]["id"] if page else None,
-        "last_id": page[-1]["id"] if page else None,
-        "has_more": len(page) < len(ordered),
-    }

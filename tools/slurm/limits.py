@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.schedulers.slurm_local.breaking import (
+from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
+from tools.slurm.breaking import (
     WHOLE_NODE,
     assert_no_two_lives_at_once,
     cluster,
     wait_for,
     wait_state,
 )
-from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
 
 from areal_actors.schedulers.base import RUN_AGAIN, PlacementState
 

@@ -7,7 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.conftest import anyio_backend
 from tests.schedulers.slurm_local.cluster import Cluster, open_cluster, why_no_namespaces, why_not
+
+__all__ = ["anyio_backend"]
 
 
 @pytest.fixture(scope="session")

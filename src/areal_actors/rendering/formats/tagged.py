@@ -1,5 +1,20 @@
 """Formats that write values between tags, without their type: a tool's JSON schema says how to read them.
 
+::
+
+    <tool_call>                      <tool_call>f
+    <function=f>                     <arg_key>a</arg_key>
+    <parameter=a>                    <arg_value>text</arg_value>
+    text                             </tool_call>
+    </parameter>
+    </function>                      GLM-4.5; 4.6 and 4.7 omit the line breaks
+    </tool_call>
+
+    Qwen3-Coder, Qwen3.5, Nemotron
+
+A value ends at a closing tag that is followed by another parameter or by the end of the call, so that code which
+contains such tags can be passed. The last closing tag may be missing at the end of an answer.
+
 If the schema says that a value is text, the text is used unchanged. Other values are JSON, or Python's names of
 constants, which some templates produce. A value that is neither stays text; the tool has to decide whether it is
 acceptable.
@@ -8,14 +23,16 @@ acceptable.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+
+from attrs import frozen
 
 from areal_actors.domain import Exactly, FreeText, Grammar, InOrder, JsonText, OneOf, Repeated, Tool, ToolCall
-from areal_actors.rendering.formats.json_calls import decode_json, decode_object, format_signatures, grammar_of_calls
-from areal_actors.rendering.formats.reading import Call, CallParser, CallSyntax, NoCall, Reading, Source
+from areal_actors.rendering.formats.base import ToolFormat, format_signatures, grammar_of_calls
+from areal_actors.rendering.formats.json_calls import decode_json, decode_object, encode_arguments
+from areal_actors.rendering.formats.reading import Call, CallSyntax, NoCall, Reading, Source, check_name
 
 _ALL_TYPES = frozenset({"string", "integer", "number", "boolean", "null", "array", "object"})
 _PYTHON_NAMES = {"True": True, "False": False, "None": None}
@@ -35,7 +52,7 @@ _MAX_REFERENCES = 20
 class Parameter:
     """One parameter of a tool: its schema, and the tool's schema, to which references point."""
 
-    def __init__(self, schema: object, root: Mapping[str, Any], *, is_strict: bool = False) -> None:
+    def __init__(self, schema: object, root: Mapping[str, object], *, is_strict: bool = False) -> None:
         self._root = root
         self._is_strict = is_strict
         self._given = schema if isinstance(schema, Mapping) else {}
@@ -49,7 +66,7 @@ class Parameter:
         return JsonText(schema={**definitions, **self._given}, is_strict=self._is_strict)
 
     @property
-    def choices(self) -> Sequence[Any] | None:
+    def choices(self) -> Sequence[object] | None:
         """The permitted values, if the schema lists them; otherwise ``None``."""
         if "const" in self.schema:
             return (self.schema["const"],)
@@ -67,19 +84,19 @@ def parameters_of(tools: Sequence[Tool], name: str) -> Mapping[str, Parameter]:
     }
 
 
-def _resolve(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+def _resolve(schema: Mapping[str, object], root: Mapping[str, object]) -> Mapping[str, object]:
     for _ in range(_MAX_REFERENCES):
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return schema
-        found: Any = root
+        found: object = root
         for step in reference[2:].split("/"):
             found = found.get(step) if isinstance(found, Mapping) else None
         schema = found if isinstance(found, Mapping) else {}
     return {}
 
 
-def _types_of(schema: Mapping[str, Any], root: Mapping[str, Any]) -> frozenset[str]:
+def _types_of(schema: Mapping[str, object], root: Mapping[str, object]) -> frozenset[str]:
     """Return the types that values may have, as far as the schema says. No part of the schema is visited twice."""
     types: frozenset[str] = frozenset()
     waiting, seen = [schema], set[int]()
@@ -110,14 +127,14 @@ def _types_of_value(value: object) -> frozenset[str]:
     return _TYPES.get(type(value), frozenset())
 
 
-def _sequence(value: object) -> Sequence[Any]:
+def _sequence(value: object) -> Sequence[object]:
     return value if isinstance(value, list | tuple) else ()
 
 
 # ---------------------------------------------------------------------------------------- reading and writing
 
 
-def read_value(text: str, parameter: Parameter | None) -> Any:
+def read_value(text: str, parameter: Parameter | None) -> object:
     """Return the value that ``text`` represents. Without known types, it is parsed as JSON if possible."""
     types = parameter.types if parameter else _ALL_TYPES
     if types == {"string"}:
@@ -138,7 +155,7 @@ def format_value(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def values_of(arguments: str) -> Mapping[str, Any]:
+def values_of(arguments: str) -> Mapping[str, object]:
     """Return the arguments of a call as a mapping.
 
     Text that is not a JSON object becomes one argument named ``arguments``.
@@ -152,12 +169,16 @@ def values_of(arguments: str) -> Mapping[str, Any]:
 # --------------------------------------------------------------------------------- formats with values in tags
 
 
-class TaggedFormat(ABC):
-    """A ``ToolFormat`` that writes each value between tags. Families differ in the tags and in how calls are read."""
+@frozen(kw_only=True, eq=False)
+class TaggedFormat(ToolFormat):
+    """Calls with each value between tags: the texts that are written around names and values.
+
+    Line breaks in these texts are written, and may be missing where a call is read; those next to a value belong to the
+    format. ``name`` and ``key`` match the names of a tool and of a parameter.
+    """
 
     markers: tuple[str, ...]
-    opening: str
-    """The tag with which every call begins."""
+    signs: tuple[str, ...]
     before_name: str
     after_name: str
     before_key: str
@@ -166,14 +187,40 @@ class TaggedFormat(ABC):
     after_value: str
     closing: str
     """The text after the last value."""
+    name: re.Pattern[str]
+    key: re.Pattern[str]
 
-    @abstractmethod
-    def read(self, source: Source, tools: Sequence[Tool]) -> Reading[tuple[Call, ...]]:
-        """Read one call, including ``opening``; the types of values come from ``tools``."""
+    def syntax_for(self, tools: Sequence[Tool]) -> CallSyntax:
+        """See ``ToolFormat.syntax_for``; the types of values come from ``tools``."""
+        opening, *_ = self.before_name.split()
+        return CallSyntax(anywhere={opening: partial(self._read, tools=tools)})
 
-    def open_parser(self, call_ids: Callable[[], str], tools: Sequence[Tool]) -> CallParser:
-        """Return a parser for one answer; the types of values come from ``tools``."""
-        return CallParser(CallSyntax(anywhere={self.opening: partial(self.read, tools=tools)}), call_ids)
+    def _read(self, source: Source, tools: Sequence[Tool]) -> Reading[tuple[Call, ...]]:
+        yield from _require_all(source, self.before_name)
+        name = check_name((yield from source.match(self.name)).strip())
+        yield from _require_all(source, self.after_name)
+        known = parameters_of(tools, name)
+        *inner, last = self.closing.split()
+        end_value, next_tags = self.after_value.strip(), (self.before_key, self.closing.split()[0])
+        values: dict[str, object] = {}
+        if (yield from source.sees(self.before_key)):
+            source.begin_call(name, arguments="{")
+        while (yield from source.expect(self.before_key)):
+            key = check_name((yield from source.match(self.key)).strip())
+            yield from _require_all(source, self.between)
+            text = yield from source.until(end_value, before=next_tags)
+            if key in values:
+                raise NoCall
+            if self.after_value.startswith("\n"):
+                text = text.removeprefix("\n").removesuffix("\n")
+            values[key] = read_value(text, known.get(key))
+            source.begin_call(name, arguments=encode_arguments(values)[:-1])
+        yield from _require_all(source, " ".join(inner))
+        is_closed = yield from source.expect(last)
+        # A name alone, with nothing after it, may be any text.
+        if not is_closed and not (source.is_at_end and (values or inner)):
+            raise NoCall
+        return (Call(name=name, arguments=encode_arguments(values)),)
 
     def constrain(self, tools: Sequence[Tool], *, is_parallel: bool) -> Grammar:
         """Return the grammar of calls, with parameters in the order of the schema.
@@ -212,13 +259,40 @@ class TaggedFormat(ABC):
         """Return name and arguments in the family's tags."""
         return self._write(call.name, values_of(call.arguments))
 
-    def format_result(self, content: str) -> str:
-        """Return the result between the family's tags."""
-        return f"<tool_response>\n{content}\n</tool_response>"
-
-    def _write(self, name: str, values: Mapping[str, Any]) -> str:
+    def _write(self, name: str, values: Mapping[str, object]) -> str:
         written = "".join(
             f"{self.before_key}{key}{self.between}{format_value(value)}{self.after_value}"
             for key, value in values.items()
         )
         return f"{self.before_name}{name}{self.after_name}{written}{self.closing}"
+
+
+def _require_all(source: Source, tags: str) -> Reading[None]:
+    for tag in tags.split():
+        yield from source.require(tag)
+
+
+QWEN_CODER = TaggedFormat(
+    markers=("<tool_call>", "</tool_call>"),
+    signs=("<tool_call>", "<function=", "<parameter="),
+    before_name="<tool_call>\n<function=",
+    after_name=">\n",
+    before_key="<parameter=",
+    between=">\n",
+    after_value="\n</parameter>\n",
+    closing="</function>\n</tool_call>",
+    name=re.compile(r"[^<>\n]*"),
+    key=re.compile(r"[^<>\n]*"),
+)
+GLM = TaggedFormat(
+    markers=("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    signs=("<tool_call>", "<arg_key>", "<arg_value>"),
+    before_name="<tool_call>",
+    after_name="\n",
+    before_key="<arg_key>",
+    between="</arg_key>\n<arg_value>",
+    after_value="</arg_value>\n",
+    closing="</tool_call>",
+    name=re.compile(r"[\w.:/-]*"),
+    key=re.compile(r"[^<\n]*"),
+)

@@ -14,10 +14,10 @@ from pathlib import Path
 import anyio
 import pytest
 from anyio import to_thread
-from tests.schedulers.slurm_local.breaking import act, assert_no_two_lives_at_once, beats, cluster, invoke, wait_state
 from tests.schedulers.slurm_local.callers import SECRET, open_controller, open_scheduler, spec
 from tests.schedulers.slurm_local.cluster import Cluster, open_cluster, why_no_namespaces, why_not
-from tests.schedulers.slurm_local.controller import hear, shard_of
+from tools.slurm.breaking import act, assert_no_two_lives_at_once, beats, cluster, invoke, wait_state
+from tools.slurm.controller import hear, shard_of
 
 from areal_actors.errors import SchedulerError
 from areal_actors.schedulers.base import ControllerAddress, PlacementState

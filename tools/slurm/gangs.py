@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from tests.schedulers.slurm_local.cluster import Cluster, why_no_namespaces
-from tests.schedulers.slurm_local.training import TINY, cluster, nodes, steps, training, wait_until
+from tools.slurm.training import TINY, cluster, nodes, steps, training, wait_until
 
 __all__ = ["cluster"]
 

@@ -198,7 +198,7 @@ def test_two_runs_on_a_full_cluster_run_one_after_the_other(cluster, tmp_path):
     assert [0, 0] == [first.returncode, second.returncode]
     assert [1, 2, 3] == steps(tmp_path / "run-a") == steps(tmp_path / "run-b")
     said = [(tmp_path / name / "logs" / "run.jsonl").read_text() for name in ("run-a", "run-b")]
-    assert any("roles_given_back" in words for words in said)
+    assert any("resources_released" in words for words in said)
 
 
 def test_resumed_run_ends_jobs_of_killed_controller_first(cluster, tmp_path):

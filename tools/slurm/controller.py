@@ -1,4 +1,4 @@
-"""A controller to kill: ``python -m tests.schedulers.slurm_local.controller ADDRESS DIRECTORY SETTINGS NAME...``.
+"""A controller to kill: ``python -m tools.slurm.controller ADDRESS DIRECTORY SETTINGS NAME...``.
 
 It places a caller for each name, says so as they connect, and stays. SETTINGS are those of the scheduler, as JSON.
 """
@@ -28,7 +28,7 @@ __all__ = ["hear", "shard_of"]
 @contextmanager
 def shard_of(cluster: Cluster, directory: Path, *names: str, **settings: Any) -> Iterator[Popen[str]]:
     """One in a process of its own."""
-    command = [sys.executable, "-m", "tests.schedulers.slurm_local.controller", cluster.address, str(directory)]
+    command = [sys.executable, "-m", "tools.slurm.controller", cluster.address, str(directory)]
     command += [json.dumps(settings), *names]
     with Popen(command, env=cluster.environment, stdout=PIPE, text=True, cwd=ROOT) as controller:
         try:

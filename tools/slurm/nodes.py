@@ -8,7 +8,8 @@ from __future__ import annotations
 import anyio
 import pytest
 from anyio import to_thread
-from tests.schedulers.slurm_local.breaking import (
+from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
+from tools.slurm.breaking import (
     WHOLE_NODE,
     act,
     assert_no_two_lives_at_once,
@@ -20,7 +21,6 @@ from tests.schedulers.slurm_local.breaking import (
     wait_state,
     wait_until_gone,
 )
-from tests.schedulers.slurm_local.callers import open_controller, open_scheduler, spec
 
 from areal_actors.schedulers.base import PlacementState
 

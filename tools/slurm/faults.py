@@ -27,10 +27,11 @@ from typing import Any
 import psutil
 import pytest
 from tests.schedulers.slurm_local.cluster import ROOT, Cluster, why_no_namespaces
-from tests.schedulers.slurm_local.gangs import COMPARED as COMPARED_BY_GANGS
-from tests.schedulers.slurm_local.gangs import GANG, metrics
-from tests.schedulers.slurm_local.gangs import SETTINGS as GANG_SETTINGS
-from tests.schedulers.slurm_local.training import (
+from tools.placement.play import COMPARED
+from tools.slurm.gangs import COMPARED as COMPARED_BY_GANGS
+from tools.slurm.gangs import GANG, metrics
+from tools.slurm.gangs import SETTINGS as GANG_SETTINGS
+from tools.slurm.training import (
     TINY,
     cluster,
     jobs,
@@ -40,7 +41,6 @@ from tests.schedulers.slurm_local.training import (
     training,
     wait_until,
 )
-from tools.placement.play import COMPARED
 
 __all__ = ["cluster"]
 

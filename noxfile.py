@@ -213,6 +213,15 @@ def openenv(session: nox.Session) -> None:
     session.run("pytest", "-n", "0", str(ENVIRONMENTS / "tests" / "test_openenv.py"), *session.posargs, env=environment)
 
 
+@nox.session
+def tinker(session: nox.Session) -> None:
+    """Train and sample through the unmodified SDK of Tinker (a minute, once it is installed)."""
+    install(session, "test")
+    session.install(*CONSTRAINTS, "-e", "plugins/areal-actors-tinker")
+    environment = ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
+    session.run("pytest", "-n", "0", "plugins/areal-actors-tinker/tests", *session.posargs, env=environment)
+
+
 def create_environment(session: nox.Session, client: str, packages: list[str]) -> str:
     """The Python of an environment with a client and this project. Where both pin a package, the client decides."""
     directory = Path(session.cache_dir, "frameworks", client).absolute()

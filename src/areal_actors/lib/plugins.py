@@ -54,6 +54,7 @@ KNOWN_PLUGINS: Mapping[PluginGroup, Mapping[str, str]] = {
     PluginGroup.UPSTREAMS: {"url": "evals"},
     PluginGroup.COMMANDS: {
         "tasks": "environments",
+        "tinker": "tinker",
         "verify": "evals",
         **dict.fromkeys(("keys", "host", "entry"), "service"),
     },

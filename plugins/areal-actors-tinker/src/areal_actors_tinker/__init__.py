@@ -1,0 +1,1 @@
+"""A Tinker-compatible training server: unmodified ``tinker`` clients create adapters, train them, and sample."""

@@ -86,7 +86,7 @@ def test_a_step_moves_the_weights_equally_in_both_layouts(device: str, num_token
     require_equal_gradients(*(create_trainer(device, layout) for layout in Layout), num_tokens=num_tokens)
 
 
-@pytest.mark.parametrize("activations", [Activations.RECOMPUTE, Activations.OFFLOAD])
+@pytest.mark.parametrize("activations", [Activations.AUTO, Activations.RECOMPUTE, Activations.OFFLOAD])
 @pytest.mark.parametrize("layout", list(Layout))
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_pass_keeps_does_not_change_the_gradient(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import sys
 from pathlib import Path
@@ -190,6 +191,7 @@ def test_doctor_predicts_memory_of_devices(tmp_path):
     assert "trainer" not in here
     assert "predicted elsewhere: trainer" in elsewhere
     assert "teacher" in elsewhere
+    assert re.search(r"activations recompute, and kept by [1-9]\d* layers in memory that is free otherwise", elsewhere)
 
 
 def test_doctor_predicts_insufficient_memory(tmp_path):

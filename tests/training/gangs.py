@@ -148,6 +148,9 @@ def play(trainer: PolicyTrainer, case: Mapping[str, Any]) -> dict[str, Any]:
     """Some steps; what they reported, the gradients of each update, and the log-probabilities and weights after it."""
     if case.get("is_measured"):
         return kept_bytes(trainer)
+    if case.get("decides_by_rank"):  # as on GPUs, of which one has less free memory
+        trainer._scorer.activations = Activations.AUTO
+        trainer._scorer.count_kept = lambda _: trainer.gang.rank
     gradients: list[dict[str, torch.Tensor]] = []
     update = trainer._optimizer.step
 

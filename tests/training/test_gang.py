@@ -37,6 +37,7 @@ CASES = {
     "tree": {"steps": 3},
     "flat": {"layout": "flat", "model": "qwen2"},
     "recomputed activations": {"activations": "recompute"},
+    "ranks that keep different numbers of layers": {"decides_by_rank": True},
     "moments on the host": {"offload": "cpu"},
     "several updates": {"epochs": 2, "minibatches": 2},
     "a penalty in the loss": {"kl": "loss"},

@@ -6,7 +6,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from areal_actors.training.config import LoraConfig, TrainerConfig
-from areal_actors.training.layers import compiled_forward, decoder_layers
+from areal_actors.training.layers import compiled_forward, decoder_layers, has_compiled
 
 
 def test_compiled_layers_compute_what_plain_ones_do(make_model):
@@ -42,10 +42,25 @@ def test_layer_that_cannot_be_compiled_runs_as_it_is(make_model, caplog):
     hidden = torch.randn(1, 5, model.config.hidden_size)
     rotation = model.model.rotary_emb(hidden, torch.arange(5)[None])
     for layer in decoder_layers(model):
+        assert not has_compiled(model, backend="absent")
         found = compiled_forward(layer, backend="absent")(hidden, attention_mask=None, position_embeddings=rotation)
         torch.testing.assert_close(found, layer(hidden, attention_mask=None, position_embeddings=rotation))
     (message,) = [record.getMessage() for record in caplog.records]
     assert message.startswith("layers_not_compiled layers=LlamaDecoderLayer reason=Invalid back")
+
+
+def test_layers_count_as_compiled_once_they_have_run_so_with_gradients(make_model):
+    """Before that, they may turn out not to compile, and keep twice as much for the backward pass."""
+    model = make_model()
+    hidden = torch.randn(1, 5, model.config.hidden_size)
+    rotation = model.model.rotary_emb(hidden, torch.arange(5)[None])
+    found = []
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            for layer in decoder_layers(model):
+                compiled_forward(layer, backend="eager")(hidden, attention_mask=None, position_embeddings=rotation)
+        found.append(has_compiled(model, backend="eager"))
+    assert [False, True] == found
 
 
 def test_layers_are_compiled_on_gpus_unless_told_otherwise():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from itertools import product
 from typing import Any
@@ -170,6 +171,31 @@ def test_recomputed_activations_change_no_bit(make_model, make_agent_group, kind
     assert all(torch.equal(weight, expected[name]) for name, weight in other.state_dict().items())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_kept", range(4))
+def test_layers_that_keep_and_layers_that_recompute_change_no_bit(num_kept, dtype):
+    """Outputs and gradients are those of a pass that keeps everything; the last layers are the ones that keep."""
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
+    model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=3, **shape)).eval()
+    calls: list[int] = []
+    for index, layer in enumerate(model.model.layers):
+        layer.input_layernorm.register_forward_pre_hook(lambda *_, index=index: calls.append(index))
+    found = []
+    for activations, kept in ((Activations.KEEP, 0), (Activations.RECOMPUTE, num_kept)):
+        calls.clear()
+        with (
+            Passes(gang=Gang.alone(), dtype=dtype).precision("cpu"),
+            layer_memory(model, activations=activations, num_kept=kept, dtype=dtype),
+        ):
+            hidden = model.get_decoder()(torch.arange(60).view(2, 30), use_cache=False).last_hidden_state
+        hidden.float().square().sum().backward()
+        found.append([hidden.detach(), *(weight.grad.clone() for weight in model.model.parameters())])
+        model.zero_grad()
+
+    assert [calls.count(index) for index in range(3)] == [2] * (3 - num_kept) + [1] * num_kept
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_pass_leaves_the_model_as_it_was(make_model):
     """The engine copies the trainer's model between passes: nothing of a pass may follow it."""
     model = make_model()
@@ -245,14 +271,15 @@ def model():
     return sketch_model(SEVEN_B)
 
 
-def plan(model, *, memory_bytes=80 * 10**9, teacher=None, **settings):
+def plan(model, *, memory_bytes=80 * 10**9, num_tokens=4096, free=None, teacher=None, **settings):
     config = TrainerConfig(dtype=ComputeDtype.BFLOAT16, **settings)
     return plan_trainer(
         model,
         config,
         device_type="cuda",
         memory_bytes=memory_bytes,
-        num_tokens=4096,
+        num_tokens=num_tokens,
+        free=free,
         teacher=teacher,
     )
 
@@ -271,6 +298,42 @@ def plan(model, *, memory_bytes=80 * 10**9, teacher=None, **settings):
 def test_settings_that_save_memory_are_predicted_to(model, less):
     """Each of them, against keeping all activations of full training."""
     assert plan(model, **less).total < plan(model, activations=Activations.KEEP).total
+
+
+@pytest.mark.parametrize("settings", [{"lora": LoraConfig()}, {"gang": GangConfig(num_processes=4)}, {}])
+@pytest.mark.parametrize("free", [5, 20, 40, 60, 500])
+def test_as_many_layers_keep_their_activations_as_fit(model, settings, free):
+    """A tenth of what is free and the temporaries of a pass aside; none if the inputs of all layers do not fit."""
+    found = plan(model, num_tokens=16384, free=int(free * GB), **settings)
+    kept = plan(model, num_tokens=16384, activations=Activations.KEEP, compile_layers=False, **settings)
+    temporaries = kept.temporaries
+    if settings == {"gang": GangConfig(num_processes=4)}:  # counted as those of one process, which are more
+        temporaries = plan(model, num_tokens=16384, activations=Activations.KEEP, compile_layers=False).temporaries
+    layer = (kept.activations - found.activations) // 28
+    if not settings:
+        layer += 2 * sum(weight.numel() for weight in model.model.layers[0].parameters())  # copies in bfloat16
+
+    def needed(count: int) -> int:
+        return found.activations + temporaries + count * layer
+
+    assert found.kept is Activations.AUTO
+    assert 0 <= found.num_kept_layers <= 28
+    assert needed(found.num_kept_layers) <= 0.9 * free * GB or not found.num_kept_layers
+    assert needed(found.num_kept_layers + 1) > 0.9 * free * GB or found.num_kept_layers == 28
+    assert plan(model, num_tokens=4096, free=int(free * GB), **settings).num_kept_layers >= found.num_kept_layers
+
+
+@pytest.mark.parametrize("other", [0, 12 * 10**9])
+def test_layers_that_auto_keeps_are_predicted_beside_what_is_held(model, other):
+    """None of what they keep is needed, so that it is no part of the total."""
+    found = plan(model, lora=LoraConfig(), num_tokens=16384, memory_bytes=80 * 10**9 - other)
+    recomputed = plan(model, lora=LoraConfig(), num_tokens=16384, activations=Activations.RECOMPUTE)
+
+    left = 80 * 10**9 - other - found.weights - found.gradients - found.moments
+    assert 0 < found.num_kept_layers < SEVEN_B.num_hidden_layers
+    assert found.total == recomputed.total == sum(found.parts().values())
+    # Before a pass, layers may still turn out not to compile.
+    assert plan(model, lora=LoraConfig(), num_tokens=16384, free=left).num_kept_layers < found.num_kept_layers
 
 
 @pytest.mark.parametrize(
@@ -337,14 +400,19 @@ def test_adapters_of_stacked_experts_are_counted():
     assert plan(sketch_model(config), lora=lora).gradients == 4 * num_trained
 
 
-def test_row_that_no_memory_holds_is_refused():
+def test_row_that_no_memory_holds_is_refused_with_the_longest_that_fits():
     """The model may take longer rows than the machine."""
     shape = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "vocab_size": 64}
     model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=2, max_position_embeddings=10**12, **shape))
 
     require_room(model, TrainerConfig(), max_length=2048)
-    with pytest.raises(ConfigError, match=r"a row of 1,000,000,000 tokens needs [0-9,.]+ GB.*Lower engine.max_length"):
+    with pytest.raises(ConfigError, match=r"a row of 1,000,000,000 tokens needs [0-9,.]+ GB") as caught:
         require_room(model, TrainerConfig(), max_length=10**9)
+    (fitting,) = re.findall(r"Rows of ([0-9,]+) tokens fit: lower engine.max_length", str(caught.value))
+    longest = int(fitting.replace(",", ""))
+    require_room(model, TrainerConfig(), max_length=longest)
+    with pytest.raises(ConfigError, match="a row of"):
+        require_room(model, TrainerConfig(), max_length=int(1.2 * longest))
 
 
 def test_engine_needs_its_weights_and_the_cache_of_all_slots(model):

@@ -12,7 +12,7 @@ from areal_actors.domain import Role
 from areal_actors.generation.servers.config import Backend
 from areal_actors.models import resolve_model
 from areal_actors.run.job import local_teacher
-from areal_actors.training.config import GangBackend
+from areal_actors.training.config import Activations, GangBackend
 
 BASE_BYTES = 10**9
 """Python, torch and its libraries, in the memory of the host."""
@@ -46,6 +46,7 @@ def predict_memory(config: RunConfig, memory: Mapping[str, int]) -> list[Part]:
     )
     if gang.num_processes > 1:  # whose backend decides
         trainer_device = "cpu" if gang.backend is GangBackend.GLOO else first
+    available = memory.get(trainer_device, memory[first])
     is_embedded, found = config.rollout.backend is Backend.TORCH, []
     if is_embedded:
         engine = plan_engine(policy, config.engine, device_type=engine_device)
@@ -53,19 +54,24 @@ def predict_memory(config: RunConfig, memory: Mapping[str, int]) -> list[Part]:
         split = f"weights {format_size(engine.weights)}, keys and values up to {format_size(engine.cache)}"
         text = f"engine {format_size(engine.total)} ({split})"
         found.append(Part(text=text, num_bytes=engine.total, device=engine_device, is_here=is_here))
+        if engine_device == trainer_device == "cuda":  # which it shares
+            available -= engine.total
     trainer = plan_trainer(
         policy,
         config.trainer,
         device_type=trainer_device,
-        memory_bytes=memory.get(trainer_device, memory[first]),
+        memory_bytes=available,
         teacher=teacher,
         # The limit of a server is not known here, nor to the trainer.
         num_tokens=max(config.trainer.max_packed_tokens, config.engine.max_length if is_embedded else 0),
     )
     names = ", ".join(f"{name} {format_size(value)}" for name, value in trainer.parts().items() if value)
     each = f" for each of {gang.num_processes} processes" if gang.num_processes > 1 else ""
+    kept = str(trainer.kept)
+    if trainer.kept is Activations.AUTO:
+        kept = f"recompute, and kept by {trainer.num_kept_layers} layers in memory that is free otherwise"
     own = Part(
-        text=f"trainer {format_size(trainer.total)}{each} ({names}; activations {trainer.kept})",
+        text=f"trainer {format_size(trainer.total)}{each} ({names}; activations {kept})",
         num_bytes=trainer.total * (gang.num_processes if trainer_device == "cpu" else 1),
         device=trainer_device,
         is_here=Role.TRAINER not in placed and trainer_device in memory,

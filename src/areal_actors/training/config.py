@@ -463,7 +463,8 @@ class TrainerConfig:
     record it for each turn. ``num_epochs`` is the number of passes over a batch and ``num_minibatches`` the number of
     updates per pass. ``device`` "auto" takes CUDA if there is a GPU; the processes of a gang choose theirs by its
     backend. ``activations`` says what a forward pass keeps in memory for the backward pass: ``auto`` keeps everything
-    where that surely fits. ``skips_inert_rows`` leaves rows that cannot change the gradient out of the forward pass.
+    where that surely fits, and on a GPU the last layers as far as memory is free. ``skips_inert_rows`` leaves rows that
+    cannot change the gradient out of the forward pass.
     """
 
     objective: ObjectiveConfig = field(factory=ObjectiveConfig)

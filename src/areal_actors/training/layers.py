@@ -46,8 +46,8 @@ Elementwise results are the cheapest, above all the product of the gate, which t
 product reads it in the backward pass. 57 kB per token instead of 75 at the shape of Qwen2 1.5B; below .7, a matrix
 product would be computed again.
 """
-_not_compiled: set[tuple[type, str]] = set()
-"""The classes of layers that a backend was found not to compile."""
+_compiles: dict[tuple[type, str], bool] = {}
+"""Whether a class of layers has run with gradients as the backend compiled it, or was found not to compile."""
 
 
 def decoder_of(model: Any) -> Any:
@@ -74,10 +74,14 @@ def layer_memory(
     module: torch.nn.Module,
     *,
     activations: Activations,
+    num_kept: int = 0,
     dtype: torch.dtype | None = None,
     is_compiled: bool = False,
 ) -> Iterator[None]:
     """Make the decoder layers below ``module`` keep, recompute or offload their activations during the block.
+
+    The last ``num_kept`` layers keep them in any case. A backward pass frees those first, before the other layers take
+    memory for what they recompute.
 
     With ``dtype`` they compute with copies of their weights in it, which exist while a layer runs, and residuals have
     it, too, as with the ``MixedPrecisionPolicy`` of ``fully_shard``. ``None`` takes the weights as they are. With
@@ -93,12 +97,13 @@ def layer_memory(
     others = [] if dtype is None else [part for part in module.modules() if part not in inside and part._parameters]  # noqa: SLF001 - its own ones only
     replaced = [(part, part.__dict__.get("forward")) for part in (*layers, *others)]
     try:
-        for layer in layers:
+        for index, layer in enumerate(layers):
+            is_kept = index >= len(layers) - num_kept
             forward = compiled_forward(layer) if is_compiled else layer.forward
             compute = partial(_forward_in, dtype, layer, forward)
             if is_compiled:
                 compute = partial(_with_gradient, compute)
-            layer.forward = partial(_forward_layer, activations, compute, dtype)
+            layer.forward = partial(_forward_layer, Activations.KEEP if is_kept else activations, compute, dtype)
         for part in others:
             is_embedding = isinstance(part, torch.nn.Embedding)
             part.forward = partial(_embed if is_embedding else _forward_in, dtype, part, part.forward)
@@ -174,25 +179,36 @@ def compiled_forward(layer: torch.nn.Module, *, backend: str = "inductor") -> Ca
     return partial(_forward, _class_of(layer), backend, layer)
 
 
+def has_compiled(module: torch.nn.Module, *, backend: str = "inductor") -> bool:
+    """Return whether the decoder layers below ``module`` have run compiled, so that they keep what compiled ones do.
+
+    That is known after a pass with gradients: a class that does not compile runs as it is, and keeps twice as much.
+    """
+    return all(_compiles.get((_class_of(layer), backend), False) for layer in decoder_layers(module))
+
+
 def _class_of(layer: torch.nn.Module) -> Any:
     """Return the class that has the ``forward`` of ``layer``."""
     return next(base for base in type(layer).__mro__ if "forward" in vars(base))
 
 
 def _forward(kind: Any, backend: str, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
-    if (kind, backend) in _not_compiled:
+    if not _compiles.get((kind, backend), True):
         return kind.forward(layer, *args, **kwargs)
     # Imported here, because it takes a second that runs without compilation need not wait.
     from torch._dynamo.exc import TorchDynamoException
 
     try:
-        return _compile(kind, backend)(layer, *args, **kwargs)
+        found = _compile(kind, backend)(layer, *args, **kwargs)
     except TorchDynamoException as error:
-        _not_compiled.add((kind, backend))
+        _compiles[kind, backend] = False
         lines = str(error).strip().splitlines()
         reason = lines[1] if lines[0].endswith("raised:") and len(lines) > 1 else lines[0]
         _log.warning("layers_not_compiled", layers=kind.__name__, reason=reason)  # they run as they are
         return kind.forward(layer, *args, **kwargs)
+    if torch.is_grad_enabled():
+        _compiles[kind, backend] = True
+    return found
 
 
 # One step of a 1.5B model on an H100 (8k tokens) had 7,600 launches and 364 ms of kernels, 150 ms of them elementwise.

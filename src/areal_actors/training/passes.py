@@ -8,7 +8,7 @@ than the others computes one token that nothing depends on, since a pass over sh
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -53,6 +53,8 @@ class Scorer(torch.nn.Module):
         super().__init__()
         self.model = model
         self.activations = Activations.KEEP
+        self.count_kept: Callable[[int], int] = lambda _: 0
+        """How many layers keep their activations by ``auto`` in the next pass, of so many tokens."""
         self.is_compiled = False
 
     def forward(self, pack: Pack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -60,9 +62,13 @@ class Scorer(torch.nn.Module):
         kind = self.model.device.type
         # The format to which layers cast their weights; the ranks of a gang gather them in it already.
         is_cast = torch.is_autocast_enabled(kind) and not isinstance(self, FSDPModule)
+        # The ranks of a gang may differ: a layer gathers its weights when it is called and when its backward pass
+        # begins, and recomputes with them in between.
+        is_counted = self.activations is Activations.AUTO and torch.is_grad_enabled()
         layers = layer_memory(
             self.model,
             activations=self.activations,
+            num_kept=self.count_kept(pack.input_ids.size) if is_counted else 0,
             dtype=torch.get_autocast_dtype(kind) if is_cast else None,
             is_compiled=self.is_compiled,
         )

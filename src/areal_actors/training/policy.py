@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from areal_actors.training.checkpoints import (
 from areal_actors.training.gang import Gang, guarded
 from areal_actors.training.layers import cast_weights
 from areal_actors.training.lora import ADAPTER_PART, Adapter, peft_name
-from areal_actors.training.memory import device_bytes, plan_trainer, require_room
+from areal_actors.training.memory import device_bytes, free_bytes, plan_trainer, require_room
 from areal_actors.training.model_checks import require_supported
 from areal_actors.training.optimizer import Optimizer
 from areal_actors.training.passes import Scorer
@@ -350,16 +351,21 @@ class TrainedPolicy:
     def _set_activations(self) -> None:
         """Decide what passes keep for the backward pass, for the current device and number of ranks."""
         device = self.model.device
-        self.activations = self._scorer.activations = plan_trainer(
+        plan = partial(
+            plan_trainer,
             self.model,
             self.config,
             device_type=device.type,
             memory_bytes=device_bytes(device),
-            # A row that is longer than a pass gets one to itself.
-            num_tokens=max(self.config.max_packed_tokens, self._max_length or 0),
             teacher=None if self._teacher is None else self._teacher.model,
-        ).kept
-        self._scorer.is_compiled = self.config.compiles_layers(self.model.device.type)
+        )
+        # A row that is longer than a pass gets one to itself.
+        longest = max(self.config.max_packed_tokens, self._max_length or 0)
+        self.activations = self._scorer.activations = plan(num_tokens=longest).kept
+        # Weights, moments and an engine in this process are in use before a pass. Gradients that do not exist yet need
+        # no room: those of a layer take the place of its activations, others are among what the output head needs.
+        self._scorer.count_kept = lambda size: plan(num_tokens=size, free=free_bytes(device)).num_kept_layers
+        self._scorer.is_compiled = self.config.compiles_layers(device.type)
 
     def _lower_base(self) -> None:
         """Convert weights that are not trained to the data type of the passes, after the checks in float32."""

@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any
 
-from attrs import define, field, frozen
+from attrs import Factory, define, field, frozen
 from attrs.validators import ge, gt
 
 from areal_actors.cache.tree import ConversationTree
@@ -77,12 +77,10 @@ class Session:
     completion_digest: bytes = field(repr=False)
     last_used_at: float
     ended_at: float | None = None
-    roles_by_digest: Mapping[bytes, str] = field(init=False, repr=False)
+    roles_by_digest: Mapping[bytes, str] = field(
+        init=False, repr=False, default=Factory(lambda self: _read_roles(self.tree), takes_self=True)
+    )
     """The roles that have a completion key, by its digest. They are part of the metadata, as the user is."""
-
-    @roles_by_digest.default
-    def _read_roles(self) -> Mapping[bytes, str]:
-        return {bytes.fromhex(key): role for role, key in self.tree.metadata.get(_ROLE_KEYS, {}).items()}
 
     @property
     def user(self) -> str | None:
@@ -340,6 +338,10 @@ class SessionStore:
         session_id = self._by_key.get(digest)
         session = None if session_id is None else self._sessions[session_id]
         return session if session is not None and _opens(session, digest) else None
+
+
+def _read_roles(tree: ConversationTree) -> dict[bytes, str]:
+    return {bytes.fromhex(key): role for role, key in tree.metadata.get(_ROLE_KEYS, {}).items()}
 
 
 def _digest(key: str) -> bytes:

@@ -25,7 +25,7 @@ import re
 from collections.abc import Sequence
 from enum import StrEnum
 
-from attrs import evolve, field, frozen
+from attrs import Factory, evolve, field, frozen
 
 from areal_actors.domain import ChatMessage, Tool, ToolCall
 from areal_actors.errors import RenderError
@@ -74,15 +74,11 @@ class SuffixRenderer:
     formatter: PromptFormatter
     vocabulary: Vocabulary
     stop_token_ids: tuple[int, ...]
-    _closing: re.Pattern[str] = field(init=False)
+    _closing: re.Pattern[str] = field(
+        init=False,
+        default=Factory(lambda self: _find_closing_tokens(self.vocabulary, self.stop_token_ids), takes_self=True),
+    )
     """Matches the end-of-turn tokens of this model."""
-
-    @_closing.default
-    def _find_closing_tokens(self) -> re.Pattern[str]:
-        special = self.vocabulary.special
-        # Longest first, because the alternatives of a regular expression are tried in order.
-        texts = sorted((special[i] for i in self.stop_token_ids if i in special), key=len, reverse=True)
-        return re.compile("|".join(map(re.escape, texts)))
 
     def judge(self, shape: Shape, options: Options) -> Verdict:
         """Return the verdict on ``shape``, which was made with ``options``.
@@ -224,6 +220,14 @@ def find_left_out(
         if not all(mark in text for mark in marks):
             return index
     return None
+
+
+def _find_closing_tokens(vocabulary: Vocabulary, stop_token_ids: tuple[int, ...]) -> re.Pattern[str]:
+    """Return a pattern of the texts of the special tokens among ``stop_token_ids``."""
+    special = vocabulary.special
+    # Longest first, because the alternatives of a regular expression are tried in order.
+    texts = sorted((special[token] for token in stop_token_ids if token in special), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, texts)))
 
 
 def find_end_of_turn(formatter: PromptFormatter, vocabulary: Vocabulary) -> int | None:

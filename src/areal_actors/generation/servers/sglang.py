@@ -12,7 +12,7 @@ import json
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 from attrs import define, field, frozen
@@ -64,7 +64,7 @@ class SGLangDialect:
     added_tokens: Mapping[str, int] = field(factory=dict)
     stream_interval: int = 1
     routed_layers: RoutedLayers | None = None
-    adapter_root: ClassVar[str] = ""
+    adapter_root = ""
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AbstractAsyncContextManager
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import httpx
 from anyio import to_thread
@@ -90,7 +90,7 @@ class VllmDialect:
 
     added_tokens: Mapping[str, int] = field(factory=dict)
     stream_interval: int = 1
-    adapter_root: ClassVar[str] = "/v1"
+    adapter_root = "/v1"
 
     @property
     def name(self) -> str:

@@ -101,7 +101,8 @@ async def open_server(
                 wall_clock=wall_clock,
             )
             models = ModelsConfig(fileroot=config.fileroot, max_loaded=config.max_samplers)
-            host: Any = ModelHost(service, service.open_sampler, config=models)  # type: ignore[arg-type] # as a catalogue
+            catalogue: Any = service  # it finds models as a ``Catalogue`` does
+            host = ModelHost(catalogue, service.open_sampler, config=models)
             service.host = await system.spawn(host, name="models")
             inference = InferenceConfig()
             actors = await spawn_session_actors(system, inference, renderer=renderer, generation=generation)

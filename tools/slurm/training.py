@@ -148,33 +148,6 @@ def test_run_goes_on_when_its_proxy_is_lost(cluster, tmp_path, how):
     assert not failures.exists() or not failures.read_text()
 
 
-def test_jobs_are_added_to_a_run_and_removed(cluster, tmp_path):
-    """From one engine to two and back, while the run goes on. Each step is made once, and no job is left."""
-    directory = tmp_path / "run"
-    settings = (*TINY, "total_steps=400", "rollout.group_size=2", "eval_dataset=null")
-    with training(cluster, directory, *settings, roles=THREE) as run:
-        wait_until(run, lambda: len(steps(directory)) >= 1)
-        scale(directory, "generation=2")
-        assert "generation-1" in nodes(cluster)
-        scale(directory, "generation=1")
-        wait_until(run, lambda: "generation-1" not in nodes(cluster))
-        num_steps = len(steps(directory))
-        wait_until(run, lambda: len(steps(directory)) > num_steps + 2)
-        run.terminate()
-        run.communicate(timeout=300)
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-
-    assert list(range(1, len(records) + 1)) == steps(directory)
-    assert {0} == {record["failed_episodes"] for record in records}
-    assert (1, 2, 1) == (records[0]["engines"], max(one["engines"] for one in records), records[-1]["engines"])
-
-
-def scale(directory: Path, sizes: str) -> None:
-    """Scale a run, and wait until it has so many."""
-    command = [sys.executable, "-m", "areal_actors", "scale", str(directory), sizes, "--wait", "300"]
-    subprocess.run(command, check=True, cwd=ROOT)
-
-
 def test_two_runs_on_a_full_cluster_run_one_after_the_other(cluster, tmp_path):
     """Each wants three of four nodes, and has two: one gives back what it holds, the other goes first. Both learn."""
     all_nodes = ",".join(cluster.node(number) for number in range(1, 5))

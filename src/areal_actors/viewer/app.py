@@ -150,7 +150,7 @@ _READERS: dict[str, Read] = {
     "metrics": lambda run, request: run.read_metrics(request.query_params.get("after", "")),
     "failures": lambda run, request: {"failures": run.list_failures(_filter(request))},
     "sessions": lambda run, request: {"sessions": run.list_sessions(request.query_params.get("query", ""))},
-    "session": lambda run, request: run.read_session(int(request.query_params["index"])),
+    "session": lambda run, request: run.read_session(int(request.query_params.get("index", ""))),
     "groups": lambda run, request: run.list_groups(_kind(request), _version(request), _filter(request)),
     "group": lambda run, request: {
         "rows": run.read_group(_kind(request), _version(request) or 0, request.query_params.get("task", ""))

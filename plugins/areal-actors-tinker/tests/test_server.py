@@ -20,6 +20,7 @@ from tinker import types
 from areal_actors.errors import ConfigError
 from areal_actors_tinker.config import TinkerConfig
 from areal_actors_tinker.server import TinkerServer, check_access, open_server
+from areal_actors_tinker.service import MAX_EPHEMERAL
 
 T = TypeVar("T")
 TOKENS = [20, 31, 42, 53, 64, 75, 86, 97]
@@ -253,6 +254,9 @@ async def test_checkpoints_outlive_the_server(tmp_path):
         client = create(connect(server))
         train(client, 2)
         path = client.save_state("kept").result().path
+        left = next(tmp_path.glob("*/weights")).with_name("sampler_weights") / "ephemeral-9"
+        left.mkdir(parents=True)  # as of a server that was killed
+        left.with_name("ephemeral-9.json").write_text("{}")
         external = client.save_weights_external("whole").result().path
         urls = connect(server, "tml-one").create_rest_client().get_external_weights_urls(external).result().urls
         assert {"config.json", "model.safetensors", "tokenizer.json"} <= urls.keys()
@@ -263,6 +267,7 @@ async def test_checkpoints_outlive_the_server(tmp_path):
     def load(server: TinkerServer, path: str, loss: float) -> None:
         client: Any = connect(server).create_training_client_from_state_with_optimizer(path).result()
         assert train(client, 1)[0] == pytest.approx(loss, abs=1e-5)
+        assert [] == list(tmp_path.glob("*/sampler_weights/ephemeral-*"))
 
     async with served(tmp_path) as server:
         saved = await run(save, server)
@@ -334,6 +339,25 @@ async def test_compressed_body_cannot_fill_the_memory(tmp_path):
         answer = await http.post(f"{server.url}/api/v1/forward_backward", headers=headers, content=bomb)
 
     assert 413 == answer.status_code
+
+
+async def test_unnamed_checkpoints_go_with_their_model(tmp_path):
+    """A loop that makes one in each step fills no disk; the last ones can be sampled from, and none is listed."""
+
+    def use(server: TinkerServer) -> None:
+        client = create(connect(server))
+        samplers = [client.save_weights_and_get_sampling_client().result() for _ in range(MAX_EPHEMERAL + 3)]
+        params = types.SamplingParams(max_tokens=2)
+        prompt = types.ModelInput.from_ints(TOKENS)
+        assert 2 == len(samplers[-1].sample(prompt, num_samples=1, sampling_params=params).result().sequences[0].tokens)
+        with pytest.raises(tinker.RequestFailedError, match="was deleted"):
+            samplers[0].sample(prompt, num_samples=1, sampling_params=params).result()
+        assert MAX_EPHEMERAL == len([path for path in tmp_path.glob("*/sampler_weights/*") if path.is_dir()])
+        assert [] == connect(server).create_rest_client().list_user_checkpoints().result().checkpoints
+
+    async with served(tmp_path) as server:
+        await run(use, server)
+        assert [] == list(tmp_path.glob("*/sampler_weights/*"))
 
 
 async def test_silent_session_leaves_the_memory(tmp_path):

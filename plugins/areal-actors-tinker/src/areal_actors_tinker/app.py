@@ -31,7 +31,7 @@ from areal_actors.errors import (
 from areal_actors_tinker.bank import AdamSettings, AdapterSettings, read_settings
 from areal_actors_tinker.futures import Failure
 from areal_actors_tinker.service import Session, TinkerService, parse_sampling
-from areal_actors_tinker.store import Run, StoredCheckpoint, newest
+from areal_actors_tinker.store import EPHEMERAL, Run, StoredCheckpoint, newest
 from areal_actors_tinker.wire import PROTOBUF, decode_pass, parse_pass
 
 POLL_SECONDS = 30.0
@@ -292,7 +292,8 @@ def _save(kind: str) -> Handler:
         sampler_number = call.get("sampling_session_seq_id", int)
         if call.get("age_encryption_recipients", list):
             raise UnsupportedParameter("Files are not encrypted here.", param="age_encryption_recipients")
-        name = call.get("path", str) or f"{'ephemeral' if sampler_number is not None else 'step'}-{number}"
+        prefix = EPHEMERAL if sampler_number is not None else "step-"
+        name = call.get("path", str) or f"{prefix}{number}"
         request_id = call.service.begin_save(
             model_id,
             number,

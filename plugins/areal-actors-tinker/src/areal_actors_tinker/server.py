@@ -100,6 +100,7 @@ async def open_server(
                 futures=Futures(tasks),
                 wall_clock=wall_clock,
             )
+            await to_thread.run_sync(service.store.sweep)
             models = ModelsConfig(fileroot=config.fileroot, max_loaded=config.max_samplers)
             catalogue: Any = service  # it finds models as a ``Catalogue`` does
             host = ModelHost(catalogue, service.open_sampler, config=models)

@@ -47,7 +47,7 @@ from areal_actors.sessions.manager import SessionManager
 from areal_actors_tinker.bank import AdamSettings, AdapterBank, AdapterSettings, read_settings
 from areal_actors_tinker.config import TinkerConfig
 from areal_actors_tinker.futures import Futures, Result
-from areal_actors_tinker.store import CheckpointStore, Run, StoredCheckpoint, expiry
+from areal_actors_tinker.store import EPHEMERAL, CheckpointStore, Run, StoredCheckpoint, expiry
 from areal_actors_tinker.wire import PassRequest, format_pass, format_samples
 
 R = TypeVar("R")
@@ -55,6 +55,8 @@ Json = Mapping[str, Any]
 
 _CHECK_SECONDS = 10.0
 MAX_SAMPLES = 4096
+MAX_EPHEMERAL = 16
+"""Checkpoints without a name that are kept of each model; a loop makes one in each step and samples from the last."""
 
 
 @define(kw_only=True, eq=False)
@@ -110,6 +112,7 @@ class TinkerService:
         self._sessions: dict[str, Session] = {}
         self._samplers: dict[str, Sampler] = {}
         self._runs: dict[str, Run] = {}
+        self._ephemeral: dict[str, list[StoredCheckpoint]] = {}
 
     async def _compute(self, function: Callable[[], R]) -> R:
         """Run a function of the bank on its thread. It is not interrupted, and its result discarded if cancelled."""
@@ -246,6 +249,8 @@ class TinkerService:
         """Take a model out of the memory; what it has been asked, and not done, fails."""
         self.futures.close_queue(model_id)
         self._runs.pop(model_id, None)
+        for checkpoint in self._ephemeral.pop(model_id, []):
+            self.store.delete(checkpoint)
         await self._compute(partial(self._bank.remove, model_id))
 
     def begin_failure(self, model_id: str, number: int, error: RequestError) -> str:
@@ -309,8 +314,10 @@ class TinkerService:
     ) -> str:
         """Begin to save weights; return the id of the request.
 
-        With ``sampler_number``, a sampling session of this number is opened on them.
+        With ``sampler_number``, a sampling session of this number is opened on them, and they go with the model.
         """
+        if name.startswith(EPHEMERAL) != (sampler_number is not None):
+            raise InvalidRequest(f"Names of checkpoints do not begin with {EPHEMERAL!r}.", param="path")
         directory = self.store.place(model_id, kind, name)
         expires = expiry(ttl_seconds, now=self.now())
 
@@ -342,6 +349,10 @@ class TinkerService:
             if sampler_number is not None:
                 session = self._sessions[model_id.partition(":")[0]]
                 sampler = self.add_sampler(session, sampler_number, checkpoint)
+                kept = self._ephemeral.setdefault(model_id, [])
+                kept.append(checkpoint)
+                while len(kept) > MAX_EPHEMERAL:
+                    self.store.delete(kept.pop(0))
                 return {"type": result["type"], "sampling_session_id": sampler.id}
             return result
 

@@ -29,6 +29,9 @@ from areal_actors.lib.atomic_write import atomic_write
 KINDS: Mapping[str, str] = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 """The kinds of checkpoints, by the part of a path that names them."""
 
+EPHEMERAL = "ephemeral-"
+"""How names of checkpoints begin that belong to a sampling session, and go with it."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,199}")
 _SCHEME = "tinker://"
 _MIN_TTL, _MAX_TTL = 60, 10 * 366 * 24 * 3600
@@ -155,12 +158,12 @@ class CheckpointStore:
         return found
 
     def checkpoints(self, *, owner: str, now: float, model_id: str | None = None) -> list[StoredCheckpoint]:
-        """Return the checkpoints of a user, or of one run, the newest first; expired ones are deleted."""
+        """Return the named checkpoints of a user, or of one run, the newest first; expired ones are deleted."""
         folder = "*" if model_id is None else _folder(model_id)
         kept = []
         for record in self.root.glob(f"{folder}/*/*.json"):
             found = self._read(record.with_suffix(""))
-            if found is None or found.owner != owner:
+            if found is None or found.owner != owner or found.name.startswith(EPHEMERAL):
                 continue
             if found.expires is not None and found.expires <= now:
                 self.delete(found)
@@ -180,6 +183,12 @@ class CheckpointStore:
         """Delete a checkpoint; its record goes first, so that one that is half deleted is not found."""
         checkpoint.directory.with_name(f"{checkpoint.name}.json").unlink(missing_ok=True)
         shutil.rmtree(checkpoint.directory, ignore_errors=True)
+
+    def sweep(self) -> None:
+        """Remove what a server that was killed has left of sampling sessions."""
+        for record in self.root.glob(f"*/sampler_weights/{EPHEMERAL}*.json"):
+            record.unlink(missing_ok=True)
+            self.discard(record.with_suffix(""))
 
     def discard(self, directory: Path) -> None:
         """Remove a directory that is no checkpoint."""

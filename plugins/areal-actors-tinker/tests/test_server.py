@@ -341,6 +341,37 @@ async def test_compressed_body_cannot_fill_the_memory(tmp_path):
     assert 413 == answer.status_code
 
 
+async def test_samples_that_cannot_be_drawn_are_refused_by_name(tmp_path):
+    """Before anything is sampled, with the value; the log-probabilities of a prompt's end can be asked alone."""
+
+    def use(server: TinkerServer) -> None:
+        created: Any = connect(server).create_sampling_client(base_model="tiny")
+        sampler, prompt = created.result(), types.ModelInput.from_ints(TOKENS)
+        for wrong in ({"temperature": -1.0}, {"top_p": 0.0}, {"max_tokens": 0}, {"stop": [""]}):
+            params = types.SamplingParams(**{"max_tokens": 2, **wrong})
+            with pytest.raises(tinker.BadRequestError, match="cannot be sampled with"):
+                sampler.sample(prompt, num_samples=1, sampling_params=params).result()
+        with pytest.raises(tinker.BadRequestError, match="outside the model's vocabulary"):
+            far = types.ModelInput.from_ints([10**7])
+            sampler.sample(far, num_samples=1, sampling_params=types.SamplingParams(max_tokens=1)).result()
+        whole, last = (
+            sampler.compute_logprobs(prompt, **more).result() for more in ({}, {"prompt_logprobs_last_n": 2})
+        )
+        assert [None] * 6 == last[:-2]
+        assert whole[-2:] == last[-2:]
+
+    async with served(tmp_path) as server:
+        await run(use, server)
+
+
+async def test_unwritable_fileroot_is_refused_at_the_start(tmp_path):
+    """With the option, instead of at the first checkpoint."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--fileroot"):
+        async with served(tmp_path / "file"):
+            pass
+
+
 async def test_unnamed_checkpoints_go_with_their_model(tmp_path):
     """A loop that makes one in each step fills no disk; the last ones can be sampled from, and none is listed."""
 

@@ -347,6 +347,7 @@ async def _sample(call: Call) -> Body:
         scores_prompt=bool(call.get("prompt_logprobs", bool, default=False)),
         top_prompt=call.get("topk_prompt_logprobs", int, default=0) or 0,
         targets=None if targets is None else _parse_targets(targets),
+        last_prompt=call.get("prompt_logprobs_last_n", int),
     )
     return _promise(request_id, sample_sequence_ids=[f"{request_id}:{index}" for index in range(num_samples)])
 

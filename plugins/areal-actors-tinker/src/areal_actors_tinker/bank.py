@@ -436,7 +436,10 @@ class AdapterBank:
         misfits = sorted(own.keys() ^ tensors.keys())
         misfits += [key for key in own.keys() & tensors.keys() if own[key].shape != tensors[key].shape]
         if misfits:
-            raise CheckpointError(f"The adapter in {directory} does not fit the model: {misfits[0]} differs.")
+            raise CheckpointError(
+                f"The adapter in {directory.name} does not fit the model: {misfits[0]} differs. "
+                "Its rank or its layers are others; create a client from the checkpoint instead."
+            )
         with torch.no_grad():
             for key, parameter in own.items():
                 parameter.copy_(tensors[key])

@@ -27,8 +27,11 @@ class TinkerConfig:
     port: int = field(default=8000, validator=[ge(0), le(65535)])
     api_key: str | None = field(default=None, repr=False)
     """The key that clients send; without one, every key is accepted, and each has its own models."""
-    engine: TorchEngineConfig = field(factory=TorchEngineConfig)
-    """The engines that sample: one for the base model, and one for each checkpoint that is sampled from."""
+    engine: TorchEngineConfig = field(factory=lambda: TorchEngineConfig(dtype="float32"))
+    """The engines that sample: one for the base model, and one for each checkpoint that is sampled from.
+
+    They are in float32, as the weights that are trained, because the ratios of losses compare the two.
+    """
     max_samplers: int = field(default=4, validator=ge(1))
     """Checkpoints that have an engine at a time, each with its own weights and cache."""
     max_packed_tokens: int = field(default=4096, validator=gt(0))

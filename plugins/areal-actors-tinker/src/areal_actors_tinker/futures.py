@@ -21,6 +21,7 @@ from anyio.abc import TaskGroup
 from attrs import define, field, frozen
 
 from areal_actors.errors import ArealError, CheckpointError, InvalidRequest, NotFound, RequestError, TrainingDiverged
+from areal_actors.kernel import root_cause
 from areal_actors.lib.change_signal import ChangeSignal
 from areal_actors.lib.telemetry import get_logger
 
@@ -76,6 +77,7 @@ class Futures:
         self._finished: OrderedDict[str, None] = OrderedDict()
         self._queues: dict[str, _Queue] = {}
         self._scopes: dict[str, anyio.CancelScope] = {}
+        self._polls: set[anyio.CancelScope] = set()
 
     def submit(self, request_id: str, work: Work) -> None:
         """Run ``work`` at once, unless a request of this id has arrived before."""
@@ -125,9 +127,18 @@ class Futures:
         future = self._futures.get(request_id)
         if future is None:
             raise NotFound(f"There is no request {request_id!r}, or its result was dropped; send it again.")
-        with anyio.move_on_after(seconds):
-            await future.ended.wait()
+        with anyio.move_on_after(seconds) as poll:
+            self._polls.add(poll)
+            try:
+                await future.ended.wait()
+            finally:
+                self._polls.discard(poll)
         return future.outcome
+
+    async def drain(self, *, seconds: float) -> None:  # noqa: ARG002 - polls end at once
+        """Let all polls end without an outcome, since the server stops."""
+        for poll in self._polls:
+            poll.cancel()
 
     async def _run_alone(self, request_id: str, future: _Future, work: Work) -> None:
         with self._scopes[request_id]:
@@ -152,6 +163,9 @@ class Futures:
             outcome = await work()
         except ArealError as error:
             outcome = Failure(message=str(error), is_users=_is_users(error))
+        except ExceptionGroup as group:  # of the samples of one request
+            cause = root_cause(group)
+            outcome = Failure(message=str(cause), is_users=isinstance(cause, ArealError) and _is_users(cause))
         except Exception as error:  # noqa: BLE001 - an error belongs to its request, and other clients go on
             _log.warning("tinker_request_failed", request=request_id, error=repr(error))
             outcome = Failure(message=f"{type(error).__name__}: {error}", is_users=False)

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
 import anyio
@@ -23,7 +24,6 @@ from areal_actors.messages import DescribeEndpoint
 from areal_actors.models import resolve_model
 from areal_actors.proxy import ProxyServer
 from areal_actors.proxy.config import ProxyConfig
-from areal_actors.proxy.exchange import Traffic
 from areal_actors.proxy.server import listen, serve_until_cancelled, url_of
 from areal_actors.rendering import load_renderer
 from areal_actors.run.inference import InferenceConfig, open_engine, spawn_generation, spawn_session_actors
@@ -67,6 +67,12 @@ async def open_server(
 
     Raises ``ConfigError`` for an address that cannot be used, ``ModelError`` for a model that cannot be trained.
     """
+    try:
+        config.fileroot.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=config.fileroot):
+            pass
+    except OSError as error:
+        raise ConfigError(f"--fileroot: {config.fileroot} cannot be written: {error.strerror or error}") from error
     listener = listen(config.host, config.port, prefix="")
     try:
         files = await to_thread.run_sync(resolve_model, config.model)
@@ -118,7 +124,8 @@ async def open_server(
             )
             endpoint = await (await system.spawn(proxy, name="proxy")).ask(DescribeEndpoint())
             tasks.start_soon(service.end_silent_sessions)
-            serve = partial(serve_until_cancelled, create_app(service), listener, Traffic(), drain_seconds=0.0)
+            polls: Any = service.futures  # which drain as the requests of a proxy do
+            serve = partial(serve_until_cancelled, create_app(service), listener, polls, drain_seconds=0.0)
             tasks.start_soon(serve)
             yield TinkerServer(
                 url=url_of(listener), agent_url=f"{endpoint.url}/v1", admin_key=endpoint.admin_key, service=service

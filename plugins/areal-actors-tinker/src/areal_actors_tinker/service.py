@@ -36,7 +36,16 @@ from areal_actors.domain import (
     TrainedModel,
     join_chunks,
 )
-from areal_actors.errors import InvalidRequest, NotFound, RequestError, Unauthorized, UnsupportedParameter
+from areal_actors.errors import (
+    InvalidRequest,
+    NotFound,
+    RequestError,
+    Unauthorized,
+    Unavailable,
+    Unprocessable,
+    UnsupportedParameter,
+)
+from areal_actors.generation.base import validate_request
 from areal_actors.generation.model_host import ModelStack
 from areal_actors.kernel import ActorSystem, Ref
 from areal_actors.lib.threads import OwnThread
@@ -402,6 +411,7 @@ class TinkerService:
         scores_prompt: bool,
         top_prompt: int,
         targets: Ints | None,
+        last_prompt: int | None,
     ) -> str:
         """Begin to sample, and to score the prompt; return the id of the request."""
         request_id = f"{sampler.id}:{number}"
@@ -414,8 +424,17 @@ class TinkerService:
                 param="prompt",
             )
         sampling = evolve(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        if last_prompt is not None and not 1 <= last_prompt < len(prompt):
+            raise InvalidRequest(
+                f"prompt_logprobs_last_n is {last_prompt}; the prompt has {len(prompt)} tokens.", param="prompt"
+            )
         # Without a seed, no two requests sample the same; with one, equal requests do.
-        key = secrets.randbits(63) if seed is None else seed
+        key = SampleKey(seed=secrets.randbits(63) if seed is None else seed)
+        stop_ids = self._renderer.stop_token_ids if stops_at_end else ()
+        wanted = EngineRequest(
+            id=request_id, prompt=prompt, sampling=sampling, key=key, stop_token_ids=stop_ids, is_streamed=False
+        )
+        validate_request(wanted, self.info, can_decode=True)
 
         async def sample() -> Result:
             directory = None if sampler.checkpoint is None else sampler.checkpoint.directory
@@ -424,15 +443,8 @@ class TinkerService:
                 cached: list[int] = []
 
                 async def run(index: int) -> None:
-                    request = EngineRequest(
-                        id=f"{request_id}:{index}",
-                        prompt=prompt,
-                        sampling=sampling,
-                        key=SampleKey(seed=key, path=(index,)),
-                        stop_token_ids=self._renderer.stop_token_ids if stops_at_end else (),
-                        routing_key=sampler.id,
-                        is_streamed=False,
-                    )
+                    own = evolve(key, path=(index,))
+                    request = evolve(wanted, id=f"{request_id}:{index}", key=own, routing_key=sampler.id)
                     async with generation.stream(Generate(request=request)) as stream:
                         chunks = [chunk async for chunk in stream]
                     completions[index] = join_chunks(chunks)
@@ -445,6 +457,7 @@ class TinkerService:
                 scores = await self._compute(
                     partial(self._bank.score_prompt, directory, prompt, top=top_prompt, targets=targets)
                 )
+                scores = scores if last_prompt is None else scores.only_last(last_prompt)
             return format_samples(
                 [completions[index] for index in range(num_samples)],
                 num_cached_tokens=max(cached),
@@ -462,11 +475,17 @@ class TinkerService:
             yield self._base
             return
         name = _model_name(sampler.checkpoint)
-        async with self.host.stream(UseModel(name=name)) as items:
-            async for _ in items:
-                yield self._generations[name]
-                return
-        raise NotFound(f"The checkpoint {sampler.checkpoint.path} was deleted.")
+        gone = NotFound(f"The checkpoint {sampler.checkpoint.path} was deleted.")
+        try:
+            async with self.host.stream(UseModel(name=name)) as items:
+                async for _ in items:
+                    yield self._generations[name]
+                    return
+        except (Unavailable, Unprocessable) as error:
+            if self.get(name) is None:  # deleted before its engine was open
+                raise gone from error
+            raise
+        raise gone
 
     def list(self) -> tuple[TrainedModel, ...]:
         """Return the checkpoints that agents can sample from, by the names that they use (the host asks)."""

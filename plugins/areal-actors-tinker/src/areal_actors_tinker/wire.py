@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import numpy.typing as npt
-from attrs import field, frozen
+from attrs import evolve, field, frozen
 from google.protobuf.message import DecodeError
 from tinker.proto import tinker_public_pb2
 
@@ -158,6 +158,15 @@ class PromptScores:
     logprobs: Floats = field(eq=False)
     top: tuple[Ints, Floats] | None = field(default=None, eq=False)
     targets: Floats | None = field(default=None, eq=False)
+
+    def only_last(self, count: int) -> PromptScores:
+        """Return the scores of the last ``count`` tokens, with none for those before."""
+        logprobs = self.logprobs.copy()
+        logprobs[:-count] = np.nan
+        top = None if self.top is None else (self.top[0].copy(), self.top[1].copy())
+        if top is not None:
+            top[0][:-count], top[1][:-count] = 0, _NO_LOGPROB
+        return evolve(self, logprobs=logprobs, top=top)
 
 
 def format_samples(
